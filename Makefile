@@ -1,0 +1,29 @@
+# Every target sets up its own environment in .venv; a second run reuses it and starts in seconds.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# torch is installed first and pinned: any other request would pull the CUDA build.
+TORCH := torch==2.13.0
+
+.PHONY: test lint bench clean
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check $(TORCH) "setuptools>=77"
+	touch $@
+
+# Built without isolation, against the installed torch; the C++ helpers are optional and skipped without a compiler.
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml setup.py $(wildcard vescale/csrc/*.cpp)
+	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev,hf]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info vescale/csrc/*.so

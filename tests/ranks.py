@@ -1,0 +1,155 @@
+"""Pools of gloo ranks for the whole test run: one set of processes for each world size, started on first use.
+
+A case is a module-level function; ``ranks.run(fn, *args, world_size=4)`` calls it on every rank with
+``torch.distributed`` initialized and returns the results in rank order. Processes are forked from a server that has
+torch loaded, so a pool starts in well under a second. A pool with a failure is replaced before the next case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+__all__ = ["RankError", "RankPool", "RankPools", "run_cases"]
+
+_PRELOAD = ["torch", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
+
+
+class RankError(AssertionError):
+    """A case failed on at least one rank; the message holds the traceback of each."""
+
+
+def _serve(rank: int, world_size: int, store_path: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store_path, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            break
+        if job is None:
+            break
+        fn, args, kwargs = job
+        try:
+            pipe.send((True, fn(*args, **kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+class RankPool:
+    """``world_size`` gloo processes that stay alive between cases."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="vescale-ranks-")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        store = os.path.join(self._folder.name, "store")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, store, there), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
+        """Call ``fn`` on every rank; raise :class:`RankError` if any rank fails, dies or does not answer in time."""
+        for pipe in self._pipes:
+            pipe.send((fn, args, kwargs))
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < self.world_size:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = (False, "the process died")
+                if not answers[rank][0]:  # peers may be stuck in a collective that this rank never entered
+                    deadline = min(deadline, time.monotonic() + 10.0)
+        failed = {rank: text for rank, (ok, text) in sorted(answers.items()) if not ok}
+        silent = [rank for rank in range(self.world_size) if rank not in answers]
+        if failed or silent:
+            self.close()  # collectives that some ranks never entered must not meet those of the next case
+            parts = [f"--- rank {rank} of {self.world_size}:\n{text}" for rank, text in failed.items()]
+            if silent:
+                parts.append(f"--- no answer from ranks {silent}")
+            raise RankError("\n".join(["", *parts]))
+        return [answers[rank][1] for rank in range(self.world_size)]
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes.clear()
+        self._folder.cleanup()
+
+
+class RankPools:
+    """The pools of one test run, by world size."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, world_size: int = 4, timeout: float = 300.0, **kwargs: Any
+    ) -> list[Any]:
+        pool = self._pools.get(world_size)
+        if pool is None or not pool.alive:
+            pool = self._pools[world_size] = RankPool(world_size)
+        return pool.run(fn, *args, timeout=timeout, **kwargs)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
+def run_cases(fn: Callable[..., None], cases: Sequence[tuple[Any, ...]]) -> int:
+    """Run on a rank: ``fn(*case)`` for each case, all in one dispatch; name every case that fails. Returns the count.
+
+    For cases whose failure does not desynchronize the ranks (a comparison after the collectives). Stops at the tenth.
+    """
+    failures = []
+    for case in cases:
+        try:
+            fn(*case)
+        except Exception:
+            failures.append(f"case {case!r}:\n{traceback.format_exc()}")
+            if len(failures) == 10:
+                break
+    if failures:
+        raise AssertionError(f"{len(failures)} of {len(cases)} cases failed\n" + "\n".join(failures))
+    return len(cases)

@@ -1,0 +1,153 @@
+"""The house rules: who may import whom, where private torch names live, how long a file may be, what import changes."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "vescale"
+
+# package -> floor; a package imports only strictly lower floors, and the packages of its own floor named in SIDEWAYS.
+FLOORS = {
+    "csrc": 0,
+    "compat": 0,
+    "comm": 0,
+    "placements": 1,
+    "plans": 2,
+    "plan_zoo": 2,
+    "rng": 2,
+    "buffer": 2,
+    "ir": 3,
+    "fsdp": 4,
+    "runtime": 5,
+    "debug": 6,
+    "checkpoint": 6,
+    "optim": 6,
+    "cli": 7,
+}
+SIDEWAYS = {("comm", "compat"), ("comm", "csrc"), ("plan_zoo", "plans")}
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import in a file, also those inside functions."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; write the full vescale path"
+            yield node.lineno, node.module or ""
+            for alias in node.names:  # `from vescale import rng` imports the package vescale.rng
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def room(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "vescale" and len(parts) > 1 and parts[1] in FLOORS else None
+
+
+def test_every_package_has_a_floor() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms <= set(FLOORS), f"packages without a floor in tests/test_house.py: {sorted(rooms - set(FLOORS))}"
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for path in sources():
+        parts = path.relative_to(PACKAGE).parts
+        if len(parts) == 1:  # vescale/__init__.py and __main__.py stand on the top floor
+            continue
+        own = parts[0]
+        for line, module in imports(path):
+            other = room(module)
+            if other is None or other == own:
+                continue
+            if FLOORS[other] >= FLOORS[own] and (own, other) not in SIDEWAYS:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {own} (floor {FLOORS[own]}) imports {other}")
+    assert not wrong, "\n".join(wrong)
+
+
+def is_private(module: str) -> bool:
+    parts = module.split(".")
+    return parts[0] == "torch" and any(part.startswith("_") and not part.startswith("__") for part in parts[1:])
+
+
+def test_private_torch_names_live_in_compat() -> None:
+    wrong = []
+    for path in sources():
+        if path.relative_to(PACKAGE).parts[0] == "compat":
+            continue
+        wrong += [
+            f"{path.relative_to(ROOT)}:{line}: imports {module}" for line, module in imports(path) if is_private(module)
+        ]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and is_private(ast.unparse(node)):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: uses {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_say_what_they_export() -> None:
+    silent = []
+    for path in sources():
+        tree = ast.parse(path.read_text())
+        names = [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
+        names += [n.target.id for n in tree.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+        if tree.body and path.name != "__main__.py" and "__all__" not in names:
+            silent.append(str(path.relative_to(ROOT)))
+    assert not silent, f"files without __all__: {silent}"
+
+
+def test_files_are_short() -> None:
+    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources()}
+    long = {name: count for name, count in lengths.items() if count > 600}
+    assert not long, f"files over 600 lines (one noun per file, about 500 lines): {long}"
+
+
+_SNAPSHOT = """
+import sys, time, types
+import torch, torch.distributed.tensor, torch.distributed.checkpoint, torch.nn.functional
+
+def attributes():
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        if name.split(".")[0] == "torch" and isinstance(module, types.ModuleType):
+            for key, value in vars(module).items():
+                found[name, key] = id(value)
+                if isinstance(value, type) and value.__module__.startswith("torch"):
+                    found.update({(name, key, k): id(v) for k, v in vars(value).items()})
+    return found
+
+before = attributes()
+start = time.perf_counter()
+import vescale
+seconds = time.perf_counter() - start
+after = attributes()
+changed = [key for key in before if before[key] != after.get(key)]
+assert not changed, changed[:20]
+print(seconds)
+"""
+
+
+def test_import_changes_nothing_in_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", _SNAPSHOT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    # Generous: a loaded machine must not turn this red; the figure itself (0.5 s) is a ratio of import times.
+    assert float(done.stdout) < 5.0
+
+
+@pytest.mark.parametrize("statement", ["import vescale", "import vescale.cli"])
+def test_imports_are_cheap(statement: str) -> None:
+    """vescale itself loads neither torch nor anything that torch does not load: its names arrive on first use."""
+    code = f"import sys; {statement}; print([m for m in ('torch', 'transformers', 'jsonschema') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,56 @@
+"""The pool of ranks: results in rank order, failures named by rank; a dead or silent rank never hangs the run."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankError, RankPools
+
+
+def _sum_of_ranks(offset: int) -> int:
+    value = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(value)
+    return int(value)
+
+
+def _rank() -> int:
+    return dist.get_rank()
+
+
+def _fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("planted")
+
+
+def _die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(3)
+
+
+def _sleep_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(30)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_results_come_in_rank_order(ranks: RankPools, world_size: int) -> None:
+    assert ranks.run(_rank, world_size=world_size) == list(range(world_size))
+    total = sum(range(world_size)) + 5 * world_size
+    assert ranks.run(_sum_of_ranks, 5, world_size=world_size) == [total] * world_size
+
+
+def test_failures_name_the_rank_and_the_next_case_runs(ranks: RankPools) -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2.*ValueError: planted"):
+        ranks.run(_fail_on, 1, world_size=2)
+    assert ranks.run(_rank, world_size=2) == [0, 1]
+
+
+def test_a_dead_or_silent_rank_is_reported_and_replaced(ranks: RankPools) -> None:
+    with pytest.raises(RankError, match="rank 0 of 2"):
+        ranks.run(_die_on, 0, world_size=2)
+    with pytest.raises(RankError, match=r"no answer from ranks \[1\]"):
+        ranks.run(_sleep_on, 1, world_size=2, timeout=2)
+    assert ranks.run(_rank, world_size=2) == [0, 1]

@@ -1,0 +1,26 @@
+"""vescale: train a single-device PyTorch model on any mesh of devices, with the numbers one device would give.
+
+The public names are imported on first use: ``import vescale`` loads nothing heavy and changes nothing in torch.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# public name -> module that defines it
+_PUBLIC: dict[str, str] = {}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'vescale' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

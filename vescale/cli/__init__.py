@@ -1,0 +1,5 @@
+"""The ``vescale`` command. Sub-commands live one to a file and register themselves in :data:`COMMANDS`."""
+
+from vescale.cli._main import main
+
+__all__ = ["main"]

@@ -1,0 +1,48 @@
+"""Argument parsing and exit codes: 0 fine, 1 findings, 2 bad usage or bad input."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from vescale import __version__
+
+__all__ = ["COMMANDS", "UsageError", "main"]
+
+# sub-command -> (module with ``add_arguments(parser)`` and ``run(args) -> exit code``, one line of help).
+# Modules are imported only when their command is called, so that ``vescale --help`` stays instant.
+COMMANDS: dict[str, tuple[str, str]] = {}
+
+
+class UsageError(Exception):
+    """Bad arguments or bad input: printed without a traceback, exit code 2."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vescale", description="Train a single-device PyTorch model on any mesh of devices."
+    )
+    parser.add_argument("--version", action="version", version=f"vescale {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, text) in COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] not in COMMANDS:
+        _parser().parse_args(arguments or ["--help"])  # exits: help, version, or a usage error
+        return 2
+    module_name, text = COMMANDS[arguments[0]]
+    module = importlib.import_module(module_name)
+    parser = argparse.ArgumentParser(prog=f"vescale {arguments[0]}", description=text)
+    module.add_arguments(parser)
+    try:
+        return int(module.run(parser.parse_args(arguments[1:])))
+    except UsageError as error:
+        print(f"vescale {arguments[0]}: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,5 @@
+"""Optional C++ helpers. Every caller has a Python fallback that gives the same answer."""
+
+from vescale.csrc._loader import load
+
+__all__ = ["load"]
