@@ -1,0 +1,19 @@
+"""Variable-size collectives, process groups over mesh axes, and the communication ledger."""
+
+from vescale.comm._collectives import MAX_PADDING, Pending, all_gather_v, all_reduce, all_to_all_v, reduce_scatter_v
+from vescale.comm._groups import AxisGroup, axis_group
+from vescale.comm._ledger import CommRecord, Ledger, record_comms
+
+__all__ = [
+    "MAX_PADDING",
+    "AxisGroup",
+    "CommRecord",
+    "Ledger",
+    "Pending",
+    "all_gather_v",
+    "all_reduce",
+    "all_to_all_v",
+    "axis_group",
+    "record_comms",
+    "reduce_scatter_v",
+]

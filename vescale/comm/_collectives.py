@@ -1,0 +1,187 @@
+"""Collectives over pieces of different sizes, portable to gloo.
+
+All tensors are flat and contiguous; sizes are in elements, one for each group rank, the same list on every rank.
+
+===================  ==========================================================================================
+``all_to_all_v``     one uneven ``all_to_all_single`` (NCCL groups the sends and receives)
+``all_gather_v``     equal pieces: ``all_gather_into_tensor``; nearly equal: the same, padded (at most
+                     ``MAX_PADDING`` of the payload); few owners: one broadcast each; else ``all_to_all_v``
+``reduce_scatter_v`` gloo: ``all_to_all_v`` and a local reduction in rank order; others: ``reduce_scatter_tensor`` for
+                     equal pieces, the grouped list form otherwise
+===================  ==========================================================================================
+
+Data is moved as bytes, so every dtype works on every backend. Local reductions add in rank order, half precision in
+float32, so that the result does not depend on timing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale.comm._ledger import record
+
+__all__ = ["MAX_PADDING", "Pending", "all_gather_v", "all_reduce", "all_to_all_v", "reduce_scatter_v"]
+
+# A padded all-gather may move at most this share of its payload as padding.
+MAX_PADDING = 0.25
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # divided afterwards: gloo has no AVG
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class Pending:
+    """A collective in flight: ``wait()`` returns the finished tensor, running local steps that follow it once."""
+
+    def __init__(self, work: Any, finish: Callable[[], torch.Tensor]) -> None:
+        self._work = work
+        self._finish = finish
+        self._result: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self._result is None:
+            if self._work is not None:
+                self._work.wait()
+            self._result = self._finish()
+        return self._result
+
+    def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
+        """The same collective with one more local step after it."""
+        return Pending(None, lambda: step(self.wait()))
+
+
+def _bytes(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(torch.uint8)
+
+
+def all_to_all_v(
+    send: torch.Tensor,
+    send_sizes: Sequence[int],
+    receive_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    *,
+    out: torch.Tensor | None = None,
+    asker: str = "",
+) -> Pending:
+    """Send consecutive pieces of ``send`` to the group's ranks; the result holds the received pieces in rank order.
+
+    Moves the off-diagonal sizes. Every rank of the group must call it, also with all sizes zero.
+    """
+    rank = dist.get_rank(group)
+    out = send.new_empty(sum(receive_sizes)) if out is None else out
+    size = send.element_size()
+    record("all_to_all_v", len(send_sizes), (sum(receive_sizes) - receive_sizes[rank]) * size, asker=asker)
+    work = dist.all_to_all_single(
+        _bytes(out),
+        _bytes(send),
+        [n * size for n in receive_sizes],
+        [n * size for n in send_sizes],
+        group=group,
+        async_op=True,
+    )
+    return Pending(work, lambda: out)
+
+
+def all_gather_v(local: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup, *, asker: str = "") -> Pending:
+    """Concatenate the ranks' ``local`` pieces, ``sizes[i]`` elements from rank ``i``, on every rank.
+
+    Receives ``sum(sizes) - sizes[rank]`` elements, plus padding as the module's table says.
+    """
+    rank, num_ranks, total = dist.get_rank(group), len(sizes), sum(sizes)
+    largest, size = max(sizes), local.element_size()
+    payload = (total - sizes[rank]) * size
+    if num_ranks * largest == total:
+        out = local.new_empty(total)
+        record("all_gather_v", num_ranks, payload, asker=asker)
+        work = dist.all_gather_into_tensor(_bytes(out), _bytes(local), group=group, async_op=True) if total else None
+        return Pending(work, lambda: out)
+    if num_ranks * largest <= (1 + MAX_PADDING) * total:
+        padding = (num_ranks * largest - total - (largest - sizes[rank])) * size
+        record("all_gather_v", num_ranks, payload + padding, padding_bytes=padding, asker=asker)
+        padded = local.new_zeros(largest)
+        padded[: local.numel()] = local
+        wide = local.new_empty(num_ranks * largest)
+        work = dist.all_gather_into_tensor(_bytes(wide), _bytes(padded), group=group, async_op=True)
+        return Pending(work, lambda: torch.cat([wide[i * largest : i * largest + n] for i, n in enumerate(sizes)]))
+    record("all_gather_v", num_ranks, payload, asker=asker)
+    out = local.new_empty(total)
+    pieces = list(out.split(list(sizes)))
+    pieces[rank].copy_(local)
+    owners = [i for i, n in enumerate(sizes) if n]
+    if len(owners) <= 2 or dist.get_backend(group) == dist.Backend.NCCL:
+        works = [dist.broadcast(_bytes(pieces[i]), group=group, group_src=i, async_op=True) for i in owners]
+        return Pending(None, lambda: ([work.wait() for work in works], out)[1])
+    send = _bytes(local).repeat(num_ranks)
+    own = local.numel() * size
+    work = dist.all_to_all_single(
+        _bytes(out), send, [n * size for n in sizes], [own] * num_ranks, group=group, async_op=True
+    )
+    return Pending(work, lambda: out)
+
+
+def reduce_scatter_v(
+    send: torch.Tensor, sizes: Sequence[int], op: str, group: dist.ProcessGroup, *, asker: str = ""
+) -> Pending:
+    """Reduce the ranks' ``send`` tensors elementwise; rank ``i`` gets the i-th piece, of ``sizes[i]`` elements.
+
+    ``op`` is ``sum``, ``avg``, ``max``, ``min`` or ``product``. Sends ``sum(sizes) - sizes[rank]`` elements.
+    """
+    rank, num_ranks = dist.get_rank(group), len(sizes)
+    record("reduce_scatter_v", num_ranks, (sum(sizes) - sizes[rank]) * send.element_size(), asker=asker)
+    if dist.get_backend(group) == dist.Backend.NCCL:
+        out = send.new_empty(sizes[rank])
+        if len(set(sizes)) == 1:
+            work = dist.reduce_scatter_tensor(out, send, op=_OPS[op], group=group, async_op=True)
+        else:
+            work = dist.reduce_scatter(out, list(send.split(list(sizes))), op=_OPS[op], group=group, async_op=True)
+        return Pending(work, lambda: out.div_(num_ranks) if op == "avg" else out)
+    own, size = sizes[rank], send.element_size()
+    stacked = send.new_empty(num_ranks * own)
+    work = dist.all_to_all_single(
+        _bytes(stacked), _bytes(send), [own * size] * num_ranks, [n * size for n in sizes], group=group, async_op=True
+    )
+    return Pending(work, lambda: _reduce_rows(stacked.view(num_ranks, own), op))
+
+
+def _reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
+    """Reduce dim 0 one row after the other, in float32 for half precision."""
+    dtype = rows.dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    result = rows[0].to(wide)
+    if result.data_ptr() == rows.data_ptr():
+        result = result.clone()
+    step: Callable[[torch.Tensor, torch.Tensor], Any] = {
+        "sum": torch.Tensor.add_,
+        "avg": torch.Tensor.add_,
+        "max": lambda a, b: torch.maximum(a, b, out=a),
+        "min": lambda a, b: torch.minimum(a, b, out=a),
+        "product": torch.Tensor.mul_,
+    }[op]
+    for row in rows[1:]:
+        step(result, row.to(wide))
+    if op == "avg":
+        result = result / len(rows)
+    return result.to(dtype)
+
+
+def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker: str = "") -> Pending:
+    """The reduction of the ranks' tensors (any shape) on every rank; ``local`` is not changed."""
+    num_ranks = dist.get_world_size(group)
+    record(
+        "all_reduce",
+        num_ranks,
+        math.ceil(2 * (num_ranks - 1) / num_ranks * local.numel() * local.element_size()),
+        asker=asker,
+    )
+    out = local.clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(out, op=_OPS[op], group=group, async_op=True)
+    return Pending(work, lambda: out / num_ranks if op == "avg" else out)

@@ -1,0 +1,78 @@
+"""The communication ledger: every collective that vescale starts, as data."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+__all__ = ["CommRecord", "Ledger", "record", "record_comms"]
+
+
+@dataclass(frozen=True, slots=True)
+class CommRecord:
+    """One collective as this rank saw it.
+
+    Attributes:
+        op: ``all_gather_v``, ``reduce_scatter_v``, ``all_to_all_v``, ``all_reduce`` or ``broadcast``.
+        num_ranks: ranks in the group.
+        bytes: bytes this rank received from other ranks (for ``all_reduce``, ``2 (n-1)/n`` of the tensor, the ring
+            algorithm's bound; for ``reduce_scatter_v``, the bytes it sent).
+        padding_bytes: of these, bytes that a padded collective moved for nothing.
+        asker: who asked, for example ``redistribute (R)->(Ragged(0))``.
+    """
+
+    op: str
+    num_ranks: int
+    bytes: int
+    padding_bytes: int = 0
+    asker: str = ""
+
+
+@dataclass
+class Ledger:
+    """Collectives in the order this rank started them."""
+
+    records: list[CommRecord] = field(default_factory=list)
+
+    def count(self, op: str | None = None) -> int:
+        return sum(1 for r in self.records if op is None or r.op == op)
+
+    def bytes(self, op: str | None = None) -> int:
+        return sum(r.bytes for r in self.records if op is None or r.op == op)
+
+
+# Open ledgers with the rank they listen to: ranks may be threads of one process (simulation), and backward may run on
+# a thread of its own, so neither a thread-local nor a context variable would see the right collectives.
+_OPEN: list[tuple[int, Ledger]] = []
+_LOCK = threading.Lock()
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@contextlib.contextmanager
+def record_comms() -> Iterator[Ledger]:
+    """Collect the collectives that this rank starts through ``vescale.comm`` while the context is open."""
+    entry = (_own_rank(), Ledger())
+    with _LOCK:
+        _OPEN.append(entry)
+    try:
+        yield entry[1]
+    finally:
+        with _LOCK:
+            _OPEN[:] = [other for other in _OPEN if other is not entry]
+
+
+def record(op: str, num_ranks: int, num_bytes: int, *, padding_bytes: int = 0, asker: str = "") -> None:
+    """Enter a collective in the open ledgers of this rank; costs nothing when none is open."""
+    if _OPEN:
+        rank = _own_rank()
+        entry = CommRecord(op, num_ranks, num_bytes, padding_bytes, asker)
+        for listener, ledger in _OPEN:
+            if listener == rank:
+                ledger.records.append(entry)

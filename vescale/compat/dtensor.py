@@ -1,0 +1,66 @@
+"""DTensor internals under stable names.
+
+Everything here is private in PyTorch; the file each name comes from is in the import. A name that a torch version moved
+or dropped fails in :func:`vescale.compat.self_check`, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import _MaskPartial as MaskPartial
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = [
+    "DTensorSpec",
+    "MaskPartial",
+    "StridedShard",
+    "TensorMeta",
+    "local_of",
+    "make_dtensor",
+    "make_spec",
+    "partial_partition",
+    "partial_reduce",
+    "rank_in_mesh",
+    "spec_of",
+]
+
+
+def spec_of(dtensor: DTensor) -> DTensorSpec:
+    return dtensor._spec
+
+
+def local_of(dtensor: DTensor) -> torch.Tensor:
+    """The local tensor itself: no autograd node, no copy."""
+    return dtensor._local_tensor
+
+
+def make_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+def make_dtensor(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
+    """A DTensor around a local tensor; no check, no communication, no autograd link."""
+    return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+
+
+def rank_in_mesh(mesh: DeviceMesh) -> bool:
+    return mesh.get_coordinate() is not None
+
+
+def partial_reduce(partial: Placement, local: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """The reduced value of a Partial axis, by the placement's own rule (one all-reduce on the axis)."""
+    reduced = partial._reduce_value(local, mesh, axis)  # type: ignore[attr-defined]
+    return reduced.wait() if hasattr(reduced, "wait") else reduced
+
+
+def partial_partition(partial: Placement, local: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """What each rank contributes to a Partial whose reduction gives ``local`` (the same on every rank); local."""
+    return partial._partition_value(local, mesh, axis)  # type: ignore[attr-defined, no-any-return]

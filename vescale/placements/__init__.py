@@ -1,0 +1,20 @@
+"""Placements beyond stock DTensor's, on exact-type DTensors, and the index arithmetic of all placements."""
+
+from vescale.placements._custom import CustomPlacement
+from vescale.placements._interleaved import InterleavedShard
+from vescale.placements._kinds import has_custom, ragged_axis, shard_dim
+from vescale.placements._ragged import RaggedShard, StridedRaggedShard
+from vescale.placements._region import Box, Region, local_region
+
+__all__ = [
+    "Box",
+    "CustomPlacement",
+    "InterleavedShard",
+    "RaggedShard",
+    "Region",
+    "StridedRaggedShard",
+    "has_custom",
+    "local_region",
+    "ragged_axis",
+    "shard_dim",
+]

@@ -1,0 +1,67 @@
+"""The base of our placements: a plain ``Placement`` that stock DTensor carries without knowing it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["CustomPlacement"]
+
+
+class CustomPlacement(Placement):
+    """A frozen, hashable placement outside the stock set.
+
+    It is not a subclass of ``Shard``: stock strategies would take a subclass for a plain ``Shard(dim)``, rebuild it as
+    one and return wrong values, while a placement they do not know fails loudly. Subclasses give ``_fields``, the
+    constructor's arguments in order; equality, hashing, copying and pickling follow from them.
+
+    Constructing one puts the DTensor extensions in place (:func:`vescale.placements.install`), so that no DTensor
+    can carry a placement that stock DTensor would mishandle.
+    """
+
+    _fields: tuple[str, ...] = ()
+
+    def _freeze(self, *values: Any) -> None:
+        # Without Placement.__init__ the C++ holder stays unset and is_shard() crashes the process.
+        super().__init__()
+        for name, value in zip(self._fields, values, strict=True):
+            object.__setattr__(self, name, value)
+        # The hash is part of every spec hash, hence of every dispatch.
+        object.__setattr__(self, "_hash", hash((type(self).__name__, *values)))
+        from vescale.placements._install import install
+
+        install()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{type(self).__name__} is frozen; build a new one instead of setting {name!r}")
+
+    def _key(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self._fields)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._key() == other._key()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return int(self._hash)  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._key()
+
+    def __copy__(self) -> CustomPlacement:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CustomPlacement:
+        return self
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        return f"{type(self).__name__}{self._key()!r}", {type(self).__name__: type(self)}
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return False
+
+    def is_replicate(self) -> bool:
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return False

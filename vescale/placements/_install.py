@@ -1,0 +1,7 @@
+"""Puts the DTensor extensions in place."""
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """Idempotent."""
