@@ -65,7 +65,9 @@ def _build(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     if len(axes) == 1:
         group = mesh.get_group(axes[0])
     elif len(by_rank) == dist.get_world_size():
-        group = dist.group.WORLD
+        world = dist.group.WORLD
+        assert world is not None  # a mesh exists, so the default group does
+        group = world
     else:
         group = dist.new_group(sorted(by_rank), use_local_synchronization=True, group_desc=f"axes {axes}")
     order = dist.get_process_group_ranks(group)

@@ -48,7 +48,7 @@ def make_spec(
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
     """A DTensor around a local tensor; no check, no communication, no autograd link."""
-    return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+    return DTensor(local, spec, requires_grad=requires_grad)
 
 
 def rank_in_mesh(mesh: DeviceMesh) -> bool:
@@ -63,4 +63,4 @@ def partial_reduce(partial: Placement, local: torch.Tensor, mesh: DeviceMesh, ax
 
 def partial_partition(partial: Placement, local: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     """What each rank contributes to a Partial whose reduction gives ``local`` (the same on every rank); local."""
-    return partial._partition_value(local, mesh, axis)  # type: ignore[attr-defined, no-any-return]
+    return partial._partition_value(local, mesh, axis)  # type: ignore[attr-defined]

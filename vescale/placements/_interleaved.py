@@ -11,9 +11,9 @@ class InterleavedShard(CustomPlacement):
     """Tensor dim ``dim`` is ``num_chunks`` chunks side by side (fused QKV, packed gate/up), each sharded over the axis.
 
     Rank ``i`` holds the i-th ``torch.chunk`` of every chunk, concatenated in chunk order: for ``dim`` of size 12,
-    3 chunks and 2 ranks, rank 0 holds indices 0 1 | 4 5 | 8 9 and rank 1 holds 2 3 | 6 7 | 10 11. Sizes need not divide:
-    chunks and their parts follow ``torch.chunk``, trailing ones may be empty. ``split``/``chunk`` along the chunks
-    needs no communication and gives ``Shard(dim)``. ``InterleavedShard(dim, 1)`` holds what ``Shard(dim)`` does.
+    3 chunks and 2 ranks, rank 0 holds indices 0 1 | 4 5 | 8 9 and rank 1 holds 2 3 | 6 7 | 10 11. Sizes need not
+    divide: chunks and their parts follow ``torch.chunk``, trailing ones may be empty. ``split``/``chunk`` along the
+    chunks needs no communication and gives ``Shard(dim)``. ``InterleavedShard(dim, 1)`` holds what ``Shard(dim)`` does.
 
     Raises:
         ValueError: ``num_chunks`` below 1.

@@ -47,7 +47,7 @@ class RaggedShard(CustomPlacement):
     dims: tuple[int, ...]
     local_units: tuple[int, ...] | None
     block: int | None
-    _fields = ("dims", "local_units", "block")
+    _fields: tuple[str, ...] = ("dims", "local_units", "block")
 
     def __init__(
         self, dims: Sequence[int] = (0,), local_units: Sequence[int] | None = None, block: int | None = None
@@ -168,10 +168,10 @@ class RaggedShard(CustomPlacement):
 class StridedRaggedShard(RaggedShard):
     """A ragged cut over a tensor that ``Shard(0)`` on a *later* mesh axis (TP, EP) has already cut.
 
-    The axis order ``(dp: ragged, tp: Shard(0))`` reads left to right, but the ragged cut comes last: a rank of ``dp`` owns
-    a run inside each tp rank's rows, so that its rows of the whole tensor are strided. ``split_factor``, the number of
-    pieces that the later ``Shard(0)`` axes make, records that reordering. With ``Shard(0)`` on an *earlier* axis plain
-    :class:`RaggedShard` says it all.
+    The axis order ``(dp: ragged, tp: Shard(0))`` reads left to right, but the ragged cut comes last: a rank of ``dp``
+    owns a run inside each tp rank's rows, so that its rows of the whole tensor are strided. ``split_factor``, the
+    number of pieces that the later ``Shard(0)`` axes make, records that reordering. With ``Shard(0)`` on an *earlier*
+    axis plain :class:`RaggedShard` says it all.
     """
 
     split_factor: int

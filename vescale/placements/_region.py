@@ -29,8 +29,8 @@ Interval = tuple[int, int]
 class Box:
     """An N-D block of the global tensor inside one local tensor.
 
-    ``offset`` and ``sizes`` are global. ``local_start`` locates the block in the local tensor: one index per dim, or for
-    a flat local tensor the single index of the block's first element, whose row-major strides are ``local_strides``.
+    ``offset`` and ``sizes`` are global. ``local_start`` locates the block in the local tensor: one index per dim, or
+    for a flat local tensor the single index of the block's first element; ``local_strides`` are then its strides there.
     """
 
     offset: tuple[int, ...]
