@@ -1,5 +1,6 @@
 """Every private PyTorch name that vescale uses, under a stable name, and the one ``install()``."""
 
+from vescale.compat.checkpoint import CheckpointHooks
 from vescale.compat.collectives import AsyncCollectiveTensor, all_gather_single, as_async_tensor, reduce_scatter_single
 from vescale.compat.dtensor import (
     DTensorSpec,
@@ -18,6 +19,7 @@ from vescale.compat.install import DTensorHooks, install, stock
 
 __all__ = [
     "AsyncCollectiveTensor",
+    "CheckpointHooks",
     "DTensorHooks",
     "DTensorSpec",
     "MaskPartial",

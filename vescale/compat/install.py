@@ -21,6 +21,8 @@ from torch.distributed.tensor import _api as tensor_api
 from torch.distributed.tensor import _dispatch as tensor_dispatch
 from torch.distributed.tensor import _redistribute as tensor_redistribute
 
+from vescale.compat.checkpoint import CheckpointHooks, wrap_checkpoint
+
 __all__ = ["DTensorHooks", "install", "stock"]
 
 
@@ -37,6 +39,7 @@ class DTensorHooks:
     to_local: Callable[..., Any]
     from_local: Callable[..., Any]
     distribute_tensor: Callable[..., Any]
+    checkpoint: CheckpointHooks
 
 
 _LOCK = threading.Lock()
@@ -66,6 +69,7 @@ def install(hooks: DTensorHooks) -> None:
         _wrap_methods(hooks)
         _wrap_redistribute_local(hooks)
         _wrap_distribute_tensor(hooks)
+        wrap_checkpoint(hooks.has_custom, hooks.checkpoint)
 
 
 def _wrap_methods(hooks: DTensorHooks) -> None:

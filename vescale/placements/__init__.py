@@ -8,6 +8,7 @@ from vescale.placements._kinds import has_custom, ragged_axis, shard_dim
 from vescale.placements._normalize import normalize_placements
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
 from vescale.placements._region import Box, Region, local_region
+from vescale.placements._serialization import allow_safe_load
 
 __all__ = [
     "Box",
@@ -27,3 +28,5 @@ __all__ = [
     "shard_dim",
     "to_local",
 ]
+
+allow_safe_load()

@@ -192,7 +192,7 @@ class StridedRaggedShard(RaggedShard):
         self._freeze(*_validated(type(self).__name__, dims, local_units, block), int(split_factor))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_strided, self._key()
+        return rebuild_strided, self._key()
 
     def with_units(self, local_units: Sequence[int], block: int | None) -> Self:
         return type(self)(self.dims, tuple(local_units), block, split_factor=self.split_factor)
@@ -203,7 +203,7 @@ class StridedRaggedShard(RaggedShard):
     _letter = "StridedRagged"
 
 
-def _rebuild_strided(
+def rebuild_strided(
     dims: tuple[int, ...], local_units: tuple[int, ...] | None, block: int | None, split_factor: int
 ) -> StridedRaggedShard:
     return StridedRaggedShard(dims, local_units, block, split_factor=split_factor)
