@@ -8,6 +8,7 @@ to PyTorch.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,7 @@ def wrap_checkpoint(has_custom: Callable[..., bool], hooks: CheckpointHooks) -> 
     _wrap_protocol(is_custom, hooks)
     _wrap_planning(is_custom, hooks)
     _wrap_full_state_dicts(is_custom, hooks)
+    _refuse_lossy_safetensors()
 
 
 def _wrap_protocol(is_custom: Callable[[Any], bool], hooks: CheckpointHooks) -> None:
@@ -142,3 +144,31 @@ def _wrap_full_state_dicts(is_custom: Callable[[Any], bool], hooks: CheckpointHo
         wrapper = keeping_scalars_placed(getattr(state_dict_utils, name), every_rank_has_full)
         for module in (state_dict_utils, checkpoint_state_dict):  # each has bound the name
             setattr(module, name, wrapper)
+
+
+def _refuse_lossy_safetensors() -> None:
+    """The safetensors format names a file's tensors by their FQN, so of several blocks of a tensor in one file PyTorch's
+    writer keeps the last only, without a word. Raise instead, on every rank, before anything is written."""
+    from torch.distributed.checkpoint.filesystem import SerializationFormat, _FileSystemWriter
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def prepare_global_plan(self: Any, plans: Any) -> Any:
+            if self.serialization_format == SerializationFormat.SAFETENSORS:
+                for rank, plan in enumerate(plans):
+                    counts = Counter(item.index.fqn for item in plan.items)
+                    for fqn, count in counts.items():
+                        if count > 1:
+                            raise ValueError(
+                                f"{fqn}: rank {rank} holds {count} blocks of it, but a safetensors file holds one block "
+                                "of each tensor, so all but one would be lost; save with "
+                                "torch.distributed.checkpoint.FileSystemWriter, or save full tensors "
+                                "(get_model_state_dict with full_state_dict=True, save_distributed=False)"
+                            )
+            return original(self, plans)
+
+        return prepare_global_plan
+
+    for writer in (_FileSystemWriter, HuggingFaceStorageWriter):
+        setattr(writer, "prepare_global_plan", checked(writer.prepare_global_plan))  # noqa: B010
