@@ -18,7 +18,7 @@ def install() -> None:
     global _DONE
     if _DONE:
         return
-    from vescale.placements import _api, _checkpoint
+    from vescale.placements import _api, _checkpoint, _ops
     from vescale.placements._kinds import has_custom
 
     install_hooks(
@@ -30,6 +30,7 @@ def install() -> None:
             from_local=_api.from_local,
             distribute_tensor=_api.distribute_tensor,
             checkpoint=_checkpoint.HOOKS,
+            run_op=_ops.run_op,
         )
     )
     _DONE = True

@@ -58,6 +58,10 @@ class RaggedShard(CustomPlacement):
         """The same placement with its units decided."""
         return type(self)(self.dims, tuple(local_units), block)
 
+    def with_dims(self, dims: Sequence[int]) -> Self:
+        """The same placement over other leading dims."""
+        return type(self)(dims, self.local_units, self.block)
+
     def granule(self, shape: Sequence[int], inner_dims: Sequence[int] = ()) -> int:
         """Elements of the smallest run that may lie on a rank of its own: the block, or one row of ``dims``.
 
@@ -196,6 +200,9 @@ class StridedRaggedShard(RaggedShard):
 
     def with_units(self, local_units: Sequence[int], block: int | None) -> Self:
         return type(self)(self.dims, tuple(local_units), block, split_factor=self.split_factor)
+
+    def with_dims(self, dims: Sequence[int]) -> Self:
+        return type(self)(dims, self.local_units, self.block, split_factor=self.split_factor)
 
     def _repr_tail(self) -> list[str]:
         return [*super()._repr_tail(), f"split_factor={self.split_factor}"]
