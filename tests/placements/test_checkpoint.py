@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import random
@@ -362,13 +363,15 @@ def spy_on_memory(folder: Path) -> list[float]:
         with record_comms() as ledger, LargestAllocation() as spy:
             dcp.save({"w": saved}, checkpoint_id=str(folder / str(number)))
             dcp.load({"w": loaded}, checkpoint_id=str(folder / str(number)))
+            dcp.async_save({"w": saved}, checkpoint_id=str(folder / f"{number}.async")).result()
+            copy.deepcopy(saved)
         assert ledger.count() == 0, "a checkpoint of shards needs no tensor communication"
         shares.append(spy.num_bytes / total)
         assert torch.equal(local_of(loaded), local_of(place(source, mesh, (after,))))
     return shares
 
 
-def test_sharded_save_and_load_allocate_no_full_tensor(ranks: RankPools, tmp_path: Path) -> None:
+def test_sharded_save_load_and_copies_allocate_no_full_tensor(ranks: RankPools, tmp_path: Path) -> None:
     for shares in ranks.run(spy_on_memory, tmp_path):
         assert 0.0 < max(shares) < 0.35, shares
 
@@ -486,6 +489,10 @@ def save_wrong(folder: Path, case: str) -> None:
         local = torch.ones(12 if mesh.get_local_rank(1) == 0 else 84)
         value = from_local(local, mesh, [Partial(), RaggedShard((0, 1), (12, 84))], shape=(12, 8))
         dcp.save({"block.weight": value}, checkpoint_id=str(folder))
+    elif case == "local":
+        whole = place(PAIRED, mesh, (Replicate(), RaggedShard((0,), (5, 7))))
+        local = local_of(whole)[:7] if dist.get_rank() == 2 else local_of(whole)  # one rank alone is wrong
+        dcp.save({"block.weight": make_dtensor(local, spec_of(whole))}, checkpoint_id=str(folder))
     else:
         value = place(PAIRED, mesh, (Replicate(), InterleavedShard(0, 3)))
         writer = dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
@@ -496,6 +503,7 @@ def save_wrong(folder: Path, case: str) -> None:
     ("case", "parts"),
     [
         ("partial", ["block.weight", "(12, 8)", "pending reduction", "redistribute it"]),
+        ("local", ["block.weight", "(40,)", "(7,)", "from_local"]),
         ("safetensors", ["block.weight", "one block", "would be lost", "FileSystemWriter"]),
     ],
 )

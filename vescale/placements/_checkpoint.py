@@ -34,10 +34,12 @@ __all__ = ["HOOKS", "check_full", "check_load", "chunk_list", "fill", "metadata_
 def write_items(fqn: str, dtensor: DTensor) -> list[WriteItem]:
     """One DCP write item for each block of this rank's part; none on a rank that holds nothing.
 
-    Raises ValueError for a pending reduction.
+    Raises ValueError for a pending reduction, or a local tensor that the placements do not describe.
     """
     _refuse_partial(fqn, dtensor)
-    return _items(fqn, dtensor, _saved_boxes(_own_region(dtensor)))
+    region = _own_region(dtensor)
+    _checked_local(fqn, dtensor, region)
+    return _items(fqn, dtensor, _saved_boxes(region))
 
 
 def metadata_items(fqn: str, dtensor: DTensor) -> list[WriteItem]:
@@ -63,7 +65,7 @@ def tensor_shard(dtensor: DTensor, index: MetadataIndex) -> torch.Tensor:
     """The block at ``index.offset`` as a view of the local tensor: reading into it fills the DTensor in place.
 
     Raises:
-        ValueError: this rank has no block at that offset, or a local tensor that its placements do not describe.
+        ValueError: this rank has no block at that offset, or a local tensor that the placements do not describe.
     """
     region = _own_region(dtensor)
     local = _checked_local(index.fqn, dtensor, region)
@@ -79,7 +81,7 @@ def tensor_shard(dtensor: DTensor, index: MetadataIndex) -> torch.Tensor:
 
 
 def check_load(fqn: str, dtensor: DTensor, saved: Any) -> None:
-    """Raise ValueError when the checkpoint's entry cannot be loaded into the DTensor; alike on every rank."""
+    """Raise ValueError when the checkpoint's entry cannot be loaded into the DTensor."""
     _refuse_partial(fqn, dtensor)
     if not isinstance(saved, TensorStorageMetadata):
         raise ValueError(
@@ -93,6 +95,8 @@ def check_load(fqn: str, dtensor: DTensor, saved: Any) -> None:
             "placements and meshes may differ between save and load, global shapes may not: build the model with the "
             f"sizes it was saved with, or leave {fqn} out of the state dict"
         )
+    if spec_of(dtensor).mesh.get_coordinate() is not None:
+        _checked_local(fqn, dtensor, _own_region(dtensor))
 
 
 def check_full(fqn: str, dtensor: DTensor, full: Any) -> None:
