@@ -82,9 +82,10 @@ def random_ragged(rng: random.Random, held: tuple[int, ...], num_ranks: int, inn
         needed = -(-math.prod(held) // RaggedShard(block=block).granule(held, inner))
         return RaggedShard(local_units=composition(rng, needed, num_ranks), block=block)
     dims = tuple(range(rng.randint(0, len(held)))) if form == 2 else tuple(range(len(held)))
-    rows = math.prod(held[: len(dims)])
-    total = rng.choice([d for d in range(1, rows + 1) if rows % d == 0] or [1])
-    return RaggedShard(dims, composition(rng, total, num_ranks))
+    rows, numel = math.prod(held[: len(dims)]), math.prod(held)
+    uncut = math.prod(held[min(inner) :]) if inner else 1  # shares do not cut into a dim that another axis shards
+    totals = [d for d in range(1, rows + 1) if rows % d == 0 and (numel == 0 or numel // d % uncut == 0)]
+    return RaggedShard(dims, composition(rng, rng.choice(totals), num_ranks)) if totals else RaggedShard()
 
 
 def random_state(seed: int, mesh: DeviceMesh, *, poisoned: bool = False) -> dict[str, torch.Tensor]:
@@ -174,7 +175,7 @@ PLACEMENTS_2D: list[tuple[Placement, Placement]] = [
     (RaggedShard((), (0, 1)), Replicate()),
     (Shard(0), RaggedShard((0, 1), (29, 19))),
     (StridedRaggedShard((0,), (1, 5), split_factor=2), Shard(0)),
-    (RaggedShard((0, 1), (20, 28)), Shard(1)),
+    (RaggedShard((0,), (5, 7)), Shard(1)),
     (InterleavedShard(0, 3), Replicate()),
     (InterleavedShard(1, 2), InterleavedShard(0, 2)),
     (InterleavedShard(0, 5), RaggedShard()),
