@@ -21,6 +21,9 @@ from torch.distributed.tensor import _api as tensor_api
 from torch.distributed.tensor import _dispatch as tensor_dispatch
 from torch.distributed.tensor import _redistribute as tensor_redistribute
 
+from vescale.compat.checkpoint import CheckpointHooks, wrap_checkpoint
+from vescale.compat.dispatch import wrap_dispatch
+
 __all__ = ["DTensorHooks", "install", "stock"]
 
 
@@ -28,7 +31,8 @@ __all__ = ["DTensorHooks", "install", "stock"]
 class DTensorHooks:
     """What runs instead of stock DTensor once a custom placement is involved.
 
-    ``has_custom(placements)`` decides; the others have the signatures of what they replace.
+    ``has_custom(placements)`` decides; the others have the signatures of what they replace, except
+    ``run_op(op, args, kwargs, schema)``, which runs an op or gives the sharding decision that the dispatcher caches.
     """
 
     has_custom: Callable[..., bool]
@@ -37,6 +41,8 @@ class DTensorHooks:
     to_local: Callable[..., Any]
     from_local: Callable[..., Any]
     distribute_tensor: Callable[..., Any]
+    checkpoint: CheckpointHooks
+    run_op: Callable[..., Any]
 
 
 _LOCK = threading.Lock()
@@ -66,6 +72,8 @@ def install(hooks: DTensorHooks) -> None:
         _wrap_methods(hooks)
         _wrap_redistribute_local(hooks)
         _wrap_distribute_tensor(hooks)
+        wrap_checkpoint(hooks.has_custom, hooks.checkpoint)
+        wrap_dispatch(hooks.has_custom, hooks.run_op)
 
 
 def _wrap_methods(hooks: DTensorHooks) -> None:

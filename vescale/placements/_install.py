@@ -18,7 +18,7 @@ def install() -> None:
     global _DONE
     if _DONE:
         return
-    from vescale.placements import _api
+    from vescale.placements import _api, _checkpoint, _ops
     from vescale.placements._kinds import has_custom
 
     install_hooks(
@@ -29,6 +29,8 @@ def install() -> None:
             to_local=_api.to_local,
             from_local=_api.from_local,
             distribute_tensor=_api.distribute_tensor,
+            checkpoint=_checkpoint.HOOKS,
+            run_op=_ops.run_op,
         )
     )
     _DONE = True

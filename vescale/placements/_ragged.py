@@ -58,6 +58,10 @@ class RaggedShard(CustomPlacement):
         """The same placement with its units decided."""
         return type(self)(self.dims, tuple(local_units), block)
 
+    def with_dims(self, dims: Sequence[int]) -> Self:
+        """The same placement over other leading dims."""
+        return type(self)(dims, self.local_units, self.block)
+
     def granule(self, shape: Sequence[int], inner_dims: Sequence[int] = ()) -> int:
         """Elements of the smallest run that may lie on a rank of its own: the block, or one row of ``dims``.
 
@@ -192,10 +196,13 @@ class StridedRaggedShard(RaggedShard):
         self._freeze(*_validated(type(self).__name__, dims, local_units, block), int(split_factor))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_strided, self._key()
+        return rebuild_strided, self._key()
 
     def with_units(self, local_units: Sequence[int], block: int | None) -> Self:
         return type(self)(self.dims, tuple(local_units), block, split_factor=self.split_factor)
+
+    def with_dims(self, dims: Sequence[int]) -> Self:
+        return type(self)(dims, self.local_units, self.block, split_factor=self.split_factor)
 
     def _repr_tail(self) -> list[str]:
         return [*super()._repr_tail(), f"split_factor={self.split_factor}"]
@@ -203,7 +210,7 @@ class StridedRaggedShard(RaggedShard):
     _letter = "StridedRagged"
 
 
-def _rebuild_strided(
+def rebuild_strided(
     dims: tuple[int, ...], local_units: tuple[int, ...] | None, block: int | None, split_factor: int
 ) -> StridedRaggedShard:
     return StridedRaggedShard(dims, local_units, block, split_factor=split_factor)

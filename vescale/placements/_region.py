@@ -127,6 +127,16 @@ class Region:
             )
         return found
 
+    def global_offset(self, index: int) -> int:
+        """Row-major global offset of the ``index``-th element of the local tensor."""
+        rest = index + (self.flat[0] if self.flat is not None else 0)
+        offset, stride = 0, 1
+        for ranges, size, held in zip(reversed(self.intervals), reversed(self.global_shape), reversed(self.shape)):
+            rest, place = divmod(rest, held)
+            offset += _global_index(ranges, place) * stride
+            stride *= size
+        return offset
+
     def runs(self) -> Iterator[tuple[int, int]]:
         """``(global row-major offset, length)`` of the maximal contiguous runs, in local order.
 
