@@ -10,13 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
-from tests.placements.on_ranks import Source, local, make_mesh, row_major_mesh
+from tests.placements.on_ranks import Source, local, make_mesh
 from tests.placements.specs import draw_placements, draw_shape, draw_units
 from tests.ranks import RankPools, run_cases
 from vescale.placements import (
     InterleavedShard,
     RaggedShard,
-    StridedRaggedShard,
     has_custom,
     normalize_placements,
     redistribute,

@@ -6,6 +6,7 @@ from vescale.compat.dtensor import (
     MaskPartial,
     StridedShard,
     TensorMeta,
+    current_mesh,
     local_of,
     make_dtensor,
     make_spec,
@@ -14,6 +15,7 @@ from vescale.compat.dtensor import (
     rank_in_mesh,
     spec_of,
 )
+from vescale.compat.groups import make_group
 from vescale.compat.install import DTensorHooks, install, stock
 
 __all__ = [
@@ -25,9 +27,11 @@ __all__ = [
     "TensorMeta",
     "all_gather_single",
     "as_async_tensor",
+    "current_mesh",
     "install",
     "local_of",
     "make_dtensor",
+    "make_group",
     "make_spec",
     "partial_partition",
     "partial_reduce",
