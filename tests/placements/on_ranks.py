@@ -83,7 +83,9 @@ class Source:
 
     def dtensor(self, **options: Any) -> DTensor:
         stride = torch.empty(self.shape, device="meta").stride()
-        return from_local(self.local.clone(), self.mesh, self.placements, shape=self.shape, stride=stride, **options)
+        # What a rank outside the mesh passes does not matter, but stock from_local reads the shape of a scalar off it.
+        part = self.local.clone() if self.coordinate is not None else self.local.new_zeros(self.shape)
+        return from_local(part, self.mesh, self.placements, shape=self.shape, stride=stride, **options)
 
     def check(self, moved: torch.Tensor, placements: Sequence[Any], context: str) -> None:
         """``moved``, this rank's new local tensor, is the oracle's; pending reductions are done on one device first."""

@@ -79,7 +79,8 @@ _GLOO_REDUCES = frozenset(
 
 
 def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    return flat.view(torch.uint8)
+    # The stride of a contiguous tensor with fewer than two elements is arbitrary, but view() wants 1.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def _is_nccl(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:

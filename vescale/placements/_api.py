@@ -83,9 +83,10 @@ def distribute_tensor(
     elif src_data_rank is None or local.is_meta:
         replicated = [Replicate()] * device_mesh.ndim
         local = move_local(local, device_mesh, tensor.shape, replicated, wanted).wait()
-        local = local.clone() if local.untyped_storage()._cdata == tensor.untyped_storage()._cdata else local
     else:
         local = _scatter(local, device_mesh, wanted, src_data_rank)
+    if local.untyped_storage()._cdata == tensor.untyped_storage()._cdata:  # nothing had to be moved or cut
+        local = local.clone()
     return make_dtensor(local, spec, requires_grad=tensor.requires_grad)
 
 
