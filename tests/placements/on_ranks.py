@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.placements import oracle
-from vescale.placements import from_local
+from vescale.placements import from_local, normalize_placements
 
 __all__ = ["Source", "local", "make_mesh", "reduced", "row_major_mesh", "sample"]
 
@@ -61,7 +61,8 @@ class Source:
     def __init__(
         self, mesh: DeviceMesh, shape: Sequence[int], placements: Sequence[Any], dtype: torch.dtype, seed: int
     ) -> None:
-        self.mesh, self.shape, self.placements = mesh, tuple(shape), tuple(placements)
+        self.mesh, self.shape = mesh, tuple(shape)
+        self.placements = placements = normalize_placements(placements, shape, mesh)
         partial_axes = [axis for axis, p in enumerate(placements) if p.is_partial()]
         choices = list(itertools.product(*(range(mesh.size(axis)) for axis in partial_axes)))
         contributions = {choice: sample(shape, dtype, seed * 1009 + n) for n, choice in enumerate(choices)}
@@ -79,6 +80,7 @@ class Source:
         if self.coordinate is None:
             return self.local
         whole = self.logical if whole is None else whole
+        placements = normalize_placements(placements, self.shape, self.mesh)
         return oracle.local_tensor(whole, placements, tuple(self.mesh.shape), self.coordinate)
 
     def dtensor(self, **options: Any) -> DTensor:

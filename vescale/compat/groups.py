@@ -25,7 +25,7 @@ def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
         list(ranks),
         backend,
         store,
-        getattr(c10d, "GroupName", str)(f"vescale ranks {'_'.join(map(str, ranks))}"),
+        f"vescale ranks {'_'.join(map(str, ranks))}",  # type: ignore[arg-type]  # GroupName is str at run time
         timeout=c10d._get_default_timeout(dist.Backend(backend)),
         device_id=world.bound_device_id,
         group_desc="vescale",
