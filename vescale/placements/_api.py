@@ -228,9 +228,9 @@ def full_tensor(dtensor: DTensor, *, grad_placements: Sequence[Placement] | None
 
     ``grad_placements`` says how the gradient of the returned tensor lies, Replicate or Partial; None: Replicate.
     """
-    whole = redistribute(dtensor, None, [Replicate()] * dtensor.device_mesh.ndim)
-    gradient = _resolve_gradient("full_tensor", whole.placements, grad_placements, whole.shape, whole.device_mesh)
-    local = _ToLocal.apply(whole, gradient)
+    replicated = [Replicate()] * dtensor.device_mesh.ndim
+    gradient = _resolve_gradient("full_tensor", replicated, grad_placements, dtensor.shape, dtensor.device_mesh)
+    local = _ToLocal.apply(redistribute(dtensor, None, replicated), gradient)
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
