@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,10 +19,16 @@ from vescale.placements import from_local, normalize_placements
 __all__ = ["Source", "local", "make_mesh", "reduced", "row_major_mesh", "sample"]
 
 
-@functools.cache
+# By default group: simulated ranks share the process, and each has its own.
+_MESHES: weakref.WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
 def make_mesh(ranks: tuple[Any, ...]) -> DeviceMesh:
     """The mesh over nested tuples of ranks; every rank of the world must ask for the same meshes in the same order."""
-    return DeviceMesh("cpu", torch.tensor(ranks))
+    known = _MESHES.setdefault(dist.group.WORLD, {})
+    if ranks not in known:
+        known[ranks] = DeviceMesh("cpu", torch.tensor(ranks))
+    return known[ranks]
 
 
 def row_major_mesh(mesh_shape: Sequence[int]) -> DeviceMesh:

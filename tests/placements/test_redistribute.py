@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.placements import oracle
 from tests.placements.on_ranks import Source, local, make_mesh, sample
@@ -329,3 +330,41 @@ def odd_locals() -> None:
 
 def test_locals_of_any_memory(ranks: RankPools) -> None:
     ranks.run(odd_locals, world_size=3)
+
+
+class Allocations(TorchDispatchMode):
+    """The largest storage, in elements, that operators return and that was not there before."""
+
+    def __init__(self, known: torch.Tensor) -> None:
+        super().__init__()
+        self.known = {known.untyped_storage()._cdata}
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata not in self.known:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // 8)
+        return out
+
+
+def sharded_to_sharded() -> None:
+    mesh = make_mesh((0, 1, 2, 3))
+    forms = all_forms(4, (16, 12), seed=2)[:11]  # the sharded ones
+    for source in forms:
+        for target in forms:
+            if not has_custom((source, target)) or isinstance(source, Replicate):
+                continue
+            tensor = Source(mesh, (16, 12), (source,), torch.float64, seed=3)
+            before = tensor.dtensor()
+            with Allocations(local(before)) as allocations:
+                after = redistribute(before, placements=(target,))
+            bound = max(local(before).numel(), local(after).numel()) + 4  # sizes, ranks and the like
+            assert allocations.largest <= bound, (
+                f"{source} -> {target}: {allocations.largest} elements, {bound} expected"
+            )
+
+
+def test_no_full_size_temporaries(ranks: RankPools) -> None:
+    """Between sharded placements no tensor is larger than the larger of the rank's two local tensors."""
+    ranks.run(sharded_to_sharded, world_size=4)

@@ -143,7 +143,12 @@ def _plan(
     return Exchange(sends, receives, own_old, own_new, tuple(old), peers.index(coordinate), moves, gathers)
 
 
+_NOTHING = Piece((), ())
+
+
 def _piece(source: Region, target: Region) -> Piece:
+    if source.rows[1] <= target.rows[0] or target.rows[1] <= source.rows[0]:
+        return _NOTHING  # most pairs of ranks of a large mesh
     common = [pair for a in source.boxes for b in target.boxes if (pair := a.intersect(b)) is not None]
     return Piece(tuple(pair[0] for pair in common), tuple(pair[1] for pair in common))
 

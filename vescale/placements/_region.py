@@ -100,6 +100,13 @@ class Region:
         return math.prod(self.local_shape)
 
     @functools.cached_property
+    def rows(self) -> Interval:
+        """The smallest range of dim 0 that holds the region; ``(0, 0)`` for an empty one."""
+        if not self.boxes or not self.shape:
+            return 0, len(self.boxes)
+        return min(box.offset[0] for box in self.boxes), max(box.offset[0] + box.sizes[0] for box in self.boxes)
+
+    @functools.cached_property
     def boxes(self) -> tuple[Box, ...]:
         """The region as disjoint N-D blocks, in local order; at most ``2 * ndim - 1`` for one ragged run without
         interleaving."""
