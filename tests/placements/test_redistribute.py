@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -289,6 +290,25 @@ def many_reductions() -> None:
 
 def test_reductions_on_two_axes(ranks: RankPools) -> None:
     ranks.run(many_reductions, world_size=4)
+
+
+def other_partials() -> None:
+    """Partials that know how to reduce themselves (norms), and product."""
+    mesh = make_mesh((0, 1, 2, 3))
+    whole = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(6, 2)
+    target = RaggedShard((0,), (2, 0, 3, 1))
+    for partial, logical in (
+        (_NormPartial(2), torch.linalg.vector_norm(torch.stack([whole * (r + 1) for r in range(4)]), 2, dim=0)),
+        (Partial("product"), whole**4 * 24),
+    ):
+        placed = from_local(whole * (dist.get_rank() + 1), mesh, (partial,), shape=(6, 2), stride=(2, 1))
+        moved = redistribute(placed, placements=(target,))
+        expected = oracle.local_tensor(logical, (target,), (4,), mesh.get_coordinate())
+        torch.testing.assert_close(local(moved), expected)
+
+
+def test_other_partials(ranks: RankPools) -> None:
+    ranks.run(other_partials, world_size=4)
 
 
 def odd_locals() -> None:

@@ -36,7 +36,7 @@ MAX_PADDING = 0.25
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,  # divided afterwards: gloo has no AVG
+    "avg": dist.ReduceOp.AVG,  # only NCCL's; gloo has none, so it sums and divides
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
@@ -149,7 +149,8 @@ def all_gather_v(
     record("all_gather_v", num_ranks, payload, asker=asker)
     slots = list(out.split(list(sizes)))
     if _is_nccl(local, group):
-        return Pending(out, [dist.all_gather(slots, local, group=group, async_op=True)])
+        work = dist.all_gather([_bytes(slot) for slot in slots], _bytes(local), group=group, async_op=True)
+        return Pending(out, [work])
     slots[rank].copy_(local)
     owners = [i for i, n in enumerate(sizes) if n]
     if len(owners) <= 2:
@@ -190,7 +191,7 @@ def reduce_scatter_v(
             work = reduce_scatter_single(out, send, op=_OPS[op], group=group, async_op=True)
         else:
             work = dist.reduce_scatter(out, list(send.split(list(sizes))), op=_OPS[op], group=group, async_op=True)
-        return Pending(out, [work], (lambda: out.div_(num_ranks)) if op == "avg" else None)
+        return Pending(out, [work])
     own, size = sizes[rank], send.element_size()
     stacked = send.new_empty(num_ranks * own)
     work = dist.all_to_all_single(
@@ -230,5 +231,6 @@ def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker:
     moved = math.ceil(2 * (num_ranks - 1) / num_ranks * local.numel() * local.element_size())
     record("all_reduce", num_ranks, moved, asker=asker)
     out = local.clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(out, op=_OPS[op], group=group, async_op=True)
-    return Pending(out, [work], (lambda: out.div_(num_ranks)) if op == "avg" else None)
+    divide = op == "avg" and not _is_nccl(local, group)
+    work = dist.all_reduce(out, op=_OPS["sum" if divide else op], group=group, async_op=True)
+    return Pending(out, [work], (lambda: out.div_(num_ranks)) if divide else None)
