@@ -21,6 +21,7 @@ from vescale.compat.dtensor import (
     MaskPartial,
     StridedShard,
     TensorMeta,
+    current_mesh,
     local_of,
     make_dtensor,
     make_spec,
@@ -29,6 +30,7 @@ from vescale.compat.dtensor import (
     rank_in_mesh,
     spec_of,
 )
+from vescale.compat.groups import make_group
 from vescale.compat.install import DTensorHooks, install, stock
 
 __all__ = [
@@ -44,12 +46,14 @@ __all__ = [
     "all_gather_single",
     "as_async_tensor",
     "clear_sharding_cache",
+    "current_mesh",
     "decompose",
     "has_results",
     "install",
     "is_view",
     "local_of",
     "make_dtensor",
+    "make_group",
     "make_spec",
     "native_sharding",
     "observe_redistribution",

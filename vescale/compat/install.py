@@ -39,6 +39,7 @@ class DTensorHooks:
     redistribute: Callable[..., Any]
     redistribute_local: Callable[..., Any]
     to_local: Callable[..., Any]
+    full_tensor: Callable[..., Any]
     from_local: Callable[..., Any]
     distribute_tensor: Callable[..., Any]
     checkpoint: CheckpointHooks
@@ -52,6 +53,7 @@ _INSTALLED: list[DTensorHooks] = []
 _STOCK = SimpleNamespace(
     redistribute=DTensor.redistribute,
     to_local=DTensor.to_local,
+    full_tensor=DTensor.full_tensor,
     from_local=DTensor.from_local,
     distribute_tensor=tensor_api.distribute_tensor,
     redistribute_local_tensor=tensor_redistribute.redistribute_local_tensor,
@@ -59,7 +61,7 @@ _STOCK = SimpleNamespace(
 
 
 def stock() -> Any:
-    """PyTorch's own ``redistribute``, ``to_local``, ``from_local``, ``distribute_tensor``: never our wrappers."""
+    """PyTorch's own ``redistribute``, ``to_local``, ``full_tensor``, ``from_local`` and ``distribute_tensor``."""
     return _STOCK
 
 
@@ -89,6 +91,12 @@ def _wrap_methods(hooks: DTensorHooks) -> None:
             return _STOCK.to_local(self, grad_placements=grad_placements)
         return hooks.to_local(self, grad_placements=grad_placements)
 
+    @functools.wraps(_STOCK.full_tensor)
+    def full_tensor(self: Any, *, grad_placements: Any = None) -> Any:
+        if not (hooks.has_custom(self._spec.placements) or (grad_placements and hooks.has_custom(grad_placements))):
+            return _STOCK.full_tensor(self, grad_placements=grad_placements)
+        return hooks.full_tensor(self, grad_placements=grad_placements)
+
     @functools.wraps(_STOCK.from_local)
     def from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
         gradient = options.get("grad_placements")
@@ -98,6 +106,7 @@ def _wrap_methods(hooks: DTensorHooks) -> None:
 
     DTensor.redistribute = redistribute  # type: ignore[method-assign]
     DTensor.to_local = to_local  # type: ignore[method-assign]
+    DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
     DTensor.from_local = staticmethod(from_local)  # type: ignore[method-assign]
 
 

@@ -1,6 +1,6 @@
 """Placements beyond stock DTensor's, on exact-type DTensors, and the index arithmetic of all placements."""
 
-from vescale.placements._api import distribute_tensor, from_local, redistribute, to_local
+from vescale.placements._api import distribute_tensor, from_local, full_tensor, redistribute, to_local
 from vescale.placements._custom import CustomPlacement
 from vescale.placements._install import install
 from vescale.placements._interleaved import InterleavedShard
@@ -26,6 +26,7 @@ __all__ = [
     "StridedRaggedShard",
     "distribute_tensor",
     "from_local",
+    "full_tensor",
     "has_custom",
     "install",
     "local_region",

@@ -27,6 +27,7 @@ def install() -> None:
             redistribute=_api.redistribute,
             redistribute_local=_api.redistribute_local,
             to_local=_api.to_local,
+            full_tensor=_api.full_tensor,
             from_local=_api.from_local,
             distribute_tensor=_api.distribute_tensor,
             checkpoint=_checkpoint.HOOKS,
