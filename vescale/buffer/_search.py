@@ -28,7 +28,8 @@ __all__ = ["Found", "search"]
 
 MAX_DIVISORS = 4096
 FREE_STATES = 4096  # smaller tables are not counted as work: lists of up to 12 tensors are always solved exactly
-TABLES_PER_SEARCH = 32  # of ``cap`` states each
+TABLES_FROM_BELOW = 16  # of ``cap`` states each: the work of the search with fluid tensors dropped
+TABLES_FROM_ABOVE = 8  # likewise, of the search with tensors bundled
 BEST_FIT_STEPS = 3_000_000  # pairs (position, candidate tensor) that best fit may look at in one plan
 
 Order = list[int]
@@ -107,40 +108,48 @@ def _smallest_shard(
     at_least: int,
     below: int,
 ) -> int:
-    """The smallest shard size in [at_least, below) where ``attempt`` succeeds; ``below`` when there is none.
+    """Search [at_least, below) for the smallest shard size where ``attempt`` succeeds.
 
-    ``improve`` is told of every success, each smaller than the one before. Shard sizes of good layouts are often
-    multiples of ``quantum``, the unit that the sizes of most tensors share: these are searched first, and the
-    neighbour below the best of them is tried before the rest.
+    ``improve`` is told of every success, each smaller than the one before. Returns the smallest size that is not
+    excluded: that of the last success, or ``below`` when there was none; less where the work ran out before.
+
+    Shard sizes of good layouts are often multiples of ``quantum``, the unit that the sizes of most tensors share: these
+    are searched first, and the neighbour below the best of them is tried before the rest.
     """
-    for divisor in divisors:
-        low = round_up(at_least, divisor)
-        if low >= below:
-            continue
-        found = attempt(low)
+    open_from = {divisor: round_up(at_least, divisor) for divisor in divisors}  # smaller multiples are excluded
+
+    def succeeds(shard: int) -> bool:
+        nonlocal below
+        found = attempt(shard)
         if found is not None:
-            below = low
-            improve(below, found)
-            continue
-        high = round_up(below, divisor)
-        for step, neighbour_first in ((math.lcm(divisor, quantum), False), (divisor, True)):
-            # Multiples of `step` up to `failed` are too small; those from `good` on are no improvement.
-            failed, good, jump = low // step, -(-high // step), 1
-            while good - failed > 1:
-                if neighbour_first:
-                    probe, neighbour_first = good - 1, False
-                else:
-                    probe = failed + min(jump, (good - failed) // 2)
-                    jump *= 4
-                found = attempt(probe * step)
-                if found is None:
-                    failed = probe
-                else:
-                    good = probe
-                    below = probe * step
-                    improve(below, found)
-            low, high = max(low, failed * step), min(high, good * step)
-    return below
+            below = shard
+            improve(shard, found)
+        return found is not None
+
+    with contextlib.suppress(_OutOfWork):
+        for divisor, low in open_from.items():
+            if low >= below or succeeds(low):
+                continue
+            open_from[divisor] = low + divisor
+            high = round_up(below, divisor)
+            for step, neighbour_first in ((math.lcm(divisor, quantum), False), (divisor, True)):
+                # Multiples of `step` up to `failed` are too small; those from `good` on are no improvement.
+                failed, good, jump = low // step, -(-high // step), 1
+                while good - failed > 1:
+                    if neighbour_first:
+                        probe, neighbour_first = good - 1, False
+                    else:
+                        probe = failed + min(jump, (good - failed) // 2)
+                        jump *= 4
+                    if succeeds(probe * step):
+                        good = probe
+                    else:
+                        failed = probe
+                        low = max(low, probe * step)
+                        open_from[divisor] = low + divisor
+                high = min(high, good * step)
+            open_from[divisor] = high
+    return min([below, *open_from.values()])
 
 
 def _prefix_divisors(problem: Problem, lower: int, below: int) -> list[int]:
@@ -239,31 +248,26 @@ def _search_tables(
         kept -= 1
     if _states(solid + fluid[:kept]) <= cap:
         exact = kept == len(fluid)
-        attempt = _by_tables(problem, bounds, [solid + fluid[:kept]], _Work(TABLES_PER_SEARCH * cap))
+        attempt = _by_tables(problem, bounds, [solid + fluid[:kept]], _Work(TABLES_FROM_BELOW * cap))
 
         def improve(shard: int, order: Order) -> None:
             if exact:
                 best.improve(shard, order, "table")
 
-        with contextlib.suppress(_OutOfWork):
-            lower = _smallest_shard(attempt, improve, divisors, quantum, lower, best.shard)
-            assert not exact or lower == best.shard
-            if exact:
-                return lower
+        lower = _smallest_shard(attempt, improve, divisors, quantum, lower, best.shard)
 
     # From above: all tensors, some of them tied together, in tables of a third of the size (they are tried more often).
     easier = [variant for variant in (_bundles(solid, fluid, cap // 3), _chains(solid, fluid, cap // 3)) if variant]
     if easier and best.shard > lower:
-        attempt = _by_tables(problem, bounds, easier, _Work(TABLES_PER_SEARCH * cap))
-        with contextlib.suppress(_OutOfWork):
-            _smallest_shard(
-                attempt,
-                lambda shard, order: best.improve(shard, order, "table:bundled"),
-                divisors,
-                quantum,
-                lower,
-                best.shard,
-            )
+        attempt = _by_tables(problem, bounds, easier, _Work(TABLES_FROM_ABOVE * cap))
+        _smallest_shard(
+            attempt,
+            lambda shard, order: best.improve(shard, order, "table:bundled"),
+            divisors,
+            quantum,
+            lower,
+            best.shard,
+        )
     return lower
 
 
@@ -323,15 +327,14 @@ def _search_best_fit(problem: Problem, bounds: Bounds, lower: int, best: _Best) 
     def attempt(shard: int) -> Order | None:
         return _best_fit(problem, shard, work) if bounds.allows(shard) else None
 
-    with contextlib.suppress(_OutOfWork):
-        _smallest_shard(
-            attempt,
-            lambda shard, order: best.improve(shard, order, "best-fit"),
-            _prefix_divisors(problem, lower, best.shard),
-            _quantum(problem),
-            lower,
-            best.shard,
-        )
+    _smallest_shard(
+        attempt,
+        lambda shard, order: best.improve(shard, order, "best-fit"),
+        _prefix_divisors(problem, lower, best.shard),
+        _quantum(problem),
+        lower,
+        best.shard,
+    )
 
 
 def _best_fit(problem: Problem, shard: int, work: _Work) -> Order | None:

@@ -1,10 +1,13 @@
 """The best order of tensors at one shard size, by a table over multisets.
 
-Tensors of one kind are interchangeable and the state of a prefix is only where it ends, so "the smallest end of any
-prefix that uses c_1 tensors of kind 1, c_2 of kind 2, ..." decides over all orders with prod(c_i + 1) entries.
-Entries whose end leaves too little of ``limit`` for the unplaced tensors are dead. Among kinds that explain an entry
-the first one is taken. The C++ helper and the numpy form fill the same table, so the answer never depends on whether a
-compiler was present; numpy counts in Python integers when positions do not fit in 62 bits.
+Tensors of one kind are interchangeable, and all that matters of a prefix of the buffer is where it ends. So for every
+"c_1 tensors of kind 1, c_2 of kind 2, ... are placed" it is enough to know the smallest possible end, kept as *slack*:
+the elements that may still be left empty when everything else is packed without a gap. A table of prod(count_i + 1)
+entries decides over all orders. Entries without slack are dead. Among the kinds that explain an entry the first one is
+taken.
+
+The C++ helper and the numpy form fill the same table, so that the answer does not depend on whether a compiler was
+present. Where positions do not fit in 62 bits numpy counts in Python integers.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vescale import csrc
+from vescale.buffer._placing import earliest_start
 
 __all__ = ["best_order", "num_states"]
 
-_WORD = 1 << 62  # positions below it are safe in the int64 of both forms, their sums too
+_SAFE = 1 << 61  # sums of two positions below it fit in int64
 
 
 def num_states(counts: Sequence[int]) -> int:
@@ -30,35 +34,44 @@ def num_states(counts: Sequence[int]) -> int:
 def best_order(
     numels: Sequence[int], blocks: Sequence[int], counts: Sequence[int], shard: int, limit: int
 ) -> list[int] | None:
-    """Kinds in the order of the buffer (kind i appears counts[i] times), such that placing each tensor as early as
-    possible ends within ``limit``; None when no order does. Time and memory: O(num_states * kinds)."""
+    """Kinds in the order of the buffer (kind i appears counts[i] times) such that, each tensor placed as early as
+    possible, the last one ends within ``limit``; None when no order does. Time and memory: O(num_states * kinds).
+
+    Raises:
+        MemoryError: there is no memory for the table.
+    """
     if not counts:
         return []
-    if max(limit, shard) + max(numels) + 2 * shard < _WORD:
-        helper = csrc.load("planner")
-        if helper is not None:
-            return _native(helper, numels, blocks, counts, shard, limit)
-        return _numpy(numels, blocks, counts, shard, limit, np.int64)
-    return _numpy(numels, blocks, counts, shard, limit, object)
+    total = sum(numel * count for numel, count in zip(numels, counts, strict=True))
+    if total > limit:
+        return None
+    if max(limit, shard, *blocks) >= _SAFE:
+        return _numpy(numels, blocks, counts, shard, limit - total, object)
+    helper = csrc.load("planner")
+    if helper is None:
+        return _numpy(numels, blocks, counts, shard, limit - total, np.int64)
+    return _native(helper, numels, blocks, counts, shard, limit)
 
 
 def _native(
     helper: ctypes.CDLL, numels: Sequence[int], blocks: Sequence[int], counts: Sequence[int], shard: int, limit: int
 ) -> list[int] | None:
-    kinds = ctypes.c_int64 * len(counts)
-    ends = np.empty(num_states(counts), np.int64)
-    order = np.empty(sum(counts), np.int32)
-    fits = helper.planner_fill_table(
+    sizes = ctypes.c_int64 * len(counts)
+    order = (ctypes.c_int32 * sum(counts))()
+    result = helper.planner_best_order(
         ctypes.c_int32(len(counts)),
-        kinds(*numels),
-        kinds(*blocks),
-        kinds(*counts),
+        sizes(*numels),
+        sizes(*blocks),
+        sizes(*counts),
         ctypes.c_int64(shard),
         ctypes.c_int64(limit),
-        ctypes.c_void_p(ends.ctypes.data),
-        ctypes.c_void_p(order.ctypes.data),
+        order,
     )
-    return order.tolist() if fits else None
+    if result < 0:
+        raise MemoryError(
+            f"no memory for a planner table of {num_states(counts)} entries. Pass a smaller number as effort."
+        )
+    return list(order) if result else None
 
 
 def _numpy(
@@ -66,70 +79,65 @@ def _numpy(
     blocks: Sequence[int],
     counts: Sequence[int],
     shard: int,
-    limit: int,
+    slack_at_start: int,
     dtype: type[np.int64] | type[object],
 ) -> list[int] | None:
     """One layer at a time: all living states with the same number of placed tensors."""
     strides = [num_states(counts[:i]) for i in range(len(counts))]
-    never = np.iinfo(np.int64).max if dtype is np.int64 else 2 * limit + 1
-    ends: npt.NDArray = np.full(num_states(counts), never, dtype)
-    ends[0] = 0
+    slack: npt.NDArray = np.full(num_states(counts), -1, dtype)
+    slack[0] = slack_at_start
     layer = np.zeros(1, np.int64)
-    unplaced = np.array([sum(n * c for n, c in zip(numels, counts, strict=True))], dtype)
+    placed = np.zeros(1, dtype)
     for _ in range(sum(counts)):
-        end = ends[layer]
-        room = shard - end % shard
-        successors, left = [], []
+        left = slack[layer]
+        room = shard - (placed + slack_at_start - left) % shard
+        successors, sizes = [], []
         for numel, block, count, stride in zip(numels, blocks, counts, strides, strict=True):
-            free = np.flatnonzero(layer // stride % (count + 1) < count)
-            start, legal = _earliest_starts(end[free], room[free], numel, block, shard)
-            keep = legal & (start + unplaced[free] <= limit)
-            free = free[keep]
+            remaining = left - _gaps(room, numel, block, shard, slack_at_start + 1)
+            free = np.flatnonzero((layer // stride % (count + 1) < count) & (remaining >= 0))
             after = layer[free] + stride
-            ends[after] = np.minimum(ends[after], start[keep] + numel)
+            slack[after] = np.maximum(slack[after], remaining[free])
             successors.append(after)
-            left.append(unplaced[free] - numel)
+            sizes.append(placed[free] + numel)
         layer, first = np.unique(np.concatenate(successors), return_index=True)
-        unplaced = np.concatenate(left)[first]
+        placed = np.concatenate(sizes)[first]
         if not len(layer):
             return None
-    return _walk_back(ends.tolist(), numels, blocks, counts, strides, shard)
+    return _walk_back(slack.tolist(), numels, blocks, counts, strides, shard)
 
 
-def _earliest_starts(
-    end: npt.NDArray, room: npt.NDArray, numel: int, block: int, shard: int
-) -> tuple[npt.NDArray, npt.NDArray]:
-    """:func:`vescale.buffer._placing.earliest_start` of many ends at once: (starts, which of them are legal)."""
-    head = room - room % block
-    longest = shard - shard % block
-    here = (numel - head <= shard) | (shard % block == 0)
-    start = np.where(here, end + room - head, end + room + shard - longest)
-    fits = numel <= room
-    return np.where(fits, end, start), fits | here | (numel - longest <= shard)
+def _gaps(room: npt.NDArray, numel: int, block: int, shard: int, too_large: int) -> npt.NDArray:
+    """Elements left empty before a tensor that is placed as early as possible; ``too_large`` where it fits nowhere."""
+    rest = room % block
+    longest_head = shard - shard % block
+    behind = room + shard - longest_head if numel - longest_head <= shard else too_large
+    straight = (numel - (room - rest) <= shard) | (shard % block == 0)
+    return np.where(numel <= room, 0, np.where(straight, rest, behind))
 
 
 def _walk_back(
-    ends: list[int],
+    slack: list[int],
     numels: Sequence[int],
     blocks: Sequence[int],
     counts: Sequence[int],
     strides: Sequence[int],
     shard: int,
 ) -> list[int]:
-    from vescale.buffer._placing import earliest_start
-
     left = list(counts)
-    state = len(ends) - 1
+    state = len(slack) - 1
+    placed = sum(numel * count for numel, count in zip(numels, counts, strict=True))
     order = []
     while state:
         for i, stride in enumerate(strides):
-            if left[i] and ends[state - stride] <= ends[state]:
-                start = earliest_start(ends[state - stride], numels[i], blocks[i], shard)
-                if start is not None and start + numels[i] == ends[state]:
+            if left[i] and slack[state - stride] >= slack[state]:
+                end = placed - numels[i] + slack[0] - slack[state - stride]
+                start = earliest_start(end, numels[i], blocks[i], shard)
+                if start is not None and slack[state - stride] - (start - end) == slack[state]:
                     break
         else:
             raise AssertionError("every living state has a living predecessor")
         order.append(i)
         left[i] -= 1
-        state -= stride
+        placed -= numels[i]
+        state -= strides[i]
     return order[::-1]
