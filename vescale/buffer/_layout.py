@@ -281,10 +281,10 @@ class Layout:
             raise ValueError(f"not JSON ({error}); expected the text of Layout.to_json. Write it again.") from error
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise ValueError(
-                f"the JSON is not a layout: expected an object with format {_FORMAT!r}. Pass the text of Layout.to_json."
+                f"the JSON is not a layout: expected an object with format {_FORMAT!r}. Pass Layout.to_json's text."
             )
         if data.pop("version", None) != _VERSION:
-            raise ValueError(f"expected version {_VERSION} of {_FORMAT}. Plan again with this release and write it anew.")
+            raise ValueError(f"expected version {_VERSION} of {_FORMAT}. Plan again and write it with this release.")
         del data["format"]
         expected = set(cls.__dataclass_fields__)
         if set(data) != expected:
@@ -302,4 +302,3 @@ class Layout:
             return cls(**data)
         except TypeError as error:
             raise ValueError(f"{error} Pass the text of Layout.to_json unchanged.") from error
-

@@ -16,7 +16,7 @@ __all__ = ["Effort", "plan_layout", "table_cap"]
 Effort = Literal["fast", "thorough"] | int
 
 # Entries of the largest table that the search may fill: (with the C++ helper, without).
-_CAPS = {"fast": (10_000_000, 1_000_000), "thorough": (40_000_000, 4_000_000)}
+_CAPS = {"fast": (9_000_000, 1_000_000), "thorough": (40_000_000, 4_000_000)}
 
 
 def table_cap(effort: Effort) -> int:
@@ -89,9 +89,9 @@ def plan_layout(
             shard size becomes a multiple of it, too.
         order: ``"auto"`` searches over all orders of the tensors; ``"default"`` keeps the caller's order and runs the
             paper's Algorithm 1, never better than ``"auto"``.
-        effort: how large a table the search may fill. It bounds the work, never the clock. ``"fast"`` allows 10 million
-            entries (80 MB) and ``"thorough"`` 40 million; without the C++ helper a tenth of that. A number is taken as
-            it is: pass one where some hosts of a job lack the helper, and all ranks get the same layout.
+        effort: how large a table the search may fill. It bounds work, never the clock. ``"fast"`` allows 9 million
+            entries (of 4 bytes, mostly) and ``"thorough"`` 40 million; without the C++ helper 1 and 4 million. A number
+            is taken as it is: pass one where some hosts of a job lack the helper, and all ranks get the same layout.
         max_buffers: above 1, tensors may be split over up to so many buffers, and the result is a :class:`BufferPlan`,
             the tuple ``(layouts, assignment)``, also when one buffer turns out best. The split itself is a heuristic;
             ``optimal`` of each layout speaks of the tensors that it was given.

@@ -15,6 +15,7 @@ it harder and gives a layout. When the two meet, the layout is optimal.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from dataclasses import dataclass
 from vescale.buffer._bounds import Bounds
 from vescale.buffer._placing import earliest_start, last_end, round_up
 from vescale.buffer._problem import Problem
-from vescale.buffer._table import best_order, num_states
+from vescale.buffer._table import MAX_POSITION, best_order, num_states
 
 __all__ = ["Found", "search"]
 
 MAX_DIVISORS = 4096
 FREE_STATES = 4096  # smaller tables are not counted as work: lists of up to 12 tensors are always solved exactly
+_SLOW_CAP = 10_000  # of tables in Python integers
 TABLES_FROM_BELOW = 16  # of ``cap`` states each: the work of the search with fluid tensors dropped
 TABLES_FROM_ABOVE = 8  # likewise, of the search with tensors bundled
 BEST_FIT_STEPS = 3_000_000  # pairs (position, candidate tensor) that best fit may look at in one plan
@@ -54,7 +56,7 @@ class _Best:
         self.order: Sequence[int] = range(len(problem.numels))
         self.strategy = "default"
 
-    def improve(self, shard: int, order: Sequence[int], strategy: str) -> None:
+    def improve(self, strategy: str, shard: int, order: Sequence[int]) -> None:
         assert shard < self.shard
         self.shard, self.order, self.strategy = shard, order, strategy
 
@@ -83,7 +85,7 @@ def search(problem: Problem, order: str, cap: int) -> Found:
     for strategy, tensors in _orders(problem, order):
         _smallest_shard(
             _in_order(problem, bounds, tensors),
-            lambda shard, found, name=strategy: best.improve(shard, found, name),
+            functools.partial(best.improve, strategy),
             _prefix_divisors(problem, lower, best.shard),
             _quantum(problem),
             lower,
@@ -233,14 +235,14 @@ def _states(parcels: Sequence[_Parcel]) -> int:
     return num_states([p.count for p in parcels])
 
 
-def _search_tables(
-    problem: Problem, bounds: Bounds, divisors: Sequence[int], cap: int, lower: int, best: _Best
-) -> int:
+def _search_tables(problem: Problem, bounds: Bounds, divisors: Sequence[int], cap: int, lower: int, best: _Best) -> int:
     """Improve ``best``; returns the raised lower bound."""
     singles = [_Parcel(kind.numel, kind.block, kind.count, ((i, 1),)) for i, kind in enumerate(problem.kinds)]
     solid = sorted((p for p in singles if p.block > 1), key=lambda p: (-p.block, -p.numel))
     fluid = sorted((p for p in singles if p.block == 1), key=lambda p: -p.numel)
     quantum = _quantum(problem)
+    if best.shard * problem.num_shards >= MAX_POSITION:
+        cap = min(cap, _SLOW_CAP)
 
     # From below: without the smallest fluid tensors. Without any fluid tensor left out, this is the optimum.
     kept = len(fluid)
@@ -252,7 +254,7 @@ def _search_tables(
 
         def improve(shard: int, order: Order) -> None:
             if exact:
-                best.improve(shard, order, "table")
+                best.improve("table", shard, order)
 
         lower = _smallest_shard(attempt, improve, divisors, quantum, lower, best.shard)
 
@@ -262,7 +264,7 @@ def _search_tables(
         attempt = _by_tables(problem, bounds, easier, _Work(TABLES_FROM_ABOVE * cap))
         _smallest_shard(
             attempt,
-            lambda shard, order: best.improve(shard, order, "table:bundled"),
+            functools.partial(best.improve, "table:bundled"),
             divisors,
             quantum,
             lower,
@@ -329,7 +331,7 @@ def _search_best_fit(problem: Problem, bounds: Bounds, lower: int, best: _Best) 
 
     _smallest_shard(
         attempt,
-        lambda shard, order: best.improve(shard, order, "best-fit"),
+        functools.partial(best.improve, "best-fit"),
         _prefix_divisors(problem, lower, best.shard),
         _quantum(problem),
         lower,

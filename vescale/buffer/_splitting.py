@@ -34,7 +34,7 @@ class BufferPlan(NamedTuple):
 
 
 def split_group(group: Group, order: str, cap: int, max_buffers: int) -> BufferPlan:
-    """At most ``max_buffers`` buffers: as long as it saves :data:`MIN_SAVING`, the buffer whose split saves most is split."""
+    """At most ``max_buffers``: the buffer whose split saves most is split, while that saves :data:`MIN_SAVING`."""
     parts = [tuple(range(len(group.numels)))]
     saving = int(MIN_SAVING * sum(group.numels)) + 1
 
@@ -89,7 +89,7 @@ def _splits(group: Group, part: Sequence[int]) -> Iterator[tuple[tuple[int, ...]
     if len(atoms) >= _MAX_ATOMS:  # by block size only
         ordered = [*atoms, [i for same in fluid.values() for i in same]]
         for cut in range(1, len(ordered)):
-            first, second = sum(ordered[:cut], []), sum(ordered[cut:], [])
+            first, second = ([i for atom in side for i in atom] for side in (ordered[:cut], ordered[cut:]))
             if first and second:
                 yield tuple(sorted(first)), tuple(sorted(second))
         return
@@ -98,7 +98,7 @@ def _splits(group: Group, part: Sequence[int]) -> Iterator[tuple[tuple[int, ...]
     atoms += [fluid[numel] for numel in sizes[:alone]]
     if rest := [i for numel in sizes[alone:] for i in fluid[numel]]:
         atoms.append(rest)
-    for chosen in range(1, 1 << (len(atoms) - 1)):  # the last atom is always in the second half
+    for chosen in range(1, 1 << max(0, len(atoms) - 1)):  # the last atom is always in the second half
         first = [i for bit, atom in enumerate(atoms) if chosen >> bit & 1 for i in atom]
         second = [i for bit, atom in enumerate(atoms) if not chosen >> bit & 1 for i in atom]
         yield tuple(sorted(first)), tuple(sorted(second))

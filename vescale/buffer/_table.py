@@ -7,7 +7,7 @@ entries decides over all orders. Entries without slack are dead. Among the kinds
 taken.
 
 The C++ helper and the numpy form fill the same table, so that the answer does not depend on whether a compiler was
-present. Where positions do not fit in 62 bits numpy counts in Python integers.
+present. Where positions do not fit in its words numpy counts in Python integers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy.typing as npt
 from vescale import csrc
 from vescale.buffer._placing import earliest_start
 
-__all__ = ["best_order", "num_states"]
+__all__ = ["MAX_POSITION", "best_order", "num_states"]
 
-_SAFE = 1 << 61  # sums of two positions below it fit in int64
+MAX_POSITION = 1 << 61  # sums of two positions below it fit in int64
 
 
 def num_states(counts: Sequence[int]) -> int:
@@ -45,7 +45,7 @@ def best_order(
     total = sum(numel * count for numel, count in zip(numels, counts, strict=True))
     if total > limit:
         return None
-    if max(limit, shard, *blocks) >= _SAFE:
+    if max(limit, shard, *blocks) >= MAX_POSITION:
         return _numpy(numels, blocks, counts, shard, limit - total, object)
     helper = csrc.load("planner")
     if helper is None:
