@@ -19,7 +19,7 @@ from vescale.buffer._checks import integers
 __all__ = ["FFN_WEIGHTS", "Elements", "GranularityTable", "Rows", "Tile"]
 
 FFN_WEIGHTS = (
-    r"(?:.*\.)?(?:gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3|fc1|fc2)(?:\.weight)?"
+    r"(?:.*\.)?(?:gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3|fc1|fc2|wi(?:_\d)?|wo)(?:\.weight)?"
     r"|.*\.mlp\.(?:c_fc|c_proj|dense_h_to_4h|dense_4h_to_h)\.weight"
 )
 """Matrices of feed-forward blocks and experts in Hugging Face models: what DeepSeek-style quantization works on."""

@@ -57,6 +57,20 @@ def plan_layout(
     tensor_alignment: int = 1,
     order: Literal["auto", "default"] = "auto",
     effort: Effort = "fast",
+    max_buffers: Literal[2, 3, 4],
+) -> BufferPlan: ...
+
+
+@overload
+def plan_layout(
+    numels: Sequence[int],
+    blocks: Sequence[int],
+    num_shards: int,
+    alignment: int,
+    *,
+    tensor_alignment: int = 1,
+    order: Literal["auto", "default"] = "auto",
+    effort: Effort = "fast",
     max_buffers: int,
 ) -> Layout | BufferPlan: ...
 

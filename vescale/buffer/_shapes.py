@@ -13,6 +13,7 @@ from vescale.buffer._checks import integers
 __all__ = ["ModelShapes", "Unit", "group_units", "shape_list", "shape_list_names"]
 
 _FORMAT = "vescale.shapes"
+ROOT = "(root)"  # path of the unit of all parameters outside repeated blocks
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class Unit:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter, by its name within the unit."""
         return dict(self.parameters)
+
+    def full_name(self, name: str) -> str:
+        """The name in the model of the first such unit's parameter."""
+        return name if self.path == ROOT else f"{self.path}.{name}"
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ def group_units(shapes: Mapping[str, Iterable[int]]) -> tuple[Unit, ...]:
         key = tuple(parameters)
         counts[key] = counts.get(key, 0) + 1
         first.setdefault(key, path)
-    return tuple(Unit(first[key] or "(root)", count, key) for key, count in counts.items())
+    return tuple(Unit(first[key] or ROOT, count, key) for key, count in counts.items())
 
 
 def shape_list_names() -> tuple[str, ...]:
