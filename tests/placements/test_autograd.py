@@ -259,7 +259,8 @@ def asynchronous() -> None:
             assert not in_flight(lazy) and torch.equal(lazy.wait(), expected), "waiting twice is fine"
 
             part = to_local(start())
-            gc.collect()
+            if target is TARGETS[0]:  # seconds on a heap with all of torch in it
+                gc.collect()
             assert isinstance(part, AsyncCollectiveTensor) and in_flight(part), "to_local does not wait"
             assert torch.equal(part + 0, expected), "the work lives as long as the memory"
 
