@@ -145,6 +145,16 @@ def dtype_arguments() -> None:
     torch.testing.assert_close(values.grad, tensor.expected((UNEVEN,), expected), rtol=1e-3, atol=1e-3)
     assert ledger.count("reduce_scatter_v") == ledger.count() == 1
     assert ledger.bytes() == missing * 2
+    # backward_dtype alone: forward in float32, the gradient in bfloat16, rounded before it is added up.
+    leaf = placed.detach().requires_grad_()
+    with record_comms() as ledger:
+        moved = redistribute(leaf, placements=(Replicate(),), backward_dtype=torch.bfloat16)
+    assert moved.dtype == torch.float32 and ledger.bytes() == missing * 4
+    with record_comms() as ledger:
+        moved.backward(from_local(weight, mesh, (Partial(),), shape=(8, 3), stride=(3, 1)))
+    assert leaf.grad is not None and leaf.grad.dtype == torch.float32 and ledger.bytes() == missing * 2
+    expected = (4 * weight.bfloat16().float()).bfloat16().float()
+    assert torch.equal(local(leaf.grad), tensor.expected((UNEVEN,), expected))
 
 
 def test_dtype_arguments(ranks: RankPools) -> None:
