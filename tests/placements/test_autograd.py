@@ -180,6 +180,13 @@ def partial_gradients() -> None:
             assert leaf.grad is not None
             assert torch.equal(leaf.grad, tensor.expected(placed.placements, sum(weights)))
             assert [r.op for r in ledger.records] == ["reduce_scatter_v"]
+    # The gradient of a pending tensor is whole on every rank, as in stock DTensor: gathered once, never pending.
+    pending = Source(mesh, (8, 3), (Partial(),), torch.float64, seed=1).dtensor().detach().requires_grad_()
+    moved = redistribute(pending, placements=(UNEVEN,))
+    with record_comms() as ledger:
+        moved.backward(from_local(tensor.expected((UNEVEN,), weights[0]), mesh, (UNEVEN,), shape=(8, 3)))
+    assert pending.grad is not None and pending.grad.placements == (Replicate(),)
+    assert torch.equal(local(pending.grad), weights[0]) and ledger.count("all_gather_v") == ledger.count() == 1
     # Left pending by from_local: each rank gets its own contribution.
     leaf = torch.ones(8, 3, dtype=torch.float64, requires_grad=True)
     placed = from_local(leaf, mesh, [Replicate()], shape=(8, 3), stride=(3, 1), grad_placements=[Partial()])
