@@ -31,7 +31,7 @@ from vescale.compat import (
     with_aliasing,
 )
 from vescale.placements._custom import CustomPlacement
-from vescale.placements._kinds import ragged_axis
+from vescale.placements._kinds import has_custom, ragged_axis
 from vescale.placements._move import move_local
 from vescale.placements._rules import Decision, OpCall, Rule, find_decision, substitute
 from vescale.placements._rules import register_rule as add_rule
@@ -207,9 +207,11 @@ def _placeholder(specs: Any) -> Any:
 
 
 def _is_reported(source: DTensorSpec, target: DTensorSpec) -> bool:
-    """Whether a move gathers what has one of our placements; a single number does not count."""
+    """Whether a move gives up our placements and gathers; a single number does not count."""
+    if source.shape.numel() <= 1 or has_custom(target.placements):
+        return False
     pairs = zip(source.placements, target.placements)
-    return source.shape.numel() > 1 and any(isinstance(s, CustomPlacement) and t.is_replicate() for s, t in pairs)
+    return any(isinstance(before, CustomPlacement) and after.is_replicate() for before, after in pairs)
 
 
 def _describe(call: OpCall, index: int) -> str:
