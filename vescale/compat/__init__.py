@@ -29,6 +29,7 @@ from vescale.compat.dtensor import (
     spec_of,
 )
 from vescale.compat.install import DTensorHooks, install, stock
+from vescale.compat.needs import UnsupportedTorchError, self_check
 
 __all__ = [
     "AsyncCollectiveTensor",
@@ -39,6 +40,7 @@ __all__ = [
     "OutputSharding",
     "StridedShard",
     "TensorMeta",
+    "UnsupportedTorchError",
     "all_gather_single",
     "as_async_tensor",
     "clear_sharding_cache",
@@ -57,6 +59,7 @@ __all__ = [
     "rank_in_mesh",
     "reduce_scatter_single",
     "schema_arguments",
+    "self_check",
     "spec_of",
     "static_keywords",
     "stock",

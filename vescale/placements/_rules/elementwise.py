@@ -22,7 +22,8 @@ __all__ = ["Alignment", "align", "elementwise_rule", "is_elementwise"]
 _UNTAGGED = names(
     "copy_ fill_ zero_ detach detach_ alias _to_copy clone lift_fresh masked_fill masked_fill_ _conj _neg_view "
     "_conj_physical conj_physical abs_ copysign_ float_power polygamma_ xlogy_ __irshift__ __ilshift__ isneginf "
-    "isposinf native_dropout_backward"
+    "isposinf native_dropout_backward fill hardswish hardswish_ hardswish_backward softplus_backward elu_backward "
+    "leaky_relu_backward hardtanh_backward hardsigmoid_backward mish_backward hardshrink_backward softshrink_backward"
 )
 
 # Ops whose results are sums (averages) of what each rank would compute from its own contribution, by name.
