@@ -29,11 +29,9 @@ def test_a_missing_name_is_named(need: Need, monkeypatch: pytest.MonkeyPatch) ->
         owner = parent
         for part in outer:
             owner = getattr(owner, part)
-        if not hasattr(owner, last):
-            continue
-        if outer and last not in vars(owner):  # an instance's method belongs to its class, a method to its base
-            owner = next(k for k in (type(owner), *getattr(owner, "__mro__", ())) if last in vars(k))
-        monkeypatch.delattr(owner, last)
+        for holder in (owner, type(owner), *getattr(owner, "__mro__", ())):  # an instance, its class, or a base
+            if last in getattr(holder, "__dict__", {}):
+                monkeypatch.delattr(holder, last)
     with pytest.raises(UnsupportedTorchError) as caught:
         self_check()
     assert need.path in str(caught.value) and need.module in str(caught.value)

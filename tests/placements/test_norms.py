@@ -40,7 +40,7 @@ def on_rank_norms(world: int) -> int:
     return run_cases(check_norm, cases)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 4])
 def test_norms(ranks: RankPools, world: int) -> None:
     ranks.run(on_rank_norms, world, world_size=world)
 
@@ -91,7 +91,7 @@ def on_rank_clipping(world: int) -> int:
     return run_cases(check_clipping, list(itertools.product(ORDERS, (0.5, 1e6), (True, False), [world])))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_clip_grad_norm(ranks: RankPools, world: int) -> None:
     ranks.run(on_rank_clipping, world, world_size=world)
 

@@ -202,22 +202,22 @@ def on_rank_binary(world: int) -> int:
     for layout in layouts(world):
         mesh_shape, placements = layout
         others: list[Any] = [placements, replicated(layout), [Replicate()] * (len(mesh_shape) - 1) + [Shard(1)]]
-        others += [p for shape, p in layouts(world)[::3] if shape == mesh_shape and p != placements]
+        others += [p for shape, p in layouts(world)[::5] if shape == mesh_shape and p != placements]
         cases += [(name, layout, other) for name in BINARY for other in others]
     return run_cases(check_binary, cases)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 3, 4])
 def test_unary_ops_are_local_and_keep_the_placement(ranks: RankPools, world: int) -> None:
     ranks.run(on_rank_unary, world, world_size=world)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [2, 4])
 def test_reductions(ranks: RankPools, world: int) -> None:
     ranks.run(on_rank_reductions, world, world_size=world)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [4])
 def test_operands_placed_differently_follow_the_leader(ranks: RankPools, world: int) -> None:
     ranks.run(on_rank_binary, world, world_size=world)
 
@@ -256,7 +256,7 @@ def on_rank_broadcast(world: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [4])
 def test_broadcasting(ranks: RankPools, world: int) -> None:
     ranks.run(on_rank_broadcast, world, world_size=world)
 
@@ -341,7 +341,7 @@ def on_rank_rowwise(world: int) -> int:
     return run_cases(check_rowwise, list(itertools.product(ROWWISE, layouts(world))))
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [1, 4])
 def test_reductions_over_dims(ranks: RankPools, world: int) -> None:
     ranks.run(on_rank_rowwise, world, world_size=world)
 
@@ -416,7 +416,7 @@ def on_rank_views(world: int) -> int:
     return run_cases(check_view, list(itertools.product(VIEWS, layouts(world))))
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [1, 4])
 def test_views(ranks: RankPools, world: int) -> None:
     ranks.run(on_rank_views, world, world_size=world)
 
@@ -467,10 +467,11 @@ def check_backward(name: str, layout: Layout) -> None:
 
 
 def on_rank_backward(world: int) -> int:
-    return run_cases(check_backward, list(itertools.product(LOSSES, layouts(world))))
+    where = layouts(world)[::2] if world == 4 else layouts(world)[:2]
+    return run_cases(check_backward, list(itertools.product(LOSSES, where)))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [3, 4])
 def test_backward(ranks: RankPools, world: int) -> None:
     ranks.run(on_rank_backward, world, world_size=world)
 
@@ -514,11 +515,14 @@ def test_fallback_reports_once_a_site_or_raises(ranks: RankPools) -> None:
 
 
 def on_rank_register() -> None:
-    x = place(data(), ragged_layouts(2)[0])
+    ours = RaggedShard((0,), (4, 4))  # no other test's: a rule stays registered
+    x = place(data(), ((2,), (ours,)))
 
     @register_rule(torch.ops.aten.flip.default)
     def keep(call: Any) -> Decision | None:
         (spec,) = call.operands
+        if spec.placements != (ours,):
+            return None
         return Decision((spec.placements,), (spec.placements,), local=lambda local, dims: local * 0)
 
     with strict_placements():
