@@ -1,5 +1,6 @@
 """Every private PyTorch name that vescale uses, under a stable name, and the one ``install()``."""
 
+from vescale.compat.checkpoint import CheckpointHooks
 from vescale.compat.collectives import AsyncCollectiveTensor, all_gather_single, as_async_tensor, reduce_scatter_single
 from vescale.compat.dispatch import (
     OpSchema,
@@ -20,6 +21,7 @@ from vescale.compat.dtensor import (
     MaskPartial,
     StridedShard,
     TensorMeta,
+    current_mesh,
     local_of,
     make_dtensor,
     make_spec,
@@ -28,11 +30,13 @@ from vescale.compat.dtensor import (
     rank_in_mesh,
     spec_of,
 )
+from vescale.compat.groups import make_group
 from vescale.compat.install import DTensorHooks, install, stock
 from vescale.compat.needs import UnsupportedTorchError, self_check
 
 __all__ = [
     "AsyncCollectiveTensor",
+    "CheckpointHooks",
     "DTensorHooks",
     "DTensorSpec",
     "MaskPartial",
@@ -44,12 +48,14 @@ __all__ = [
     "all_gather_single",
     "as_async_tensor",
     "clear_sharding_cache",
+    "current_mesh",
     "decompose",
     "has_results",
     "install",
     "is_view",
     "local_of",
     "make_dtensor",
+    "make_group",
     "make_spec",
     "native_sharding",
     "observe_redistribution",

@@ -36,6 +36,7 @@ class Need:
 
 
 _TENSOR = "torch.distributed.tensor"
+_CHECKPOINT = "torch.distributed.checkpoint"
 _LOCAL = ("local_tensor", "current_spec", "target_spec", "async_op")
 
 NEEDS: tuple[Need, ...] = (
@@ -80,6 +81,40 @@ NEEDS: tuple[Need, ...] = (
     Need(f"{_TENSOR}.placement_types", "_StridedShard", ()),
     Need(f"{_TENSOR}.placement_types", "Partial._reduce_value", ("tensor", "mesh", "mesh_dim")),
     Need(f"{_TENSOR}.placement_types", "Partial._partition_value", ("tensor", "mesh", "mesh_dim")),
+    Need(_TENSOR, "DTensor.full_tensor", ("grad_placements",)),
+    Need(_TENSOR, "DTensor.__create_write_items__", ("fqn",)),
+    Need(_TENSOR, "DTensor.__create_chunk_list__"),
+    Need(_TENSOR, "DTensor.__get_tensor_shard__", ("index",)),
+    Need(f"{_CHECKPOINT}.planner_helpers", "_create_default_metadata_only_plan", ("state_dict",)),
+    Need(f"{_CHECKPOINT}.default_planner", "_create_default_metadata_only_plan", ("state_dict",)),
+    Need(f"{_CHECKPOINT}.default_planner", "create_default_local_load_plan", ("state_dict", "metadata", "strict")),
+    Need(f"{_CHECKPOINT}.filesystem", "_FileSystemWriter.prepare_global_plan", ("plans",)),
+    Need(f"{_CHECKPOINT}.state_dict", "_broadcast_state_dict", ("full_state_dict", "local_state_dict")),
+    Need(f"{_CHECKPOINT}.state_dict", "_distribute_state_dict", ("full_state_dict", "local_state_dict")),
+    Need(
+        "torch.distributed._state_dict_utils",
+        "_distribute_tensors",
+        ("local_state_dict", "keys", "device", "pg"),
+    ),
+    Need("torch.distributed.device_mesh", "_mesh_resources.get_current_mesh"),
+    Need("torch.distributed.distributed_c10d", "_get_default_group"),
+    Need("torch.distributed.distributed_c10d", "_get_default_timeout"),
+    Need("torch.distributed.distributed_c10d", "_world.pg_map"),
+    Need(
+        "torch.distributed.distributed_c10d",
+        "_new_process_group_helper",
+        (
+            "group_size",
+            "group_rank",
+            "global_ranks_in_group",
+            "backend",
+            "store",
+            "group_name",
+            "timeout",
+            "device_id",
+            "group_desc",
+        ),
+    ),
     Need("torch.utils._python_dispatch", "return_and_correct_aliasing", ("func", "args", "kwargs", "out")),
     Need("torch._C", "DispatchKey.CompositeImplicitAutograd"),
     Need("torch._C", "_clear_DTensor_sharding_propagator_cache"),

@@ -1,6 +1,6 @@
 """Placements beyond stock DTensor's, on exact-type DTensors, and the index arithmetic of all placements."""
 
-from vescale.placements._api import distribute_tensor, from_local, redistribute, to_local
+from vescale.placements._api import distribute_tensor, from_local, full_tensor, redistribute, to_local
 from vescale.placements._custom import CustomPlacement
 from vescale.placements._install import install
 from vescale.placements._interleaved import InterleavedShard
@@ -10,6 +10,7 @@ from vescale.placements._ops import register_rule
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
 from vescale.placements._region import Box, Region, local_region
 from vescale.placements._rules import Decision, OpCall
+from vescale.placements._serialization import allow_safe_load
 from vescale.placements._strict import PlacementFallbackError, PlacementFallbackWarning, strict_placements
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "StridedRaggedShard",
     "distribute_tensor",
     "from_local",
+    "full_tensor",
     "has_custom",
     "install",
     "local_region",
@@ -36,3 +38,5 @@ __all__ = [
     "strict_placements",
     "to_local",
 ]
+
+allow_safe_load()

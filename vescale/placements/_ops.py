@@ -40,6 +40,9 @@ from vescale.placements._strict import report_fallback
 
 __all__ = ["register_rule", "run_op"]
 
+# Keyword arguments that decide what results look like; others (alpha, value, ...) only do for integers.
+_FORMATS = frozenset(["dtype", "layout", "device", "pin_memory", "memory_format"])
+
 
 def register_rule(*ops: Any) -> Any:
     """Decorator: a rule for these ops (overloads), asked before the built-in ones.
@@ -121,7 +124,10 @@ def _runs_as_it_is(call: OpCall, decision: Decision) -> bool:
     if call.schema_info.needs_pytree:  # the key leaves numbers out: right as long as they cannot change a dtype
         return all(spec.tensor_meta is not None and spec.tensor_meta.dtype.is_floating_point for spec in call.operands)
     known = static_keywords(call.schema_info)
-    return all(name in known for name in call.kwargs)
+    others = [name for name in call.kwargs if name not in known]
+    if any(name in _FORMATS for name in others):
+        return False
+    return not others or all(spec.tensor_meta.dtype.is_floating_point for spec in call.operands if spec.tensor_meta)
 
 
 def _output_specs(call: OpCall, decision: Decision) -> Any:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.placements._kinds import ragged_axis, shard_dim, split_factor
+from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim, split_factor
 from vescale.placements._ragged import RaggedShard
 
-__all__ = ["Box", "Interval", "Region", "local_region"]
+__all__ = ["Box", "Interval", "Region", "local_region", "same_regions"]
 
 Interval = tuple[int, int]
 
@@ -98,6 +98,13 @@ class Region:
     @property
     def numel(self) -> int:
         return math.prod(self.local_shape)
+
+    @functools.cached_property
+    def rows(self) -> Interval:
+        """The smallest range of dim 0 that holds the region; ``(0, 0)`` for an empty one."""
+        if not self.boxes or not self.shape:
+            return 0, len(self.boxes)
+        return min(box.offset[0] for box in self.boxes), max(box.offset[0] + box.sizes[0] for box in self.boxes)
 
     @functools.cached_property
     def boxes(self) -> tuple[Box, ...]:
@@ -211,6 +218,19 @@ def _local_region(
     inner_dims = [dim for p in placements if (dim := shard_dim(p)) is not None and dim > 0]
     flat = placement.run(product.shape, largest.shape, mesh_shape[axis], coordinate[axis], inner_dims)
     return Region(global_shape, product.intervals, flat)
+
+
+@functools.lru_cache(maxsize=4096)
+def same_regions(
+    global_shape: tuple[int, ...], a: tuple[Placement, ...], b: tuple[Placement, ...], mesh_shape: tuple[int, ...]
+) -> bool:
+    """Whether every coordinate holds the same elements in the same order under both placements."""
+    if all(p == q or not (is_sharded(p) or is_sharded(q)) for p, q in zip(a, b, strict=True)):
+        return True
+    return all(
+        local_region(global_shape, a, mesh_shape, coordinate) == local_region(global_shape, b, mesh_shape, coordinate)
+        for coordinate in itertools.product(*map(range, mesh_shape))
+    )
 
 
 def _shard_product(
