@@ -32,6 +32,7 @@ from vescale.compat.dtensor import (
 )
 from vescale.compat.groups import make_group
 from vescale.compat.install import DTensorHooks, install, stock
+from vescale.compat.needs import UnsupportedTorchError, self_check
 
 __all__ = [
     "AsyncCollectiveTensor",
@@ -43,6 +44,7 @@ __all__ = [
     "OutputSharding",
     "StridedShard",
     "TensorMeta",
+    "UnsupportedTorchError",
     "all_gather_single",
     "as_async_tensor",
     "clear_sharding_cache",
@@ -63,6 +65,7 @@ __all__ = [
     "rank_in_mesh",
     "reduce_scatter_single",
     "schema_arguments",
+    "self_check",
     "spec_of",
     "static_keywords",
     "stock",

@@ -23,6 +23,7 @@ from torch.distributed.tensor import _redistribute as tensor_redistribute
 
 from vescale.compat.checkpoint import CheckpointHooks, wrap_checkpoint
 from vescale.compat.dispatch import wrap_dispatch
+from vescale.compat.needs import self_check
 
 __all__ = ["DTensorHooks", "install", "stock"]
 
@@ -66,10 +67,14 @@ def stock() -> Any:
 
 
 def install(hooks: DTensorHooks) -> None:
-    """Put the wrappers in place, once in a process; later calls do nothing."""
+    """Put the wrappers in place, once in a process; later calls do nothing.
+
+    Raises UnsupportedTorchError when this torch lacks something that the wrappers build on; nothing is changed then.
+    """
     with _LOCK:
         if _INSTALLED:
             return
+        self_check()
         _INSTALLED.append(hooks)
         _wrap_methods(hooks)
         _wrap_redistribute_local(hooks)
@@ -79,17 +84,19 @@ def install(hooks: DTensorHooks) -> None:
 
 
 def _wrap_methods(hooks: DTensorHooks) -> None:
+    has_custom, stock_to_local = hooks.has_custom, _STOCK.to_local
+
     @functools.wraps(_STOCK.redistribute)
     def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
-        if placements is None or not (hooks.has_custom(self._spec.placements) or hooks.has_custom(placements)):
+        if placements is None or not (has_custom(self._spec.placements) or has_custom(placements)):
             return _STOCK.redistribute(self, device_mesh, placements, **options)
         return hooks.redistribute(self, device_mesh, placements, **options)
 
     @functools.wraps(_STOCK.to_local)
     def to_local(self: Any, *, grad_placements: Any = None) -> Any:
-        if not (hooks.has_custom(self._spec.placements) or (grad_placements and hooks.has_custom(grad_placements))):
-            return _STOCK.to_local(self, grad_placements=grad_placements)
-        return hooks.to_local(self, grad_placements=grad_placements)
+        if has_custom(self._spec.placements) or (grad_placements and has_custom(grad_placements)):
+            return hooks.to_local(self, grad_placements=grad_placements)
+        return stock_to_local(self, grad_placements=grad_placements)
 
     @functools.wraps(_STOCK.full_tensor)
     def full_tensor(self: Any, *, grad_placements: Any = None) -> Any:
@@ -100,7 +107,7 @@ def _wrap_methods(hooks: DTensorHooks) -> None:
     @functools.wraps(_STOCK.from_local)
     def from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
         gradient = options.get("grad_placements")
-        if not ((placements and hooks.has_custom(placements)) or (gradient and hooks.has_custom(gradient))):
+        if not ((placements and has_custom(placements)) or (gradient and has_custom(gradient))):
             return _STOCK.from_local(local_tensor, device_mesh, placements, **options)
         return hooks.from_local(local_tensor, device_mesh, placements, **options)
 

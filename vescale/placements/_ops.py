@@ -31,7 +31,7 @@ from vescale.compat import (
     with_aliasing,
 )
 from vescale.placements._custom import CustomPlacement
-from vescale.placements._kinds import ragged_axis
+from vescale.placements._kinds import has_custom, ragged_axis
 from vescale.placements._move import move_local
 from vescale.placements._rules import Decision, OpCall, Rule, find_decision, substitute
 from vescale.placements._rules import register_rule as add_rule
@@ -39,6 +39,9 @@ from vescale.placements._rules._call import spec_for, with_placements
 from vescale.placements._strict import report_fallback
 
 __all__ = ["register_rule", "run_op"]
+
+# Keyword arguments that decide what results look like; others (alpha, value, ...) only do for integers.
+_FORMATS = frozenset(["dtype", "layout", "device", "pin_memory", "memory_format"])
 
 
 def register_rule(*ops: Any) -> Any:
@@ -116,10 +119,15 @@ def _runs_as_it_is(call: OpCall, decision: Decision) -> bool:
         return False
     if call.mutated:
         return True  # results are the written operands: nothing depends on other arguments
-    if call.schema_info is None or call.schema_info.needs_pytree:
+    if call.schema_info is None:
         return decision.outputs is None
+    if call.schema_info.needs_pytree:  # the key leaves numbers out: right as long as they cannot change a dtype
+        return all(spec.tensor_meta is not None and spec.tensor_meta.dtype.is_floating_point for spec in call.operands)
     known = static_keywords(call.schema_info)
-    return all(name in known for name in call.kwargs)
+    others = [name for name in call.kwargs if name not in known]
+    if any(name in _FORMATS for name in others):
+        return False
+    return not others or all(spec.tensor_meta.dtype.is_floating_point for spec in call.operands if spec.tensor_meta)
 
 
 def _output_specs(call: OpCall, decision: Decision) -> Any:
@@ -207,9 +215,11 @@ def _placeholder(specs: Any) -> Any:
 
 
 def _is_reported(source: DTensorSpec, target: DTensorSpec) -> bool:
-    """Whether a move gathers what has one of our placements; a single number does not count."""
+    """Whether a move gives up our placements and gathers; a single number does not count."""
+    if source.shape.numel() <= 1 or has_custom(target.placements):
+        return False
     pairs = zip(source.placements, target.placements)
-    return source.shape.numel() > 1 and any(isinstance(s, CustomPlacement) and t.is_replicate() for s, t in pairs)
+    return any(isinstance(before, CustomPlacement) and after.is_replicate() for before, after in pairs)
 
 
 def _describe(call: OpCall, index: int) -> str:

@@ -79,8 +79,10 @@ class OpCall:
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
-        """Identifies the call. Numbers count with their type (``1``, ``1.0`` and ``True`` promote differently)."""
-        return self.op, _typed(self.args), tuple((k, _typed(v)) for k, v in sorted(self.kwargs.items()))
+        """Identifies the call. Numbers count with their type (``1``, ``1.0`` and ``True`` promote differently), meshes by
+        identity: decisions hold them, and an equal mesh may belong to process groups that are gone."""
+        meshes = frozenset(id(spec.mesh) for spec in self.operands)
+        return self.op, meshes, _typed(self.args), tuple((k, _typed(v)) for k, v in sorted(self.kwargs.items()))
 
     def __hash__(self) -> int:
         return hash(self.key)

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec
 from vescale.placements._interleaved import InterleavedShard
+from vescale.placements._kinds import ragged_axis
 from vescale.placements._region import Interval, local_region
 from vescale.placements._rules._call import Decision, OpCall, Placements
 from vescale.placements._rules._refit import coordinates
@@ -26,7 +27,7 @@ def chunk_rule(call: OpCall) -> Decision | None:
     if call.name not in ("split", "split_with_sizes", "slice") or len(call.operands) != 1:
         return None
     spec = call.operands[0]
-    if spec.ndim == 0:
+    if spec.ndim == 0 or ragged_axis(spec.placements) is not None:
         return None
     dim = int(call.argument("dim", 0)) % spec.ndim
     if not any(isinstance(p, InterleavedShard) and p.dim == dim for p in spec.placements):
@@ -62,6 +63,8 @@ def _ranges(call: OpCall, size: int) -> list[Interval] | None:
 
 def _held(spec: DTensorSpec, dim: int, cut: Interval) -> Placements | None:
     """The placements that describe, for indices ``cut`` of ``dim``, what each rank holds of them already."""
+    if cut == (0, spec.shape[dim]):
+        return spec.placements
     shape = (*spec.shape[:dim], cut[1] - cut[0], *spec.shape[dim + 1 :])
     mesh_shape = tuple(spec.mesh.shape)
     most = max(p.num_chunks for p in spec.placements if isinstance(p, InterleavedShard) and p.dim == dim)

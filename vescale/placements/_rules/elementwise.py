@@ -22,7 +22,8 @@ __all__ = ["Alignment", "align", "elementwise_rule", "is_elementwise"]
 _UNTAGGED = names(
     "copy_ fill_ zero_ detach detach_ alias _to_copy clone lift_fresh masked_fill masked_fill_ _conj _neg_view "
     "_conj_physical conj_physical abs_ copysign_ float_power polygamma_ xlogy_ __irshift__ __ilshift__ isneginf "
-    "isposinf native_dropout_backward"
+    "isposinf native_dropout_backward fill hardswish hardswish_ hardswish_backward softplus_backward elu_backward "
+    "leaky_relu_backward hardtanh_backward hardsigmoid_backward mish_backward hardshrink_backward softshrink_backward"
 )
 
 # Ops whose results are sums (averages) of what each rank would compute from its own contribution, by name.
@@ -63,9 +64,14 @@ def elementwise_rule(call: OpCall) -> Decision | None:
     if alignment is None:
         return None
     if alignment.broadcasts and not alignment.is_ragged:
-        if has_custom(alignment.leader):
+        ragged = [ragged_axis(spec.placements) is not None for spec in call.operands]
+        if has_custom(alignment.leader) and not any(ragged):
             return None  # an interleaved leader: see the stand-ins
-        return Decision(alignment.inputs, redispatch=True)
+        inputs = tuple(
+            wanted if is_ragged else spec.placements
+            for spec, wanted, is_ragged in zip(call.operands, alignment.inputs, ragged)
+        )
+        return Decision(inputs, redispatch=True)
     num_results = 1 if isinstance(call.meta, TensorMeta) else len(call.meta)
     return Decision(alignment.inputs, (alignment.leader,) * num_results, prepare=alignment.prepare)
 
@@ -157,8 +163,8 @@ def _settle(name: str, axis: int, operands: Sequence[DTensorSpec], shape: torch.
     first = partials[0]
     passes = False
     if first.is_partial("sum") or first.is_partial("avg"):
-        if name in _ADDITIVE:
-            passes = all(placement == first for placement in found)
+        if name in _ADDITIVE:  # one operand: the other is a Python number, which is not to be added on every rank
+            passes = len(found) > 1 and all(placement == first for placement in found)
         elif len(partials) == 1 and (name in _LINEAR_IN_FIRST or name in _LINEAR_IN_SECOND):
             passes = found.index(first) == 0 or name in _LINEAR_IN_SECOND
             passes = passes and all(p == first or p.is_replicate() for p in found)

@@ -16,8 +16,9 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import DTensorSpec
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim, split_factor
+from vescale.placements._ragged import RaggedShard
 from vescale.placements._region import local_region
-from vescale.placements._rules._call import Decision, OpCall, Placements, names
+from vescale.placements._rules._call import Decision, OpCall, Placements, names, with_placements
 from vescale.placements._rules._refit import coordinates, refit_ragged
 
 __all__ = ["view_rule"]
@@ -37,7 +38,7 @@ def view_rule(call: OpCall) -> Decision | None:
     if math.prod(shape) != spec.shape.numel():
         return None
     if ragged_axis(spec.placements) is not None:
-        outputs = _ragged_view(call, spec, shape)
+        outputs = _ragged_view(spec, shape)
         return None if outputs is None else Decision((spec.placements,), (outputs,), _flat)
     viewed = next((p for p in _viewed(spec, shape) if _holds_the_same(spec, shape, p)), None)
     if viewed is None:
@@ -45,30 +46,32 @@ def view_rule(call: OpCall) -> Decision | None:
     return Decision((spec.placements,), (viewed,), functools.partial(_local_view, spec.mesh, shape, viewed))
 
 
-def _ragged_view(call: OpCall, spec: DTensorSpec, shape: tuple[int, ...]) -> Placements | None:
-    axis = ragged_axis(spec.placements)
-    others: Placements = tuple(Replicate() if a == axis else p for a, p in enumerate(spec.placements))
+def _ragged_view(spec: DTensorSpec, shape: tuple[int, ...]) -> Placements | None:
+    """The ragged runs stay if the view keeps the order of what the other axes leave to a rank."""
+    others: Placements = tuple(Replicate() if isinstance(p, RaggedShard) else p for p in spec.placements)
     if any(is_sharded(placement) for placement in others):
-        native = call.native([others])
-        if native is None or not isinstance(native.output_spec, DTensorSpec):
+        left = with_placements(spec, others)
+        found = next((p for p in _viewed(left, shape) if _holds_the_same(left, shape, p)), None)
+        if found is None:
             return None
-        moved = native.redistribute_schema
-        if moved is not None and moved.args_schema[0].placements != others:
-            return None
-        others = native.output_spec.placements
+        others = found
     return refit_ragged(spec, shape, others, lambda run: run)
 
 
 def _viewed(spec: DTensorSpec, shape: tuple[int, ...]) -> Iterator[Placements]:
-    """Placements that may describe the same elements in the new shape, plain shards first."""
+    """Placements that may describe the same elements in the new shape, likely and simple ones first."""
     choices: list[list[Placement]] = []
     for placement in spec.placements:
-        if shard_dim(placement) is None:
+        dim, pieces = shard_dim(placement), split_factor(placement)
+        if dim is None:
             choices.append([placement])
             continue
-        pieces = split_factor(placement)
-        shards: list[Placement] = [Shard(dim) for dim in range(len(shape))]
-        choices.append(shards + [InterleavedShard(dim, pieces) for dim in range(len(shape)) if pieces > 1])
+        same = [d for d, size in enumerate(shape) if size == spec.shape[dim]]
+        shards: list[Placement] = [Shard(d) for d, size in enumerate(shape) if size > 1 or d in same]
+        if pieces > 1:
+            interleaved: list[Placement] = [InterleavedShard(d, pieces) for d in range(len(shape))]
+            shards = [interleaved[d] for d in same] + shards + interleaved
+        choices.append(shards)
     yield from itertools.product(*choices)
 
 
