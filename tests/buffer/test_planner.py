@@ -16,6 +16,7 @@ from vescale import csrc
 from vescale.buffer import BufferPlan, Layout, plan_layout
 from vescale.buffer._bounds import Bounds
 from vescale.buffer._group import plan_group
+from vescale.buffer._placing import earliest_start, last_end
 from vescale.buffer._problem import Problem
 
 Tensors = tuple[tuple[int, ...], tuple[int, ...]]
@@ -112,6 +113,39 @@ def test_bounds_never_exclude_what_fits(lists: Tensors, num_shards: int, alignme
         if oracle.fits(*tensors(pairs), num_shards, shard):
             assert bounds.allows(shard)
             assert smallest <= shard
+
+
+@given(families(), st.integers(1, 40))
+@settings(max_examples=300, deadline=None)
+def test_a_fixed_order_is_placed_as_early_as_possible(lists: Tensors, shard: int) -> None:
+    """The formulas against trying every start, in the given order."""
+    numels, blocks = tensors([(n, b) for n, b in zip(*lists, strict=True) if n])
+    limit = 10 * shard
+    end: int | None = 0
+    for numel, block in zip(numels, blocks, strict=True):
+        if end is not None:
+            start = earliest_start(end, numel, block, shard)
+            end = oracle.earliest_end(end, numel, block, shard, limit, 1)
+            assert (end is None) == (start is None or start + numel > limit)
+            assert end is None or start == end - numel
+    assert last_end(numels, blocks, range(len(numels)), shard, limit) == end
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9), st.integers(1, 40)), min_size=1, max_size=4),
+    st.integers(2, 12),
+    st.sampled_from([30, 100, 400, 2000]),
+)
+@settings(max_examples=150, deadline=None)
+def test_tables_that_are_too_large_still_give_valid_layouts(
+    kinds: list[tuple[int, int, int]], num_shards: int, effort: int
+) -> None:
+    """Many equal tensors, also with short last blocks, at caps that force bundles, chains and dropped tensors."""
+    lists = tensors([(numel, block) for numel, block, count in kinds for _ in range(count)])
+    layout = checked(plan_layout(*lists, num_shards, 1, effort=effort))
+    assert layout.shard_size <= plan_layout(*lists, num_shards, 1, order="default").shard_size
+    best = checked(plan_layout(*lists, num_shards, 1, effort=3_000_000))
+    assert layout.lower_bound <= best.shard_size <= layout.shard_size
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -101,9 +101,7 @@ def _from_shapes(path: Path, data: Any) -> dict[str, tuple[int, ...]]:
             for i, entry in enumerate(data)
         ]
     else:
-        raise UsageError(
-            f"{path} holds {json.dumps(data)[:40]}; expected a list of shapes or an object of name: shape."
-        )
+        raise UsageError(f"{path} holds {json.dumps(data)[:40]}; expected shapes, in a list or by name.")
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in pairs:
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
