@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm._ledger import record
+from vescale.compat import all_gather_single, reduce_scatter_single
 
 __all__ = ["MAX_PADDING", "Pending", "all_gather_v", "all_reduce", "all_to_all_v", "reduce_scatter_v"]
 
@@ -40,23 +41,28 @@ _OPS = {
 
 
 class Pending:
-    """A collective in flight: ``wait()`` returns the finished tensor, running local steps that follow it once."""
+    """A collective in flight. ``out`` is the tensor that holds the result once ``wait()`` has returned it.
 
-    def __init__(self, work: Any, finish: Callable[[], torch.Tensor]) -> None:
-        self._work = work
+    ``finish`` is the local step that follows the collective (a reduction, a copy out of padding); it writes ``out``.
+    """
+
+    def __init__(self, out: torch.Tensor, works: Sequence[Any] = (), finish: Callable[[], Any] | None = None) -> None:
+        self.out = out
+        self._works = works
         self._finish = finish
-        self._result: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        if self._result is None:
-            if self._work is not None:
-                self._work.wait()
-            self._result = self._finish()
-        return self._result
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish = (), None
+        return self.out
 
-    def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
-        """The same collective with one more local step after it."""
-        return Pending(None, lambda: step(self.wait()))
+    def reshaped(self, out: torch.Tensor) -> Pending:
+        """The same collective, whose result is seen through another view of its memory."""
+        return Pending(out, [self])
 
 
 def _bytes(flat: torch.Tensor) -> torch.Tensor:
@@ -72,9 +78,9 @@ def all_to_all_v(
     out: torch.Tensor | None = None,
     asker: str = "",
 ) -> Pending:
-    """Send consecutive pieces of ``send`` to the group's ranks; the result holds the received pieces in rank order.
+    """Send consecutive pieces of ``send`` to the group's ranks; ``out`` holds the received pieces in rank order.
 
-    Moves the off-diagonal sizes. Every rank of the group must call it, also with all sizes zero.
+    Receives the off-diagonal sizes. Every rank of the group must call it, also with all sizes zero.
     """
     rank = dist.get_rank(group)
     out = send.new_empty(sum(receive_sizes)) if out is None else out
@@ -88,48 +94,66 @@ def all_to_all_v(
         group=group,
         async_op=True,
     )
-    return Pending(work, lambda: out)
+    return Pending(out, [work])
 
 
-def all_gather_v(local: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup, *, asker: str = "") -> Pending:
-    """Concatenate the ranks' ``local`` pieces, ``sizes[i]`` elements from rank ``i``, on every rank.
+def all_gather_v(
+    local: torch.Tensor,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    *,
+    out: torch.Tensor | None = None,
+    asker: str = "",
+) -> Pending:
+    """Concatenate the ranks' ``local`` pieces, ``sizes[i]`` elements from rank ``i``, in ``out`` on every rank.
 
     Receives ``sum(sizes) - sizes[rank]`` elements, plus padding as the module's table says.
     """
     rank, num_ranks, total = dist.get_rank(group), len(sizes), sum(sizes)
     largest, size = max(sizes), local.element_size()
     payload = (total - sizes[rank]) * size
+    out = local.new_empty(total) if out is None else out
+    if total == 0:
+        return Pending(out)
     if num_ranks * largest == total:
-        out = local.new_empty(total)
         record("all_gather_v", num_ranks, payload, asker=asker)
-        work = dist.all_gather_into_tensor(_bytes(out), _bytes(local), group=group, async_op=True) if total else None
-        return Pending(work, lambda: out)
+        return Pending(out, [all_gather_single(_bytes(out), _bytes(local), group=group, async_op=True)])
     if num_ranks * largest <= (1 + MAX_PADDING) * total:
         padding = (num_ranks * largest - total - (largest - sizes[rank])) * size
         record("all_gather_v", num_ranks, payload + padding, padding_bytes=padding, asker=asker)
         padded = local.new_zeros(largest)
         padded[: local.numel()] = local
         wide = local.new_empty(num_ranks * largest)
-        work = dist.all_gather_into_tensor(_bytes(wide), _bytes(padded), group=group, async_op=True)
-        return Pending(work, lambda: torch.cat([wide[i * largest : i * largest + n] for i, n in enumerate(sizes)]))
+        work = all_gather_single(_bytes(wide), _bytes(padded), group=group, async_op=True)
+        pieces = [wide[i * largest : i * largest + n] for i, n in enumerate(sizes)]
+        return Pending(out, [work], lambda: torch.cat(pieces, out=out))
     record("all_gather_v", num_ranks, payload, asker=asker)
-    out = local.new_empty(total)
-    pieces = list(out.split(list(sizes)))
-    pieces[rank].copy_(local)
+    slots = out.split(list(sizes))
+    slots[rank].copy_(local)
     owners = [i for i, n in enumerate(sizes) if n]
     if len(owners) <= 2 or dist.get_backend(group) == dist.Backend.NCCL:
-        works = [dist.broadcast(_bytes(pieces[i]), group=group, group_src=i, async_op=True) for i in owners]
-        return Pending(None, lambda: ([work.wait() for work in works], out)[1])
-    send = _bytes(local).repeat(num_ranks)
+        works = [dist.broadcast(_bytes(slots[i]), group=group, group_src=i, async_op=True) for i in owners]
+        return Pending(out, works)
     own = local.numel() * size
     work = dist.all_to_all_single(
-        _bytes(out), send, [n * size for n in sizes], [own] * num_ranks, group=group, async_op=True
+        _bytes(out),
+        _bytes(local).repeat(num_ranks),
+        [n * size for n in sizes],
+        [own] * num_ranks,
+        group=group,
+        async_op=True,
     )
-    return Pending(work, lambda: out)
+    return Pending(out, [work])
 
 
 def reduce_scatter_v(
-    send: torch.Tensor, sizes: Sequence[int], op: str, group: dist.ProcessGroup, *, asker: str = ""
+    send: torch.Tensor,
+    sizes: Sequence[int],
+    op: str,
+    group: dist.ProcessGroup,
+    *,
+    out: torch.Tensor | None = None,
+    asker: str = "",
 ) -> Pending:
     """Reduce the ranks' ``send`` tensors elementwise; rank ``i`` gets the i-th piece, of ``sizes[i]`` elements.
 
@@ -137,51 +161,43 @@ def reduce_scatter_v(
     """
     rank, num_ranks = dist.get_rank(group), len(sizes)
     record("reduce_scatter_v", num_ranks, (sum(sizes) - sizes[rank]) * send.element_size(), asker=asker)
+    out = send.new_empty(sizes[rank]) if out is None else out
     if dist.get_backend(group) == dist.Backend.NCCL:
-        out = send.new_empty(sizes[rank])
         if len(set(sizes)) == 1:
-            work = dist.reduce_scatter_tensor(out, send, op=_OPS[op], group=group, async_op=True)
+            work = reduce_scatter_single(out, send, op=_OPS[op], group=group, async_op=True)
         else:
             work = dist.reduce_scatter(out, list(send.split(list(sizes))), op=_OPS[op], group=group, async_op=True)
-        return Pending(work, lambda: out.div_(num_ranks) if op == "avg" else out)
+        return Pending(out, [work], (lambda: out.div_(num_ranks)) if op == "avg" else None)
     own, size = sizes[rank], send.element_size()
     stacked = send.new_empty(num_ranks * own)
     work = dist.all_to_all_single(
         _bytes(stacked), _bytes(send), [own * size] * num_ranks, [n * size for n in sizes], group=group, async_op=True
     )
-    return Pending(work, lambda: _reduce_rows(stacked.view(num_ranks, own), op))
+    return Pending(out, [work], lambda: _reduce_rows(stacked.view(num_ranks, own), op, out))
 
 
-def _reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
-    """Reduce dim 0 one row after the other, in float32 for half precision."""
-    dtype = rows.dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    result = rows[0].to(wide)
-    if result.data_ptr() == rows.data_ptr():
-        result = result.clone()
-    step: Callable[[torch.Tensor, torch.Tensor], Any] = {
-        "sum": torch.Tensor.add_,
-        "avg": torch.Tensor.add_,
-        "max": lambda a, b: torch.maximum(a, b, out=a),
-        "min": lambda a, b: torch.minimum(a, b, out=a),
-        "product": torch.Tensor.mul_,
-    }[op]
+def _reduce_rows(rows: torch.Tensor, op: str, out: torch.Tensor) -> None:
+    """Reduce dim 0 one row after the other into ``out``, in float32 for half precision."""
+    half = rows.dtype in (torch.float16, torch.bfloat16)
+    result = rows[0].float() if half else out.copy_(rows[0])
     for row in rows[1:]:
-        step(result, row.to(wide))
+        if op in ("sum", "avg"):
+            result.add_(row)
+        elif op == "product":
+            result.mul_(row)
+        else:
+            (torch.maximum if op == "max" else torch.minimum)(result, row.to(result.dtype), out=result)
     if op == "avg":
-        result = result / len(rows)
-    return result.to(dtype)
+        result.div_(len(rows))
+    if half:
+        out.copy_(result)
 
 
 def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker: str = "") -> Pending:
     """The reduction of the ranks' tensors (any shape) on every rank; ``local`` is not changed."""
     num_ranks = dist.get_world_size(group)
-    record(
-        "all_reduce",
-        num_ranks,
-        math.ceil(2 * (num_ranks - 1) / num_ranks * local.numel() * local.element_size()),
-        asker=asker,
-    )
+    moved = math.ceil(2 * (num_ranks - 1) / num_ranks * local.numel() * local.element_size())
+    record("all_reduce", num_ranks, moved, asker=asker)
     out = local.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(out, op=_OPS[op], group=group, async_op=True)
-    return Pending(work, lambda: out / num_ranks if op == "avg" else out)
+    return Pending(out, [work], (lambda: out.div_(num_ranks)) if op == "avg" else None)

@@ -1,8 +1,11 @@
 """Placements beyond stock DTensor's, on exact-type DTensors, and the index arithmetic of all placements."""
 
+from vescale.placements._api import distribute_tensor, from_local, redistribute, to_local
 from vescale.placements._custom import CustomPlacement
+from vescale.placements._install import install
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._kinds import has_custom, ragged_axis, shard_dim
+from vescale.placements._normalize import normalize_placements
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
 from vescale.placements._region import Box, Region, local_region
 
@@ -13,8 +16,14 @@ __all__ = [
     "RaggedShard",
     "Region",
     "StridedRaggedShard",
+    "distribute_tensor",
+    "from_local",
     "has_custom",
+    "install",
     "local_region",
+    "normalize_placements",
     "ragged_axis",
+    "redistribute",
     "shard_dim",
+    "to_local",
 ]

@@ -1,7 +1,34 @@
-"""Puts the DTensor extensions in place."""
+"""Puts the DTensor extensions in place: the hooks of :mod:`vescale.compat.install`, filled."""
+
+from __future__ import annotations
+
+from vescale.compat import DTensorHooks
+from vescale.compat import install as install_hooks
 
 __all__ = ["install"]
 
+_DONE = False
+
 
 def install() -> None:
-    """Idempotent."""
+    """Teach DTensor our placements; idempotent, called by the first placement that is constructed.
+
+    Programs that use none of our placements are not affected: every wrapper then calls PyTorch's original.
+    """
+    global _DONE
+    if _DONE:
+        return
+    from vescale.placements import _api
+    from vescale.placements._kinds import has_custom
+
+    install_hooks(
+        DTensorHooks(
+            has_custom=has_custom,
+            redistribute=_api.redistribute,
+            redistribute_local=_api.redistribute_local,
+            to_local=_api.to_local,
+            from_local=_api.from_local,
+            distribute_tensor=_api.distribute_tensor,
+        )
+    )
+    _DONE = True

@@ -1,0 +1,211 @@
+"""Plans as YAML: round trips, and every mistake with its line and column."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.placements import InterleavedShard, RaggedShard, StridedRaggedShard
+from vescale.plans import Plan, PlanError, parse_placement, placement_text
+
+AXES = {"dp": 2, "tp": 2}
+
+LLAMA = r"""
+version: 1
+mesh: {dp: null, tp: null}
+vars: {blk: 'model\.layers\.\d+'}
+shard:
+  <in:input_ids>: {dp: S(0)}
+  model.embed_tokens.weight: {tp: S(0)}
+  ${blk}.self_attn.<in:hidden_states>: {tp: R}
+  ${blk}.self_attn.(q|k|v)_proj.weight: {tp: S(0)}
+  ${blk}..*: {dp: {init: Ragged, run: R}}
+  lm_head.weight: [{tp: S(0)}, {dp: "Ragged(units=(1, 3), block=128)", phase: init}]
+redistribute:
+  ${blk}.mlp.<in>: {src: {tp: S(1)}, dst: {tp: R}, grad_src: {tp: P}, grad_dst: {tp: S(1)}}
+annotate: {norm.weight.grad: {tp: P}}
+factory: {'.*': {dp: R, tp: R}}
+local: {'${blk}.mlp.experts': {kind: experts, dispatch: mask, in: {tp: R}, out: {tp: P(sum)}}}
+units: ['${blk}']
+"""
+
+
+def test_every_section_is_read() -> None:
+    written = Plan(AXES)
+    blk = r"model\.layers\.\d+"
+    written.shard("<in:input_ids>", Shard(0), mesh="dp")
+    written.shard("model.embed_tokens.weight", Shard(0), mesh="tp")
+    written.shard(f"{blk}.self_attn.<in:hidden_states>", Replicate(), mesh="tp")
+    written.shard(f"{blk}.self_attn.(q|k|v)_proj.weight", Shard(0), mesh="tp")
+    written.shard(f"{blk}..*", RaggedShard(), mesh="dp", phase="init")
+    written.shard(f"{blk}..*", Replicate(), mesh="dp", phase="run")
+    written.shard("lm_head.weight", Shard(0), mesh="tp")
+    written.shard("lm_head.weight", RaggedShard((0,), (1, 3), 128), mesh="dp", phase="init")
+    written.redistribute(f"{blk}.mlp.<in>", Shard(1), Replicate(), grad_src=Partial(), grad_dst=Shard(1), mesh="tp")
+    written.annotate("norm.weight.grad", Partial(), mesh="tp")
+    written.factory(".*", {"dp": Replicate(), "tp": Replicate()})
+    written.local(
+        f"{blk}.mlp.experts", kind="experts", dispatch="mask", inputs={"tp": Replicate()}, outputs={"tp": Partial()}
+    )
+    written.unit(blk)
+    assert Plan.from_yaml(LLAMA, AXES) == written
+    assert Plan.from_yaml(written.to_yaml()) == written
+
+
+def test_entries_know_line_and_column(tmp_path: Path) -> None:
+    file = tmp_path / "llama.yaml"
+    file.write_text(LLAMA)
+    plan = Plan.from_yaml(file, AXES)
+    assert str(plan.entries[1].source) == f"{file}:7:3"
+
+
+def random_placement(source: random.Random) -> Placement:
+    units = tuple(source.randint(0, 9) for _ in range(source.randint(1, 4)))
+    return source.choice(
+        [
+            Replicate(),
+            Shard(source.randint(-3, 3)),
+            Partial(source.choice(["sum", "avg", "max", "min"])),
+            InterleavedShard(source.randint(-2, 2), source.randint(1, 4)),
+            RaggedShard(),
+            RaggedShard(tuple(range(source.randint(0, 3)))),
+            RaggedShard((0, 1), units),
+            RaggedShard((0,), units, source.randint(1, 512)),
+            StridedRaggedShard((0,), units, split_factor=source.randint(1, 8)),
+        ]
+    )
+
+
+def test_placements_round_trip() -> None:
+    source = random.Random(0)
+    for _ in range(500):
+        placement = random_placement(source)
+        assert parse_placement(placement_text(placement)) == placement
+
+
+def test_random_plans_round_trip() -> None:
+    source = random.Random(1)
+    names = [
+        "a.weight",
+        r"blk\.\d+\.w",
+        "it's.w",
+        "<in:x>",
+        "a.<out>",
+        "0.w",
+        "a: b",
+        "# x",
+        "*.w".replace("*", ".*"),
+        "a.w.grad",
+    ]
+    for _ in range(100):
+        plan = Plan(AXES)
+        for _ in range(source.randint(0, 8)):
+            axes = source.sample(["dp", "tp"], source.randint(1, 2))
+            plan.shard(
+                source.choice(names),
+                {axis: random_placement(source) for axis in axes},
+                phase=source.choice(["init", "fwd", "bwd", "run", "all"]),
+            )
+        assert Plan.from_yaml(plan.to_yaml()) == plan, plan.to_yaml()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Q",
+        "S",
+        "S()",
+        "S(a)",
+        "S(0",
+        "P(mean)",
+        "Ragged(unit=(1,))",
+        "R(1)",
+        "Interleaved(0)",
+        "Ragged((0, 1)",
+        "StridedRagged((0,))",
+        "S(0) S(1)",
+        "",
+        "Interleaved(0, 0)",
+        "Ragged(block=0)",
+    ],
+)
+def test_bad_placements_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected|at least|not closed"):
+        parse_placement(text)
+
+
+MISTAKES = [
+    ("shard:\n  a.weight: {tpp: R}\n", "2:14", "did you mean 'tp'"),
+    ("shard:\n  a.weight: {tp: Q}\n", "2:", "'Q' is not a placement; expected R, S"),
+    ("shard:\n  a.weight: {tp: S(0)}\n  a.weight: {tp: R}\n", "3:3", "first on line 2"),
+    ("shrad:\n  a: {tp: R}\n", "1:1", "did you mean 'shard'"),
+    ("shard: [\n", "2:1", "not YAML"),
+    ("\tshard:\n", "1:1", "indent with spaces"),
+    ("shard:\n  '(a': {tp: R}\n", "2:3", "not a regular expression"),
+    ("shard:\n  a.<inn:x>: {tp: R}\n", "2:3", "no input or output"),
+    ("shard:\n a: {tp: !!python/object/apply:os.system [x]}\n", "2:10", "plans have no tags"),
+    ("vars: &x {a: b}\nshard: *x\n", "2:8", "plans have no aliases"),
+    ("shard:\n  ${blc}.w: {tp: R}\nvars: {blk: x}\n", "2:3", "did you mean 'blk'"),
+    ("shard:\n  a: {tp: {int: R}}\n", "2:12", "did you mean 'init'"),
+    ("shard:\n  a: {phase: init}\n", "2:3", "no axis is given"),
+    ("shard:\n  a: {tp: {init: R}, phase: run}\n", "2:7", "keep one of the two"),
+    ("- 1\n- 2\n", "1:1", "a plan is a mapping of sections"),
+    ("shard:\n  a: {tp: S(0), phase: ini}\n", "2:17", "did you mean 'init'"),
+    ("redistribute:\n  a.<in>: {src: {tp: R}}\n", "2:3", "lacks dst"),
+    ("shard:\n  a: {tp: 'Ragged(unit=(1,2))'}\n", "2:7", "unknown argument 'unit'"),
+    ("version: 2\nshard: {}\n", "1:1", "reads version 1"),
+    ("shard:\n  a: R\n", "2:3", "expected a mapping"),
+    ("mesh: {pp: 2}\nshard: {}\n", "1:8", "rename the axis"),
+]
+
+
+@pytest.mark.parametrize(("text", "place", "message"), MISTAKES)
+def test_mistakes_have_line_and_column(text: str, place: str, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_yaml(text, AXES)
+    assert str(caught.value).startswith(f"<yaml>:{place}"), str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_mesh_sizes_come_from_the_file_or_the_caller() -> None:
+    assert Plan.from_yaml("mesh: {dp: 2, tp: 8}\nshard: {}\n").axes.sizes == (2, 8)
+    assert Plan.from_yaml("mesh: {dp: 2, tp: 8}\nshard: {}\n", {"dp": 4, "tp": 1}).axes.sizes == (4, 1)
+    with pytest.raises(PlanError, match="sizes of tp"):
+        Plan.from_yaml("mesh: {dp: 2, tp: null}\nshard: {}\n")
+    with pytest.raises(PlanError, match="mesh section"):
+        Plan.from_yaml("shard: {}\nversion: 1\n")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot read the plan"):
+        Plan.from_yaml(tmp_path / "missing.yaml", AXES)
+    with pytest.raises(PlanError, match="cannot read the plan"):
+        Plan.from_yaml(tmp_path, AXES)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match=r"UTF-8|not YAML"):
+        Plan.from_yaml(binary, AXES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x,x,x,x,x,x,x,x,x]\n"
+        + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(8)),
+        "shard:\n" + "  {a: " * 10000 + "\n",
+        "shard: " + "[" * 5000 + "\n",
+        "# x\n" + "x" * 2_000_000,
+        "shard:\n" + "".join(f"  p{i}: {{tp: R}}\n" for i in range(60_000)),
+    ],
+    ids=["alias-bomb", "deep-mappings", "deep-lists", "huge", "many"],
+)
+def test_hostile_files_are_refused_quickly(text: str) -> None:
+    start = time.process_time()
+    with pytest.raises(PlanError):
+        Plan.from_yaml(text, AXES)
+    assert time.process_time() - start < 5

@@ -1,0 +1,121 @@
+"""The one place that changes PyTorch: DTensor's entry points learn about placements they do not know.
+
+Every wrapper's first act is to look for a custom placement and, finding none, to call the original unchanged. What
+happens otherwise is given by :class:`DTensorHooks`, which ``vescale.placements`` fills: this module knows where to hook,
+not what to do there.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed._state_dict_utils as state_dict_utils
+import torch.distributed.tensor as tensor_package
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _api as tensor_api
+from torch.distributed.tensor import _dispatch as tensor_dispatch
+from torch.distributed.tensor import _redistribute as tensor_redistribute
+
+__all__ = ["DTensorHooks", "install", "stock"]
+
+
+@dataclass(frozen=True)
+class DTensorHooks:
+    """What runs instead of stock DTensor once a custom placement is involved.
+
+    ``has_custom(placements)`` decides; the others have the signatures of what they replace.
+    """
+
+    has_custom: Callable[..., bool]
+    redistribute: Callable[..., Any]
+    redistribute_local: Callable[..., Any]
+    to_local: Callable[..., Any]
+    from_local: Callable[..., Any]
+    distribute_tensor: Callable[..., Any]
+
+
+_LOCK = threading.Lock()
+_INSTALLED: list[DTensorHooks] = []
+
+# The originals, whether or not install() has run.
+_STOCK = SimpleNamespace(
+    redistribute=DTensor.redistribute,
+    to_local=DTensor.to_local,
+    from_local=DTensor.from_local,
+    distribute_tensor=tensor_api.distribute_tensor,
+    redistribute_local_tensor=tensor_redistribute.redistribute_local_tensor,
+)
+
+
+def stock() -> Any:
+    """PyTorch's own ``redistribute``, ``to_local``, ``from_local``, ``distribute_tensor``: never our wrappers."""
+    return _STOCK
+
+
+def install(hooks: DTensorHooks) -> None:
+    """Put the wrappers in place, once in a process; later calls do nothing."""
+    with _LOCK:
+        if _INSTALLED:
+            return
+        _INSTALLED.append(hooks)
+        _wrap_methods(hooks)
+        _wrap_redistribute_local(hooks)
+        _wrap_distribute_tensor(hooks)
+
+
+def _wrap_methods(hooks: DTensorHooks) -> None:
+    @functools.wraps(_STOCK.redistribute)
+    def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        if placements is None or not (hooks.has_custom(self._spec.placements) or hooks.has_custom(placements)):
+            return _STOCK.redistribute(self, device_mesh, placements, **options)
+        return hooks.redistribute(self, device_mesh, placements, **options)
+
+    @functools.wraps(_STOCK.to_local)
+    def to_local(self: Any, *, grad_placements: Any = None) -> Any:
+        if not (hooks.has_custom(self._spec.placements) or (grad_placements and hooks.has_custom(grad_placements))):
+            return _STOCK.to_local(self, grad_placements=grad_placements)
+        return hooks.to_local(self, grad_placements=grad_placements)
+
+    @functools.wraps(_STOCK.from_local)
+    def from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        gradient = options.get("grad_placements")
+        if not ((placements and hooks.has_custom(placements)) or (gradient and hooks.has_custom(gradient))):
+            return _STOCK.from_local(local_tensor, device_mesh, placements, **options)
+        return hooks.from_local(local_tensor, device_mesh, placements, **options)
+
+    DTensor.redistribute = redistribute  # type: ignore[method-assign]
+    DTensor.to_local = to_local  # type: ignore[method-assign]
+    DTensor.from_local = staticmethod(from_local)  # type: ignore[method-assign]
+
+
+def _wrap_redistribute_local(hooks: DTensorHooks) -> None:
+    original = _STOCK.redistribute_local_tensor
+
+    @functools.wraps(original)
+    def redistribute_local_tensor(
+        local_tensor: Any, current_spec: Any, target_spec: Any, *, async_op: bool = False, **options: Any
+    ) -> Any:
+        if not (hooks.has_custom(current_spec.placements) or hooks.has_custom(target_spec.placements)):
+            return original(local_tensor, current_spec, target_spec, async_op=async_op, **options)
+        return hooks.redistribute_local(local_tensor, current_spec, target_spec, async_op=async_op)
+
+    for module in (tensor_redistribute, tensor_dispatch, tensor_api):  # each has bound the name
+        setattr(module, "redistribute_local_tensor", redistribute_local_tensor)  # noqa: B010
+
+
+def _wrap_distribute_tensor(hooks: DTensorHooks) -> None:
+    original = _STOCK.distribute_tensor
+
+    @functools.wraps(original)
+    def distribute_tensor(tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        if not placements or not hooks.has_custom(placements):
+            return original(tensor, device_mesh, placements, **options)
+        return hooks.distribute_tensor(tensor, device_mesh, placements, **options)
+
+    for module in (tensor_package, tensor_api, state_dict_utils):
+        module.distribute_tensor = distribute_tensor  # type: ignore[attr-defined]

@@ -1,0 +1,121 @@
+"""What an instruction does: small frozen values with a text form.
+
+Placements are complete: one for each axis of the mesh, in mesh order. ``None`` on an axis means "as it arrives": the plan
+says nothing there and nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.plans import MeshAxes, placement_text
+
+__all__ = ["Annotate", "Factory", "Local", "Op", "Place", "Redistribute", "Stage", "Unit", "Wrap", "stage_text"]
+
+# One placement for each mesh axis; None where the plan leaves the axis as it is.
+Stage = tuple[Placement | None, ...]
+
+
+def stage_text(stage: Sequence[Placement | None], axes: MeshAxes) -> str:
+    """``dp=R,tp=S(0)``; axes left alone are left out, ``-`` when all are."""
+    return ",".join(f"{axis}={placement_text(p)}" for axis, p in zip(axes, stage) if p is not None) or "-"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter or buffer becomes a DTensor with these placements at rest; complete, no None."""
+
+    placements: Stage
+
+    def text(self, axes: MeshAxes) -> str:
+        return f"place({stage_text(self.placements, axes)})"
+
+
+@dataclass(frozen=True)
+class Wrap:
+    """An input of the model becomes a DTensor with these placements; complete, no None.
+
+    ``given``: a plain tensor is the ``global`` one, the same on every rank, and is cut here; or each rank's ``local`` part.
+    """
+
+    placements: Stage
+    given: Literal["global", "local"] = "global"
+
+    def text(self, axes: MeshAxes) -> str:
+        return f"wrap({stage_text(self.placements, axes)}{',given=local' if self.given == 'local' else ''})"
+
+
+@dataclass(frozen=True)
+class Redistribute:
+    """A tensor goes to ``dst``, and its gradient to ``grad_dst`` on the way back.
+
+    ``src``: what the plan says arrives (checked at run time where it is not None). ``grad_src``: the placement that the
+    gradient of ``dst`` is brought to before it goes back; ``grad_dst``: the placement it leaves with. None: the boundary
+    rule (where the tensor arrived Partial, the gradient is brought to ``dst``, Replicate for Partial; else to what
+    arrived). ``dst == src == Replicate`` is no no-op: the gradient may arrive Partial, and is reduced here.
+    """
+
+    dst: Stage
+    src: Stage | None = None
+    grad_src: Stage | None = None
+    grad_dst: Stage | None = None
+
+    def text(self, axes: MeshAxes) -> str:
+        before = stage_text(self.src, axes) if self.src is not None else ""
+        parts = [f"{before}->{stage_text(self.dst, axes)}"]
+        if self.grad_src is not None or self.grad_dst is not None:
+            ends = [stage_text(stage, axes) if stage is not None else "" for stage in (self.grad_src, self.grad_dst)]
+            parts.append(f"grad:{ends[0]}->{ends[1]}")
+        return f"redist({';'.join(parts)})"
+
+
+@dataclass(frozen=True)
+class Annotate:
+    """A plain local tensor is labelled with these placements; nothing moves."""
+
+    placements: Stage
+
+    def text(self, axes: MeshAxes) -> str:
+        return f"annotate({stage_text(self.placements, axes)})"
+
+
+@dataclass(frozen=True)
+class Factory:
+    """Tensors made inside the module's forward get these placements; complete, no None."""
+
+    placements: Stage
+
+    def text(self, axes: MeshAxes) -> str:
+        return f"factory({stage_text(self.placements, axes)})"
+
+
+@dataclass(frozen=True)
+class Local:
+    """The module's forward runs on local tensors; its borders are brought to these placements."""
+
+    kind: str | None
+    dispatch: str | None
+    inputs: Stage
+    outputs: Stage
+
+    def text(self, axes: MeshAxes) -> str:
+        names = [f"{name}={value}" for name, value in (("kind", self.kind), ("dispatch", self.dispatch)) if value]
+        names += [f"in={stage_text(self.inputs, axes)}", f"out={stage_text(self.outputs, axes)}"]
+        return f"local({';'.join(names)})"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The module's parameters (``names``, relative to it) are gathered and reduced together."""
+
+    names: tuple[str, ...]
+
+    def text(self, axes: MeshAxes) -> str:
+        return f"unit({','.join(self.names)})"
+
+
+Op = Place | Wrap | Redistribute | Annotate | Factory | Local | Unit

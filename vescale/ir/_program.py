@@ -1,0 +1,70 @@
+"""``Program``: what a plan does to a model, as an ordered tuple of frozen instructions."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from vescale.ir._ops import Op
+from vescale.plans import MeshAxes, Source
+
+__all__ = ["Hook", "Instruction", "Program"]
+
+
+class Hook(enum.Enum):
+    """When an instruction runs, relative to the module it names; in the order of a training step."""
+
+    INIT = "init"  # parallelize(): parameters and buffers are placed
+    FORWARD_PRE = "forward_pre"  # before the forward, on inputs and on parameters (unshard)
+    FORWARD = "forward"  # around the forward: factory and local regions
+    FORWARD_POST = "forward_post"  # after it, on outputs and on parameters (reshard)
+    BACKWARD = "backward"  # on a parameter's gradient
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """``path.hook:target:index:op``, for example ``model.layers.0.mlp.forward_pre:<in>:0:redist(->tp=R)``.
+
+    Attributes:
+        path: the module's name in the model, ``""`` for the model itself.
+        hook: when it runs.
+        target: ``<in>``, ``<out>``, or the name of a parameter or buffer of the module; ``<self>`` for regions and units.
+        index: which input or output, by position or name; None for all of them, and where it has no meaning.
+        op: what is done.
+        source: the plan's line that asked for it; not part of the instruction's identity.
+    """
+
+    path: str
+    hook: Hook
+    target: str
+    index: int | str | None
+    op: Op
+    source: Source | None = field(default=None, compare=False)
+
+    def text(self, axes: MeshAxes) -> str:
+        place = f"{self.path}.{self.hook.value}" if self.path else self.hook.value
+        return f"{place}:{self.target}:{'*' if self.index is None else self.index}:{self.op.text(axes)}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """The instructions of one model on one mesh; the same on every rank.
+
+    Attributes:
+        axes: the mesh's axis names and sizes.
+        instructions: in module order, then hook order, then the order of the plan.
+    """
+
+    axes: MeshAxes
+    instructions: tuple[Instruction, ...]
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.instructions)
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+    def to_text(self) -> str:
+        """One instruction a line; the same under every hash seed and on every rank."""
+        return "".join(instruction.text(self.axes) + "\n" for instruction in self.instructions)

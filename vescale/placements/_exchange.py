@@ -1,0 +1,191 @@
+"""Who sends what to whom when a tensor changes its placement: pure index arithmetic, cached.
+
+Each rank pulls every element of its new region from the one rank that holds it in the old placement and shares this
+rank's coordinate on the axes where the old placement is replicated. So an element that already lies on the rank is never
+moved, and no element is moved twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim
+from vescale.placements._region import Box, Region, local_region
+
+__all__ = ["Exchange", "Piece", "exchange_axes", "plan_exchange"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What passes from one rank to another: the same blocks, located in the sender's and in the receiver's local tensor."""
+
+    source: tuple[Box, ...]
+    target: tuple[Box, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(box.numel for box in self.source)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One rank's part of a change of placement, pieces in group rank order.
+
+    Attributes:
+        sends, receives: the piece for, and from, each rank of the group (this rank's own included).
+        source, target: this rank's regions before and after.
+        peer_sources: the regions of the group's ranks before.
+        gathers: every rank of the group receives the whole old local tensor of every other.
+    """
+
+    sends: tuple[Piece, ...]
+    receives: tuple[Piece, ...]
+    source: Region
+    target: Region
+    peer_sources: tuple[Region, ...]
+    gathers: bool
+
+    @functools.cached_property
+    def send_span(self) -> tuple[int, int] | None:
+        """``(begin, end)`` when the pieces to send lie one after the other in the old local tensor: no copy needed."""
+        return _joint_span([box for piece in self.sends for box in piece.source], self.source.local_shape)
+
+    @functools.cached_property
+    def receives_in_place(self) -> bool:
+        """Whether the received pieces, one after the other, are the new local tensor: no copy needed."""
+        target = _joint_span([box for piece in self.receives for box in piece.target], self.target.local_shape)
+        if target != (0, self.target.numel):
+            return False
+        if not self.gathers:
+            return True
+        return all(  # a gathered piece arrives in its sender's local order
+            _joint_span(piece.source, region.local_shape) == (0, region.numel)
+            for piece, region in zip(self.receives, self.peer_sources)
+        )
+
+
+def exchange_axes(source: Sequence[Placement], target: Sequence[Placement]) -> tuple[int, ...]:
+    """The mesh axes along which elements may change owner.
+
+    An axis drops out where the old placement holds everything (each rank serves itself), where the new one is Partial
+    (each rank keeps what it has), and where the same shard-like placements come first on its dim in both (both regions
+    then lie within the same chunk).
+    """
+    settled: set[int] = set()
+    for dim in {d for p in (*source, *target) if (d := shard_dim(p)) is not None}:
+        before = [axis for axis, p in enumerate(source) if shard_dim(p) == dim]
+        after = [axis for axis, p in enumerate(target) if shard_dim(p) == dim]
+        for a, b in zip(before, after):
+            if a != b or source[a] != target[b]:
+                break
+            settled.add(a)
+    axes = [axis for axis, p in enumerate(source) if is_sharded(p) and axis not in settled]
+    ragged = ragged_axis(source)
+    if axes == [ragged] and tuple(source) == tuple(target):
+        axes = []
+    return tuple(axis for axis in axes if not target[axis].is_partial())
+
+
+def plan_exchange(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    source: Sequence[Placement],
+    target: Sequence[Placement],
+    coordinate: Sequence[int],
+    peers: Sequence[tuple[int, ...]],
+) -> Exchange:
+    """The exchange of the rank at ``coordinate`` with ``peers``, the coordinates of its group in group rank order."""
+    return _plan(tuple(shape), tuple(mesh_shape), tuple(source), tuple(target), tuple(coordinate), tuple(peers))
+
+
+@functools.lru_cache(maxsize=8192)
+def _plan(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+    coordinate: tuple[int, ...],
+    peers: tuple[tuple[int, ...], ...],
+) -> Exchange:
+    old = [local_region(shape, source, mesh_shape, peer) for peer in peers]
+    new = [local_region(shape, target, mesh_shape, peer) for peer in peers]
+    own_old = local_region(shape, source, mesh_shape, coordinate)
+    own_new = local_region(shape, target, mesh_shape, coordinate)
+    sends = tuple(_piece(own_old, region) for region in new)
+    receives = tuple(_piece(region, own_new) for region in old)
+    gathers = (
+        len(peers) > 1
+        and all(region == own_new for region in new)
+        and sum(region.numel for region in old) == own_new.numel
+        and all(piece.numel == region.numel for piece, region in zip(receives, old))
+    )
+    return Exchange(sends, receives, own_old, own_new, tuple(old), gathers)
+
+
+def _piece(source: Region, target: Region) -> Piece:
+    common = [pair for a in source.boxes for b in target.boxes if (pair := a.intersect(b)) is not None]
+    return Piece(tuple(pair[0] for pair in common), tuple(pair[1] for pair in common))
+
+
+def _span(box: Box, local_shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """``(begin, end)`` of a block in the row-major local tensor, or None when it is not contiguous there."""
+    if box.local_strides is None:
+        strides = [1] * len(local_shape)
+        for dim in range(len(local_shape) - 2, -1, -1):
+            strides[dim] = strides[dim + 1] * local_shape[dim + 1]
+        begin = sum(start * stride for start, stride in zip(box.local_start, strides))
+    else:
+        strides, begin = list(box.local_strides), box.local_start[0]
+    expected = 1
+    for size, stride in zip(reversed(box.sizes), reversed(strides)):
+        if size > 1 and stride != expected:
+            return None
+        expected *= size
+    return begin, begin + box.numel
+
+
+def _joint_span(boxes: Sequence[Box], local_shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """The span of blocks that follow each other without a gap, or None; ``(0, 0)`` for no block at all."""
+    if not boxes:
+        return 0, 0
+    begin = end = -1
+    for box in boxes:
+        span = _span(box, local_shape)
+        if span is None or (end >= 0 and span[0] != end):
+            return None
+        begin = span[0] if begin < 0 else begin
+        end = span[1]
+    return begin, end
+
+
+def pack(local: torch.Tensor, pieces: Sequence[Piece], span: tuple[int, int] | None) -> torch.Tensor:
+    """The pieces of a local tensor one after the other, flat; a view where they lie so already."""
+    if span is not None and local.is_contiguous():
+        return local.reshape(-1)[span[0] : span[1]]
+    parts = [box.view(local).reshape(-1) for piece in pieces for box in piece.source]
+    return torch.cat(parts) if parts else local.new_empty(0)
+
+
+def unpack(received: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor) -> None:
+    """Copy received pieces, flat and one after the other, into their blocks of the new local tensor."""
+    start = 0
+    for piece in pieces:
+        for box in piece.target:
+            box.view(out).copy_(received[start : start + box.numel].view(box.sizes))
+            start += box.numel
+
+
+def unpack_gathered(received: torch.Tensor, exchange: Exchange, out: torch.Tensor) -> None:
+    """Copy gathered local tensors, each in its sender's order, into their blocks of the new local tensor."""
+    start = 0
+    for piece, region in zip(exchange.receives, exchange.peer_sources):
+        segment = received[start : start + region.numel].view(region.local_shape)
+        for source, target in zip(piece.source, piece.target):
+            target.view(out).copy_(source.view(segment))
+        start += math.prod(region.local_shape)

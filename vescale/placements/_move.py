@@ -1,0 +1,237 @@
+"""Runs a change of placement on local tensors.
+
+=========================  ============================================================================================
+on an axis                 what is done
+=========================  ============================================================================================
+``Partial -> sharded``     reduce-scatter: ``(n-1)/n`` of the tensor is sent
+``Partial -> Replicate``   all-reduce
+``Partial -> other op``    not defined: ValueError
+sharded/Replicate -> any   one exchange over all axes whose owners change: an all-gather where everyone receives
+                           everything, else an all-to-all that moves only the elements that change owner
+``Replicate -> sharded``   local copy
+``any -> Partial``         local: sharded data is embedded in the neutral element, replicated data stays on the first
+                           rank of the axis (sum) or on all (avg, max, min)
+=========================  ============================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Partial, Placement
+
+from vescale.comm import Pending, all_gather_v, all_reduce, all_to_all_v, axis_group, reduce_scatter_v
+from vescale.compat import partial_reduce
+from vescale.placements._exchange import (
+    Piece,
+    exchange_axes,
+    pack,
+    plan_exchange,
+    unpack,
+    unpack_gathered,
+)
+from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim
+from vescale.placements._ragged import RaggedShard
+from vescale.placements._region import local_region
+
+__all__ = ["move_local"]
+
+_REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+def move_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    source: Sequence[Placement],
+    target: Sequence[Placement],
+) -> Pending:
+    """Bring this rank's ``local`` part of a tensor of global ``shape`` from ``source`` to ``target`` placements.
+
+    Placements are normalized (see :func:`vescale.placements.normalize_placements`). Returns the new local tensor as a
+    :class:`~vescale.comm.Pending`: its last collective may be in flight. The result shares no memory with ``local``,
+    unless the placements are equal. Communication as in the module's table.
+    """
+    source, target = list(source), list(target)
+    if source == target:
+        return Pending(local)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return Pending(local)  # ranks outside the mesh hold an empty tensor
+    _check_partials(source, target)
+    asker = f"redistribute {_text(source)} -> {_text(target)}"
+    pending = Pending(local)
+    for axis in _reduction_order(source, target):
+        pending = _reduce(pending.wait(), mesh, shape, source, target, axis, coordinate, asker)
+    if source == target:
+        return pending
+    return _exchange(pending.wait(), mesh, shape, source, target, coordinate, asker)
+
+
+def _check_partials(source: list[Placement], target: list[Placement]) -> None:
+    """Refuse what has no meaning, before any communication."""
+    for axis, (before, after) in enumerate(zip(source, target)):
+        if not after.is_partial() or before == after:
+            continue
+        if before.is_partial():
+            raise ValueError(
+                f"cannot redistribute {before} to {after} on mesh axis {axis}: pending reductions with different "
+                "operations have no common meaning; redistribute to Replicate() first"
+            )
+        if type(after) is not Partial or after.reduce_op not in ("sum", "avg", "max", "min"):
+            raise ValueError(
+                f"cannot redistribute {before} to {after} on mesh axis {axis}: no contribution of each rank is defined "
+                "for it; use Partial with sum, avg, max or min"
+            )
+
+
+def _reduction_order(source: list[Placement], target: list[Placement]) -> list[int]:
+    """The Partial axes to reduce: reduce-scatters first, so that the others reduce less, a ragged one last of them."""
+    axes = [a for a, (s, t) in enumerate(zip(source, target)) if s.is_partial() and s != t]
+    return sorted(axes, key=lambda a: (not is_sharded(target[a]), isinstance(target[a], RaggedShard)))
+
+
+def _reduce(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    source: list[Placement],
+    target: list[Placement],
+    axis: int,
+    coordinate: Sequence[int],
+    asker: str,
+) -> Pending:
+    """Reduce one Partial axis; updates ``source`` to what the result has there."""
+    partial = source[axis]
+    if type(partial) is not Partial or partial.reduce_op not in _REDUCE_OPS:
+        source[axis] = Replicate()  # masked or norm partials know how to reduce themselves
+        return Pending(partial_reduce(partial, local, mesh, axis))
+    group = axis_group(mesh, (axis,))
+    scattered = _scattered(shape, tuple(mesh.shape), source, target, axis)
+    if scattered is None:
+        source[axis] = Replicate()
+        return all_reduce(local, partial.reduce_op, group.group, asker=asker)
+    before = local_region(shape, source, tuple(mesh.shape), coordinate)
+    source[axis] = scattered
+    peers = [local_region(shape, source, tuple(mesh.shape), peer) for peer in group.coordinates]
+    pieces = []
+    for region in peers:
+        common = [pair for a in before.boxes for b in region.boxes if (pair := a.intersect(b)) is not None]
+        pieces.append(Piece(tuple(a for a, _ in common), tuple(b for _, b in common)))
+    own, piece = peers[group.index], pieces[group.index]
+    send = pack(local, pieces, None)
+    sizes = [piece.numel for piece in pieces]
+    out = local.new_empty(own.local_shape)
+    if len(piece.target) <= 1:  # the one block is the whole new local tensor
+        return reduce_scatter_v(send, sizes, partial.reduce_op, group.group, out=out.view(-1), asker=asker).reshaped(
+            out
+        )
+    reduced = reduce_scatter_v(send, sizes, partial.reduce_op, group.group, asker=asker)
+    return Pending(out, [reduced], lambda: unpack(reduced.out, [piece], out))
+
+
+def _scattered(
+    shape: Sequence[int], mesh_shape: tuple[int, ...], source: list[Placement], target: list[Placement], axis: int
+) -> Placement | None:
+    """The placement that a reduce-scatter on a Partial axis can leave there, or None when it must be an all-reduce.
+
+    A rank's part of the result must lie within what it holds now: a ragged cut comes last, so it always does; a
+    shard-like one does unless a later axis cuts the same dim or another axis is ragged.
+    """
+    wanted = target[axis]
+    others = [p for a, p in enumerate(source) if a != axis]
+    if not is_sharded(wanted) or ragged_axis(others) is not None:
+        return None
+    if not isinstance(wanted, RaggedShard):
+        later = source[axis + 1 :]
+        return None if any(shard_dim(p) == shard_dim(wanted) for p in later) else wanted
+    wanted_others = [p for a, p in enumerate(target) if a != axis]
+    if all(s == t or (s.is_partial() and t.is_replicate()) for s, t in zip(others, wanted_others)):
+        return wanted
+    held = local_region(shape, source, mesh_shape, (0,) * len(mesh_shape)).shape
+    inner = [dim for p in others if (dim := shard_dim(p)) is not None and dim > 0]
+    return RaggedShard().resolve(held, mesh_shape[axis], inner)  # the target's units need not fit: balance instead
+
+
+def _exchange(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    source: list[Placement],
+    target: list[Placement],
+    coordinate: Sequence[int],
+    asker: str,
+) -> Pending:
+    """Everything but reductions; see the module's table."""
+    becoming = [a for a, (s, t) in enumerate(zip(source, target)) if t.is_partial() and s != t]
+    axes = tuple(axis for axis in exchange_axes(source, target) if mesh.size(axis) > 1)
+    own = tuple(coordinate)
+    group = axis_group(mesh, axes) if axes else None
+    peers = group.coordinates if group is not None else (own,)
+    plan = plan_exchange(shape, tuple(mesh.shape), source, target, own, peers)
+    out = local.new_empty(plan.target.local_shape)
+    embedded = [axis for axis in becoming if is_sharded(source[axis])]
+    if embedded:
+        partial = target[embedded[0]]
+        assert isinstance(partial, Partial)
+        out.fill_(_neutral(partial.reduce_op, out.dtype))
+    flat = out.view(-1)
+    if group is None:
+        for box_from, box_to in zip(plan.receives[0].source, plan.receives[0].target):
+            box_to.view(out).copy_(box_from.view(local))
+        pending = Pending(out)
+    elif plan.gathers:
+        sizes = [region.numel for region in plan.peer_sources]
+        sender = local.contiguous().view(-1)
+        if plan.receives_in_place:
+            pending = all_gather_v(sender, sizes, group.group, out=flat, asker=asker).reshaped(out)
+        else:
+            gathered = all_gather_v(sender, sizes, group.group, asker=asker)
+            pending = Pending(out, [gathered], lambda: unpack_gathered(gathered.out, plan, out))
+    else:
+        send = pack(local, plan.sends, plan.send_span)
+        send_sizes = [piece.numel for piece in plan.sends]
+        receive_sizes = [piece.numel for piece in plan.receives]
+        if plan.receives_in_place:
+            moved = all_to_all_v(send, send_sizes, receive_sizes, group.group, out=flat, asker=asker)
+            pending = moved.reshaped(out)
+        else:
+            received = all_to_all_v(send, send_sizes, receive_sizes, group.group, asker=asker)
+            pending = Pending(out, [received], lambda: unpack(received.out, plan.receives, out))
+    return Pending(out, [pending], lambda: _contribute(out, mesh, source, target, becoming, coordinate))
+
+
+def _contribute(
+    out: torch.Tensor,
+    mesh: DeviceMesh,
+    source: list[Placement],
+    target: list[Placement],
+    becoming: list[int],
+    coordinate: Sequence[int],
+) -> None:
+    """Turn values into what this rank contributes to the reductions that become pending."""
+    for axis in becoming:
+        partial = target[axis]
+        assert isinstance(partial, Partial)
+        if partial.reduce_op == "avg" and is_sharded(source[axis]):
+            out.mul_(mesh.size(axis))
+        if partial.reduce_op == "sum" and not is_sharded(source[axis]) and coordinate[axis] != 0:
+            out.zero_()
+
+
+def _neutral(op: str, dtype: torch.dtype) -> float | int:
+    """The value that does not change a reduction."""
+    if op in ("sum", "avg"):
+        return 0
+    if dtype == torch.bool:
+        return int(op == "min")
+    if dtype.is_floating_point:
+        return float("-inf") if op == "max" else float("inf")
+    return torch.iinfo(dtype).min if op == "max" else torch.iinfo(dtype).max
+
+
+def _text(placements: Sequence[Placement]) -> str:
+    return "(" + ", ".join(map(str, placements)) + ")"

@@ -1,0 +1,86 @@
+"""Placements as the rest of the package expects them: dims counted from the front, ragged units decided and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import StridedShard
+from vescale.placements._interleaved import InterleavedShard
+from vescale.placements._kinds import ragged_axis, shard_dim
+from vescale.placements._ragged import RaggedShard, StridedRaggedShard
+from vescale.placements._region import local_region
+
+__all__ = ["normalize_placements"]
+
+
+def normalize_placements(
+    placements: Sequence[Placement], shape: Sequence[int], mesh: DeviceMesh
+) -> tuple[Placement, ...]:
+    """Resolve placements for a tensor of global ``shape``; pure, the same on every rank.
+
+    Negative dims become positive; a ragged placement without units is balanced; a :class:`RaggedShard` with ``Shard(0)``
+    on a later axis becomes the :class:`StridedRaggedShard` that it means.
+
+    Raises:
+        ValueError: a placement count that is not the mesh's, dims out of range, several ragged axes, units that do not
+            fit the axis or cover the tensor, a wrong ``split_factor``.
+    """
+    mesh_shape = tuple(mesh.shape)
+    if len(placements) != len(mesh_shape):
+        raise ValueError(
+            f"{len(placements)} placements {tuple(placements)} for a mesh of {len(mesh_shape)} axes {mesh_shape}; give "
+            "one placement for each axis"
+        )
+    resolved = [_with_front_dim(placement, tuple(shape)) for placement in placements]
+    axis = ragged_axis(resolved)
+    if axis is not None:
+        resolved[axis] = _resolve_ragged(resolved, axis, tuple(shape), mesh_shape)
+        local_region(shape, resolved, mesh_shape, (0,) * len(mesh_shape))  # checks the units against the tensor
+    return tuple(resolved)
+
+
+def _with_front_dim(placement: Placement, shape: tuple[int, ...]) -> Placement:
+    dim = shard_dim(placement)
+    if dim is None:
+        return placement
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(
+            f"{placement!r} names tensor dim {dim}, but the tensor has shape {shape}; use a dim in "
+            f"[{-len(shape)}, {len(shape)})"
+        )
+    if dim >= 0:
+        return placement
+    if isinstance(placement, InterleavedShard):
+        return InterleavedShard(dim + len(shape), placement.num_chunks)
+    if isinstance(placement, StridedShard):
+        return StridedShard(dim + len(shape), split_factor=placement.split_factor)
+    return Shard(dim + len(shape))
+
+
+def _resolve_ragged(
+    placements: list[Placement], axis: int, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> RaggedShard:
+    placement = placements[axis]
+    assert isinstance(placement, RaggedShard)
+    others: list[Placement] = [p for a, p in enumerate(placements) if a != axis]
+    other_sizes = tuple(n for a, n in enumerate(mesh_shape) if a != axis)
+    held = local_region(shape, others, other_sizes, (0,) * len(others)).shape
+    inner_dims = [dim for p in others if (dim := shard_dim(p)) is not None and dim > 0]
+    num_pieces = 1
+    for later in range(axis + 1, len(placements)):
+        if shard_dim(placements[later]) == 0:
+            num_pieces *= mesh_shape[later]
+    if isinstance(placement, StridedRaggedShard):
+        if placement.split_factor != num_pieces:
+            raise ValueError(
+                f"{placement!r} on mesh axis {axis}: split_factor={placement.split_factor}, but the Shard(0) axes after "
+                f"it cut dim 0 into {num_pieces} pieces ({tuple(placements)} on mesh {mesh_shape}); write "
+                + (f"split_factor={num_pieces}" if num_pieces > 1 else "RaggedShard")
+            )
+    elif num_pieces > 1:
+        placement = StridedRaggedShard(placement.dims, placement.local_units, placement.block, split_factor=num_pieces)
+    return placement.resolve(held, mesh_shape[axis], inner_dims)

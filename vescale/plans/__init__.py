@@ -1,0 +1,43 @@
+"""Plans: how each tensor of a model is placed on a mesh, as data, in Python or YAML."""
+
+from vescale.plans._entries import (
+    AnnotateEntry,
+    AxisPlacements,
+    Entry,
+    FactoryEntry,
+    LocalEntry,
+    RedistributeEntry,
+    ShardEntry,
+    UnitEntry,
+)
+from vescale.plans._errors import PlanError, Source
+from vescale.plans._mesh_axes import MeshAxes
+from vescale.plans._path import Path, Target
+from vescale.plans._phase import ALL, BWD, FWD, INIT, RUN, Phase
+from vescale.plans._placement_text import parse_placement, placement_text
+from vescale.plans._plan import Plan
+
+__all__ = [
+    "ALL",
+    "BWD",
+    "FWD",
+    "INIT",
+    "RUN",
+    "AnnotateEntry",
+    "AxisPlacements",
+    "Entry",
+    "FactoryEntry",
+    "LocalEntry",
+    "MeshAxes",
+    "Path",
+    "Phase",
+    "Plan",
+    "PlanError",
+    "RedistributeEntry",
+    "ShardEntry",
+    "Source",
+    "Target",
+    "UnitEntry",
+    "parse_placement",
+    "placement_text",
+]

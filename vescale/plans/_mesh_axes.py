@@ -1,0 +1,81 @@
+"""The named axes of a mesh: all that a plan needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.plans._errors import did_you_mean
+
+__all__ = ["MeshAxes"]
+
+
+@dataclass(frozen=True)
+class MeshAxes:
+    """Axis names and sizes, outermost first.
+
+    A plan can be written, checked and lowered with these alone, without a device or a process group.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.sizes):
+            raise ValueError(f"{len(self.names)} axis names {self.names} for {len(self.sizes)} sizes {self.sizes}")
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"mesh axis names {self.names} repeat; give each axis a name of its own")
+        for name, size in zip(self.names, self.sizes):
+            if not name.isidentifier():
+                raise ValueError(f"mesh axis name {name!r} is not an identifier; use letters, digits and _")
+            if size < 1:
+                raise ValueError(f"mesh axis {name!r} has size {size}; an axis has at least one rank")
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | Mapping[str, int] | MeshAxes) -> MeshAxes:
+        """The axes of a DeviceMesh, or of ``{"dp": 2, "tp": 4}``. Raises ValueError for a mesh without names."""
+        if isinstance(mesh, MeshAxes):
+            return mesh
+        if isinstance(mesh, Mapping):
+            return cls(tuple(mesh), tuple(int(size) for size in mesh.values()))
+        if mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"{mesh} has no axis names, and a plan names axes; pass mesh_dim_names= to init_device_mesh, for example "
+                f"{tuple(f'axis{i}' for i in range(mesh.ndim))}"
+            )
+        return cls(tuple(mesh.mesh_dim_names), tuple(mesh.size(axis) for axis in range(mesh.ndim)))
+
+    @classmethod
+    def parse(cls, text: str) -> MeshAxes:
+        """``dp=2,tp=4``. Raises ValueError saying what is wrong."""
+        axes: dict[str, int] = {}
+        for part in text.split(","):
+            name, equals, size = part.strip().partition("=")
+            if not equals or not size.strip().isdigit():
+                raise ValueError(f"{part.strip()!r} is not axis=size; write a mesh as dp=2,tp=4")
+            if name.strip() in axes:
+                raise ValueError(f"mesh axis {name.strip()!r} is given twice in {text!r}")
+            axes[name.strip()] = int(size)
+        return cls.of(axes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def size(self, name: str) -> int:
+        return self.sizes[self.index(name)]
+
+    def index(self, name: str) -> int:
+        """The axis's position. Raises ValueError naming the axes and a near miss."""
+        if name not in self.names:
+            raise ValueError(
+                f"the mesh has no axis {name!r} (axes: {', '.join(self.names)}){did_you_mean(name, self.names)}"
+            )
+        return self.names.index(name)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes))

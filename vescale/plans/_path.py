@@ -1,0 +1,101 @@
+"""The path grammar: a module path as a regular expression, then a tensor of it.
+
+======================================  =====================================================================
+path                                    names
+======================================  =====================================================================
+``blk\\.fc1\\.weight``                     parameters and buffers whose full name matches
+``blk\\.fc1\\.weight.grad``                the gradients of those parameters
+``blk\\.fc1.<in>``, ``blk\\.fc1.<out>``     all tensor inputs, outputs of the modules that match
+``blk\\.fc1.<in:x>``, ``...<in:0>``        the input by name or position; ``<out:0>`` the output by position or key
+``<in:input_ids>``                      an input of the model itself
+======================================  =====================================================================
+
+Expressions are matched whole, with the ``regex`` package. A dot of a module path may be written plain: it matches
+itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from dataclasses import dataclass
+
+import regex
+
+__all__ = ["Path", "Target", "compiled"]
+
+_BOUNDARY = regex.compile(r"(?:(?P<module>.*)\.)?<(?P<side>in|out)(?::(?P<key>[^<>:]+))?>", regex.DOTALL)
+# A "<" that opens none of the regular expression groups (?<name>...), (?P<name>...), (?<=...), (?<!...).
+_STRAY = regex.compile(r"(?<!\(\?|\(\?P)<")
+
+
+class Target(enum.Enum):
+    """What kind of tensor a path names."""
+
+    STATE = "state"  # a parameter or buffer
+    GRAD = "grad"  # the gradient of a parameter
+    IN = "in"
+    OUT = "out"
+
+
+@functools.lru_cache(maxsize=4096)
+def compiled(pattern: str) -> regex.Pattern[str]:
+    return regex.compile(pattern)
+
+
+@dataclass(frozen=True)
+class Path:
+    """A parsed path.
+
+    Attributes:
+        text: as written.
+        pattern: the regular expression for parameter and buffer names (STATE, GRAD) or for module paths (IN, OUT), the
+            empty string being the model itself.
+        target: what it names there.
+        key: the input or output in ``<in:key>``: an int for a position, a str for a name; None for all.
+    """
+
+    text: str
+    pattern: str
+    target: Target
+    key: str | int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Path:
+        """Raises ValueError for an empty path, a bad ``<...>``, or an expression that does not compile."""
+        if not text.strip():
+            raise ValueError("the path is empty; write a parameter name, or <in> for the model's inputs")
+        boundary = _BOUNDARY.fullmatch(text)
+        if boundary is not None:
+            key = boundary["key"]
+            path = cls(
+                text,
+                boundary["module"] or "",
+                Target.IN if boundary["side"] == "in" else Target.OUT,
+                None if key is None else int(key) if key.isdigit() else key,
+            )
+        elif text.endswith(".grad"):
+            path = cls(text, text[: -len(".grad")].removesuffix("\\"), Target.GRAD)
+        else:
+            path = cls(text, text, Target.STATE)
+        stray = _STRAY.search(path.pattern)
+        if stray is not None:
+            raise ValueError(
+                f"{text[stray.start() :]!r} in the path {text!r} is no input or output; end the path with .<in>, "
+                ".<in:name>, .<in:0>, .<out> or .<out:0>"
+            )
+        try:
+            compiled(path.pattern)
+        except regex.error as error:
+            raise ValueError(
+                f"the path {text!r} is not a regular expression: {error.msg} at position {error.pos}; escape special "
+                "characters with a backslash"
+            ) from None
+        return path
+
+    def matches(self, name: str, *, timeout: float | None = None) -> bool:
+        """Whether the whole ``name`` matches. Raises TimeoutError after ``timeout`` seconds."""
+        return compiled(self.pattern).fullmatch(name, timeout=timeout) is not None
+
+    def __str__(self) -> str:
+        return self.text

@@ -1,0 +1,307 @@
+"""``Plan``: how each tensor of a model is placed on a mesh, as data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.plans._entries import (
+    AnnotateEntry,
+    AxisPlacements,
+    Entry,
+    FactoryEntry,
+    LocalEntry,
+    RedistributeEntry,
+    ShardEntry,
+    UnitEntry,
+)
+from vescale.plans._errors import PlanError, Source, calling_line
+from vescale.plans._mesh_axes import MeshAxes
+from vescale.plans._path import Path, Target
+from vescale.plans._phase import ALL, Phase, parse_phase
+
+__all__ = ["Plan"]
+
+# One placement for the axis named by mesh=, one for each axis named there, or {axis: placement}.
+PlacementSpec = Placement | Sequence[Placement] | Mapping[str, Placement]
+
+
+class Plan:
+    """An ordered list of entries over the axes of a mesh; it knows no model.
+
+    ::
+
+        plan = Plan(mesh)
+        plan.shard(r"model.layers.\\d+.mlp.up_proj.weight", Shard(0), mesh="tp")
+        plan.shard("<in:input_ids>", Shard(0), mesh="dp")
+
+    Every entry is checked the moment it is written (path, axis, placement); what needs a model is checked by
+    ``lower(plan, model)``. Entries are never changed or removed. Two plans are equal when their axes and entries are.
+
+    Args:
+        mesh: a DeviceMesh with axis names, or ``{axis: size}`` to write, check and lower a plan without devices.
+
+    Raises:
+        PlanError: from every method, with the line of the call.
+    """
+
+    def __init__(self, mesh: DeviceMesh | Mapping[str, int] | MeshAxes) -> None:
+        try:
+            self._axes = MeshAxes.of(mesh)
+        except ValueError as error:
+            raise PlanError(str(error), calling_line()) from None
+        self._mesh = mesh if isinstance(mesh, DeviceMesh) else None
+        self._entries: list[Entry] = []
+
+    @property
+    def axes(self) -> MeshAxes:
+        return self._axes
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The DeviceMesh the plan was written for, or None for a plan over names and sizes."""
+        return self._mesh
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(self._entries)
+
+    def shard(
+        self,
+        path: str,
+        placement: PlacementSpec,
+        mesh: str | Sequence[str] | None = None,
+        phase: Phase | str = ALL,
+        *,
+        given: Literal["global", "local"] = "global",
+        source: Source | None = None,
+    ) -> Plan:
+        """Place the tensors that ``path`` names.
+
+        Args:
+            path: see :mod:`vescale.plans._path`.
+            placement: one placement; or ``{axis: placement}`` without ``mesh``.
+            mesh: the axis, or axes, of the placement; may be left out on a mesh of one axis.
+            phase: when it holds; see :class:`Phase`.
+            given: for inputs of the model, whether plain tensors are global or this rank's part.
+            source: where the entry was written; the calling line when left out.
+
+        Returns the plan, so that calls can be chained.
+        """
+        source = source or calling_line()
+        parsed = self._path(path, source)
+        if given not in ("global", "local"):
+            raise PlanError(f"given={given!r}; use 'global' or 'local'", source)
+        if given == "local" and not (parsed.target is Target.IN and parsed.pattern == ""):
+            raise PlanError(
+                f"given='local' on {path!r}: only inputs of the model itself, <in:name>, are given by the caller; leave "
+                "it out",
+                source,
+            )
+        placements = self._placements(placement, mesh, source)
+        return self._add(ShardEntry(parsed, placements, self._phase(phase, source), given, source))
+
+    def redistribute(
+        self,
+        path: str,
+        src: PlacementSpec,
+        dst: PlacementSpec,
+        *,
+        grad_src: PlacementSpec | None = None,
+        grad_dst: PlacementSpec | None = None,
+        mesh: str | Sequence[str] | None = None,
+        source: Source | None = None,
+    ) -> Plan:
+        """At the boundary ``path`` (``<in>`` or ``<out>``), bring a tensor from ``src`` to ``dst``, and its gradient from
+        ``grad_src`` to ``grad_dst``; see :class:`RedistributeEntry`."""
+        source = source or calling_line()
+        parsed = self._boundary(path, "redistribute", source)
+        before, after = self._placements(src, mesh, source), self._placements(dst, mesh, source)
+        if [axis for axis, _ in before] != [axis for axis, _ in after]:
+            raise PlanError(
+                f"redistribute {path!r}: src names axes {[a for a, _ in before]} and dst {[a for a, _ in after]}; name "
+                "the same axes in both",
+                source,
+            )
+        gradients = [None if g is None else self._placements(g, mesh, source) for g in (grad_src, grad_dst)]
+        return self._add(RedistributeEntry(parsed, before, after, gradients[0], gradients[1], source))
+
+    def annotate(
+        self,
+        path: str,
+        placement: PlacementSpec,
+        mesh: str | Sequence[str] | None = None,
+        *,
+        source: Source | None = None,
+    ) -> Plan:
+        """Say how a local tensor is placed already; nothing moves."""
+        source = source or calling_line()
+        return self._add(AnnotateEntry(self._path(path, source), self._placements(placement, mesh, source), source))
+
+    def factory(
+        self,
+        path: str,
+        placement: PlacementSpec,
+        mesh: str | Sequence[str] | None = None,
+        *,
+        source: Source | None = None,
+    ) -> Plan:
+        """Say how tensors made inside the forward of the modules that ``path`` matches are placed."""
+        source = source or calling_line()
+        parsed = self._module(path, "factory", source)
+        return self._add(FactoryEntry(parsed, self._placements(placement, mesh, source), source))
+
+    def local(
+        self,
+        path: str,
+        *,
+        kind: str | None = None,
+        dispatch: str | None = None,
+        inputs: Mapping[str, Placement] | None = None,
+        outputs: Mapping[str, Placement] | None = None,
+        source: Source | None = None,
+    ) -> Plan:
+        """Run the modules that ``path`` matches on plain local tensors; see :class:`LocalEntry`."""
+        source = source or calling_line()
+        parsed = self._module(path, "local", source)
+        if dispatch is not None and dispatch not in ("mask", "all_to_all"):
+            raise PlanError(f"local {path!r}: dispatch={dispatch!r}; use 'mask' or 'all_to_all'", source)
+        if kind is not None and kind != "experts":
+            raise PlanError(f"local {path!r}: kind={kind!r}; use 'experts', or leave it out", source)
+        if dispatch is not None and kind != "experts":
+            raise PlanError(f"local {path!r}: dispatch= is for kind='experts'; give kind='experts' too", source)
+        borders = [self._placements(border, None, source) if border else () for border in (inputs, outputs)]
+        return self._add(LocalEntry(parsed, kind, dispatch, borders[0], borders[1], source))
+
+    def unit(self, path: str, *, source: Source | None = None) -> Plan:
+        """Gather and reduce the parameters of each module that ``path`` matches together."""
+        source = source or calling_line()
+        return self._add(UnitEntry(self._module(path, "unit", source), source))
+
+    @classmethod
+    def from_yaml(
+        cls,
+        file: str | os.PathLike[str],
+        mesh: DeviceMesh | Mapping[str, int] | MeshAxes | None = None,
+    ) -> Plan:
+        """Read a plan from a YAML file (a path), or from YAML text (a str with a line break).
+
+        ``mesh`` overrides the sizes in the file, whose axis names it must have; without it the file's ``mesh`` section
+        must give all sizes. Nothing in a plan is ever executed.
+
+        Raises:
+            PlanError: with line and column, for bad YAML, a duplicate key, anything outside the schema, a bad path or
+                placement, an unknown axis.
+        """
+        from vescale.plans._yaml_reader import read_plan
+
+        return read_plan(file, mesh)
+
+    def to_yaml(self) -> str:
+        """The plan as YAML text; ``Plan.from_yaml(plan.to_yaml()) == plan``."""
+        from vescale.plans._yaml_writer import plan_text
+
+        return plan_text(self)
+
+    # Validation
+
+    def _add(self, entry: Entry) -> Plan:
+        self._entries.append(entry)
+        return self
+
+    def _path(self, text: str, source: Source) -> Path:
+        try:
+            return Path.parse(text)
+        except ValueError as error:
+            raise PlanError(str(error), source) from None
+
+    def _boundary(self, text: str, what: str, source: Source) -> Path:
+        path = self._path(text, source)
+        if path.target not in (Target.IN, Target.OUT):
+            raise PlanError(
+                f"{what} {text!r} names a parameter, but acts at a module's boundary; write module.<in> or module.<out>",
+                source,
+            )
+        return path
+
+    def _module(self, text: str, what: str, source: Source) -> Path:
+        path = self._path(text, source) if text else Path("", "", Target.STATE)
+        if path.target is not Target.STATE:
+            raise PlanError(f"{what} {text!r} takes a module path; leave out <...> and .grad", source)
+        return path
+
+    def _phase(self, phase: Phase | str, source: Source) -> Phase:
+        try:
+            return parse_phase(phase) if isinstance(phase, str) else Phase(phase)
+        except ValueError as error:
+            raise PlanError(str(error), source) from None
+
+    def _placements(self, spec: PlacementSpec, mesh: str | Sequence[str] | None, source: Source) -> AxisPlacements:
+        """Placements in the order of the mesh's axes."""
+        pairs = list(self._pairs(spec, mesh, source))
+        try:
+            order = [self._axes.index(axis) for axis, _ in pairs]
+        except ValueError as error:
+            raise PlanError(str(error), source) from None
+        for axis, placement in pairs:
+            if not isinstance(placement, Placement):
+                raise PlanError(
+                    f"{placement!r} on axis {axis!r} is not a placement; use Replicate(), Shard(dim), Partial(op), "
+                    "RaggedShard(...), InterleavedShard(dim, chunks)",
+                    source,
+                )
+        if len(set(order)) != len(order):
+            raise PlanError(f"axes {[axis for axis, _ in pairs]} repeat; name each axis once", source)
+        return tuple(pair for _, pair in sorted(zip(order, pairs), key=lambda item: item[0]))
+
+    def _pairs(
+        self, spec: PlacementSpec, mesh: str | Sequence[str] | None, source: Source
+    ) -> Iterator[tuple[str, Any]]:
+        if isinstance(spec, Mapping):
+            if mesh is not None:
+                raise PlanError(
+                    f"mesh={mesh!r} beside {dict(spec)!r}, which names its axes itself; leave mesh out", source
+                )
+            if not spec:
+                raise PlanError("no placement is given; name at least one axis", source)
+            yield from spec.items()
+            return
+        if mesh is None:
+            if len(self._axes.names) != 1:
+                raise PlanError(
+                    f"which of the axes {', '.join(self._axes.names)} is {spec!r} for? pass mesh=, or {{axis: placement}}",
+                    source,
+                )
+            mesh = self._axes.names[0]
+        if isinstance(mesh, str):
+            yield mesh, spec
+            return
+        placements = [spec] * len(mesh) if isinstance(spec, Placement) else list(spec)
+        if len(placements) != len(mesh):
+            raise PlanError(
+                f"{len(placements)} placements for the {len(mesh)} axes {tuple(mesh)}; give one for each", source
+            )
+        yield from zip(mesh, placements)
+
+    # Value semantics
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return self._axes == other._axes and self._by_path() == other._by_path()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _by_path(self) -> list[Entry]:
+        """Entries by kind and path: entries never override each other, so no other order has a meaning."""
+        return sorted(self._entries, key=lambda entry: (type(entry).__name__, entry.path.text))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"Plan({self._axes}; {len(self._entries)} entries)"

@@ -1,0 +1,236 @@
+"""YAML to :class:`Plan`: schema, variables, entries, each error with its line and column."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+import regex
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.plans._errors import PlanError, did_you_mean
+from vescale.plans._mesh_axes import MeshAxes
+from vescale.plans._placement_text import parse_placement
+from vescale.plans._plan import Plan
+from vescale.plans._yaml_nodes import Document, Place, load_yaml
+
+__all__ = ["plan_schema", "read_plan"]
+
+_VARIABLE = regex.compile(r"\$\{([^{}]*)\}")
+_SECTIONS = ("version", "description", "mesh", "vars", "shard", "redistribute", "annotate", "factory", "local", "units")
+
+
+@functools.cache
+def plan_schema() -> dict[str, Any]:
+    """The JSON Schema of a plan file, for editors and checks."""
+    return json.loads(resources.files("vescale.plans").joinpath("plan.schema.json").read_text())
+
+
+def read_plan(file: str | os.PathLike[str], mesh: DeviceMesh | Mapping[str, int] | MeshAxes | None) -> Plan:
+    """See :meth:`Plan.from_yaml`."""
+    document = load_yaml(file)
+    data = document.data if document.data is not None else {}
+    if not isinstance(data, dict):
+        raise PlanError(f"a plan is a mapping of sections ({', '.join(_SECTIONS)}), not {_kind(data)}", document.at(()))
+    _check_schema(data, document)
+    plan = Plan(_mesh(data, mesh, document))
+    reader = _Reader(plan, document, data.get("vars") or {})
+    for path, value in (data.get("shard") or {}).items():
+        reader.shard(path, value)
+    for path, value in (data.get("redistribute") or {}).items():
+        reader.redistribute(path, value)
+    for path, value in (data.get("annotate") or {}).items():
+        place: Place = ("annotate", path)
+        plan.annotate(reader.expand(path, place), reader.axes(value, place), source=document.at(place))
+    for path, value in (data.get("factory") or {}).items():
+        place = ("factory", path)
+        plan.factory(reader.expand(path, place), reader.axes(value, place), source=document.at(place))
+    for path, value in (data.get("local") or {}).items():
+        reader.local(path, value or {})
+    for index, path in enumerate(data.get("units") or []):
+        plan.unit(reader.expand(path, ("units", index)), source=document.at(("units", index)))
+    return plan
+
+
+class _Reader:
+    """Adds the entries of a checked document to a plan."""
+
+    def __init__(self, plan: Plan, document: Document, variables: Mapping[str, str]) -> None:
+        self.plan, self.document, self.variables = plan, document, variables
+
+    def expand(self, text: str, place: Place) -> str:
+        """Replace every ``${name}``."""
+
+        def value(found: regex.Match[str]) -> str:
+            name = found[1]
+            if name not in self.variables:
+                known = ", ".join(self.variables) or "none are defined"
+                raise PlanError(
+                    f"${{{name}}} is not defined under vars: ({known}){did_you_mean(name, self.variables)}",
+                    self.document.at(place),
+                )
+            return self.variables[name]
+
+        return _VARIABLE.sub(value, text)
+
+    def placement(self, text: str, place: Place) -> Placement:
+        try:
+            return parse_placement(text)
+        except ValueError as error:
+            raise PlanError(str(error), self.document.at(place)) from None
+
+    def axes(self, value: Mapping[str, str], place: Place) -> dict[str, Placement]:
+        found = {}
+        for axis, text in value.items():
+            self.check_axis(axis, (*place, axis))
+            found[axis] = self.placement(text, (*place, axis))
+        return found
+
+    def check_axis(self, axis: str, place: Place) -> None:
+        try:
+            self.plan.axes.index(axis)
+        except ValueError as error:
+            raise PlanError(str(error), self.document.at(place)) from None
+
+    def shard(self, path: str, value: Any) -> None:
+        place: Place = ("shard", path)
+        expanded = self.expand(path, place)
+        items = [(value, place)] if isinstance(value, dict) else [(item, (*place, i)) for i, item in enumerate(value)]
+        for item, where in items:
+            phase, given = item.get("phase", "all"), item.get("given", "global")
+            by_phase: dict[str, dict[str, Placement]] = {}
+            for axis, text in item.items():
+                if axis in ("phase", "given"):
+                    continue
+                self.check_axis(axis, (*where, axis))
+                phases = {phase: text} if isinstance(text, str) else text
+                if isinstance(text, dict) and "phase" in item:
+                    raise PlanError(
+                        f"axis {axis!r} gives a placement for each phase, and the entry a phase too; keep one of the two",
+                        self.document.at((*where, axis)),
+                    )
+                for name, placement in phases.items():
+                    deeper = (*where, axis) if isinstance(text, str) else (*where, axis, name)
+                    by_phase.setdefault(name, {})[axis] = self.placement(placement, deeper)
+            if not by_phase:
+                raise PlanError("no axis is given; write {axis: placement}", self.document.at(where))
+            for name, placements in by_phase.items():
+                self.plan.shard(expanded, placements, phase=name, given=given, source=self.document.at(where))
+
+    def redistribute(self, path: str, value: Any) -> None:
+        place: Place = ("redistribute", path)
+        expanded = self.expand(path, place)
+        items = [(value, place)] if isinstance(value, dict) else [(item, (*place, i)) for i, item in enumerate(value)]
+        for item, where in items:
+            sides = {side: self.axes(item[side], (*where, side)) for side in item}
+            self.plan.redistribute(
+                expanded,
+                sides["src"],
+                sides["dst"],
+                grad_src=sides.get("grad_src"),
+                grad_dst=sides.get("grad_dst"),
+                source=self.document.at(where),
+            )
+
+    def local(self, path: str, value: Mapping[str, Any]) -> None:
+        place: Place = ("local", path)
+        self.plan.local(
+            self.expand(path, place),
+            kind=value.get("kind"),
+            dispatch=value.get("dispatch"),
+            inputs=self.axes(value.get("in") or {}, (*place, "in")),
+            outputs=self.axes(value.get("out") or {}, (*place, "out")),
+            source=self.document.at(place),
+        )
+
+
+def _mesh(
+    data: Mapping[str, Any], mesh: DeviceMesh | Mapping[str, int] | MeshAxes | None, document: Document
+) -> DeviceMesh | MeshAxes:
+    """The mesh given by the caller, checked against the file's; or the file's."""
+    sizes: dict[str, int | None] = data.get("mesh") or {}
+    if mesh is None:
+        open_axes = [axis for axis, size in sizes.items() if size is None]
+        if not sizes or open_axes:
+            missing = f"the sizes of {', '.join(open_axes)}" if open_axes else "a mesh section"
+            raise PlanError(
+                f"the plan does not give {missing}; pass mesh=, or write mesh: {{dp: 2, tp: 2}}", document.at(("mesh",))
+            )
+        return MeshAxes.of({axis: size for axis, size in sizes.items() if size is not None})
+    axes = MeshAxes.of(mesh)
+    for axis in sizes:
+        if axis not in axes:
+            raise PlanError(
+                f"the plan is for axes {', '.join(sizes)}, but the mesh given has {', '.join(axes.names)}"
+                f"{did_you_mean(axis, axes.names)}; rename the axis in one of the two",
+                document.at(("mesh", axis)),
+            )
+    return mesh if isinstance(mesh, DeviceMesh) else axes
+
+
+def _check_schema(data: Any, document: Document) -> None:
+    import jsonschema
+
+    validator = jsonschema.Draft202012Validator(plan_schema())
+    errors = sorted(validator.iter_errors(data), key=lambda e: [str(part) for part in e.absolute_path])
+    if not errors:
+        return
+    error = _deepest(errors[0])
+    place: Place = tuple(error.absolute_path)
+    raise PlanError(_explain(error, place), document.at(_culprit(error, place)))
+
+
+def _deepest(error: Any) -> Any:
+    """Of an alternative's errors, the one that got furthest: it belongs to what the user meant."""
+    while error.context:
+        error = max(error.context, key=lambda e: (len(e.absolute_path), e.validator != "type"))
+    return error
+
+
+def _culprit(error: Any, place: Place) -> Place:
+    if error.validator == "additionalProperties" and isinstance(error.instance, dict):
+        unknown = [key for key in error.instance if key not in error.schema.get("properties", {})]
+        if unknown:
+            return (*place, unknown[0])
+    return place
+
+
+def _explain(error: Any, place: Place) -> str:
+    where = ".".join(map(str, place[:-1])) or "the plan"
+    if error.validator == "additionalProperties":
+        unknown = [key for key in error.instance if key not in error.schema["properties"]]
+        known = list(error.schema["properties"])
+        inside = ".".join(map(str, place)) or "a plan"
+        return f"{unknown[0]!r} is not a part of {inside} ({', '.join(known)}){did_you_mean(unknown[0], known)}"
+    if error.validator == "pattern" and "R, S(dim)" in error.schema.get("description", ""):
+        return f"{error.instance!r} is not a placement; expected {error.schema['description']}"
+    if error.validator == "enum":
+        options = [str(option) for option in error.validator_value]
+        return f"{error.instance!r} is not one of {', '.join(options)}{did_you_mean(str(error.instance), options)}"
+    if error.validator == "const":
+        return f"version {error.instance!r}: this library reads version {error.validator_value}"
+    if error.validator == "required":
+        missing = [name for name in error.validator_value if name not in error.instance]
+        return f"{'.'.join(map(str, place))} lacks {', '.join(missing)}"
+    if error.validator == "type":
+        expected = error.validator_value
+        wanted = expected if isinstance(expected, str) else " or ".join(expected)
+        names = {"object": "a mapping", "array": "a list", "string": "text", "integer": "an integer"}
+        found = place[-1] if place else "the plan"
+        return f"{found!r} in {where} is {_kind(error.instance)}; expected {names.get(wanted, wanted)}"
+    if error.validator == "minProperties":
+        return f"{place[-1]!r} in {where} is empty; name at least one axis, {{axis: placement}}"
+    return f"{place[-1] if place else 'the plan'!r} in {where}: {error.message}"
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "empty"
+    return {dict: "a mapping", list: "a list", str: "text", bool: "true/false", int: "a number", float: "a number"}.get(
+        type(value), type(value).__name__
+    )

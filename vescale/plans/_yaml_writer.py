@@ -1,0 +1,96 @@
+""":class:`Plan` to YAML text that people edit and the reader reads back equal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import regex
+
+from vescale.plans._entries import (
+    AnnotateEntry,
+    AxisPlacements,
+    FactoryEntry,
+    LocalEntry,
+    RedistributeEntry,
+    ShardEntry,
+    UnitEntry,
+)
+from vescale.plans._phase import ALL, phase_text
+from vescale.plans._placement_text import placement_text
+
+if TYPE_CHECKING:
+    from vescale.plans._plan import Plan
+
+__all__ = ["plan_text"]
+
+_PLAIN = regex.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\\]*")
+
+
+def plan_text(plan: Plan) -> str:
+    """See :meth:`Plan.to_yaml`."""
+    sizes = ", ".join(f"{name}: {size}" for name, size in zip(plan.axes.names, plan.axes.sizes))
+    lines = ["version: 1", f"mesh: {{{sizes}}}"]
+    kinds: dict[str, dict[str, list[str]]] = {}
+    units = []
+    for entry in plan.entries:
+        if isinstance(entry, UnitEntry):
+            units.append(f"  - {_scalar(entry.path.text)}")
+            continue
+        section, value = _section_value(entry)
+        kinds.setdefault(section, {}).setdefault(entry.path.text, []).append(value)
+    for section in ("shard", "redistribute", "annotate", "factory", "local"):
+        if section in kinds:
+            lines += [f"{section}:", *_section(kinds[section])]
+    if units:
+        lines += ["units:", *units]
+    return "\n".join(lines) + "\n"
+
+
+def _section(values: dict[str, list[str]]) -> Iterable[str]:
+    for path, items in values.items():
+        if len(items) == 1:
+            yield f"  {_scalar(path)}: {items[0]}"
+        else:
+            yield f"  {_scalar(path)}:"
+            yield from (f"    - {item}" for item in items)
+
+
+def _section_value(
+    entry: ShardEntry | RedistributeEntry | AnnotateEntry | FactoryEntry | LocalEntry,
+) -> tuple[str, str]:
+    if isinstance(entry, ShardEntry):
+        options = [] if entry.phase == ALL else [f"phase: {phase_text(entry.phase)}"]
+        options += ["given: local"] if entry.given == "local" else []
+        return "shard", _axes(entry.placements, options)
+    if isinstance(entry, RedistributeEntry):
+        sides = {"src": entry.src, "dst": entry.dst, "grad_src": entry.grad_src, "grad_dst": entry.grad_dst}
+        return "redistribute", _braces(f"{side}: {_axes(axes)}" for side, axes in sides.items() if axes is not None)
+    if isinstance(entry, AnnotateEntry):
+        return "annotate", _axes(entry.placements)
+    if isinstance(entry, FactoryEntry):
+        return "factory", _axes(entry.placements)
+    parts = [f"{name}: {value}" for name, value in (("kind", entry.kind), ("dispatch", entry.dispatch)) if value]
+    parts += [f"{name}: {_axes(axes)}" for name, axes in (("in", entry.inputs), ("out", entry.outputs)) if axes]
+    return "local", _braces(parts)
+
+
+def _axes(placements: AxisPlacements, options: Iterable[str] = ()) -> str:
+    return _braces([*(f"{axis}: {_flow(placement_text(p))}" for axis, p in placements), *options])
+
+
+def _braces(parts: Iterable[str]) -> str:
+    return "{" + ", ".join(parts) + "}"
+
+
+def _flow(text: str) -> str:
+    """A placement inside braces: quoted where its commas would end it."""
+    return f'"{text}"' if "," in text else text
+
+
+def _scalar(text: str) -> str:
+    """A path as a YAML key: plain where it is safe, else in single quotes, where backslashes stand for themselves."""
+    if _PLAIN.fullmatch(text) and not text[0].isdigit():
+        return text
+    return "'" + text.replace("'", "''") + "'" if "\n" not in text else json.dumps(text)
