@@ -9,7 +9,11 @@ from typing import Any
 __version__ = "0.1.0"
 
 # public name -> module that defines it
-_PUBLIC: dict[str, str] = {}
+_PUBLIC: dict[str, str] = {
+    "Layout": "vescale.buffer",
+    "plan_layout": "vescale.buffer",
+    "suggest_num_shards": "vescale.buffer",
+}
 
 __all__ = ["__version__", *_PUBLIC]
 

@@ -21,6 +21,9 @@ from torch.distributed.tensor import _api as tensor_api
 from torch.distributed.tensor import _dispatch as tensor_dispatch
 from torch.distributed.tensor import _redistribute as tensor_redistribute
 
+from vescale.compat.checkpoint import CheckpointHooks, wrap_checkpoint
+from vescale.compat.dispatch import wrap_dispatch
+
 __all__ = ["DTensorHooks", "install", "stock"]
 
 
@@ -28,15 +31,19 @@ __all__ = ["DTensorHooks", "install", "stock"]
 class DTensorHooks:
     """What runs instead of stock DTensor once a custom placement is involved.
 
-    ``has_custom(placements)`` decides; the others have the signatures of what they replace.
+    ``has_custom(placements)`` decides; the others have the signatures of what they replace, except
+    ``run_op(op, args, kwargs, schema)``, which runs an op or gives the sharding decision that the dispatcher caches.
     """
 
     has_custom: Callable[..., bool]
     redistribute: Callable[..., Any]
     redistribute_local: Callable[..., Any]
     to_local: Callable[..., Any]
+    full_tensor: Callable[..., Any]
     from_local: Callable[..., Any]
     distribute_tensor: Callable[..., Any]
+    checkpoint: CheckpointHooks
+    run_op: Callable[..., Any]
 
 
 _LOCK = threading.Lock()
@@ -46,6 +53,7 @@ _INSTALLED: list[DTensorHooks] = []
 _STOCK = SimpleNamespace(
     redistribute=DTensor.redistribute,
     to_local=DTensor.to_local,
+    full_tensor=DTensor.full_tensor,
     from_local=DTensor.from_local,
     distribute_tensor=tensor_api.distribute_tensor,
     redistribute_local_tensor=tensor_redistribute.redistribute_local_tensor,
@@ -53,7 +61,7 @@ _STOCK = SimpleNamespace(
 
 
 def stock() -> Any:
-    """PyTorch's own ``redistribute``, ``to_local``, ``from_local``, ``distribute_tensor``: never our wrappers."""
+    """PyTorch's own ``redistribute``, ``to_local``, ``full_tensor``, ``from_local`` and ``distribute_tensor``."""
     return _STOCK
 
 
@@ -66,6 +74,8 @@ def install(hooks: DTensorHooks) -> None:
         _wrap_methods(hooks)
         _wrap_redistribute_local(hooks)
         _wrap_distribute_tensor(hooks)
+        wrap_checkpoint(hooks.has_custom, hooks.checkpoint)
+        wrap_dispatch(hooks.has_custom, hooks.run_op)
 
 
 def _wrap_methods(hooks: DTensorHooks) -> None:
@@ -81,6 +91,12 @@ def _wrap_methods(hooks: DTensorHooks) -> None:
             return _STOCK.to_local(self, grad_placements=grad_placements)
         return hooks.to_local(self, grad_placements=grad_placements)
 
+    @functools.wraps(_STOCK.full_tensor)
+    def full_tensor(self: Any, *, grad_placements: Any = None) -> Any:
+        if not (hooks.has_custom(self._spec.placements) or (grad_placements and hooks.has_custom(grad_placements))):
+            return _STOCK.full_tensor(self, grad_placements=grad_placements)
+        return hooks.full_tensor(self, grad_placements=grad_placements)
+
     @functools.wraps(_STOCK.from_local)
     def from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
         gradient = options.get("grad_placements")
@@ -90,6 +106,7 @@ def _wrap_methods(hooks: DTensorHooks) -> None:
 
     DTensor.redistribute = redistribute  # type: ignore[method-assign]
     DTensor.to_local = to_local  # type: ignore[method-assign]
+    DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
     DTensor.from_local = staticmethod(from_local)  # type: ignore[method-assign]
 
 
