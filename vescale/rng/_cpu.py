@@ -16,7 +16,7 @@ from vescale.rng._ops import RandomOp
 from vescale.rng._probes import rule_holds
 from vescale.rng._spans import Span, is_contiguous, spans, stream_order
 
-__all__ = ["advance", "fill_region"]
+__all__ = ["fill_region"]
 
 # The longest stretch that goes through scratch memory: small enough for the second-level cache.
 SCRATCH_ELEMENTS = 1 << 18
@@ -63,14 +63,6 @@ def fill_region(
     else:
         final = _generate(local, region, order, n, rule, op, generator, parameter)
     final.write_to(generator)
-
-
-def advance(
-    region: Region, global_strides: Sequence[int], op: RandomOp, dtype: torch.dtype, generator: torch.Generator
-) -> None:
-    """Move ``generator`` as ``op`` on the whole tensor would, generating nothing. No tensor arguments."""
-    nothing = Region(region.global_shape, region.intervals, (0, 0))
-    fill_region(torch.empty(0, dtype=dtype), nothing, global_strides, op, generator)
 
 
 def _check_arguments(op: RandomOp, local: torch.Tensor, parameter_dtype: torch.dtype | None) -> None:

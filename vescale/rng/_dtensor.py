@@ -137,7 +137,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 def part_of_whole(whole: torch.Tensor, region: Region) -> torch.Tensor:
     """This rank's local tensor of a whole tensor that every rank holds. No communication."""
-    if region.flat is None and math.prod(region.global_shape) == region.numel:
+    if region.local_shape == region.global_shape:
         return whole
     local = torch.empty(region.local_shape, dtype=whole.dtype, device=whole.device)
     for box in region.boxes:

@@ -8,9 +8,10 @@ import torch
 
 from vescale.placements import Region
 from vescale.rng import _cpu
+from vescale.rng._mt19937 import Mt19937State
 from vescale.rng._ops import RandomOp
 
-__all__ = ["default_generator", "fill_region"]
+__all__ = ["advance", "default_generator", "fill_region", "generator_at", "saved_state"]
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -46,3 +47,35 @@ def fill_region(
         _cpu.fill_region(local, region, global_strides, op, generator, parameter)
     else:
         raise NotImplementedError(local.device)
+
+
+def advance(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    op: RandomOp,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    parameter_dtype: torch.dtype | None = None,
+) -> None:
+    """Move ``generator`` as ``op`` on a whole tensor would, generating nothing."""
+    nothing = Region(tuple(shape), tuple(((0, size),) for size in shape), (0, 0))
+    parameter = None if parameter_dtype is None else torch.empty(0, dtype=parameter_dtype, device=generator.device)
+    local = torch.empty(0, dtype=dtype, device=generator.device)
+    fill_region(local, nothing, strides, op, generator, parameter)
+
+
+def saved_state(generator: torch.Generator) -> bytes:
+    """The state of a generator, in half the bytes on a CPU."""
+    if generator.device.type == "cpu":
+        return Mt19937State.of(generator).packed()
+    return generator.get_state().numpy().tobytes()
+
+
+def generator_at(state: bytes, device: torch.device) -> torch.Generator:
+    """A generator of its own at a saved state."""
+    generator = torch.Generator(device)
+    if device.type == "cpu":
+        Mt19937State.unpacked(state).write_to(generator)
+    else:
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator

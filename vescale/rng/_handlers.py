@@ -24,7 +24,7 @@ from vescale.compat.random import (
 )
 from vescale.rng._dtensor import empty, empty_like, fill, outside_mesh, part_of_whole, region_of, replicated, whole_of
 from vescale.rng._multinomial import multinomial
-from vescale.rng._ops import RandomOp
+from vescale.rng._ops import RandomOp, inplace_overloads
 
 __all__ = ["handlers"]
 
@@ -45,20 +45,10 @@ def _numbers_only(handler: Callable[..., Any]) -> Handler:
     return handle
 
 
-def _inplace(name: str) -> Handler:
-    def handle(op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
-        arguments = dict(kwargs)
-        generator = arguments.pop("generator", None)
-        names = [argument.name for argument in op._schema.arguments[1:] if not argument.kwarg_only]
-        scalars = list(args[1:])
-        for missing in names[len(scalars) :]:
-            default = next(a.default_value for a in op._schema.arguments if a.name == missing)
-            scalars.append(arguments.pop(missing, default))
-        target: DTensor = args[0]
-        fill(target, RandomOp(name, tuple(scalars)), generator)
-        return target
-
-    return handle
+def _inplace(op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
+    target: DTensor = args[0]
+    fill(target, RandomOp.of_call(op, args, kwargs), kwargs.get("generator"))
+    return target
 
 
 def _bernoulli_tensor_(op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
@@ -302,19 +292,7 @@ def handlers() -> dict[Any, Handler]:
         aten.rrelu_with_noise.default: _rrelu_with_noise,
         aten.rrelu_with_noise_.default: _rrelu_with_noise,
     }
-    inplace = (
-        aten.uniform_.default,
-        aten.normal_.default,
-        aten.log_normal_.default,
-        aten.exponential_.default,
-        aten.cauchy_.default,
-        aten.geometric_.default,
-        aten.bernoulli_.float,
-        aten.random_.default,
-        aten.random_.to,
-        getattr(aten.random_, "from"),
-    )
-    table.update((op, _inplace(op._schema.name.removeprefix("aten::"))) for op in inplace)
+    table.update((op, _inplace) for op in inplace_overloads())
     for packet in (aten.rand_like, aten.randn_like, aten.randint_like):  # torch 2.12 and newer
         for overload in packet.overloads():
             if "generator" in overload and not overload.endswith("out"):

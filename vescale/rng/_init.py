@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +13,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, local_of, spec_of
 from vescale.compat.random import is_symbolic
-from vescale.placements import Region
+from vescale.rng._deferred import is_deferred, record_initializer
 from vescale.rng._dtensor import empty, fill, part_of_whole, region_of
 from vescale.rng._engine import default_generator
 from vescale.rng._ops import RandomOp
-from vescale.rng._part import Part
+from vescale.rng._truncated import fill_part, replay_draws
 
-__all__ = ["INITIALIZERS", "dtensor_factory", "rand", "randint", "randn", "replay_truncated"]
-
-# A chunk of a whole tensor that is generated for its rejections only.
-_CHUNK_ELEMENTS = 1 << 20
+__all__ = ["INITIALIZERS", "dtensor_factory", "rand", "randint", "randn"]
 
 
 def _trunc_normal_(
@@ -40,20 +36,22 @@ def _trunc_normal_(
     Communication: an all-reduce of one flag over the mesh for each round of rejections. A rank outside of the mesh
     learns the number of rounds by generating the whole tensor, a chunk at a time, without communication.
     """
+    if is_deferred(tensor):
+        record_initializer(original, tensor, (mean, std, a, b), generator)
+        return tensor
     if not isinstance(tensor, DTensor) or is_symbolic(local_of(tensor)):
         return original(tensor, mean, std, a, b, generator=generator)
     spec = spec_of(tensor)
     region = region_of(spec, "trunc_normal_")
     assert spec.tensor_meta is not None
+    arguments = (mean, std, a, b)
+    strides = tuple(spec.tensor_meta.stride)
     if region is None:
-        device = torch.device(spec.mesh.device_type)
-        generator = default_generator(device) if generator is None else generator
-        replay_truncated(original, (mean, std, a, b), tuple(spec.shape), spec.tensor_meta, device, generator)
-        return tensor
-    local = local_of(tensor).detach()
-    original(
-        Part.of(local, region, spec.tensor_meta.stride, lambda flag: _anywhere(flag, spec)), mean, std, a, b, generator
-    )
+        generator = default_generator(torch.device(spec.mesh.device_type)) if generator is None else generator
+        replay_draws(original, arguments, tuple(spec.shape), strides, spec.tensor_meta.dtype, generator)
+    else:
+        local = local_of(tensor).detach()
+        fill_part(original, arguments, local, region, strides, generator, lambda flag: _anywhere(flag, spec))
     return tensor
 
 
@@ -62,41 +60,6 @@ def _anywhere(flag: bool, spec: DTensorSpec) -> bool:
     for axis in range(spec.mesh.ndim):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=spec.mesh.get_group(axis))
     return bool(flags.item())
-
-
-def replay_truncated(
-    original: Callable[..., torch.Tensor],
-    arguments: tuple[float, float, float, float],
-    shape: tuple[int, ...],
-    meta: Any,
-    device: torch.device,
-    generator: torch.Generator,
-) -> None:
-    """Move ``generator`` as ``trunc_normal_`` on a whole tensor would; O(chunk) memory, the time of one device."""
-    start = generator.get_state()
-    furthest, most = start, 0
-    for region in _chunks(shape):
-        generator.set_state(start)
-        rounds = 0
-
-        def count(flag: bool) -> bool:
-            nonlocal rounds
-            rounds += 1
-            return flag
-
-        local = torch.empty(region.local_shape, dtype=meta.dtype, device=device)
-        original(Part.of(local, region, meta.stride, count), *arguments, generator)
-        if rounds >= most:
-            furthest, most = generator.get_state(), rounds
-    generator.set_state(furthest)
-
-
-def _chunks(shape: tuple[int, ...]) -> Iterator[Region]:
-    """Cuts a shape into row-major stretches of ``_CHUNK_ELEMENTS``; at least one, be it empty."""
-    whole = tuple(((0, size),) for size in shape)
-    numel = math.prod(shape)
-    for start in range(0, max(numel, 1), _CHUNK_ELEMENTS):
-        yield Region(shape, whole, (start, min(start + _CHUNK_ELEMENTS, numel)))
 
 
 def _orthogonal_(

@@ -22,6 +22,8 @@ _STATE = np.dtype(
     }
 )
 
+_WORDS = 24  # where the block begins
+
 
 @dataclass(frozen=True, eq=False)
 class Mt19937State:
@@ -46,6 +48,15 @@ class Mt19937State:
         fields = np.frombuffer(raw, _STATE)[0]
         block = fields["block"].astype(np.uint32)
         return cls(raw, block, BLOCK_WORDS + 1 - int(fields["left"]), bool(fields["normal_is_valid"]))
+
+    def packed(self) -> bytes:
+        """Half the bytes: torch keeps each 32-bit word in 64."""
+        return self.raw[:_WORDS] + self.block.tobytes() + self.raw[_WORDS + 8 * BLOCK_WORDS :]
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> Mt19937State:
+        block = np.frombuffer(packed, np.uint32, BLOCK_WORDS, _WORDS)
+        return cls.parse(packed[:_WORDS] + block.astype("<u8").tobytes() + packed[_WORDS + 4 * BLOCK_WORDS :])
 
     def skip(self, num_words: int) -> Mt19937State:
         """The state after drawing ``num_words`` words: the same bytes as after drawing them."""

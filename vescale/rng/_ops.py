@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from vescale.rng._draws import DrawRule, NormalBlocks, NormalPairs, WordsPerElement
 from vescale.rng._mt19937 import Mt19937State
 
-__all__ = ["RandomOp", "words_drawn"]
+__all__ = ["RandomOp", "half_normal_tail_follows_last_block", "inplace_overloads", "words_drawn"]
 
 _HALVES = (torch.bfloat16, torch.float16)
 _FULL_RANGE_DRAWS_64 = (torch.int64, torch.float64, torch.float32, torch.bfloat16)
@@ -34,6 +36,15 @@ class RandomOp:
         arguments = self.arguments if parameter is None else (parameter,)
         result: torch.Tensor = getattr(torch.Tensor, self.name)(out, *arguments, generator=generator)
         return result
+
+    @classmethod
+    def of_call(cls, overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RandomOp:
+        """The op of a call of an in-place overload of ATen, say ``aten.normal_.default(x, 0.0, std=0.02)``."""
+        scalars = list(args[1:])
+        for argument in overload._schema.arguments[len(args) :]:
+            if not argument.kwarg_only:
+                scalars.append(kwargs.get(argument.name, argument.default_value))
+        return cls(overload._schema.name.removeprefix("aten::"), tuple(scalars))
 
     def cpu_rule(
         self, dtype: torch.dtype, n: int, contiguous: bool, parameter_dtype: torch.dtype | None = None
@@ -70,6 +81,14 @@ class RandomOp:
             case (int(high),):
                 return 1 if high < 2**28 else 2
         raise TypeError(f"random_ with arguments {self.arguments!r}; expected (), (high,), (low, high) or (low, None)")
+
+
+def inplace_overloads() -> list[Any]:
+    """The overloads of ATen that :meth:`RandomOp.of_call` understands."""
+    aten = torch.ops.aten
+    names = ("uniform_", "normal_", "log_normal_", "exponential_", "cauchy_", "geometric_")
+    fills = [getattr(aten, name).default for name in names]
+    return [*fills, aten.bernoulli_.float, aten.random_.default, aten.random_.to, getattr(aten.random_, "from")]
 
 
 def _integers_up_to(dtype: torch.dtype) -> int:
