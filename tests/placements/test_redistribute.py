@@ -86,11 +86,14 @@ def check_bytes(tensor: Source, target: tuple[Any, ...], ledger: Ledger, context
     def held(placements: tuple[Any, ...], coordinate: tuple[int, ...]) -> set[int]:
         return set(oracle.local_indices(tensor.shape, placements, mesh_shape, coordinate))
 
-    arriving = {c: held(target, c) - held(tensor.placements, c) for c in oracle.coordinates(mesh_shape)}
-    assert ledger.bytes() - padding == len(arriving[tuple(tensor.coordinate)]) * itemsize, f"{context}: {ledger}"
+    def arriving(coordinate: tuple[int, ...]) -> set[int]:
+        return held(target, coordinate) - held(tensor.placements, coordinate)
+
+    own = arriving(tuple(tensor.coordinate))
+    assert ledger.bytes() - padding == len(own) * itemsize, f"{context}: {ledger}"
     assert ledger.count() <= 1, f"{context}: {ledger}"
-    if not any(arriving.values()):
-        assert ledger.count() == 0, f"{context}: nothing changes owner, but {ledger}"
+    if not own and ledger.count():
+        assert any(map(arriving, oracle.coordinates(mesh_shape))), f"{context}: nothing changes owner, but {ledger}"
 
 
 def all_forms(num_ranks: int, shape: tuple[int, ...], seed: int) -> list[Any]:
@@ -121,16 +124,16 @@ def one_axis_pairs(world_size: int, shape: tuple[int, ...]) -> int:
     forms = all_forms(world_size, shape, seed=world_size)
     ranks = tuple(range(world_size))
     pairs = [(s, t) for s in forms for t in forms if s == t or not (s.is_partial() and t.is_partial())]
+    assert len(pairs) == 16 * 16 - 4 * 3
+    if world_size == 8 and shape != (7, 6):
+        pairs = random.Random(8).sample(pairs, 80)
     return run_cases(move_and_compare, [(ranks, shape, (s,), (t,), n) for n, (s, t) in enumerate(pairs)])
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("shape", [(7, 6), (8, 4), (2, 3)])
 def test_every_pair_on_one_axis(ranks: RankPools, world_size: int, shape: tuple[int, ...]) -> None:
-    if world_size == 8 and shape == (8, 4):
-        pytest.skip("(7, 6) has even and uneven cuts for 8 ranks, (2, 3) empty ones")
-    counts = ranks.run(one_axis_pairs, world_size, shape, world_size=world_size)
-    assert counts[0] == 16 * 16 - 4 * 3
+    ranks.run(one_axis_pairs, world_size, shape, world_size=world_size)
 
 
 def random_pairs(mesh_ranks: Any, seed: int, count: int) -> int:
@@ -163,7 +166,7 @@ def random_pairs(mesh_ranks: Any, seed: int, count: int) -> int:
 )
 def test_random_pairs(ranks: RankPools, mesh_ranks: Any) -> None:
     world_size = torch.tensor(mesh_ranks).numel()
-    ranks.run(random_pairs, mesh_ranks, 7, 120, world_size=world_size)
+    ranks.run(random_pairs, mesh_ranks, 7, 80, world_size=world_size)
 
 
 @pytest.mark.parametrize("mesh_ranks", [(1, 3), (2,), ((2, 0), (3, 1)), ((6,), (1,)), ((0, 7, 3), (4, 1, 6))], ids=str)

@@ -67,15 +67,12 @@ class Exchange:
 
     @functools.cached_property
     def receives_in_place(self) -> bool:
-        """Whether the received pieces, one after the other, are the new local tensor: no copy needed."""
-        if not _fills(self.receives, self.target):
-            return False
-        if not self.gathers:
-            return True
-        return all(  # a gathered piece arrives in its sender's local order
-            _joint_span(piece.source, region.local_shape) == (0, region.numel)
-            for piece, region in zip(self.receives, self.peer_sources)
-        )
+        """Whether the received pieces, one after the other, are the new local tensor: no copy needed.
+
+        Also for a gather, where a piece arrives in its sender's local order: pieces list their blocks in that order, and
+        a block that is contiguous among the target's whole rows is so among the sender's, which has no other rows.
+        """
+        return _fills(self.receives, self.target)
 
     @functools.cached_property
     def keeps_in_place(self) -> bool:
