@@ -85,7 +85,7 @@ def all_to_all_v(
     rank = dist.get_rank(group)
     out = send.new_empty(sum(receive_sizes)) if out is None else out
     size = send.element_size()
-    record("all_to_all_v", len(send_sizes), (sum(receive_sizes) - receive_sizes[rank]) * size, asker=asker)
+    record("all_to_all_v", len(send_sizes), (sum(receive_sizes) - receive_sizes[rank]) * size, asker=asker, group=group)
     work = dist.all_to_all_single(
         _bytes(out),
         _bytes(send),
@@ -116,18 +116,18 @@ def all_gather_v(
     if total == 0:
         return Pending(out)
     if num_ranks * largest == total:
-        record("all_gather_v", num_ranks, payload, asker=asker)
+        record("all_gather_v", num_ranks, payload, asker=asker, group=group)
         return Pending(out, [all_gather_single(_bytes(out), _bytes(local), group=group, async_op=True)])
     if num_ranks * largest <= (1 + MAX_PADDING) * total:
         padding = (num_ranks * largest - total - (largest - sizes[rank])) * size
-        record("all_gather_v", num_ranks, payload + padding, padding_bytes=padding, asker=asker)
+        record("all_gather_v", num_ranks, payload + padding, padding_bytes=padding, asker=asker, group=group)
         padded = local.new_zeros(largest)
         padded[: local.numel()] = local
         wide = local.new_empty(num_ranks * largest)
         work = all_gather_single(_bytes(wide), _bytes(padded), group=group, async_op=True)
         pieces = [wide[i * largest : i * largest + n] for i, n in enumerate(sizes)]
         return Pending(out, [work], lambda: torch.cat(pieces, out=out))
-    record("all_gather_v", num_ranks, payload, asker=asker)
+    record("all_gather_v", num_ranks, payload, asker=asker, group=group)
     slots = out.split(list(sizes))
     slots[rank].copy_(local)
     owners = [i for i, n in enumerate(sizes) if n]
@@ -160,7 +160,7 @@ def reduce_scatter_v(
     ``op`` is ``sum``, ``avg``, ``max``, ``min`` or ``product``. Sends ``sum(sizes) - sizes[rank]`` elements.
     """
     rank, num_ranks = dist.get_rank(group), len(sizes)
-    record("reduce_scatter_v", num_ranks, (sum(sizes) - sizes[rank]) * send.element_size(), asker=asker)
+    record("reduce_scatter_v", num_ranks, (sum(sizes) - sizes[rank]) * send.element_size(), asker=asker, group=group)
     out = send.new_empty(sizes[rank]) if out is None else out
     if dist.get_backend(group) == dist.Backend.NCCL:
         if len(set(sizes)) == 1:
@@ -197,7 +197,7 @@ def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker:
     """The reduction of the ranks' tensors (any shape) on every rank; ``local`` is not changed."""
     num_ranks = dist.get_world_size(group)
     moved = math.ceil(2 * (num_ranks - 1) / num_ranks * local.numel() * local.element_size())
-    record("all_reduce", num_ranks, moved, asker=asker)
+    record("all_reduce", num_ranks, moved, asker=asker, group=group)
     out = local.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(out, op=_OPS[op], group=group, async_op=True)
     return Pending(out, [work], (lambda: out.div_(num_ranks)) if op == "avg" else None)

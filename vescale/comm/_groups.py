@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.comm._ledger import name_group
+
 __all__ = ["AxisGroup", "axis_group"]
 
 
@@ -70,5 +72,7 @@ def _build(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
         group = world
     else:
         group = dist.new_group(sorted(by_rank), use_local_synchronization=True, group_desc=f"axes {axes}")
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    name_group(group, ",".join(names[axis] for axis in axes))
     order = dist.get_process_group_ranks(group)
     return AxisGroup(group, tuple(by_rank[rank] for rank in order), order.index(dist.get_rank()))
