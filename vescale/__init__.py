@@ -9,7 +9,19 @@ from typing import Any
 __version__ = "0.1.0"
 
 # public name -> module that defines it
-_PUBLIC: dict[str, str] = {}
+_PUBLIC: dict[str, str] = {
+    "ALL": "vescale.plans",
+    "BWD": "vescale.plans",
+    "FWD": "vescale.plans",
+    "INIT": "vescale.plans",
+    "RUN": "vescale.plans",
+    "Phase": "vescale.plans",
+    "Plan": "vescale.plans",
+    "PlanError": "vescale.plans",
+    "Program": "vescale.ir",
+    "VescalePlan": "vescale.plans",
+    "lower": "vescale.ir",
+}
 
 __all__ = ["__version__", *_PUBLIC]
 

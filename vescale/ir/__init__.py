@@ -1,14 +1,18 @@
-"""The plan's intermediate representation: instructions, programs."""
+"""The plan's intermediate representation: instructions, programs, and lowering."""
 
+from vescale.ir._findings import Finding, LoweringError
+from vescale.ir._lower import check, lower
 from vescale.ir._ops import Annotate, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
 from vescale.ir._program import Hook, Instruction, Program
 
 __all__ = [
     "Annotate",
     "Factory",
+    "Finding",
     "Hook",
     "Instruction",
     "Local",
+    "LoweringError",
     "Op",
     "Place",
     "Program",
@@ -16,4 +20,6 @@ __all__ = [
     "Stage",
     "Unit",
     "Wrap",
+    "check",
+    "lower",
 ]

@@ -54,9 +54,14 @@ class Redistribute:
     """A tensor goes to ``dst``, and its gradient to ``grad_dst`` on the way back.
 
     ``src``: what the plan says arrives (checked at run time where it is not None). ``grad_src``: the placement that the
-    gradient of ``dst`` is brought to before it goes back; ``grad_dst``: the placement it leaves with. None: the boundary
-    rule (where the tensor arrived Partial, the gradient is brought to ``dst``, Replicate for Partial; else to what
-    arrived). ``dst == src == Replicate`` is no no-op: the gradient may arrive Partial, and is reduced here.
+    gradient of ``dst`` is brought to before it goes back; ``grad_dst``: the placement it leaves with. None, whole or on
+    one axis: the boundary rule (where the tensor arrived Partial, the gradient is brought to ``dst``, Replicate for
+    Partial; else to what arrived); on an axis where ``dst`` is None too, the gradient is left as it arrives.
+    ``dst == src == Replicate`` is no no-op: the gradient may arrive Partial, and is reduced here.
+
+    Of a parameter or buffer (``target`` names it): at FORWARD_PRE ``src`` is where it lies at rest and ``dst`` where the
+    module computes with it, and the gradient goes back to ``src`` by the same rule; at FORWARD_POST the tensor at rest
+    takes its place again, which communicates nothing.
     """
 
     dst: Stage

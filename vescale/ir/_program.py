@@ -27,10 +27,14 @@ class Instruction:
     """``path.hook:target:index:op``, for example ``model.layers.0.mlp.forward_pre:<in>:0:redist(->tp=R)``.
 
     Attributes:
-        path: the module's name in the model, ``""`` for the model itself.
+        path: the module's name in the model, ``""`` for the model itself. A module with several names has instructions
+            under the first only.
         hook: when it runs.
-        target: ``<in>``, ``<out>``, or the name of a parameter or buffer of the module; ``<self>`` for regions and units.
-        index: which input or output, by position or name; None for all of them, and where it has no meaning.
+        target: ``<in>``, ``<out>``, or the name of a parameter or buffer relative to the module; ``<self>`` for regions
+            and units. A tensor with several names (tied weights) is placed once, under the first.
+        index: which input or output: its name in the signature of ``forward``, however it is passed, or its position
+            where the signature has no name for it. None: where there is a choice, every one that no other instruction of
+            the same path, hook and target names.
         op: what is done.
         source: the plan's line that asked for it; not part of the instruction's identity.
     """

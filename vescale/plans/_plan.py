@@ -24,7 +24,7 @@ from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, Phase, parse_phase
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "VescalePlan"]
 
 # One placement for the axis named by mesh=, one for each axis named there, or {axis: placement}.
 PlacementSpec = Placement | Sequence[Placement] | Mapping[str, Placement]
@@ -305,3 +305,6 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({self._axes}; {len(self._entries)} entries)"
+
+
+VescalePlan = Plan
