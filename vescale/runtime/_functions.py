@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from vescale.runtime._assignment import assign_item
 from vescale.runtime._attention import attention
+from vescale.runtime._concat import concat
 from vescale.runtime._embedding import embedding
 from vescale.runtime._escapes import escape
 
@@ -20,6 +21,9 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: attention,
     F.embedding: embedding,
     torch.embedding: embedding,
+    torch.cat: concat,
+    torch.concat: concat,
+    torch.concatenate: concat,
     torch.Tensor.__setitem__: assign_item,
     **{getattr(torch.Tensor, name): escape for name in ("tolist", "numpy", "__array__")},
 }

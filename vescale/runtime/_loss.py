@@ -41,7 +41,6 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 
 def _sum_over(mesh: DeviceMesh, axes: Sequence[int], local: torch.Tensor, op: str, who: str) -> torch.Tensor:
-    axes = [axis for axis in axes if mesh.size(axis) > 1]
     if not axes:
         return local
     with asking(who):
@@ -49,7 +48,9 @@ def _sum_over(mesh: DeviceMesh, axes: Sequence[int], local: torch.Tensor, op: st
 
 
 def _axes_on(x: DTensor, dim: int) -> list[int]:
-    return [axis for axis, placement in enumerate(x.placements) if shard_dim(placement) == dim]
+    """The axes along which ranks hold different parts of a dim."""
+    mesh = x.device_mesh
+    return [a for a, placement in enumerate(x.placements) if shard_dim(placement) == dim and mesh.size(a) > 1]
 
 
 def _like(x: DTensor, local: torch.Tensor, dtype: torch.dtype) -> DTensor:
@@ -135,7 +136,7 @@ class _Rows:
             index = torch.where(inside, labels - start + position, index)
             here, position = here | inside, position + stop - start
         class_axes = _axes_on(scores, class_dim)
-        row_axes = [a for a, p in enumerate(scores.placements) if shard_dim(p) is not None and a not in class_axes]
+        row_axes = [a for a, p in enumerate(scores.placements) if shard_dim(p) not in (None, class_dim)]
         return cls(scores, class_dim, class_axes, row_axes, placements, weights, index, here, bad.sum())
 
     @property
