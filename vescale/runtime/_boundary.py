@@ -29,7 +29,7 @@ from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, no_to
 from vescale.placements import move_local
 from vescale.runtime._runtime import locate
 
-__all__ = ["bring", "contiguous_stride", "convert", "cut", "enter_local", "leave_local", "reduced", "wrap_global"]
+__all__ = ["bring", "contiguous_stride", "convert", "cut", "enter_local", "leave_local", "reduced", "stride_like", "wrap_global"]
 
 
 def reduced(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -119,7 +119,7 @@ class _EnterLocal(torch.autograd.Function):
         if grad is None:
             return None, None
         shape = ctx.spec.shape
-        spec = make_spec(ctx.spec.mesh, ctx.grad_placements, shape, _stride_like(grad, shape), grad.dtype)
+        spec = make_spec(ctx.spec.mesh, ctx.grad_placements, shape, stride_like(grad, shape), grad.dtype)
         return make_dtensor(grad, spec, requires_grad=grad.requires_grad), None
 
 
@@ -149,12 +149,12 @@ def leave_local(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], op: str
 ) -> DTensor:
     """A DTensor of global ``shape`` whose part on this rank is ``local``."""
-    spec = make_spec(mesh, placements, shape, _stride_like(local, shape), local.dtype)
+    spec = make_spec(mesh, placements, shape, stride_like(local, shape), local.dtype)
     with no_torch_function():
         return _LeaveLocal.apply(local, spec, op)
 
 
-def _stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Global strides with the local tensor's order of dims."""
     order = sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim))
     stride, step = [1] * len(shape), 1

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.comm import record
 from vescale.compat import DispatchListener, install_dispatch, local_of, make_dtensor, make_spec, no_torch_function
-from vescale.runtime._boundary import bring, cut
+from vescale.runtime._boundary import bring, cut, stride_like
 from vescale.runtime._containers import map_tensors
 from vescale.runtime._loss import LOSS_HANDLERS
 from vescale.runtime._runtime import locate
@@ -22,7 +22,7 @@ _aten = torch.ops.aten
 
 def install_handlers() -> None:
     """Teach DTensor's dispatcher; idempotent. Ops without a handler, and DTensors of other code, are not affected."""
-    install_dispatch({_aten.fill_.Tensor: _fill, **LOSS_HANDLERS}, _Listener())
+    install_dispatch({_aten.fill_.Tensor: _fill, _aten.clone.default: _clone, **LOSS_HANDLERS}, _Listener())
 
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -38,6 +38,15 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(p.is_partial("sum") and index for p, index in zip(x.placements, coordinate)):
             local_of(x).zero_()
     return x
+
+
+def _clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """A copy of each rank's part; stock DTensor reduces a Partial tensor to copy it."""
+    x = args[0]
+    with no_torch_function():
+        local = op(local_of(x), **kwargs)
+        spec = make_spec(x.device_mesh, x.placements, x.shape, stride_like(local, x.shape), local.dtype)
+        return make_dtensor(local, spec)
 
 
 class _Listener(DispatchListener):

@@ -136,7 +136,9 @@ class _Rows:
             index = torch.where(inside, labels - start + position, index)
             here, position = here | inside, position + stop - start
         class_axes = _axes_on(scores, class_dim)
-        row_axes = [a for a, p in enumerate(scores.placements) if shard_dim(p) not in (None, class_dim)]
+        row_axes = [
+            a for a, p in enumerate(scores.placements) if shard_dim(p) not in (None, class_dim) and mesh.size(a) > 1
+        ]
         return cls(scores, class_dim, class_axes, row_axes, placements, weights, index, here, bad.sum())
 
     @property
