@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -37,7 +38,8 @@ class DispatchListener:
         """Before an op brings operands (position, local tensor, from, to) to other placements on its own account."""
 
     def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Stock DTensor has no rule for ``op``: return its result, or NotImplemented to let the error out."""
+        """Stock DTensor has no rule for ``op``, or cannot tell its result's shape: return its result, or NotImplemented to
+        let the error out."""
         return NotImplemented
 
 
@@ -83,7 +85,9 @@ def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -
     def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         try:
             return original(op_call, args, kwargs, op_info, try_cache)
-        except NotImplementedError:
+        except (NotImplementedError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not _is_data_dependent(error):
+                raise
             # The C++ caller takes anything that is no OutputSharding as the op's own result.
             result = listener.no_strategy(op_call, args, kwargs)
             if result is NotImplemented:
@@ -91,6 +95,15 @@ def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -
             return result
 
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagate
+
+
+def _is_data_dependent(error: BaseException | None) -> bool:
+    """Whether propagation failed because the result's shape depends on the data (``nonzero``)."""
+    while error is not None:
+        if isinstance(error, DynamicOutputShapeException | DataDependentOutputException | NotImplementedError):
+            return True
+        error = error.__cause__
+    return False
 
 
 def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

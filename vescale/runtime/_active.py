@@ -7,6 +7,7 @@ is reachable without going through it, so that models in one process do not see 
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ class Activation:
     """A model's forward on this thread: entered with its outermost module, left with it."""
 
     runtime: Runtime
-    mode: Any
+    contexts: ExitStack
     frames: list[Frame] = field(default_factory=list)
 
 

@@ -13,6 +13,7 @@ from vescale.compat import DispatchListener, install_dispatch, local_of, make_dt
 from vescale.runtime._boundary import bring, cut, stride_like
 from vescale.runtime._containers import map_tensors
 from vescale.runtime._loss import LOSS_HANDLERS
+from vescale.runtime._norm import NORM_HANDLERS
 from vescale.runtime._runtime import locate
 
 __all__ = ["install_handlers"]
@@ -22,7 +23,7 @@ _aten = torch.ops.aten
 
 def install_handlers() -> None:
     """Teach DTensor's dispatcher; idempotent. Ops without a handler, and DTensors of other code, are not affected."""
-    install_dispatch({_aten.fill_.Tensor: _fill, _aten.clone.default: _clone, **LOSS_HANDLERS}, _Listener())
+    install_dispatch({_aten.fill_.Tensor: _fill, _aten.clone.default: _clone, **NORM_HANDLERS, **LOSS_HANDLERS}, _Listener())
 
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

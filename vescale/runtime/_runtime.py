@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import warnings
 import weakref
+from contextlib import ExitStack
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,9 +79,13 @@ class Runtime:
 
         stack = activations()
         if not stack or stack[-1].runtime is not self:
-            mode = RuntimeMode(self)
-            mode.__enter__()
-            stack.append(Activation(self, mode))
+            contexts = ExitStack()
+            if torch.is_inference_mode_enabled():
+                # There, composite ops reach DTensor whole, and its rules for them gather; without gradients they do not.
+                contexts.enter_context(torch.inference_mode(False))
+                contexts.enter_context(torch.no_grad())
+            contexts.enter_context(RuntimeMode(self))
+            stack.append(Activation(self, contexts))
         activation = stack[-1]
         path = self.name_of(module)
         activation.frames.append(Frame(module, path, arguments))
@@ -107,7 +112,7 @@ class Runtime:
         else:
             self._mark(None)
             stack.pop()
-            activation.mode.__exit__(None, None, None)
+            activation.contexts.close()
 
     def _mark(self, path: str | None) -> None:
         number = sequence_number()
