@@ -14,7 +14,19 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.plans import MeshAxes, placement_text
 
-__all__ = ["Annotate", "Factory", "Local", "Op", "Place", "Redistribute", "Stage", "Unit", "Wrap", "stage_text"]
+__all__ = [
+    "Annotate",
+    "Batch",
+    "Factory",
+    "Local",
+    "Op",
+    "Place",
+    "Redistribute",
+    "Stage",
+    "Unit",
+    "Wrap",
+    "stage_text",
+]
 
 # One placement for each mesh axis; None where the plan leaves the axis as it is.
 Stage = tuple[Placement | None, ...]
@@ -123,4 +135,18 @@ class Unit:
         return f"unit({','.join(self.names)})"
 
 
-Op = Place | Wrap | Redistribute | Annotate | Factory | Local | Unit
+@dataclass(frozen=True)
+class Batch:
+    """Redistributions of one path and hook that do not depend on each other, so that one launch can serve them all.
+
+    ``parts`` are ``(target, index, redistribution)``, as in the instructions they were made of.
+    """
+
+    parts: tuple[tuple[str, int | str | None, Redistribute], ...]
+
+    def text(self, axes: MeshAxes) -> str:
+        parts = (f"{target}:{'*' if index is None else index}:{op.text(axes)}" for target, index, op in self.parts)
+        return f"batch({' '.join(parts)})"
+
+
+Op = Place | Wrap | Redistribute | Annotate | Factory | Local | Unit | Batch

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vescale.ir._ops import Op
+from vescale.ir._repeat import merge_repeats
 from vescale.plans import MeshAxes, Source
+
+if TYPE_CHECKING:
+    from vescale.ir._diff import ProgramDiff
 
 __all__ = ["Hook", "Instruction", "Program"]
 
@@ -69,6 +75,35 @@ class Program:
     def __len__(self) -> int:
         return len(self.instructions)
 
-    def to_text(self) -> str:
-        """One instruction a line; the same under every hash seed and on every rank."""
-        return "".join(instruction.text(self.axes) + "\n" for instruction in self.instructions)
+    def to_text(self, *, merge_layers: bool = False) -> str:
+        """One instruction a line; the same under every hash seed and on every rank.
+
+        ``merge_layers`` writes the instructions that repeated layers share once, as ``model.layers.0-31.mlp...``.
+        """
+        if not merge_layers:
+            return "".join(f"{instruction.text(self.axes)}\n" for instruction in self.instructions)
+        merged = merge_repeats((i.path, i.text(self.axes)[len(i.path) :]) for i in self.instructions)
+        return "".join(f"{path}{rest}\n" for path, rest, _ in merged)
+
+    def to_json(self) -> str:
+        """The program as JSON text, with the plan's lines; :meth:`from_json` reads it back equal."""
+        from vescale.ir._json import program_to_json
+
+        return program_to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Program:
+        """Raises ValueError saying what is wrong with the text. Nothing in it is executed."""
+        from vescale.ir._json import program_from_json
+
+        return program_from_json(text)
+
+    def diff(self, other: Program) -> ProgramDiff:
+        """What ``other`` does differently; false when nothing, ``str()`` of it for people."""
+        from vescale.ir._diff import diff_programs
+
+        return diff_programs(self, other)
+
+    def digest(self) -> str:
+        """SHA-256 of the mesh and the text: equal on two ranks exactly when they would do the same."""
+        return hashlib.sha256(f"{self.axes}\n{self.to_text()}".encode()).hexdigest()

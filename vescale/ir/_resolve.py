@@ -21,13 +21,13 @@ from vescale.plans import (
     RUN,
     AnnotateEntry,
     AxisPlacements,
+    Entry,
     FactoryEntry,
     LocalEntry,
     Path,
     Plan,
     RedistributeEntry,
     ShardEntry,
-    Source,
     Target,
     UnitEntry,
     placement_text,
@@ -49,6 +49,7 @@ class Resolution:
         factories: module -> placements of tensors that its forward makes.
         locals: module -> the entry that runs it on local tensors.
         units: module -> the entry that groups its parameters.
+        matches: ``id`` of an entry -> what it matched, as names of parameters, buffers, modules, inputs and outputs.
     """
 
     def __init__(self, index: ModelIndex) -> None:
@@ -58,6 +59,7 @@ class Resolution:
         self.factories: dict[str, AxisWords] = {}
         self.locals: dict[str, LocalEntry] = {}
         self.units: dict[str, UnitEntry] = {}
+        self.matches: dict[int, tuple[str, ...]] = {}
 
 
 def resolve(plan: Plan, index: ModelIndex, findings: Findings) -> Resolution:
@@ -98,12 +100,12 @@ class _Resolver:
 
     def shard(self, entry: ShardEntry) -> None:
         if entry.path.target is Target.STATE:
-            for name in self.matcher.states(entry.path, "shard", entry.source):
+            for name in self._states(entry, "shard"):
                 words = self.resolution.states[name]
                 roles = ((INIT, words.init), (FWD, words.forward), (BWD, words.backward))
                 self._say_state([role for phase, role in roles if phase in entry.phase], name, entry.placements, entry)
         elif entry.path.target is Target.GRAD:
-            for name in self._gradients(entry.path, "shard", entry.source):
+            for name in self._gradients(entry, "shard"):
                 self._say_state([self.resolution.states[name].grad], name, entry.placements, entry)
         else:
             self._shard_boundary(entry)
@@ -141,10 +143,10 @@ class _Resolver:
 
     def annotate(self, entry: AnnotateEntry) -> None:
         if entry.path.target is Target.STATE:
-            for name in self.matcher.states(entry.path, "annotate", entry.source):
+            for name in self._states(entry, "annotate"):
                 self._say_state([self.resolution.states[name].annotated], name, entry.placements, entry)
         elif entry.path.target is Target.GRAD:
-            for name in self._gradients(entry.path, "annotate", entry.source):
+            for name in self._gradients(entry, "annotate"):
                 self._say_state([self.resolution.states[name].grad_annotated], name, entry.placements, entry)
         else:
             for boundary, words, shown in self._boundaries(entry, "annotate"):
@@ -155,13 +157,13 @@ class _Resolver:
                     self._check_given(boundary, local, shown)
 
     def factory(self, entry: FactoryEntry) -> None:
-        for path in self.matcher.modules(entry.path, "factory", entry.source):
+        for path in self._modules(entry, "factory"):
             words = self.resolution.factories.setdefault(path, AxisWords("for tensors it makes"))
             for axis, placement in entry.placements:
                 words.say(axis, placement, entry, path, self.findings)
 
     def local(self, entry: LocalEntry) -> None:
-        for path in self._called_modules(entry.path, "local", entry.source):
+        for path in self._called_modules(entry, "local"):
             before = self.resolution.locals.setdefault(path, entry)
             if before != entry:
                 self.findings.error(
@@ -173,7 +175,7 @@ class _Resolver:
                 )
 
     def unit(self, entry: UnitEntry) -> None:
-        for path in self._called_modules(entry.path, "unit", entry.source):
+        for path in self._called_modules(entry, "unit"):
             self.resolution.units.setdefault(path, entry)
 
     def spread_unindexed(self) -> None:
@@ -189,16 +191,29 @@ class _Resolver:
 
     # Names
 
-    def _gradients(self, path: Path, what: str, source: Source | None) -> tuple[str, ...]:
-        found = self.matcher.states(path, what, source)
+    def _states(self, entry: Entry, what: str) -> tuple[str, ...]:
+        found = self.matcher.states(entry.path, what, entry.source)
+        self.resolution.matches[id(entry)] = found
+        return found
+
+    def _modules(self, entry: Entry, what: str) -> tuple[str, ...]:
+        found = self.matcher.modules(entry.path, what, entry.source)
+        self.resolution.matches[id(entry)] = found
+        return found
+
+    def _gradients(self, entry: Entry, what: str) -> tuple[str, ...]:
+        found = self._states(entry, what)
         parameters = tuple(name for name in found if self.index.states[name].is_parameter)
         if found and not parameters:
-            self.findings.error("no-match", f"{what} '{path}' names a buffer, which has no gradient", source)
+            self.findings.error(
+                "no-match", f"{what} '{entry.path}' names a buffer, which has no gradient", entry.source
+            )
         return parameters
 
-    def _called_modules(self, path: Path, what: str, source: Source | None) -> tuple[str, ...]:
+    def _called_modules(self, entry: Entry, what: str) -> tuple[str, ...]:
         """Matching modules whose forward runs; a finding when there is none."""
-        found = self.matcher.modules(path, what, source)
+        path, source = entry.path, entry.source
+        found = self._modules(entry, what)
         called = tuple(name for name in found if self.index.is_called(name))
         if found and not called:
             name = found[0]
@@ -218,7 +233,7 @@ class _Resolver:
     ) -> list[tuple[Boundary, BoundaryWords, str]]:
         side = "<in>" if entry.path.target is Target.IN else "<out>"
         found = []
-        for path in self._called_modules(entry.path, what, entry.source):
+        for path in self._called_modules(entry, what):
             key = entry.path.key
             if side == "<in>" and key is not None:
                 resolved = self._input(path, key, entry, what)
