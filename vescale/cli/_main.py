@@ -13,7 +13,9 @@ __all__ = ["COMMANDS", "UsageError", "main"]
 
 # sub-command -> (module with ``add_arguments(parser)`` and ``run(args) -> exit code``, one line of help).
 # Modules are imported only when their command is called, so that ``vescale --help`` stays instant.
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("vescale.cli._demo", "Train a Llama on a mesh of local processes and on one device, side by side."),
+}
 
 
 class UsageError(Exception):
