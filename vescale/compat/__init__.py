@@ -1,5 +1,6 @@
 """Every private PyTorch name that vescale uses, under a stable name, and the one ``install()``."""
 
+from vescale.compat.checkpointing import install_checkpointing
 from vescale.compat.collectives import AsyncCollectiveTensor, all_gather_single, as_async_tensor, reduce_scatter_single
 from vescale.compat.dispatch import (
     DispatchListener,
@@ -37,6 +38,7 @@ __all__ = [
     "as_async_tensor",
     "current_autograd_node",
     "install",
+    "install_checkpointing",
     "install_dispatch",
     "local_of",
     "make_dtensor",

@@ -58,6 +58,18 @@ def install_dispatch(handlers: Mapping[Any, Handler], listener: DispatchListener
             dispatcher._custom_op_handlers[op] = handler
         _listen_to_redistributions(dispatcher, listener)
         _listen_to_missing_strategies(dispatcher, listener)
+        _format_scalars()
+
+
+def _format_scalars() -> None:
+    """``f"{loss:.3f}"`` of a DTensor, which stock torch refuses, as of a plain tensor."""
+    if "__format__" in vars(DTensor):
+        return
+
+    def __format__(self: DTensor, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else repr(self) if not spec else self, spec)
+
+    DTensor.__format__ = __format__  # type: ignore[method-assign]
 
 
 def _listen_to_redistributions(dispatcher: Any, listener: DispatchListener) -> None:

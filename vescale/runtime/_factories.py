@@ -31,11 +31,11 @@ METHOD_FACTORIES = frozenset(
 
 
 def place_made(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a factory and place its result as the innermost ``factory`` entry says, Replicate without one."""
+    """Call a factory and place its result as the running module's ``factory`` entry says, Replicate without one."""
     made = func(*args, **kwargs)
     if not isinstance(made, torch.Tensor) or isinstance(made, DTensor) or "out" in kwargs:
         return made
-    placements = runtime.factory_placements[-1]
+    placements = runtime.factory_placements()
     if any(getattr(placement, "dim", -1) >= made.ndim for placement in placements):
         placements = runtime.replicated  # a scalar or an index vector inside a region of sharded factories
     return wrap_global(made, runtime.mesh, placements, "factory")

@@ -9,12 +9,12 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.comm import record
-from vescale.compat import DispatchListener, install_dispatch, local_of, make_dtensor, make_spec, no_torch_function
+from vescale.compat import DispatchListener, install_checkpointing, install_dispatch, local_of, make_dtensor, make_spec, no_torch_function
 from vescale.runtime._boundary import bring, cut, stride_like
 from vescale.runtime._containers import map_tensors
 from vescale.runtime._loss import LOSS_HANDLERS
 from vescale.runtime._norm import NORM_HANDLERS
-from vescale.runtime._runtime import locate
+from vescale.runtime._runtime import checkpointed, locate
 
 __all__ = ["install_handlers"]
 
@@ -24,6 +24,7 @@ _aten = torch.ops.aten
 def install_handlers() -> None:
     """Teach DTensor's dispatcher; idempotent. Ops without a handler, and DTensors of other code, are not affected."""
     install_dispatch({_aten.fill_.Tensor: _fill, _aten.clone.default: _clone, **NORM_HANDLERS, **LOSS_HANDLERS}, _Listener())
+    install_checkpointing(checkpointed)
 
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import no_torch_function
-from vescale.ir import Annotate, Factory, Hook, Instruction, Redistribute, Wrap
+from vescale.ir import Annotate, Hook, Instruction, Redistribute, Wrap
 from vescale.placements import from_local, shard_dim
 from vescale.plans import PlanError
 from vescale.runtime._boundary import convert, enter_local, wrap_global
@@ -27,10 +27,9 @@ class ModuleHooks:
     """Runs a module's instructions; one object a module, its methods are the hooks.
 
     ================  ==================================================================================================
-    ``forward_pre``   the module is entered (function mode on); factory entries apply from here; inputs are placed;
+    ``forward_pre``   inputs are placed; the module is entered (the outermost one switches the function mode on);
                       parameters with a placement of their own for the forward are shown so placed
-    ``forward``       also after an exception: outputs are placed, parameters are hidden again, factory entries end, the
-                      module is left
+    ``forward_post``  outputs are placed; also after an exception: parameters are hidden again, the module is left
     ================  ==================================================================================================
     """
 
@@ -42,7 +41,6 @@ class ModuleHooks:
         self._inputs = [i for i in pre if i.target == "<in>"]
         self._parameters = [i for i in pre if i.target not in ("<in>", "<out>", "<self>")]
         self._outputs = [i for i in instructions if i.hook is Hook.FORWARD_POST and i.target == "<out>"]
-        self._factories = [i.op for i in instructions if isinstance(i.op, Factory)]
         self._positions = _positions(module) if self._inputs else {}
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -58,9 +56,6 @@ class ModuleHooks:
             with no_torch_function():
                 args, kwargs = self._place_inputs(args, kwargs)
         runtime.enter(module, (*args, *kwargs.values()))
-        for op in self._factories:
-            assert isinstance(op, Factory)
-            runtime.factory_placements.append(_complete(op.placements, runtime.replicated))
         for instruction in self._parameters:
             self._show_parameter(module, instruction)
         return args, kwargs
@@ -114,8 +109,6 @@ class ModuleHooks:
                     output = map_tensors(self._finished, output)
         finally:
             self._hide_parameters(module)
-            if self._factories:
-                del runtime.factory_placements[-len(self._factories) :]
             runtime.leave(module, output)
         return output
 

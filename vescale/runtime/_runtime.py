@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import warnings
 import weakref
-from contextlib import ExitStack
-from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from vescale.compat import (
     node_sequence,
     sequence_number,
 )
-from vescale.ir import Program
+from vescale.ir import Factory, Program
 from vescale.plans import MeshAxes
 from vescale.runtime._active import Activation, Frame, activations, current
 from vescale.runtime._containers import tensors_in
@@ -34,7 +35,7 @@ from vescale.runtime._sites import (
     one_placement_text,
 )
 
-__all__ = ["Runtime", "Where", "locate"]
+__all__ = ["Runtime", "Where", "checkpointed", "locate"]
 
 # Backward looks a node up by its number; older steps than this many module entries are forgotten.
 _TIMELINE_LENGTH = 200_000
@@ -56,7 +57,11 @@ class Runtime:
         self.strict = strict
         self.sites: dict[ImplicitSite, int] = {}
         self.replicated: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
-        self.factory_placements: list[tuple[Placement, ...]] = [self.replicated]
+        self._factories = {
+            instruction.path: tuple(instruction.op.placements)
+            for instruction in program
+            if isinstance(instruction.op, Factory)
+        }
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         for name, module in model.named_modules():
             self._names[module] = name
@@ -71,21 +76,25 @@ class Runtime:
     def name_of(self, module: nn.Module) -> str:
         return self._names.get(module, type(module).__name__)
 
+    def factory_placements(self) -> tuple[Placement, ...]:
+        """Where tensors go that the running module makes: as the entry of the nearest module around it says.
+
+        By name and not by call, so that a recomputed part of a forward finds what its forward found.
+        """
+        activation = current()
+        path = activation.frames[-1].path if activation is not None else ""
+        while path and path not in self._factories:
+            path = path.rpartition(".")[0]
+        placements = self._factories.get(path, self.replicated)
+        return tuple(r if p is None else p for p, r in zip(placements, self.replicated))
+
     # Where the thread is
 
     def enter(self, module: nn.Module, arguments: tuple[Any, ...]) -> Activation:
         """A module of this model starts its forward; the outermost one switches the model's function mode on."""
-        from vescale.runtime._mode import RuntimeMode
-
         stack = activations()
         if not stack or stack[-1].runtime is not self:
-            contexts = ExitStack()
-            if torch.is_inference_mode_enabled():
-                # There, composite ops reach DTensor whole, and its rules for them gather; without gradients they do not.
-                contexts.enter_context(torch.inference_mode(False))
-                contexts.enter_context(torch.no_grad())
-            contexts.enter_context(RuntimeMode(self))
-            stack.append(Activation(self, contexts))
+            stack.append(Activation(self, self._contexts()))
         activation = stack[-1]
         path = self.name_of(module)
         activation.frames.append(Frame(module, path, arguments))
@@ -113,6 +122,32 @@ class Runtime:
             self._mark(None)
             stack.pop()
             activation.contexts.close()
+
+    def _contexts(self) -> ExitStack:
+        from vescale.runtime._mode import RuntimeMode
+
+        contexts = ExitStack()
+        if torch.is_inference_mode_enabled():
+            # There, composite ops reach DTensor whole, and its rules for them gather; without gradients they do not.
+            contexts.enter_context(torch.inference_mode(False))
+            contexts.enter_context(torch.no_grad())
+        contexts.enter_context(RuntimeMode(self))
+        return contexts
+
+    @contextmanager
+    def resumed(self, frame: Frame) -> Iterator[None]:
+        """Inside ``frame``'s module again, after its forward: for the recomputation of a checkpointed function."""
+        stack = activations()
+        if stack and stack[-1].runtime is self:
+            yield
+            return
+        stack.append(Activation(self, self._contexts(), [Frame(frame.module, frame.path, ())]))
+        self._mark(frame.path)
+        try:
+            yield
+        finally:
+            self._mark(None)
+            stack.pop().contexts.close()
 
     def _mark(self, path: str | None) -> None:
         number = sequence_number()
@@ -213,6 +248,21 @@ def locate() -> Where | None:
             if path is not None:
                 return Where(runtime, path, "backward", None)
     return None
+
+
+def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What to checkpoint for ``function``: the same, run in the module that checkpoints it, also when recomputed."""
+    activation = current()
+    if activation is None:
+        return function
+    runtime, frame = activation.runtime, activation.frames[-1]
+
+    @functools.wraps(function, updated=())
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with runtime.resumed(frame):
+            return function(*args, **kwargs)
+
+    return inside
 
 
 def _with_line(site: ImplicitSite) -> ImplicitSite:
