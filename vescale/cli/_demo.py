@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mesh", default="dp=2,tp=2", metavar="AXES", help="axes dp and tp with their sizes (default: dp=2,tp=2)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write loss.svg, report.json and the program (the IR) there")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write loss.svg, report.json and the program (the IR) there"
+    )
     parser.add_argument(
         "--tolerance",
         type=float,

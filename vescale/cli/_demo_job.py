@@ -56,6 +56,7 @@ class Collective:
 def tokens_of_topics(vocab_size: int) -> np.ndarray:
     """Python's own manual (``pydoc_data.topics``), tokenized by a byte-level BPE trained on it; 1-D int32."""
     from pydoc_data.topics import topics
+
     from tokenizers import ByteLevelBPETokenizer
 
     text = "\n\n".join(topics[name] for name in sorted(topics))

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -23,7 +23,7 @@ class ProcessFailed(RuntimeError):
     """A process of the demo raised or died."""
 
 
-def messages(work: Callable[..., None], ranks: int, job: Any) -> Iterator[tuple[int, tuple[Any, ...]]]:
+def messages(work: Callable[..., None], ranks: int, job: Any) -> Generator[tuple[int, tuple[Any, ...]], None, None]:
     """Run ``work(job, rank, send)`` in a process for one device (rank -1) and in one for each rank.
 
     Yields (rank, message) as they come, until all are done. However the generator ends (done, an exception, the caller
@@ -75,9 +75,7 @@ def _name(rank: int) -> str:
     return "the one-device process" if rank < 0 else f"rank {rank}"
 
 
-def _child(
-    work: Callable[..., None], job: Any, rank: int, world_size: int, store: str, pipe: Connection
-) -> None:
+def _child(work: Callable[..., None], job: Any, rank: int, world_size: int, store: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     import torch

@@ -29,8 +29,8 @@ from vescale.compat.install import DTensorHooks, install, stock
 __all__ = [
     "AsyncCollectiveTensor",
     "DTensorHooks",
-    "DispatchListener",
     "DTensorSpec",
+    "DispatchListener",
     "MaskPartial",
     "StridedShard",
     "TensorMeta",

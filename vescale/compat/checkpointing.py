@@ -38,4 +38,4 @@ def install_checkpointing(wrap: Callable[[Callable[..., Any]], Callable[..., Any
         def reentrant(ctx: Any, run_function: Any, *args: Any) -> Any:
             return forward(ctx, wrap(run_function), *args)
 
-        checkpointing.CheckpointFunction.forward = staticmethod(reentrant)
+        checkpointing.CheckpointFunction.forward = staticmethod(reentrant)  # type: ignore[method-assign]

@@ -55,7 +55,7 @@ def install_dispatch(handlers: Mapping[Any, Handler], listener: DispatchListener
         _INSTALLED.append(listener)
         dispatcher = DTensor._op_dispatcher
         for op, handler in handlers.items():
-            dispatcher._custom_op_handlers[op] = handler
+            dispatcher._custom_op_handlers[op] = handler  # type: ignore[assignment]
         _listen_to_redistributions(dispatcher, listener)
         _listen_to_missing_strategies(dispatcher, listener)
         _format_scalars()
@@ -69,7 +69,7 @@ def _format_scalars() -> None:
     def __format__(self: DTensor, spec: str) -> str:
         return format(self.item() if self.dim() == 0 else repr(self) if not spec else self, spec)
 
-    DTensor.__format__ = __format__  # type: ignore[method-assign]
+    DTensor.__format__ = __format__  # type: ignore[assignment,method-assign]
 
 
 def _listen_to_redistributions(dispatcher: Any, listener: DispatchListener) -> None:
@@ -119,14 +119,16 @@ def _is_data_dependent(error: BaseException | None) -> bool:
 
 
 def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a functional op on DTensors by DTensor's own rule, past any handler; for handlers that decline."""
+    """Run an op on DTensors by DTensor's own rule, past any handler; for handlers that decline. Not for ``out=``."""
     dispatcher = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
-    sharding = dispatcher._propagate_op_sharding_dispatch_slow_path(op, args, kwargs, info, True)
+    sharding: Any = dispatcher._propagate_op_sharding_dispatch_slow_path(op, args, kwargs, info, True)
     if not hasattr(sharding, "output_spec"):
         return sharding
     info.output_sharding = sharding
     local = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
+    if op._schema.is_mutable:  # the rule of an in-place op keeps the placements of what it writes to, or raises
+        return args[0]
     return dispatcher.wrap(local, sharding.output_spec)
 
 

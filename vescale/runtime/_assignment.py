@@ -32,7 +32,7 @@ def assign_item(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict
     where = locate()
     if where is not None:
         where.runtime.implicit(where, "Tensor.__setitem__", "self", None, x.placements, target)
-    whole = convert(x, target, who="implicit: Tensor.__setitem__").clone()
+    whole: Any = convert(x, target, who="implicit: Tensor.__setitem__").clone()
     if isinstance(value, DTensor) and tuple(value.placements) != target:
         value = convert(value, target, who="implicit: Tensor.__setitem__")
     func(whole, index, value)
@@ -52,7 +52,7 @@ def _leaves_shards_whole(x: DTensor, items: list[Any]) -> bool:
             dim = x.ndim - sum(1 for later in items[position + 1 :] if later is not None)
         elif item is None:
             continue
-        elif isinstance(item, torch.Tensor | list) or isinstance(item, bool):
+        elif isinstance(item, (torch.Tensor | list, bool)):
             return False
         else:
             if dim in sharded and item != slice(None):

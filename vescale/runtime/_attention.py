@@ -133,10 +133,8 @@ class _Work:
             axes = [axis for axis, other in enumerate(self.splits) if other == split]
             if x.shape[split] == self.shape[split] and all(wanted[axis] == self.placements[axis] for axis in axes):
                 continue
-            start, length = self._part(x, split)
-            if length != local.shape[split]:
-                with no_torch_function():
-                    local = local.narrow(split, start, length)
+            with no_torch_function():
+                local = self._cut(local, x, split)
         return local
 
     def _usable(self, x: DTensor, split: int, own: Placement, working: Placement) -> bool:
@@ -148,21 +146,18 @@ class _Work:
         axes = [axis for axis, other in enumerate(self.splits) if other == split]
         return len(axes) == 1 and x.shape[split] % self.mesh.size(axes[0]) == 0
 
-    def _part(self, x: DTensor, split: int) -> tuple[int, int]:
-        """Start, in the local tensor, and length of what this rank's queries meet along a split dim."""
+    def _cut(self, local: torch.Tensor, x: DTensor, split: int) -> torch.Tensor:
+        """What this rank's queries meet along a split dim: a run of it, or one key/value head for each query head where
+        the heads of a rank share theirs unevenly."""
         start, stop = self._held(self.shape, self.placements, split)
         group = self.shape[split] // x.shape[split]  # query heads that share a key/value head
-        if group > 1:
-            first, last = start // group, max(stop - 1, start) // group + 1
-            if last - first > 1 and (start % group or stop % group):
-                raise NotImplementedError(
-                    f"{_OP}: query heads {start}..{stop - 1} of this rank share {last - first} of {x.shape[split]} "
-                    "key/value heads unevenly; use a mesh axis whose size divides the key/value heads, or is a multiple "
-                    "of them"
-                )
-            start, stop = first, last
         held, _ = self._held(tuple(x.shape), tuple(x.placements), split)
-        return start - held, stop - start
+        first, last = start // group, max(stop - 1, start) // group + 1
+        if last - first > 1 and (start % group or stop % group):
+            heads = [head // group - held for head in range(start, stop)]
+            return local.index_select(split, torch.tensor(heads, device=local.device))
+        length = last - first if stop > start else 0
+        return local if length == local.shape[split] else local.narrow(split, first - held, length)
 
     def _held(self, shape: tuple[int, ...], placements: tuple[Placement, ...], split: int) -> tuple[int, int]:
         """The global indices along a dim that this rank holds."""

@@ -29,7 +29,17 @@ from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, no_to
 from vescale.placements import move_local
 from vescale.runtime._runtime import locate
 
-__all__ = ["bring", "contiguous_stride", "convert", "cut", "enter_local", "leave_local", "reduced", "stride_like", "wrap_global"]
+__all__ = [
+    "bring",
+    "contiguous_stride",
+    "convert",
+    "cut",
+    "enter_local",
+    "leave_local",
+    "reduced",
+    "stride_like",
+    "wrap_global",
+]
 
 
 def reduced(placements: Sequence[Placement]) -> tuple[Placement, ...]:

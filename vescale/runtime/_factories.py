@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["FACTORIES", "METHOD_FACTORIES", "place_made"]
 
 # Functions that make a tensor out of numbers. The random ones draw the same on every rank, from generators in step.
-FACTORIES = frozenset(
-    getattr(torch, name)
-    for name in (
-        "arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye full "
-        "hamming_window hann_window kaiser_window linspace logspace normal ones rand randint randn randperm range "
-        "scalar_tensor tensor tril_indices triu_indices zeros"
-    ).split()
-)
+_NAMES = """
+    arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye full hamming_window
+    hann_window kaiser_window linspace logspace normal ones rand randint randn randperm range scalar_tensor tensor
+    tril_indices triu_indices zeros
+"""
+FACTORIES = frozenset(getattr(torch, name) for name in _NAMES.split())
 
 # The same as methods of a plain tensor; on a DTensor they are DTensor's own.
 METHOD_FACTORIES = frozenset(

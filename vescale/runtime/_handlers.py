@@ -9,7 +9,16 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.comm import record
-from vescale.compat import DispatchListener, install_checkpointing, install_dispatch, local_of, make_dtensor, make_spec, no_torch_function
+from vescale.compat import (
+    DispatchListener,
+    install_checkpointing,
+    install_dispatch,
+    local_of,
+    make_dtensor,
+    make_spec,
+    no_torch_function,
+    stock_dispatch,
+)
 from vescale.runtime._boundary import bring, cut, stride_like
 from vescale.runtime._containers import map_tensors
 from vescale.runtime._loss import LOSS_HANDLERS
@@ -23,7 +32,8 @@ _aten = torch.ops.aten
 
 def install_handlers() -> None:
     """Teach DTensor's dispatcher; idempotent. Ops without a handler, and DTensors of other code, are not affected."""
-    install_dispatch({_aten.fill_.Tensor: _fill, _aten.clone.default: _clone, **NORM_HANDLERS, **LOSS_HANDLERS}, _Listener())
+    own = {_aten.fill_.Tensor: _fill, _aten.clone.default: _clone, _aten.masked_fill_.Scalar: _masked_fill}
+    install_dispatch({**own, **NORM_HANDLERS, **LOSS_HANDLERS}, _Listener())
     install_checkpointing(checkpointed)
 
 
@@ -49,6 +59,18 @@ def _clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         local = op(local_of(x), **kwargs)
         spec = make_spec(x.device_mesh, x.placements, x.shape, stride_like(local, x.shape), local.dtype)
         return make_dtensor(local, spec)
+
+
+def _masked_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Zeros may be filled into a pending sum: on every rank. (Label smoothing does, over sharded classes.)"""
+    x, mask, value = args
+    pending = [p.is_partial("sum") or p.is_partial("avg") for p in x.placements] if isinstance(x, DTensor) else []
+    if not any(pending) or value != 0 or not isinstance(mask, DTensor) or mask.shape != x.shape:
+        return stock_dispatch(op, args, kwargs)
+    wanted = [Replicate() if reduced_later else p for reduced_later, p in zip(pending, x.placements)]
+    with no_torch_function():
+        local_of(x).masked_fill_(local_of(bring(mask, wanted, str(op), "mask")), value)
+    return x
 
 
 class _Listener(DispatchListener):
@@ -117,5 +139,3 @@ def _replicated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     local_of(old).copy_(cut(new, mesh, old.placements))
                 written = old
         return written if written is not None else map_tensors(wrapped, result)
-
-

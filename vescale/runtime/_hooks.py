@@ -242,4 +242,3 @@ def _with_item(output: Any, key: Any, value: Any) -> Any:
     if output[key] is value:
         return output
     return map_tensors(lambda x: value if x is output[key] else x, output)
-

@@ -82,9 +82,7 @@ def _log_softmax_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not axes:
         return stock_dispatch(op, args, kwargs)
     local_grad = local_of(bring(grad, output.placements, str(op), "grad_output"))
-    total = _sum_over(
-        output.device_mesh, axes, local_grad.sum(dim, keepdim=True), "sum", "log_softmax: gradient"
-    )
+    total = _sum_over(output.device_mesh, axes, local_grad.sum(dim, keepdim=True), "sum", "log_softmax: gradient")
     return _like(output, (local_grad - local_of(output).exp() * total).to(input_dtype), input_dtype)
 
 
@@ -249,4 +247,3 @@ LOSS_HANDLERS = {
         (_aten.nll_loss2d_backward.default, _nll_loss_backward),
     )
 }
-

@@ -107,7 +107,9 @@ def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMes
         devices = [p.device.type for p in model.parameters() if p.device.type != "meta"]
         return init_device_mesh(devices[0] if devices else "cpu", plan.axes.sizes, mesh_dim_names=plan.axes.names)
     if MeshAxes.of(mesh) != plan.axes:
-        raise PlanError(f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(mesh)}; give the plan's mesh")
+        raise PlanError(
+            f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(mesh)}; give the plan's mesh"
+        )
     return mesh
 
 
@@ -125,7 +127,7 @@ def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh) -> None
         else:
             new = place_tensor(old, mesh, stage, name)
         placed = slots.replace(name, new)
-        if placed.requires_grad:
+        if isinstance(placed, DTensor) and placed.requires_grad:
             _attach_gradient(placed, name, gradients.get(name))
 
 
@@ -141,5 +143,3 @@ def _attach_gradient(parameter: DTensor, name: str, instruction: Instruction | N
 
 def _name(instruction: Instruction) -> str:
     return f"{instruction.path}.{instruction.target}" if instruction.path else instruction.target
-
-

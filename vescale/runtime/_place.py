@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,12 +30,14 @@ def place_tensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
                 f"{name} of shape {tuple(tensor.shape)} is a DTensor on {tensor.device_mesh}, and the plan's mesh is "
                 f"{mesh}; parallelize a model of plain tensors, or write the plan for the model's mesh"
             )
-        return redistribute(tensor.detach(), mesh, tuple(placements))
+        return redistribute(cast(DTensor, tensor.detach()), mesh, tuple(placements))
     plain = tensor.detach()
     if plain.is_meta:
         wanted = normalize_placements(placements, plain.shape, mesh)
         coordinate = mesh.get_coordinate()
-        shape = (0,) if coordinate is None else local_region(plain.shape, wanted, tuple(mesh.shape), coordinate).local_shape
+        shape = (
+            (0,) if coordinate is None else local_region(plain.shape, wanted, tuple(mesh.shape), coordinate).local_shape
+        )
         local = torch.empty(shape, dtype=plain.dtype, device="meta")
         return make_dtensor(local, make_spec(mesh, wanted, plain.shape, contiguous_stride(plain.shape), plain.dtype))
     return distribute_tensor(plain, mesh, placements, src_data_rank=None)
@@ -81,5 +83,3 @@ class TensorSlots:
                 self._names[other] = placed
         self._slots[id(placed)] = []
         return placed
-
-

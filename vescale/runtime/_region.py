@@ -16,7 +16,7 @@ from vescale.ir import Instruction, Local
 from vescale.placements import shard_dim
 from vescale.plans import PlanError
 from vescale.runtime._boundary import convert, enter_local, leave_local, reduced
-from vescale.runtime._containers import map_tensors
+from vescale.runtime._containers import map_tensors, tensors_in
 from vescale.runtime._runtime import Runtime
 
 __all__ = ["LocalRegion"]
@@ -58,7 +58,7 @@ class LocalRegion:
                 lambda x: convert(x, self.inputs, who=who) if isinstance(x, DTensor) else x, [args, kwargs]
             )
             found: list[DTensor] = [p for p in self.module.parameters() if isinstance(p, DTensor)]
-            map_tensors(lambda x: found.append(x) or x if isinstance(x, DTensor) else x, [args, kwargs])
+            found += [x for x in tensors_in([args, kwargs]) if isinstance(x, DTensor)]
             differs = [
                 not self.outputs[axis].is_replicate() or any(not x.placements[axis].is_replicate() for x in found)
                 for axis in range(self.runtime.mesh.ndim)

@@ -6,8 +6,8 @@ import bisect
 import functools
 import warnings
 import weakref
-from contextlib import ExitStack, contextmanager
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
