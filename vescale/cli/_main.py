@@ -13,7 +13,16 @@ __all__ = ["COMMANDS", "UsageError", "main"]
 
 # sub-command -> (module with ``add_arguments(parser)`` and ``run(args) -> exit code``, one line of help).
 # Modules are imported only when their command is called, so that ``vescale --help`` stays instant.
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "lint": ("vescale.cli._lint", "Check a plan against a model, without starting ranks."),
+    "explain": (
+        "vescale.cli._explain",
+        "Show what a plan does to a model: instructions, hooks, predicted collectives.",
+    ),
+    "diff": ("vescale.cli._diff", "Show what two plans do differently."),
+    "zoo": ("vescale.cli._zoo", "List and show the plans that ship with vescale."),
+    "env": ("vescale.cli._env", "Show versions, backends and optional helpers."),
+}
 
 
 class UsageError(Exception):

@@ -24,7 +24,6 @@ from vescale.plans import (
     Entry,
     FactoryEntry,
     LocalEntry,
-    Path,
     Plan,
     RedistributeEntry,
     ShardEntry,
