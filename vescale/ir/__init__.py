@@ -11,12 +11,15 @@ from vescale.ir._passes import (
     merge_duplicates,
     optimize,
 )
+from vescale.ir._predict import Collective, Prediction, predict
 from vescale.ir._program import Hook, Instruction, Program
+from vescale.ir._repeat import merge_repeats
 
 __all__ = [
     "Annotate",
     "Batch",
     "Change",
+    "Collective",
     "Factory",
     "Finding",
     "Hook",
@@ -25,6 +28,7 @@ __all__ = [
     "LoweringError",
     "Op",
     "Place",
+    "Prediction",
     "Program",
     "ProgramDiff",
     "Redistribute",
@@ -37,5 +41,7 @@ __all__ = [
     "fuse_redistributions",
     "lower",
     "merge_duplicates",
+    "merge_repeats",
     "optimize",
+    "predict",
 ]

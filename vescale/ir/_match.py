@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import time
 from collections.abc import Iterable
 
@@ -17,7 +18,7 @@ __all__ = ["Matcher"]
 
 # A match of an honest expression takes a few microseconds; a hostile one grows without bound with the length of a name.
 # The budget is CPU time for a whole plan: a floor, and a hundred times the honest cost.
-_FLOOR_SECONDS = 1.0
+_FLOOR_SECONDS = 0.5
 _SECONDS_PER_MATCH = 300e-6
 
 
@@ -106,9 +107,16 @@ def _closest(pattern: str, names: Iterable[str]) -> str:
     plain = _plain(pattern)
     close = difflib.get_close_matches(plain, merged, n=3, cutoff=0.6)
     if not close:
-        last = plain.rpartition(".")[2]
-        close = [name for name in merged if last and name.rpartition(".")[2] == last][:3]
+        ends = {name: _common_end(name, plain) for name in merged}
+        longest = max(ends.values(), default=0)
+        close = [name for name in merged if ends[name] == longest > 0][:3]
     return f"; closest: {', '.join(close)}" if close else ""
+
+
+def _common_end(name: str, other: str) -> int:
+    """How many parts two dotted names have in common at their ends."""
+    pairs = zip(reversed(name.split(".")), reversed(other.split(".")))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _plain(pattern: str) -> str:

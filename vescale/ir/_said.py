@@ -26,8 +26,9 @@ class Said:
 class AxisWords:
     """For each axis what was said of one tensor in one role (at rest, arriving, leaving, ...)."""
 
-    def __init__(self, role: str = "") -> None:
+    def __init__(self, role: str = "", *, is_phase: bool = False) -> None:
         self._role = role
+        self._is_phase = is_phase
         self._said: dict[str, Said] = {}
 
     def say(self, axis: str, placement: Placement, entry: Entry, name: str, findings: Findings) -> bool:
@@ -35,8 +36,8 @@ class AxisWords:
         before = self._said.setdefault(axis, Said(placement, entry))
         if before.placement == placement:
             return True
-        always = all(getattr(one, "phase", ALL) == ALL for one in (entry, before.entry))
-        role = f" {self._role}" if self._role and not always else ""
+        in_every_phase = self._is_phase and all(getattr(one, "phase", ALL) == ALL for one in (entry, before.entry))
+        role = f" {self._role}" if self._role and not in_every_phase else ""
         findings.error(
             "conflict",
             f"{{names}} on axis {axis!r}{role}: '{entry.path}' says {placement_text(placement)}, but "
@@ -78,9 +79,9 @@ def _at(source: Source | None) -> str:
 class StateWords:
     """Of one parameter or buffer: at rest, while its module computes, while its backward runs, its gradient."""
 
-    init: AxisWords = field(default_factory=lambda: AxisWords("at rest"))
-    forward: AxisWords = field(default_factory=lambda: AxisWords("while it runs"))
-    backward: AxisWords = field(default_factory=lambda: AxisWords("in the backward"))
+    init: AxisWords = field(default_factory=lambda: AxisWords("at rest", is_phase=True))
+    forward: AxisWords = field(default_factory=lambda: AxisWords("while it runs", is_phase=True))
+    backward: AxisWords = field(default_factory=lambda: AxisWords("in the backward", is_phase=True))
     annotated: AxisWords = field(default_factory=AxisWords)
     grad: AxisWords = field(default_factory=lambda: AxisWords("for the gradient"))
     grad_annotated: AxisWords = field(default_factory=lambda: AxisWords("for the gradient"))

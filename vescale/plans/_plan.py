@@ -182,6 +182,14 @@ class Plan:
         source = source or calling_line()
         return self._add(UnitEntry(self._module(path, "unit", source), source))
 
+    def add(self, entry: Entry) -> Plan:
+        """Add an entry of another plan, with its source. Raises PlanError for an axis that this plan does not have."""
+        for stage in (value for value in vars(entry).values() if isinstance(value, tuple)):
+            for axis, _ in stage:
+                if axis not in self._axes:
+                    raise PlanError(f"'{entry.path}' names axis {axis!r}, but the axes are {self._axes}", entry.source)
+        return self._add(entry)
+
     @classmethod
     def from_yaml(
         cls,
