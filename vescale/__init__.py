@@ -10,6 +10,10 @@ __version__ = "0.1.0"
 
 # public name -> module that defines it
 _PUBLIC: dict[str, str] = {
+    "parallelize": "vescale.runtime",
+    "implicit_communication": "vescale.runtime",
+    "ImplicitCommunicationError": "vescale.runtime",
+    "ImplicitCommunicationWarning": "vescale.runtime",
     "ALL": "vescale.plans",
     "BWD": "vescale.plans",
     "FWD": "vescale.plans",

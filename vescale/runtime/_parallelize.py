@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import weakref
+from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale.ir import Annotate, Hook, Instruction, Local, Place, Program, Redistribute, lower
+from vescale.ir import Annotate, Batch, Hook, Instruction, Local, Place, Program, Redistribute, lower
 from vescale.placements import from_local
 from vescale.placements import install as install_placements
 from vescale.plans import MeshAxes, Plan, PlanError
@@ -73,7 +75,7 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
     runtime = Runtime(model, program, mesh, strict=strict)
     _place_tensors(model, program, mesh)
     by_module: dict[str, list[Instruction]] = {}
-    for instruction in program:
+    for instruction in _single(program):
         by_module.setdefault(instruction.path, []).append(instruction)
     for path, module in model.named_modules():
         instructions = by_module.get(path, [])
@@ -115,7 +117,7 @@ def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMes
 
 def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
     slots = TensorSlots(model)
-    gradients = {_name(i): i for i in program if i.hook is Hook.BACKWARD}
+    gradients = {_name(i): i for i in _single(program) if i.hook is Hook.BACKWARD}
     for instruction in program:
         if instruction.hook is not Hook.INIT or not isinstance(instruction.op, Place | Annotate):
             continue
@@ -139,6 +141,16 @@ def _attach_gradient(parameter: DTensor, name: str, instruction: Instruction | N
     else:
         assert isinstance(instruction.op, Annotate)
         label_gradient(parameter, instruction.op.placements)
+
+
+def _single(program: Program) -> Iterator[Instruction]:
+    """The instructions, with batches taken apart: every part is a collective of its own here."""
+    for instruction in program:
+        if isinstance(instruction.op, Batch):
+            for target, index, op in instruction.op.parts:
+                yield replace(instruction, target=target, index=index, op=op)
+        else:
+            yield instruction
 
 
 def _name(instruction: Instruction) -> str:
