@@ -13,6 +13,21 @@ _PUBLIC: dict[str, str] = {
     "Layout": "vescale.buffer",
     "plan_layout": "vescale.buffer",
     "suggest_num_shards": "vescale.buffer",
+    "parallelize": "vescale.runtime",
+    "implicit_communication": "vescale.runtime",
+    "ImplicitCommunicationError": "vescale.runtime",
+    "ImplicitCommunicationWarning": "vescale.runtime",
+    "ALL": "vescale.plans",
+    "BWD": "vescale.plans",
+    "FWD": "vescale.plans",
+    "INIT": "vescale.plans",
+    "RUN": "vescale.plans",
+    "Phase": "vescale.plans",
+    "Plan": "vescale.plans",
+    "PlanError": "vescale.plans",
+    "Program": "vescale.ir",
+    "VescalePlan": "vescale.plans",
+    "lower": "vescale.ir",
 }
 
 __all__ = ["__version__", *_PUBLIC]

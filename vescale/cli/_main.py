@@ -15,6 +15,15 @@ __all__ = ["COMMANDS", "UsageError", "main"]
 # Modules are imported only when their command is called, so that ``vescale --help`` stays instant.
 COMMANDS: dict[str, tuple[str, str]] = {
     "advise": ("vescale.cli.advise", "padding of the communication buffers for every group size, and the best sizes"),
+    "demo": ("vescale.cli._demo", "Train a Llama on a mesh of local processes and on one device, side by side."),
+    "lint": ("vescale.cli._lint", "Check a plan against a model, without starting ranks."),
+    "explain": (
+        "vescale.cli._explain",
+        "Show what a plan does to a model: instructions, hooks, predicted collectives.",
+    ),
+    "diff": ("vescale.cli._diff", "Show what two plans do differently."),
+    "zoo": ("vescale.cli._zoo", "List and show the plans that ship with vescale."),
+    "env": ("vescale.cli._env", "Show versions, backends and optional helpers."),
 }
 
 

@@ -104,7 +104,7 @@ def all_to_all_v(
     rank = dist.get_rank(group)
     out = send.new_empty(sum(receive_sizes)) if out is None else out
     size = send.element_size()  # no early return here: each rank sees its own sizes only, so all must take part
-    record("all_to_all_v", len(send_sizes), (sum(receive_sizes) - receive_sizes[rank]) * size, asker=asker)
+    record("all_to_all_v", len(send_sizes), (sum(receive_sizes) - receive_sizes[rank]) * size, asker=asker, group=group)
     work = dist.all_to_all_single(
         _bytes(out),
         _bytes(send),
@@ -135,18 +135,18 @@ def all_gather_v(
     if total == 0:
         return Pending(out)
     if num_ranks * largest == total:
-        record("all_gather_v", num_ranks, payload, asker=asker)
+        record("all_gather_v", num_ranks, payload, asker=asker, group=group)
         return Pending(out, [all_gather_single(_bytes(out), _bytes(local), group=group, async_op=True)])
     if num_ranks * largest <= (1 + MAX_PADDING) * total:
         padding = (num_ranks * largest - total - (largest - sizes[rank])) * size
-        record("all_gather_v", num_ranks, payload + padding, padding_bytes=padding, asker=asker)
+        record("all_gather_v", num_ranks, payload + padding, padding_bytes=padding, asker=asker, group=group)
         padded = local.new_zeros(largest)
         padded[: local.numel()] = local
         wide = local.new_empty(num_ranks * largest)
         work = all_gather_single(_bytes(wide), _bytes(padded), group=group, async_op=True)
         pieces = [wide[i * largest : i * largest + n] for i, n in enumerate(sizes)]
         return Pending(out, [work], lambda: torch.cat(pieces, out=out))
-    record("all_gather_v", num_ranks, payload, asker=asker)
+    record("all_gather_v", num_ranks, payload, asker=asker, group=group)
     slots = list(out.split(list(sizes)))
     if _is_nccl(local, group):
         work = dist.all_gather([_bytes(slot) for slot in slots], _bytes(local), group=group, async_op=True)
@@ -185,7 +185,7 @@ def reduce_scatter_v(
     out = send.new_empty(sizes[rank]) if out is None else out
     if sum(sizes) == 0:
         return Pending(out)
-    record("reduce_scatter_v", num_ranks, (sum(sizes) - sizes[rank]) * send.element_size(), asker=asker)
+    record("reduce_scatter_v", num_ranks, (sum(sizes) - sizes[rank]) * send.element_size(), asker=asker, group=group)
     if _is_nccl(send, group):
         if len(set(sizes)) == 1:
             work = reduce_scatter_single(out, send, op=_OPS[op], group=group, async_op=True)
@@ -229,7 +229,7 @@ def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker:
         gathered = all_gather_v(piece, sizes, group, asker=asker)
         return gathered.reshaped(gathered.out.view(local.shape))
     moved = math.ceil(2 * (num_ranks - 1) / num_ranks * local.numel() * local.element_size())
-    record("all_reduce", num_ranks, moved, asker=asker)
+    record("all_reduce", num_ranks, moved, asker=asker, group=group)
     out = local.clone(memory_format=torch.contiguous_format)
     divide = op == "avg" and not _is_nccl(local, group)
     work = dist.all_reduce(out, op=_OPS["sum" if divide else op], group=group, async_op=True)

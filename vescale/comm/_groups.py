@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.comm._ledger import name_group
 from vescale.compat import make_group
 
 __all__ = ["AxisGroup", "axis_group"]
@@ -81,6 +82,8 @@ def _build(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     choices = [range(mesh.size(axis)) if axis in axes else (own[axis],) for axis in range(mesh.ndim)]
     by_rank = {int(mesh.mesh[coordinate]): coordinate for coordinate in itertools.product(*choices)}
     group = mesh.get_group(axes[0]) if len(axes) == 1 else _group_of(tuple(sorted(by_rank)))
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    name_group(group, ",".join(names[axis] for axis in axes))
     order = dist.get_process_group_ranks(group)
     return AxisGroup(group, tuple(by_rank[rank] for rank in order), order.index(dist.get_rank()))
 

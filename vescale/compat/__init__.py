@@ -1,6 +1,7 @@
 """Every private PyTorch name that vescale uses, under a stable name, and the one ``install()``."""
 
 from vescale.compat.checkpoint import CheckpointHooks
+from vescale.compat.checkpointing import install_checkpointing
 from vescale.compat.collectives import AsyncCollectiveTensor, all_gather_single, as_async_tensor, reduce_scatter_single
 from vescale.compat.dispatch import (
     OpSchema,
@@ -15,6 +16,15 @@ from vescale.compat.dispatch import (
     schema_arguments,
     static_keywords,
     with_aliasing,
+)
+from vescale.compat.dispatcher import (
+    DispatchListener,
+    current_autograd_node,
+    install_dispatch,
+    no_torch_function,
+    node_sequence,
+    sequence_number,
+    stock_dispatch,
 )
 from vescale.compat.dtensor import (
     DTensorSpec,
@@ -39,6 +49,7 @@ __all__ = [
     "CheckpointHooks",
     "DTensorHooks",
     "DTensorSpec",
+    "DispatchListener",
     "MaskPartial",
     "OpSchema",
     "OutputSharding",
@@ -48,16 +59,21 @@ __all__ = [
     "all_gather_single",
     "as_async_tensor",
     "clear_sharding_cache",
+    "current_autograd_node",
     "current_mesh",
     "decompose",
     "has_results",
     "install",
+    "install_checkpointing",
+    "install_dispatch",
     "is_view",
     "local_of",
     "make_dtensor",
     "make_group",
     "make_spec",
     "native_sharding",
+    "no_torch_function",
+    "node_sequence",
     "observe_redistribution",
     "output_meta",
     "partial_partition",
@@ -66,8 +82,10 @@ __all__ = [
     "reduce_scatter_single",
     "schema_arguments",
     "self_check",
+    "sequence_number",
     "spec_of",
     "static_keywords",
     "stock",
+    "stock_dispatch",
     "with_aliasing",
 ]

@@ -1,19 +1,47 @@
-"""The plan's intermediate representation: instructions, programs."""
+"""The plan's intermediate representation: instructions, programs, and lowering."""
 
-from vescale.ir._ops import Annotate, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._diff import Change, ProgramDiff
+from vescale.ir._findings import Finding, LoweringError
+from vescale.ir._lower import check, lower
+from vescale.ir._ops import Annotate, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._passes import (
+    batch_redistributions,
+    drop_noops,
+    fuse_redistributions,
+    merge_duplicates,
+    optimize,
+)
+from vescale.ir._predict import Collective, Prediction, predict
 from vescale.ir._program import Hook, Instruction, Program
+from vescale.ir._repeat import merge_repeats
 
 __all__ = [
     "Annotate",
+    "Batch",
+    "Change",
+    "Collective",
     "Factory",
+    "Finding",
     "Hook",
     "Instruction",
     "Local",
+    "LoweringError",
     "Op",
     "Place",
+    "Prediction",
     "Program",
+    "ProgramDiff",
     "Redistribute",
     "Stage",
     "Unit",
     "Wrap",
+    "batch_redistributions",
+    "check",
+    "drop_noops",
+    "fuse_redistributions",
+    "lower",
+    "merge_duplicates",
+    "merge_repeats",
+    "optimize",
+    "predict",
 ]

@@ -14,7 +14,19 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.plans import MeshAxes, placement_text
 
-__all__ = ["Annotate", "Factory", "Local", "Op", "Place", "Redistribute", "Stage", "Unit", "Wrap", "stage_text"]
+__all__ = [
+    "Annotate",
+    "Batch",
+    "Factory",
+    "Local",
+    "Op",
+    "Place",
+    "Redistribute",
+    "Stage",
+    "Unit",
+    "Wrap",
+    "stage_text",
+]
 
 # One placement for each mesh axis; None where the plan leaves the axis as it is.
 Stage = tuple[Placement | None, ...]
@@ -54,9 +66,14 @@ class Redistribute:
     """A tensor goes to ``dst``, and its gradient to ``grad_dst`` on the way back.
 
     ``src``: what the plan says arrives (checked at run time where it is not None). ``grad_src``: the placement that the
-    gradient of ``dst`` is brought to before it goes back; ``grad_dst``: the placement it leaves with. None: the boundary
-    rule (where the tensor arrived Partial, the gradient is brought to ``dst``, Replicate for Partial; else to what
-    arrived). ``dst == src == Replicate`` is no no-op: the gradient may arrive Partial, and is reduced here.
+    gradient of ``dst`` is brought to before it goes back; ``grad_dst``: the placement it leaves with. None, whole or on
+    one axis: the boundary rule (where the tensor arrived Partial, the gradient is brought to ``dst``, Replicate for
+    Partial; else to what arrived); on an axis where ``dst`` is None too, the gradient is left as it arrives.
+    ``dst == src == Replicate`` is no no-op: the gradient may arrive Partial, and is reduced here.
+
+    Of a parameter or buffer (``target`` names it): at FORWARD_PRE ``src`` is where it lies at rest and ``dst`` where the
+    module computes with it, and the gradient goes back to ``src`` by the same rule; at FORWARD_POST the tensor at rest
+    takes its place again, which communicates nothing.
     """
 
     dst: Stage
@@ -118,4 +135,18 @@ class Unit:
         return f"unit({','.join(self.names)})"
 
 
-Op = Place | Wrap | Redistribute | Annotate | Factory | Local | Unit
+@dataclass(frozen=True)
+class Batch:
+    """Redistributions of one path and hook that do not depend on each other, so that one launch can serve them all.
+
+    ``parts`` are ``(target, index, redistribution)``, as in the instructions they were made of.
+    """
+
+    parts: tuple[tuple[str, int | str | None, Redistribute], ...]
+
+    def text(self, axes: MeshAxes) -> str:
+        parts = (f"{target}:{'*' if index is None else index}:{op.text(axes)}" for target, index, op in self.parts)
+        return f"batch({' '.join(parts)})"
+
+
+Op = Place | Wrap | Redistribute | Annotate | Factory | Local | Unit | Batch

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vescale.ir._ops import Op
+from vescale.ir._repeat import merge_repeats
 from vescale.plans import MeshAxes, Source
+
+if TYPE_CHECKING:
+    from vescale.ir._diff import ProgramDiff
 
 __all__ = ["Hook", "Instruction", "Program"]
 
@@ -27,10 +33,14 @@ class Instruction:
     """``path.hook:target:index:op``, for example ``model.layers.0.mlp.forward_pre:<in>:0:redist(->tp=R)``.
 
     Attributes:
-        path: the module's name in the model, ``""`` for the model itself.
+        path: the module's name in the model, ``""`` for the model itself. A module with several names has instructions
+            under the first only.
         hook: when it runs.
-        target: ``<in>``, ``<out>``, or the name of a parameter or buffer of the module; ``<self>`` for regions and units.
-        index: which input or output, by position or name; None for all of them, and where it has no meaning.
+        target: ``<in>``, ``<out>``, or the name of a parameter or buffer relative to the module; ``<self>`` for regions
+            and units. A tensor with several names (tied weights) is placed once, under the first.
+        index: which input or output: its name in the signature of ``forward``, however it is passed, or its position
+            where the signature has no name for it. None: where there is a choice, every one that no other instruction of
+            the same path, hook and target names.
         op: what is done.
         source: the plan's line that asked for it; not part of the instruction's identity.
     """
@@ -65,6 +75,35 @@ class Program:
     def __len__(self) -> int:
         return len(self.instructions)
 
-    def to_text(self) -> str:
-        """One instruction a line; the same under every hash seed and on every rank."""
-        return "".join(instruction.text(self.axes) + "\n" for instruction in self.instructions)
+    def to_text(self, *, merge_layers: bool = False) -> str:
+        """One instruction a line; the same under every hash seed and on every rank.
+
+        ``merge_layers`` writes the instructions that repeated layers share once, as ``model.layers.0-31.mlp...``.
+        """
+        if not merge_layers:
+            return "".join(f"{instruction.text(self.axes)}\n" for instruction in self.instructions)
+        merged = merge_repeats((i.path, i.text(self.axes)[len(i.path) :]) for i in self.instructions)
+        return "".join(f"{path}{rest}\n" for path, rest, _ in merged)
+
+    def to_json(self) -> str:
+        """The program as JSON text, with the plan's lines; :meth:`from_json` reads it back equal."""
+        from vescale.ir._json import program_to_json
+
+        return program_to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Program:
+        """Raises ValueError saying what is wrong with the text. Nothing in it is executed."""
+        from vescale.ir._json import program_from_json
+
+        return program_from_json(text)
+
+    def diff(self, other: Program) -> ProgramDiff:
+        """What ``other`` does differently; false when nothing, ``str()`` of it for people."""
+        from vescale.ir._diff import diff_programs
+
+        return diff_programs(self, other)
+
+    def digest(self) -> str:
+        """SHA-256 of the mesh and the text: equal on two ranks exactly when they would do the same."""
+        return hashlib.sha256(f"{self.axes}\n{self.to_text()}".encode()).hexdigest()

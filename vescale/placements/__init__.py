@@ -5,6 +5,7 @@ from vescale.placements._custom import CustomPlacement
 from vescale.placements._install import install
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._kinds import has_custom, ragged_axis, shard_dim
+from vescale.placements._move import move_local
 from vescale.placements._normalize import normalize_placements
 from vescale.placements._ops import register_rule
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
@@ -30,6 +31,7 @@ __all__ = [
     "has_custom",
     "install",
     "local_region",
+    "move_local",
     "normalize_placements",
     "ragged_axis",
     "redistribute",

@@ -127,6 +127,9 @@ def _reduce(
     if type(partial) is not Partial or partial.reduce_op not in _REDUCE_OPS:
         source[axis] = Replicate()  # masked or norm partials know how to reduce themselves
         return Pending(partial_reduce(partial, local, mesh, axis))
+    if mesh.size(axis) == 1:
+        source[axis] = Replicate()
+        return Pending(local.clone())  # nothing to reduce, but the result is new memory
     group = axis_group(mesh, (axis,))
     scattered = _scattered(shape, tuple(mesh.shape), source, target, axis)
     if scattered is None:

@@ -18,9 +18,10 @@ __all__ = ["normalize_placements"]
 
 
 def normalize_placements(
-    placements: Sequence[Placement], shape: Sequence[int], mesh: DeviceMesh
+    placements: Sequence[Placement], shape: Sequence[int], mesh: DeviceMesh | Sequence[int]
 ) -> tuple[Placement, ...]:
-    """Resolve placements for a tensor of global ``shape``; pure, the same on every rank.
+    """Resolve placements for a tensor of global ``shape`` on a mesh, or on the sizes of its axes; pure, the same on every
+    rank.
 
     Negative dims become positive; a ragged placement without units is balanced; a :class:`RaggedShard` with ``Shard(0)``
     on a later axis becomes the :class:`StridedRaggedShard` that it means.
@@ -29,7 +30,7 @@ def normalize_placements(
         ValueError: a placement count that is not the mesh's, dims out of range, several ragged axes, units that do not
             fit the axis or cover the tensor, a wrong ``split_factor``, pending reductions whose order would matter.
     """
-    mesh_shape = tuple(mesh.shape)
+    mesh_shape = tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)
     if len(placements) != len(mesh_shape):
         raise ValueError(
             f"{len(placements)} placements {tuple(placements)} for a mesh of {len(mesh_shape)} axes {mesh_shape}; give "

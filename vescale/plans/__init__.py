@@ -10,12 +10,12 @@ from vescale.plans._entries import (
     ShardEntry,
     UnitEntry,
 )
-from vescale.plans._errors import PlanError, Source
+from vescale.plans._errors import MissingMeshError, PlanError, Source, did_you_mean
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
-from vescale.plans._phase import ALL, BWD, FWD, INIT, RUN, Phase
+from vescale.plans._phase import ALL, BWD, FWD, INIT, RUN, Phase, phase_text
 from vescale.plans._placement_text import parse_placement, placement_text
-from vescale.plans._plan import Plan
+from vescale.plans._plan import Plan, VescalePlan
 
 __all__ = [
     "ALL",
@@ -29,6 +29,7 @@ __all__ = [
     "FactoryEntry",
     "LocalEntry",
     "MeshAxes",
+    "MissingMeshError",
     "Path",
     "Phase",
     "Plan",
@@ -38,6 +39,9 @@ __all__ = [
     "Source",
     "Target",
     "UnitEntry",
+    "VescalePlan",
+    "did_you_mean",
     "parse_placement",
+    "phase_text",
     "placement_text",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PlanError", "Source", "calling_line", "did_you_mean"]
+__all__ = ["MissingMeshError", "PlanError", "Source", "calling_line", "did_you_mean"]
 
 _PACKAGE = str(Path(__file__).parent.parent)
 
@@ -35,6 +35,10 @@ class PlanError(ValueError):
         super().__init__(f"{source}: {problem}" if source is not None else problem)
         self.problem = problem
         self.source = source
+
+
+class MissingMeshError(PlanError):
+    """A plan file that leaves the sizes of axes to the program, read without a mesh."""
 
 
 def calling_line() -> Source:

@@ -24,7 +24,7 @@ from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, Phase, parse_phase
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "VescalePlan"]
 
 # One placement for the axis named by mesh=, one for each axis named there, or {axis: placement}.
 PlacementSpec = Placement | Sequence[Placement] | Mapping[str, Placement]
@@ -182,6 +182,14 @@ class Plan:
         source = source or calling_line()
         return self._add(UnitEntry(self._module(path, "unit", source), source))
 
+    def add(self, entry: Entry) -> Plan:
+        """Add an entry of another plan, with its source. Raises PlanError for an axis that this plan does not have."""
+        for stage in (value for value in vars(entry).values() if isinstance(value, tuple)):
+            for axis, _ in stage:
+                if axis not in self._axes:
+                    raise PlanError(f"'{entry.path}' names axis {axis!r}, but the axes are {self._axes}", entry.source)
+        return self._add(entry)
+
     @classmethod
     def from_yaml(
         cls,
@@ -305,3 +313,6 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({self._axes}; {len(self._entries)} entries)"
+
+
+VescalePlan = Plan

@@ -13,7 +13,7 @@ import regex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.plans._errors import PlanError, did_you_mean
+from vescale.plans._errors import MissingMeshError, PlanError, did_you_mean
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._placement_text import parse_placement
 from vescale.plans._plan import Plan
@@ -158,7 +158,7 @@ def _mesh(
         open_axes = [axis for axis, size in sizes.items() if size is None]
         if not sizes or open_axes:
             missing = f"the sizes of {', '.join(open_axes)}" if open_axes else "a mesh section"
-            raise PlanError(
+            raise MissingMeshError(
                 f"the plan does not give {missing}; pass mesh=, or write mesh: {{dp: 2, tp: 2}}", document.at(("mesh",))
             )
         return MeshAxes.of({axis: size for axis, size in sizes.items() if size is not None})

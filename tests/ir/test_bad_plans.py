@@ -1,0 +1,96 @@
+"""The corpus of bad plans: each mistake found, once, with its place; nothing found in the plans of the zoo."""
+
+from __future__ import annotations
+
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from tests.ir.models import build, llama
+from vescale import plan_zoo
+from vescale.ir import LoweringError, check, lower
+from vescale.plans import Plan, PlanError
+
+CORPUS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "bad_plans.yaml").read_text())
+
+
+@functools.cache
+def model(name: str) -> nn.Module:
+    return build(name)
+
+
+@pytest.mark.parametrize("case", CORPUS, ids=lambda case: str(case["name"]).replace(" ", "-"))
+def test_each_mistake_is_found_once_with_its_place(case: dict[str, Any]) -> None:
+    plan = Plan.from_yaml(case["plan"], case["mesh"])
+    severity = case.get("severity", "error")
+    findings = check(plan, model(case["model"]))
+    assert [f.rule for f in findings] == [case["rule"]], [str(f) for f in findings]
+    finding = findings[0]
+    assert finding.severity == severity
+    assert case["message"] in finding.problem
+    assert (finding.source.line if finding.source else None) == case["line"]
+    if severity == "error":
+        with pytest.raises(PlanError) as caught:
+            lower(plan, model(case["model"]))
+        assert caught.value.problem == finding.problem
+    else:
+        lower(plan, model(case["model"]))
+
+
+def test_names_in_the_corpus_are_unique() -> None:
+    names = [case["name"] for case in CORPUS]
+    assert len(set(names)) == len(names) >= 50
+
+
+@pytest.mark.parametrize("name", plan_zoo.names())
+@pytest.mark.parametrize("tied", [False, True])
+def test_nothing_is_found_in_the_zoo(name: str, tied: bool) -> None:
+    assert check(plan_zoo.load(name, {"dp": 2, "tp": 2}), llama(tied=tied)) == ()
+
+
+def test_every_mistake_is_collected() -> None:
+    plan = Plan({"tp": 3})
+    plan.shard("fc1.weight", Shard(0), mesh="tp").shard("fc3.weight", Shard(0), mesh="tp")
+    plan.shard("fc2.weight", Shard(5), mesh="tp")
+    with pytest.raises(LoweringError) as caught:
+        lower(plan, model("mlp"))
+    assert sorted(finding.rule for finding in caught.value.findings) == ["dim", "divisible", "no-match"]
+    text = str(caught.value)
+    assert text.startswith("3 mistakes in the plan:\n") and text.count(__file__) == 3
+    assert isinstance(caught.value, PlanError) and caught.value.source == caught.value.findings[0].source
+
+
+def test_uneven_cuts_at_rest_are_fine() -> None:
+    """Nothing computes with them: only what the module reads must be even."""
+    plan = Plan({"dp": 3}).shard("<in:x>", Shard(0)).shard("fc1.weight", Shard(0), phase="init")
+    plan.shard("fc1.weight", Replicate(), phase="run")
+    assert check(plan, model("mlp")) == ()
+
+
+def test_tied_weights_may_be_named_by_either_name() -> None:
+    plan = Plan({"tp": 2}).shard("lm_head.weight", Shard(0)).shard("model.embed_tokens.<out>", Replicate())
+    text = lower(plan, model("tied_llama")).to_text()
+    assert "model.embed_tokens.init:weight:*:place(tp=S(0))" in text
+    assert "lm_head.init" not in text
+
+
+def test_matching_has_one_budget_for_the_plan() -> None:
+    """Expressions that are each slow, but finish, are refused together: the budget is the plan's, not theirs."""
+    plan = Plan({"tp": 2})
+    for number in range(40):
+        plan.shard(rf"(.*)(.*)(.*)(.*)\1\2\3\4.{{{number}}}\4\4|lm_head.weight", Replicate())
+    start = time.process_time()
+    with pytest.raises(PlanError, match=r"takes too long to match.*without nested repetitions"):
+        lower(plan, llama(1))
+    assert time.process_time() - start < 5
+
+
+def test_a_model_is_needed() -> None:
+    with pytest.raises(TypeError, match="pass a torch"):
+        lower(Plan({"tp": 2}), {})  # type: ignore[arg-type]

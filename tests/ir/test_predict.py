@@ -1,0 +1,145 @@
+"""Predicted collectives: known counts and bytes, and "unknown" where they are not known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from tests.ir.models import build, llama
+from tests.ir.test_lower import tensor_parallel, zero_3
+from vescale import lower, plan_zoo
+from vescale.ir import Collective, Prediction, optimize, predict
+from vescale.plans import Plan
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def predict_llama(plan: Plan, num_layers: int = 2, batch: int = 4, seq: int = 16) -> Prediction:
+    model, tokens = llama(num_layers), meta(batch, seq, dtype=torch.int64)
+    return predict(lower(plan, model), model, {"input_ids": tokens, "labels": tokens, "use_cache": False})
+
+
+def boundaries(prediction: Prediction) -> Counter[tuple[str, str | None, str]]:
+    return Counter((c.axis, c.op, c.when) for c in prediction.collectives if c.target.startswith("<"))
+
+
+def test_tensor_parallel_llama_has_megatrons_eight_all_reduces() -> None:
+    prediction = predict_llama(tensor_parallel())
+    assert prediction.stopped is None
+    assert boundaries(prediction) == {("tp", "all_reduce", "forward"): 4, ("tp", "all_reduce", "backward"): 4}
+    assert not any(c.target.endswith(".grad") for c in prediction.collectives)
+    whole = 4 * 16 * 64 * 4  # batch x sequence x hidden x 4 bytes; a ring moves 2 (n-1)/n of it
+    assert {c.num_bytes for c in prediction.collectives} == {whole}
+
+
+def test_sequence_parallel_llama_has_ten_gathers_and_ten_scatters() -> None:
+    prediction = predict_llama(plan_zoo.load("llama", {"dp": 1, "tp": 2}))
+    expected = {("tp", op, when): 5 for op in ("all_gather", "reduce_scatter") for when in ("forward", "backward")}
+    assert boundaries(prediction) == expected
+    norms = [c for c in prediction.collectives if c.target.endswith(".grad")]
+    assert len(norms) == 5 and all("norm" in c.path and c.op == "all_reduce" for c in norms)
+
+
+def test_bytes_count_what_the_other_axes_leave() -> None:
+    prediction = predict_llama(plan_zoo.load("llama", {"dp": 2, "tp": 4 // 2}), num_layers=1)
+    activation = 4 * 16 * 64 * 4 // 2  # half the batch on each rank of dp
+    gathers = {c.num_bytes for c in prediction.collectives if c.op == "all_gather"}
+    assert gathers == {activation // 2}  # each rank of tp lacks the other's half
+    lm_head = [c for c in prediction.collectives if c.path == "lm_head"]
+    half_weight = 128 * 64 * 4 // 2
+    assert lm_head == [Collective("lm_head", "weight.grad", "backward", "dp", "all_reduce", half_weight)]
+
+
+def test_data_parallel_gradients_are_reduced_once_each() -> None:
+    plan = Plan({"dp": 2}).shard("<in>", Shard(0))
+    prediction = predict_llama(plan)
+    num_parameters = len(list(llama(2).parameters()))
+    assert prediction.count("all_reduce", "dp") == len(prediction.collectives) == num_parameters
+
+
+def test_parameters_gathered_by_layer() -> None:
+    prediction = predict_llama(zero_3())
+    layers = [c for c in prediction.collectives if ".layers." in c.path]
+    assert Counter((c.target, c.when, c.op) for c in layers) == {
+        ("weight", "forward", "all_gather"): 18,
+        ("weight.grad", "backward", "reduce_scatter"): 18,
+    }
+    total = sum(p.numel() * 4 for name, p in llama(2).named_parameters() if ".layers." in name)
+    gathered = sum(c.num_bytes or 0 for c in layers if c.when == "forward")
+    assert gathered == total * 3 // 4
+    model, tokens = llama(2), meta(4, 16, dtype=torch.int64)
+    batched = predict(optimize(lower(zero_3(), model)), model, {"input_ids": tokens, "use_cache": False})
+    assert [c for c in batched.collectives if ".layers." in c.path] == layers
+
+
+def mlp(plan: Plan, **inputs: Any) -> list[Collective]:
+    model = build("mlp")
+    return list(predict(lower(plan, model), model, inputs or {"x": meta(8, 8)}).collectives)
+
+
+def test_a_column_and_a_row_linear() -> None:
+    plan = Plan({"tp": 2}).shard("fc1.(weight|bias)", Shard(0)).shard("fc2.weight", Shard(1))
+    plan.shard("fc1.<in>", Replicate()).shard("fc2.<out>", Replicate())
+    # The input of the model needs no gradient: nothing comes back through fc1.<in>.
+    assert mlp(plan) == [Collective("fc2", "<out>", "forward", "tp", "all_reduce", 8 * 8 * 4)]
+    wants = meta(8, 8).requires_grad_()
+    found = mlp(plan, x=wants)
+    assert found[0] == Collective("fc1", "<in>", "backward", "tp", "all_reduce", 8 * 8 * 4)
+
+
+def test_what_depends_on_a_choice_is_unknown() -> None:
+    """A column-cut product of a batch cut over the same axis: DTensor decides who gathers what."""
+    plan = Plan({"tp": 2}).shard("<in:x>", Shard(0)).shard("fc1.weight", Shard(0)).shard("fc2.<in>", Replicate())
+    found = [c for c in mlp(plan) if c.path == "fc2" and c.target == "<in>"]
+    assert [(c.op, c.num_bytes, c.when) for c in found] == [(None, None, "forward"), (None, None, "backward")]
+
+
+def test_a_declared_source_makes_it_known() -> None:
+    plan = Plan({"tp": 2}).shard("<in:x>", Shard(0)).shard("fc1.weight", Shard(0))
+    plan.redistribute("fc2.<in>", Shard(-1), Replicate())
+    found = [c for c in mlp(plan) if c.path == "fc2" and c.when == "forward"]
+    assert [c.op for c in found] == ["all_gather"]
+
+
+def test_axes_of_one_rank_communicate_nothing() -> None:
+    assert predict_llama(plan_zoo.load("llama", {"dp": 1, "tp": 1})).collectives == ()
+
+
+class Branches(nn.Module):
+    """Reads values of tensors it made itself, then of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.arange(8, device=x.device) < 5
+        if not mask.all() and int(mask.sum()) == 5:
+            x = self.fc(x)
+        return x if x.sum() > 0 else self.fc(x)
+
+
+def test_values_made_of_constants_are_known_and_others_stop_the_walk() -> None:
+    with torch.device("meta"):
+        model = Branches()
+    plan = Plan({"dp": 2}).shard("<in:x>", Shard(0)).shard("fc.<out>", Replicate())
+    prediction = predict(lower(plan, model), model, {"x": meta(4, 8)})
+    assert prediction.count("all_gather") == 1  # the first branch was taken, once
+    assert prediction.stopped is not None and "meta" in prediction.stopped
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["attention"])
+def test_models_beyond_the_rules_are_walked_too(name: str) -> None:
+    model = build(name)
+    plan = Plan({"dp": 2}).shard("<in>", Shard(0)).shard("<out>", Replicate())
+    prediction = predict(lower(plan, model), model, {"x": meta(4, 6, 12)})
+    assert prediction.stopped is None
+    assert [c.op for c in prediction.collectives if c.target == "<out>"] == [None, None]

@@ -1,0 +1,100 @@
+"""``vescale env``: versions, what this machine's torch can do, which helpers were built. For bug reports."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from vescale import __version__
+from vescale.cli._console import new_console, new_table, print_json
+from vescale.cli._inputs import add_json
+
+__all__ = ["add_arguments", "run"]
+
+_PACKAGES = ("torch", "numpy", "pyyaml", "jsonschema", "regex", "rich", "transformers", "tokenizers", "safetensors")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 when something that vescale needs is missing."""
+    data = _collect()
+    if args.json:
+        print_json(data)
+    else:
+        table = new_table("section", "name", "value")
+        for section, values in data.items():
+            for name, value in values.items():
+                table.add_row(section, name, _shown(value))
+        new_console().print(table)
+    needed = [name for name in _PACKAGES[:6] if data["packages"][name] is None]
+    return 1 if needed or data["torch"]["compat"] != "ok" else 0
+
+
+def _collect() -> dict[str, dict[str, Any]]:
+    return {
+        "vescale": {"version": __version__, "folder": str(Path(__file__).parent.parent)},
+        "python": {"version": platform.python_version(), "executable": sys.executable, "platform": platform.platform()},
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "torch": _torch(),
+        "helpers": _helpers(),
+        "machine": {"cpus": os.cpu_count(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "compat": _compat(),
+        "distributed": dist.is_available(),
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": dist.is_available() and dist.is_nccl_available(),
+        "mpi": dist.is_available() and dist.is_mpi_available(),
+        "cuda": torch.version.cuda,
+        "devices": devices,
+    }
+
+
+def _compat() -> str:
+    """Whether every private name of torch that vescale uses is there."""
+    try:
+        importlib.import_module("vescale.compat")
+    except (ImportError, AttributeError) as error:
+        return str(error)
+    return "ok"
+
+
+def _helpers() -> dict[str, str]:
+    """The optional C++ helpers: built, or their Python fallback is used."""
+    from vescale import csrc
+
+    folder = Path(csrc.__file__).parent
+    names = sorted(path.stem for path in folder.glob("*.cpp"))
+    return {name: "built" if csrc.load(name) is not None else "not built (Python fallback)" for name in names}
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(value) or "none"
+    return str(value)

@@ -1,0 +1,304 @@
+"""``vescale explain``: what a plan does to a model, from entries to instructions, hooks and predicted collectives."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vescale.cli._console import bytes_text, new_console, new_table, print_json
+from vescale.cli._inputs import MODEL_HELP, PLAN_HELP, add_json, add_mesh, load_model, load_plan, parse_mesh
+from vescale.cli._main import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import nn
+
+    from vescale.ir import Collective, Prediction, Program
+    from vescale.plans import Plan
+
+__all__ = ["add_arguments", "run"]
+
+_SECTIONS = ("plan", "ir", "hooks", "memory", "collectives")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
+    parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
+    add_mesh(parser)
+    parser.add_argument(
+        "--batch", type=_positive, default=8, help="global batch size, to size activations (default: 8)"
+    )
+    parser.add_argument("--seq", type=_positive, default=128, help="sequence length (default: 128)")
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="NAME=SHAPE[:DTYPE]",
+        help="an input of the model, as x=8x16 or ids=8x16:int64; may be repeated",
+    )
+    parser.add_argument("--only", choices=_SECTIONS, help="show one section")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: explained; 1: the plan does not fit the model."""
+    from vescale.ir import lower, predict
+    from vescale.plans import PlanError
+
+    model, mesh = load_model(args.model), parse_mesh(args.mesh)
+    try:
+        plan = load_plan(args.plan, mesh)
+        program = lower(plan, model)
+    except PlanError as error:
+        return _refused(error, args.json)
+    inputs = _inputs(model, args)
+    prediction = predict(program, model, inputs) if inputs else None
+    if args.json:
+        print_json(_as_dict(plan, program, model, prediction))
+        return 0
+    console = new_console()
+    sections: dict[str, Any] = {
+        "plan": lambda: _print_plan(console, plan),
+        "ir": lambda: print(program.to_text(merge_layers=True), end=""),
+        "hooks": lambda: _print_hooks(console, program),
+        "memory": lambda: _print_memory(console, program, model),
+        "collectives": lambda: _print_collectives(console, prediction, inputs),
+    }
+    for name, section in sections.items():
+        if args.only in (None, name):
+            if args.only is None:
+                console.print(_title(name, plan, args), style="bold")
+            section()
+            if args.only is None:
+                console.print()
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def _refused(error: Exception, as_json: bool) -> int:
+    if as_json:
+        print_json({"error": str(error)})
+    else:
+        new_console().print(str(error))
+    return 1
+
+
+def _title(section: str, plan: Plan, args: argparse.Namespace) -> str:
+    return {
+        "plan": f"Plan {args.plan}: {len(plan)} entries on {plan.axes}",
+        "ir": "Instructions (path.hook:target:index:op; repeated layers merged)",
+        "hooks": "Hooks (modules that get one, and how many instructions each runs)",
+        "memory": "Parameters and buffers",
+        "collectives": "Predicted collectives of one step (bytes that a rank exchanges with others)",
+    }[section]
+
+
+# Inputs
+
+
+def _inputs(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
+    """Meta tensors to walk the forward with: those of ``--input``, or tokens for a model that takes ``input_ids``."""
+    import inspect
+
+    import torch
+
+    names = inspect.signature(model.forward).parameters
+    found: dict[str, Any] = {}
+    for text in args.input:
+        name, value = _parse_input(text)
+        found[name] = value
+    if not args.input and "input_ids" in names:
+        tokens = torch.empty(args.batch, args.seq, dtype=torch.int64, device="meta")
+        found = {name: tokens for name in ("input_ids", "labels") if name in names}
+    if found and "use_cache" in names:
+        found["use_cache"] = False
+    return found
+
+
+def _parse_input(text: str) -> tuple[str, Any]:
+    import torch
+
+    name, _, rest = text.partition("=")
+    shape, _, dtype_name = rest.partition(":")
+    dtype = getattr(torch, dtype_name or "float32", None)
+    sizes = shape.split("x")
+    if not name.isidentifier() or not all(size.isdecimal() for size in sizes) or not isinstance(dtype, torch.dtype):
+        raise UsageError(f"--input {text}: write NAME=SHAPE[:DTYPE], as x=8x16 or ids=8x16:int64")
+    return name, torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
+
+
+# Sections
+
+
+def _print_plan(console: Console, plan: Plan) -> None:
+    table = new_table("entry", "where", "placements", "phase", "line", right=("line",))
+    for entry in plan.entries:
+        kind = type(entry).__name__.removesuffix("Entry").lower()
+        source = entry.source
+        table.add_row(
+            kind,
+            entry.path.text,
+            _entry_text(entry),
+            _phase_text(entry),
+            str(source.line) if source is not None else "",
+        )
+    console.print(table)
+
+
+def _entry_text(entry: Any) -> str:
+    from vescale.plans import placement_text
+
+    def text(placements: Iterable[tuple[str, Any]]) -> str:
+        return ", ".join(f"{axis}={placement_text(placement)}" for axis, placement in placements)
+
+    if hasattr(entry, "placements"):
+        return text(entry.placements) + (" given=local" if getattr(entry, "given", "") == "local" else "")
+    if hasattr(entry, "src"):
+        return f"{text(entry.src)} -> {text(entry.dst)}"
+    return ", ".join(part for part in (getattr(entry, "kind", None), getattr(entry, "dispatch", None)) if part)
+
+
+def _phase_text(entry: Any) -> str:
+    from vescale.plans import ALL, phase_text
+
+    return phase_text(entry.phase) if getattr(entry, "phase", ALL) != ALL else ""
+
+
+def _print_hooks(console: Console, program: Program) -> None:
+    table = new_table("module", "hook", "instructions", "modules", right=("instructions", "modules"))
+    for path, hook, instructions, count in _hooks(program):
+        table.add_row(path or "(the model)", hook, str(instructions), str(count))
+    console.print(table)
+
+
+def _hooks(program: Program) -> list[tuple[str, str, int, int]]:
+    """(module, hook, instructions that it runs, number of modules), repeated layers merged."""
+    from vescale.ir import Hook, merge_repeats
+
+    counts = Counter((i.path, i.hook) for i in program if i.hook is not Hook.INIT)
+    merged = merge_repeats((path, (hook.value, number)) for (path, hook), number in counts.items())
+    return [(path, hook, number, modules) for path, (hook, number), modules in merged]
+
+
+def _memory(program: Program, model: nn.Module) -> dict[str, int]:
+    """Bytes of parameters and buffers: of the model, and the most that a rank holds at rest."""
+    from vescale.ir import Place
+    from vescale.placements import local_region, normalize_placements
+
+    axes, total, local = program.axes, 0, 0
+    for instruction in program:
+        if not isinstance(instruction.op, Place):
+            continue
+        tensor = getattr(model.get_submodule(instruction.path), instruction.target)
+        placements = [placement for placement in instruction.op.placements if placement is not None]
+        shape = tuple(tensor.shape)
+        resolved = normalize_placements(placements, shape, axes.sizes)
+        region = local_region(shape, resolved, axes.sizes, (0,) * len(axes.sizes))
+        total += tensor.numel() * tensor.element_size()
+        local += region.numel * tensor.element_size()
+    return {"model_bytes": total, "first_rank_bytes": local}
+
+
+def _print_memory(console: Console, program: Program, model: nn.Module) -> None:
+    memory = _memory(program, model)
+    console.print(
+        f"{bytes_text(memory['model_bytes'])} in all, {bytes_text(memory['first_rank_bytes'])} on the first rank at rest"
+    )
+
+
+def _print_collectives(console: Console, prediction: Prediction | None, inputs: dict[str, Any]) -> None:
+    if prediction is None:
+        console.print("not predicted: the shapes of the inputs are not known; give --input NAME=SHAPE[:DTYPE]")
+        return
+    shapes = [f"{name} {'x'.join(map(str, value.shape))}" for name, value in inputs.items() if hasattr(value, "shape")]
+    console.print(f"for {', '.join(shapes)}")
+    table = new_table("module", "tensor", "when", "axis", "op", "calls", "bytes", right=("calls", "bytes"))
+    for path, collective, count in _merged(prediction):
+        size = "unknown" if collective.num_bytes is None else bytes_text(collective.num_bytes * count)
+        op = collective.op or "unknown until run"
+        table.add_row(path or "(the model)", collective.target, collective.when, collective.axis, op, str(count), size)
+    console.print(table)
+    console.print()
+    console.print(_totals_table(prediction))
+    if prediction.stopped is not None:
+        console.print(f"the walk stopped before the model's output, what follows is missing: {prediction.stopped}")
+    console.print(
+        "Gradients are listed one by one; a bucket reduces several at once. Not predicted: what ops themselves communicate, "
+        "such as a loss over a sharded vocabulary."
+    )
+
+
+def _merged(prediction: Prediction) -> list[tuple[str, Collective, int]]:
+    """Collectives of repeated layers as one, with their number; those of equal rows add up."""
+    from dataclasses import replace
+
+    from vescale.ir import merge_repeats
+
+    rows = ((collective.path, replace(collective, path="")) for collective in prediction.collectives)
+    return [(path, collective, count) for path, collective, count in merge_repeats(rows)]
+
+
+def _totals(prediction: Prediction) -> list[dict[str, Any]]:
+    totals: dict[tuple[str, str, str | None], list[Collective]] = {}
+    for collective in prediction.collectives:
+        totals.setdefault((collective.axis, collective.when, collective.op), []).append(collective)
+    return [
+        {
+            "axis": axis,
+            "when": when,
+            "op": op,
+            "calls": len(found),
+            "bytes": None if any(c.num_bytes is None for c in found) else sum(c.num_bytes or 0 for c in found),
+        }
+        for (axis, when, op), found in sorted(totals.items(), key=lambda item: [part or "" for part in item[0]])
+    ]
+
+
+def _totals_table(prediction: Prediction) -> Any:
+    table = new_table("axis", "when", "op", "calls", "bytes", right=("calls", "bytes"))
+    for row in _totals(prediction):
+        size = "unknown" if row["bytes"] is None else bytes_text(row["bytes"])
+        table.add_row(row["axis"], row["when"], row["op"] or "unknown until run", str(row["calls"]), size)
+    return table
+
+
+def _as_dict(plan: Plan, program: Program, model: nn.Module, prediction: Prediction | None) -> dict[str, Any]:
+    import json
+
+    data: dict[str, Any] = {
+        "mesh": dict(zip(plan.axes.names, plan.axes.sizes)),
+        "entries": len(plan),
+        "program": json.loads(program.to_json())["instructions"],
+        "hooks": [
+            {"module": path, "hook": hook, "instructions": number, "modules": modules}
+            for path, hook, number, modules in _hooks(program)
+        ],
+        "memory": _memory(program, model),
+        "collectives": None,
+    }
+    if prediction is not None:
+        data["collectives"] = {
+            "stopped": prediction.stopped,
+            "totals": _totals(prediction),
+            "by_module": [
+                {
+                    "module": path,
+                    "tensor": c.target,
+                    "when": c.when,
+                    "axis": c.axis,
+                    "op": c.op,
+                    "calls": count,
+                    "bytes_each": c.num_bytes,
+                }
+                for path, c, count in _merged(prediction)
+            ],
+        }
+    return data

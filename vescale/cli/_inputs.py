@@ -1,0 +1,129 @@
+"""What the commands take: a plan (file or zoo name), a mesh, and a model built on the meta device."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vescale.cli._main import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vescale.plans import MeshAxes, Plan
+
+__all__ = ["MODEL_HELP", "PLAN_HELP", "add_json", "add_mesh", "load_model", "load_plan", "parse_mesh"]
+
+PLAN_HELP = "a YAML file, or the name of a plan of the zoo (see `vescale zoo`)"
+MODEL_HELP = "hf:FILE, a Hugging Face config.json; or pkg.module:factory, a module class or a callable that returns one"
+
+
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mesh", metavar="AXES", help="sizes of the mesh's axes, as dp=2,tp=4; default: the plan's own"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def parse_mesh(text: str | None) -> MeshAxes | None:
+    """``dp=2,tp=4``, or None for the plan's own sizes."""
+    from vescale.plans import MeshAxes
+
+    try:
+        return MeshAxes.parse(text) if text is not None else None
+    except ValueError as error:
+        raise UsageError(f"--mesh {text}: {error}") from None
+
+
+def load_plan(text: str, mesh: MeshAxes | None) -> Plan:
+    """The plan in a file, or of that name in the zoo.
+
+    Raises PlanError for a plan that cannot be, UsageError when there is no such plan.
+    """
+    from vescale import plan_zoo
+    from vescale.plans import MissingMeshError, Plan, did_you_mean
+
+    file = Path(text)
+    if not file.is_file() and text in plan_zoo.names():
+        file = plan_zoo.path_of(text)
+    if file.is_file():
+        try:
+            return Plan.from_yaml(file, mesh)
+        except MissingMeshError:
+            raise UsageError(f"the plan {text} leaves the sizes of its mesh open; give --mesh, as dp=2,tp=4") from None
+    if Path(text).suffix in (".yaml", ".yml") or os.sep in text:
+        raise UsageError(f"there is no file {text!r}; give a YAML file, or a plan of the zoo: {_zoo()}")
+    raise UsageError(f"{text!r} is no file and no plan of the zoo ({_zoo()}){did_you_mean(text, plan_zoo.names())}")
+
+
+def _zoo() -> str:
+    from vescale import plan_zoo
+
+    return ", ".join(plan_zoo.names())
+
+
+def load_model(text: str) -> nn.Module:
+    """Build the model that ``text`` names on the meta device: names and shapes, no memory. Raises UsageError."""
+    import torch
+
+    with torch.device("meta"):
+        return _from_config(text[len("hf:") :]) if text.startswith("hf:") else _from_factory(text)
+
+
+def _from_config(file: str) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError("--model hf:... needs transformers; install vescale[hf]") from None
+    try:
+        data = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--model hf:{file}: {error.strerror}; give the path of a config.json") from None
+    except ValueError as error:
+        raise UsageError(f"--model hf:{file}: not JSON: {error}") from None
+    if not isinstance(data, dict) or "model_type" not in data:
+        raise UsageError(f"--model hf:{file}: no model_type; give the config.json of a Hugging Face model")
+    try:
+        config = transformers.AutoConfig.for_model(**data)
+        names = config.architectures or []
+        known: Any = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+        return known(config) if known is not None else transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise UsageError(f"--model hf:{file}: {type(error).__name__}: {error}") from error
+
+
+def _from_factory(text: str) -> nn.Module:
+    from torch import nn
+
+    module_name, colon, name = text.partition(":")
+    if not colon or not module_name or not name:
+        raise UsageError(f"--model {text}: expected {MODEL_HELP}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        factory: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--model {text}: {error}; modules are looked for in {os.getcwd()} too") from None
+    except Exception as error:
+        raise UsageError(f"--model {text}: importing {module_name} raised {type(error).__name__}: {error}") from error
+    for part in name.split("."):
+        if not hasattr(factory, part):
+            raise UsageError(f"--model {text}: {module_name} has no {name}")
+        factory = getattr(factory, part)
+    if not callable(factory) or isinstance(factory, nn.Module):
+        raise UsageError(f"--model {text}: {name} is a {type(factory).__name__}; name a class or a function")
+    try:
+        model = factory()
+    except Exception as error:
+        raise UsageError(f"--model {text}: calling {name}() raised {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"--model {text}: {name}() returned a {type(model).__name__}, not a torch.nn.Module")
+    return model

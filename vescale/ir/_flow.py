@@ -1,0 +1,200 @@
+"""How placements flow through the ops between two planned boundaries, as far as it is certain; unknown otherwise.
+
+The rules are those that need no choice: replicated in, replicated out; elementwise ops keep a common placement; ``linear``
+and ``embedding`` follow from their weight; views move a dim. Whatever DTensor would have to choose is unknown, and so is all
+that follows from it until the plan says a placement again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.placements import shard_dim
+
+__all__ = ["Flow", "Lie", "is_elementwise", "rule_for"]
+
+# A placement on one axis; None: unknown.
+Lie = Placement | None
+
+# (arguments, result) -> placement of the result on one axis of `size` ranks, by the placements of the tensor arguments.
+Rule = Callable[["Flow"], Lie]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One call of an op, seen on one axis.
+
+    Attributes:
+        lies: the placement of each tensor argument, in order.
+        tensors: the tensor arguments.
+        result: what the op returned.
+        args, kwargs: all its arguments.
+        size: ranks on the axis.
+    """
+
+    lies: Sequence[Lie]
+    tensors: Sequence[torch.Tensor]
+    result: torch.Tensor
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    size: int
+
+
+def rule_for(name: str, flow: Flow) -> Lie:
+    """The placement of the result of the op called ``name``, or None."""
+    if all(isinstance(lie, Replicate) for lie in flow.lies):
+        return Replicate()
+    rule = _RULES.get(name.strip("_"))
+    return rule(flow) if rule is not None and None not in flow.lies else None
+
+
+def is_elementwise(name: str) -> bool:
+    return name.strip("_") in _ELEMENTWISE | _SUMS
+
+
+def _linear(flow: Flow) -> Lie:
+    x, weight = flow.lies[:2]
+    last = flow.tensors[0].ndim - 1
+    if _cuts(weight, 0):
+        return Shard(last) if isinstance(x, Replicate) else None
+    if _cuts(weight, 1):
+        return Partial() if _cuts(x, last) or isinstance(x, Replicate) else None
+    if isinstance(weight, Replicate) and shard_dim(x) is not None and not _cuts(x, last):  # type: ignore[arg-type]
+        return x
+    return None
+
+
+def _embedding(flow: Flow) -> Lie:
+    indices, weight = flow.lies[:2]
+    if isinstance(indices, Replicate):
+        if _cuts(weight, 0):
+            return Partial()  # indices of other ranks' rows give zero here
+        return Shard(flow.result.ndim - 1) if _cuts(weight, 1) else None
+    return indices if isinstance(weight, Replicate) else None
+
+
+def _elementwise(flow: Flow) -> Lie:
+    """The common placement; replicated and one-element operands follow it."""
+    found: set[Placement] = set()
+    for lie, tensor in zip(flow.lies, flow.tensors):
+        if tensor.ndim == 0 and isinstance(lie, Replicate):
+            continue
+        dim = shard_dim(lie) if lie is not None else None
+        if dim is not None:
+            if type(lie) is not Shard or tensor.shape[dim] != flow.result.shape[dim - tensor.ndim]:
+                return None
+            found.add(Shard(flow.result.ndim + dim - tensor.ndim))
+        elif lie is not None:
+            found.add(lie)
+    shards = found - {Replicate()}
+    only = next(iter(shards)) if len(shards) == 1 else None
+    return only if isinstance(only, Shard) else None
+
+
+def _sum_like(flow: Flow) -> Lie:
+    """Addition also keeps Partial, where every operand is."""
+    if all(isinstance(lie, Partial) and lie == flow.lies[0] for lie in flow.lies):
+        return flow.lies[0]
+    return _elementwise(flow)
+
+
+def _along_dims(flow: Flow) -> Lie:
+    """Reductions, softmax and normalization: kept on a dim that they do not go along."""
+    x, tensor = flow.lies[0], flow.tensors[0]
+    if any(not isinstance(lie, Replicate) for lie in flow.lies[1:]) or type(x) is not Shard:
+        return None
+    if flow.result.ndim != tensor.ndim:
+        return None
+    dims = flow.kwargs.get("dim", flow.args[1] if len(flow.args) > 1 else None)
+    dims = (dims,) if isinstance(dims, int) else dims
+    if not isinstance(dims, tuple | list) or not all(isinstance(dim, int) for dim in dims):
+        return None
+    return None if x.dim in {dim % tensor.ndim for dim in dims} else x
+
+
+def _normalize(flow: Flow) -> Lie:
+    """``layer_norm`` and ``rms_norm`` go along the last dims; their weights are replicated."""
+    x, tensor = flow.lies[0], flow.tensors[0]
+    shape = flow.kwargs.get("normalized_shape", flow.args[1] if len(flow.args) > 1 else None)
+    if any(not isinstance(lie, Replicate) for lie in flow.lies[1:]) or type(x) is not Shard or shape is None:
+        return None
+    return x if x.dim < tensor.ndim - len(shape) else None
+
+
+def _view(flow: Flow) -> Lie:
+    """A cut dim that opens a group of dims stays cut when the group is merged or split, if its new dim divides evenly."""
+    x, tensor = flow.lies[0], flow.tensors[0]
+    if type(x) is not Shard:
+        return None
+    before = math.prod(tensor.shape[: x.dim])
+    for dim in range(flow.result.ndim):
+        size = flow.result.shape[dim]
+        if math.prod(flow.result.shape[:dim]) == before and size > 1:
+            return Shard(dim) if size % flow.size == 0 else None
+    return None
+
+
+def _transpose(flow: Flow) -> Lie:
+    x, ndim = flow.lies[0], flow.tensors[0].ndim
+    first, second = (int(dim) % ndim for dim in flow.args[1:3])
+    if type(x) is not Shard:
+        return None
+    return Shard({first: second, second: first}.get(x.dim, x.dim))
+
+
+def _unsqueeze(flow: Flow) -> Lie:
+    x, dim = flow.lies[0], int(flow.args[1] if len(flow.args) > 1 else flow.kwargs["dim"]) % flow.result.ndim
+    if type(x) is not Shard:
+        return None
+    return Shard(x.dim + 1 if x.dim >= dim else x.dim)
+
+
+def _same_shape_dim(flow: Flow) -> Lie:
+    """Slices and concatenations along other dims."""
+    x, tensor = flow.lies[0], flow.tensors[0]
+    if type(x) is not Shard or any(lie != x for lie in flow.lies) or flow.result.ndim != tensor.ndim:
+        return None
+    return x if flow.result.shape[x.dim] == tensor.shape[x.dim] else None
+
+
+def _attention(flow: Flow) -> Lie:
+    """Attention over a part of the batch or of the heads: the query's, whether keys and values are cut alike or whole."""
+    query, *others = flow.lies[:3]
+    if type(query) is not Shard or query.dim > 1:
+        return None
+    return query if all(lie == query or isinstance(lie, Replicate) for lie in others) else None
+
+
+def _cuts(lie: Lie, dim: int) -> bool:
+    return type(lie) is Shard and lie.dim == dim
+
+
+# fmt: off
+_ELEMENTWISE = frozenset((
+    "mul", "rmul", "imul", "div", "truediv", "rtruediv", "rsub", "pow", "rsqrt", "sqrt", "exp", "silu",
+    "gelu", "relu", "sigmoid", "tanh", "neg", "abs", "square", "dropout", "clamp", "type_as", "cos", "sin",
+    "masked_fill", "where", "contiguous", "clone", "float", "to", "half", "bfloat16", "double", "view_as",
+))
+# fmt: on
+_SUMS = frozenset(("add", "radd", "iadd", "sub", "isub"))
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_SUMS, _sum_like),
+    **dict.fromkeys(("mean", "sum", "softmax", "var"), _along_dims),
+    **dict.fromkeys(("layer_norm", "rms_norm"), _normalize),
+    **dict.fromkeys(("view", "reshape", "flatten"), _view),
+    **dict.fromkeys(("getitem", "cat"), _same_shape_dim),
+    "linear": _linear,
+    "embedding": _embedding,
+    "transpose": _transpose,
+    "unsqueeze": _unsqueeze,
+    F.scaled_dot_product_attention.__name__: _attention,
+}

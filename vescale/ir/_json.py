@@ -1,0 +1,137 @@
+"""Programs as JSON text and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.ir._ops import Annotate, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._program import Hook, Instruction, Program
+from vescale.plans import MeshAxes, Source, parse_placement, placement_text
+
+__all__ = ["program_from_json", "program_to_json"]
+
+_VERSION = 1
+_KINDS: dict[str, type[Op]] = {
+    "place": Place,
+    "wrap": Wrap,
+    "redistribute": Redistribute,
+    "annotate": Annotate,
+    "factory": Factory,
+    "local": Local,
+    "unit": Unit,
+    "batch": Batch,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+# Fields of instructions that hold one placement for each axis.
+_STAGES = {"placements", "src", "dst", "grad_src", "grad_dst", "inputs", "outputs"}
+
+
+def program_to_json(program: Program) -> str:
+    """See :meth:`Program.to_json`."""
+    lines = [json.dumps(_instruction(i, program.axes), separators=(", ", ": ")) for i in program.instructions]
+    mesh = json.dumps(dict(zip(program.axes.names, program.axes.sizes)))
+    body = ",\n".join(f"    {line}" for line in lines)
+    return f'{{\n  "version": {_VERSION},\n  "mesh": {mesh},\n  "instructions": [\n{body}\n  ]\n}}\n'
+
+
+def program_from_json(text: str) -> Program:
+    """See :meth:`Program.from_json`."""
+    try:
+        data = json.loads(text)
+        if data["version"] != _VERSION:
+            raise ValueError(f"version {data['version']!r}; this release reads version {_VERSION}")
+        axes = MeshAxes.of({str(name): size for name, size in data["mesh"].items()})
+        return Program(axes, tuple(_read_instruction(item, axes) for item in data["instructions"]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"not a program: {detail}; expected the text of Program.to_json()") from None
+
+
+def _instruction(instruction: Instruction, axes: MeshAxes) -> dict[str, Any]:
+    data: dict[str, Any] = {"path": instruction.path, "hook": instruction.hook.value, "target": instruction.target}
+    if instruction.index is not None:
+        data["index"] = instruction.index
+    data["op"] = _op(instruction.op, axes)
+    if instruction.source is not None:
+        source = instruction.source
+        data["source"] = {"file": source.file, "line": source.line}
+        if source.column is not None:
+            data["source"]["column"] = source.column
+    return data
+
+
+def _op(op: Op, axes: MeshAxes) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": _NAMES[type(op)]}
+    if isinstance(op, Batch):
+        parts = [{"target": target, "index": index, "op": _op(part, axes)} for target, index, part in op.parts]
+        return {**data, "parts": parts}
+    for field in fields(op):
+        value = getattr(op, field.name)
+        if value is not None:
+            data[field.name] = _stage(value, axes) if field.name in _STAGES else value
+    return data
+
+
+def _stage(stage: Stage, axes: MeshAxes) -> dict[str, str]:
+    return {axis: placement_text(placement) for axis, placement in zip(axes, stage) if placement is not None}
+
+
+def _read_instruction(data: Mapping[str, Any], axes: MeshAxes) -> Instruction:
+    source = data.get("source")
+    return Instruction(
+        _text(data["path"]),
+        Hook(data["hook"]),
+        _text(data["target"]),
+        _index(data.get("index")),
+        _read_op(data["op"], axes),
+        Source(_text(source["file"]), int(source["line"]), source.get("column")) if source is not None else None,
+    )
+
+
+def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
+    name = data["name"]
+    if name not in _KINDS:
+        raise ValueError(f"op {name!r} is none of {', '.join(_KINDS)}")
+    kind: type[Any] = _KINDS[name]
+    if kind is Batch:
+        return Batch(tuple(_read_part(part, axes) for part in data["parts"]))
+    known = {field.name for field in fields(kind)}
+    unknown = sorted(set(data) - known - {"name"})
+    if unknown:
+        raise ValueError(f"a {name} has no {unknown[0]!r}")
+    values = {key: _read_stage(value, axes) if key in _STAGES else value for key, value in data.items() if key in known}
+    if kind is Unit:
+        values["names"] = tuple(_text(value) for value in values["names"])
+    if kind is Local:
+        values = {"kind": None, "dispatch": None, **values}
+    return kind(**values)
+
+
+def _read_part(part: Mapping[str, Any], axes: MeshAxes) -> tuple[str, int | str | None, Redistribute]:
+    op = _read_op(part["op"], axes)
+    if not isinstance(op, Redistribute):
+        raise ValueError(f"a batch holds redistributions, not {part['op']['name']!r}")
+    return _text(part["target"]), _index(part["index"]), op
+
+
+def _read_stage(data: Mapping[str, str], axes: MeshAxes) -> tuple[Placement | None, ...]:
+    for axis in data:
+        axes.index(axis)
+    return tuple(parse_placement(data[axis]) if axis in data else None for axis in axes)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not text")
+    return value
+
+
+def _index(value: Any) -> int | str | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
+        raise ValueError(f"index {value!r} is neither a position nor a name")
+    return value

@@ -1,0 +1,214 @@
+"""``lower(plan, model)``: a plan and a model to a :class:`Program`. Pure; the model may be on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.tensor import Replicate
+
+from vescale.ir._checks import check_boundaries, check_states
+from vescale.ir._findings import Finding, Findings, LoweringError
+from vescale.ir._lints import lint
+from vescale.ir._model_index import ModelIndex
+from vescale.ir._ops import Annotate, Factory, Local, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._program import Hook, Instruction, Program
+from vescale.ir._resolve import Resolution, resolve
+from vescale.ir._said import AxisWords, BoundaryWords, StateWords
+from vescale.plans import Plan, PlanError, Source
+
+__all__ = ["check", "lower"]
+
+
+def lower(plan: Plan, model: nn.Module) -> Program:
+    """What ``plan`` does to ``model``, as instructions.
+
+    A pure function: it reads names, shapes and signatures only, changes nothing, communicates nothing, and gives the same
+    program on every rank. What it emits, in module order:
+
+    - for every parameter and buffer a :class:`Place`, Replicate on axes that no entry names;
+    - for one that lies otherwise while its module (or its unit) computes, a :class:`Redistribute` before that forward and
+      one back after it;
+    - for inputs of the model a :class:`Wrap`, Replicate on axes that no entry names;
+    - for inputs and outputs of modules a :class:`Redistribute`, also where nothing moves in the forward: the gradient may
+      arrive Partial, and is reduced there;
+    - regions (:class:`Factory`, :class:`Local`), :class:`Unit`, and :class:`Annotate`.
+
+    Raises:
+        LoweringError: a :class:`PlanError` with every mistake: paths that match nothing, entries that disagree, dims out
+            of range, uneven cuts, cuts inside attention heads, inputs that no forward takes. Nothing has been
+            communicated then.
+    """
+    index = _index(model)
+    findings = Findings()
+    resolution = _resolve(plan, index, findings)
+    errors = [finding for finding in findings.collect() if finding.severity == "error"]
+    if errors:
+        raise LoweringError(errors)
+    return Program(plan.axes, tuple(_instructions(resolution, index, plan)))
+
+
+def check(plan: Plan, model: nn.Module) -> tuple[Finding, ...]:
+    """Everything wrong or doubtful in ``plan`` for ``model``: the errors that :func:`lower` raises, then warnings."""
+    index = _index(model)
+    findings = Findings()
+    try:
+        resolution = _resolve(plan, index, findings)
+    except PlanError as error:
+        findings.error("hostile", error.problem, error.source)
+        return findings.collect()
+    lint(plan, resolution, index, findings)
+    return findings.collect()
+
+
+def _index(model: nn.Module) -> ModelIndex:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    return ModelIndex(model)
+
+
+def _resolve(plan: Plan, index: ModelIndex, findings: Findings) -> Resolution:
+    resolution = resolve(plan, index, findings)
+    check_states(resolution, index, plan.axes, findings)
+    check_boundaries(resolution, findings)
+    return resolution
+
+
+def _instructions(resolution: Resolution, index: ModelIndex, plan: Plan) -> Iterator[Instruction]:
+    """In module order, then hook order; then states before boundaries, each in the order of the model or plan."""
+    emitter = _Emitter(resolution, index, plan)
+    found = list(emitter.all())
+    modules = {path: number for number, path in enumerate(index.modules)}
+    hooks = {hook: number for number, hook in enumerate(Hook)}
+    found.sort(key=lambda instruction: (modules[instruction.path], hooks[instruction.hook]))  # stable
+    return iter(found)
+
+
+class _Emitter:
+    def __init__(self, resolution: Resolution, index: ModelIndex, plan: Plan) -> None:
+        self.resolution, self.index, self.axes = resolution, index, plan.axes
+
+    def all(self) -> Iterator[Instruction]:
+        unit_of = self._unit_of()
+        for name, words in self.resolution.states.items():
+            yield from self._state(name, words, unit_of)
+        yield from self._units(unit_of)
+        yield from self._model_inputs()
+        for (path, side, key), boundary in self.resolution.boundaries.items():
+            if (path, side) != ("", "<in>"):
+                hook = Hook.FORWARD_PRE if side == "<in>" else Hook.FORWARD_POST
+                yield from self._boundary(path, hook, side, key, boundary)
+        yield from self._regions()
+
+    # Parameters and buffers
+
+    def _state(self, name: str, words: StateWords, unit_of: dict[str, str]) -> Iterator[Instruction]:
+        path, attribute = self.index.owner(name)
+        resting, running = words.init.complete(self.axes), words.running(self.axes)
+        if words.annotated:
+            label = Annotate(words.annotated.complete(self.axes))
+            yield Instruction(path, Hook.INIT, attribute, None, label, _source(words.annotated))
+        else:
+            yield Instruction(path, Hook.INIT, attribute, None, Place(resting), _source(words.init))
+            if running != resting:
+                source = _source(words.forward)
+                for reader, relative in self._readers(name, unit_of):
+                    there, back = Redistribute(running, resting), Redistribute(resting, running)
+                    yield Instruction(reader, Hook.FORWARD_PRE, relative, None, there, source)
+                    yield Instruction(reader, Hook.FORWARD_POST, relative, None, back, source)
+        if words.grad_annotated:
+            label = Annotate(words.grad_annotated.stage(self.axes))
+            yield Instruction(path, Hook.BACKWARD, attribute, None, label, _source(words.grad_annotated))
+        if words.grad:
+            move = Redistribute(words.grad.stage(self.axes))
+            yield Instruction(path, Hook.BACKWARD, attribute, None, move, _source(words.grad))
+
+    def _readers(self, name: str, unit_of: dict[str, str]) -> list[tuple[str, str]]:
+        """(module, relative name) wherever the tensor must be ready: its unit, else each module that reads it."""
+        if name in unit_of:
+            unit = unit_of[name]
+            return [(unit, name[len(unit) + 1 :] if unit else name)]
+        return list(dict.fromkeys(self.index.reader(alias) for alias in self.index.states[name].names))
+
+    def _unit_of(self) -> dict[str, str]:
+        """Parameter -> the innermost unit that holds it."""
+        found = {}
+        for name, state in self.index.states.items():
+            path = self.index.owner(name)[0]
+            while state.is_parameter:
+                if path in self.resolution.units:
+                    found[name] = path
+                    break
+                if not path:
+                    break
+                path = path.rpartition(".")[0]
+        return found
+
+    def _units(self, unit_of: dict[str, str]) -> Iterator[Instruction]:
+        for path, entry in self.resolution.units.items():
+            prefix = f"{path}." if path else ""
+            names = tuple(name.removeprefix(prefix) for name, unit in unit_of.items() if unit == path)
+            yield Instruction(path, Hook.INIT, "<self>", None, Unit(names), entry.source)
+
+    # Inputs and outputs
+
+    def _model_inputs(self) -> Iterator[Instruction]:
+        unnamed = ("", "<in>", None)
+        words = {key: w for key, w in self.resolution.boundaries.items() if key[:2] == ("", "<in>")}
+        words.setdefault(unnamed, BoundaryWords())
+        for (path, side, key), boundary in words.items():
+            entry = self.resolution.given.get((path, side, key))
+            given = entry.given if entry is not None else "global"
+            arriving = boundary.src or boundary.annotated or boundary.dst
+            wrap = Wrap(arriving.complete(self.axes), given)
+            yield Instruction("", Hook.FORWARD_PRE, "<in>", key, wrap, _boundary_source(boundary))
+            if arriving is not boundary.dst or boundary.grad_src or boundary.grad_dst:
+                moves = BoundaryWords(boundary.dst, boundary.src, boundary.grad_src, boundary.grad_dst)
+                moves.entries = boundary.entries
+                yield from self._boundary("", Hook.FORWARD_PRE, "<in>", key, moves)
+
+    def _boundary(
+        self, path: str, hook: Hook, side: str, key: int | str | None, words: BoundaryWords
+    ) -> Iterator[Instruction]:
+        source = _boundary_source(words)
+        if words.annotated:
+            yield Instruction(path, hook, side, key, Annotate(words.annotated.stage(self.axes)), source)
+        if words.dst or words.grad_src or words.grad_dst:
+            src, grad_src, grad_dst = (
+                role.stage(self.axes) if role else None for role in (words.src, words.grad_src, words.grad_dst)
+            )
+            yield Instruction(
+                path, hook, side, key, Redistribute(words.dst.stage(self.axes), src, grad_src, grad_dst), source
+            )
+
+    # Regions
+
+    def _regions(self) -> Iterator[Instruction]:
+        """A factory region covers what the forward calls; one is emitted only where it differs from the one around it."""
+        placed: dict[str, Stage] = {}
+        for path in self.index.modules:
+            around: Stage = placed[self.index.module_names[path.rpartition(".")[0]]] if path else ()
+            words = self.resolution.factories.get(path)
+            own = words.stage(self.axes) if words is not None else (None,) * len(self.axes.names)
+            outer = around or (Replicate(),) * len(own)
+            placed[path] = tuple(mine if mine is not None else theirs for mine, theirs in zip(own, outer))
+            if placed[path] != around:
+                source = _source(words) if words is not None else None
+                yield Instruction(path, Hook.FORWARD, "<self>", None, Factory(placed[path]), source)
+        for path, entry in self.resolution.locals.items():
+            inputs, outputs = dict(entry.inputs), dict(entry.outputs)
+            region = Local(
+                entry.kind,
+                entry.dispatch,
+                tuple(inputs.get(axis) for axis in self.axes),
+                tuple(outputs.get(axis) for axis in self.axes),
+            )
+            yield Instruction(path, Hook.FORWARD, "<self>", None, region, entry.source)
+
+
+def _source(words: AxisWords) -> Source | None:
+    return next((said.entry.source for said in words.items().values()), None)
+
+
+def _boundary_source(words: BoundaryWords) -> Source | None:
+    return words.entries[0].source if words.entries else None

@@ -1,0 +1,454 @@
+"""Which collectives a program causes in one training step, found by walking the model's forward on meta tensors.
+
+A simple model, honest about what it does not know: placements are followed through the ops for which no choice is needed
+(:mod:`vescale.ir._flow`); where one is, what follows is unknown until run. Collectives inside ops (a loss over a sharded
+vocabulary, redistributions that no entry asks for) are not predicted. No rank is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from vescale.ir._flow import Flow, Lie, is_elementwise, rule_for
+from vescale.ir._model_index import ModelIndex
+from vescale.ir._ops import Batch, Local, Place, Redistribute, Stage, Wrap
+from vescale.ir._program import Hook, Instruction, Program
+from vescale.placements import RaggedShard, shard_dim
+from vescale.plans import MeshAxes
+
+__all__ = ["Collective", "Prediction", "predict"]
+
+When = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One predicted collective of one step.
+
+    Attributes:
+        path: the module, or the parameter's name.
+        target: ``<in>``, ``<in:name>``, ``<out>``, ``weight`` (a gather) or ``weight.grad`` (a gradient's reduction).
+        op: None where a collective depends on what is unknown until run.
+        num_bytes: bytes that each rank sends or receives from others, as the communication ledger counts; None: unknown.
+    """
+
+    path: str
+    target: str
+    when: When
+    axis: str
+    op: str | None
+    num_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """``stopped``: why the walk ended before the model's output, when it did; what would follow is missing then."""
+
+    collectives: tuple[Collective, ...]
+    stopped: str | None = None
+
+    def count(self, op: str, axis: str | None = None) -> int:
+        return sum(c.op == op and axis in (None, c.axis) for c in self.collectives)
+
+
+def predict(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> Prediction:
+    """The collectives that boundaries and parameters cause in one forward and backward of ``model(**inputs)``.
+
+    ``model`` and the tensors in ``inputs`` are on the meta device; tensors have their global shapes. The model is left as
+    it was.
+    """
+    walk = _Walk(program, ModelIndex(model))
+    stopped = None
+    with walk.hooks(), walk.mode():
+        try:
+            model(**inputs)
+        except Exception as error:  # whatever a model does on meta tensors: data-dependent code has no shapes there
+            stopped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    return Prediction(tuple(walk.collectives()), stopped)
+
+
+@dataclass
+class _Uses:
+    """How the gradient of a replicated tensor comes back on one axis, by what its copies were used for."""
+
+    partial: bool = False
+    unknown: bool = False
+
+
+@dataclass(frozen=True)
+class _Tag:
+    """What is known of a tensor on one axis; ``origins`` are the boundaries and parameters its values come from."""
+
+    lie: Lie
+    origins: frozenset[int] = frozenset()
+
+
+@dataclass
+class _Move:
+    """A boundary crossing on one axis, or a parameter while it runs."""
+
+    path: str
+    target: str
+    axis: str
+    src: Lie
+    dst: Lie
+    num_bytes: int | None  # of the whole tensor along this axis: what all ranks of the axis hold together
+    is_parameter: bool
+    has_gradient: bool
+    uses: _Uses = field(default_factory=_Uses)
+
+
+class _Walk:
+    def __init__(self, program: Program, index: ModelIndex) -> None:
+        self.program, self.index, self.axes = program, index, program.axes
+        self.moves: list[_Move] = []
+        self.tags: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._by_path: dict[str, list[Instruction]] = {}
+        for instruction in program:
+            self._by_path.setdefault(instruction.path, []).append(instruction)
+        self._tag_states()
+
+    # Parameters and buffers
+
+    def _tag_states(self) -> None:
+        resting: dict[str, Stage] = {}
+        running: dict[str, Stage] = {}
+        for instruction in self.program:
+            prefix = f"{instruction.path}." if instruction.path else ""
+            if isinstance(instruction.op, Place):
+                resting[self.index.state_names[prefix + instruction.target]] = instruction.op.placements
+            for target, _, op in _redistributions(instruction.target, instruction.index, instruction.op):
+                if instruction.hook is Hook.FORWARD_PRE and target not in ("<in>", "<out>"):
+                    running[self.index.state_names[prefix + target]] = op.dst
+        for name, at_rest in resting.items():
+            tensor = _state(self.index, name)
+            stage = running.get(name, at_rest)
+            tags = []
+            for axis, rest, run in zip(self.axes, at_rest, stage):
+                num_bytes = self._bytes(tensor, axis, stage)
+                move = _Move(name, "weight", axis, rest, run, num_bytes, True, tensor.requires_grad)
+                self.moves.append(move)
+                follow = isinstance(run, Replicate) and tensor.requires_grad
+                tags.append(_Tag(run, frozenset([len(self.moves) - 1]) if follow else frozenset()))
+            self.tags[tensor] = tuple(tags)
+
+    # The walk
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        handles = []
+        for path, module in self.index.modules.items():
+            before, after = self._crossings(path, Hook.FORWARD_PRE), self._crossings(path, Hook.FORWARD_POST)
+            if before:
+                handles.append(module.register_forward_pre_hook(self._pre_hook(path, before), with_kwargs=True))
+            if after:
+                handles.append(module.register_forward_hook(self._post_hook(path, after)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def mode(self) -> TorchFunctionMode:
+        return _FlowMode(self)
+
+    def _crossings(self, path: str, hook: Hook) -> dict[int | str | None, Redistribute | Wrap | Local]:
+        """What happens to the inputs, or outputs, of a module, by index."""
+        side = "<in>" if hook is Hook.FORWARD_PRE else "<out>"
+        found: dict[int | str | None, Redistribute | Wrap | Local] = {}
+        for i in self._by_path.get(path, ()):
+            if isinstance(i.op, Local) and side == "<out>":
+                found.setdefault(None, i.op)
+            if i.hook is not hook:
+                continue
+            if isinstance(i.op, Wrap):
+                found[i.index] = i.op
+            for target, key, op in _redistributions(i.target, i.index, i.op):
+                if target == side:
+                    found[key] = op
+        return found
+
+    def _pre_hook(self, path: str, crossings: dict[int | str | None, Any]) -> Callable[..., Any]:
+        names = self.index.inputs(path).positional
+
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            by_position = [
+                self._cross(path, "<in>", names[i] if i < len(names) else i, value, crossings)
+                for i, value in enumerate(args)
+            ]
+            by_name = {key: self._cross(path, "<in>", key, value, crossings) for key, value in kwargs.items()}
+            return tuple(by_position), by_name
+
+        return hook
+
+    def _post_hook(self, path: str, crossings: dict[int | str | None, Any]) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if type(output) in (tuple, list):
+                return type(output)(self._cross(path, "<out>", i, value, crossings) for i, value in enumerate(output))
+            if isinstance(output, dict):
+                for key, value in output.items():
+                    output[key] = self._cross(path, "<out>", key, value, crossings)
+                return output
+            return self._cross(path, "<out>", 0, output, crossings)
+
+        return hook
+
+    def _cross(self, path: str, side: str, key: int | str, value: Any, crossings: dict[int | str | None, Any]) -> Any:
+        op = crossings.get(key, crossings.get(None))
+        if op is None:
+            return value
+        if type(value) in (tuple, list):
+            return type(value)(self._cross(path, side, key, item, {None: op}) for item in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        named = f"{side[:-1]}:{key}>" if key in crossings else side
+        if isinstance(op, Wrap):
+            self.tags[value] = tuple(_Tag(placement) for placement in op.placements)
+            return value
+        copy = value.view_as(value)  # other users of the tensor see it as it was
+        if isinstance(op, Local):
+            self.tags[copy] = tuple(_Tag(placement) for placement in op.outputs)
+            return copy
+        self.tags[copy] = self._moved(path, named, value, op)
+        return copy
+
+    def _moved(self, path: str, target: str, tensor: torch.Tensor, op: Redistribute) -> tuple[_Tag, ...]:
+        arriving = self.tags_of(tensor)
+        declared = op.src or (None,) * len(op.dst)
+        lies = [said if said is not None else tag.lie for said, tag in zip(declared, arriving)]
+        tags = []
+        for axis, lie, tag, dst in zip(self.axes, lies, arriving, op.dst):
+            if dst is None:
+                tags.append(_Tag(lie, tag.origins))
+                continue
+            dst = _from_front(dst, tensor.ndim)
+            num_bytes = self._bytes(tensor, axis, lies)
+            self.moves.append(_Move(path, target, axis, lie, dst, num_bytes, False, tensor.requires_grad))
+            # Its gradient is brought to a placement here, so nothing Partial comes back to what lies before it.
+            follow = isinstance(dst, Replicate) and tensor.requires_grad
+            tags.append(_Tag(dst, frozenset([len(self.moves) - 1]) if follow else frozenset()))
+        return tuple(tags)
+
+    # What is known
+
+    def tags_of(self, tensor: torch.Tensor) -> tuple[_Tag, ...]:
+        return self.tags.get(tensor, (_Tag(None),) * len(self.axes.names))
+
+    def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Tag what an op returned, and note what replicated tensors were used for."""
+        tensors = list(_tensors((args, kwargs)))
+        tags = [self.tags_of(tensor) for tensor in tensors]
+        results = list(_tensors(result))
+        if name == "__setitem__":
+            results = tensors[:1]
+        for output in results:
+            merged = []
+            for position, axis in enumerate(self.axes):
+                on_axis = [tag[position] for tag in tags]
+                flow = Flow([t.lie for t in on_axis], tensors, output, args, kwargs, self.axes.size(axis))
+                lie = rule_for(name, flow)
+                merged.append(_Tag(lie, self._use(name, on_axis, tensors, lie, output)))
+            self.tags[output] = tuple(merged)
+
+    def _use(
+        self, name: str, arguments: Iterable[_Tag], tensors: Iterable[torch.Tensor], lie: Lie, result: torch.Tensor
+    ) -> frozenset[int]:
+        """Origins that the result still carries.
+
+        A replicated argument of a result that is cut is used for different parts on different ranks: its gradient is a
+        partial sum. Where the argument itself is cut for it (an elementwise op along the cut dim, a product that leaves a
+        partial sum) the gradient is cut, too, and what becomes of it is not followed.
+        """
+        if not result.requires_grad:
+            return frozenset()
+        carried: set[int] = set()
+        for argument, tensor in zip(arguments, tensors):
+            if isinstance(lie, Replicate):
+                carried |= argument.origins
+                continue
+            dim = shard_dim(lie) if lie is not None else None
+            own_dim = dim - result.ndim + tensor.ndim if dim is not None else -1
+            cut_alike = is_elementwise(name) and own_dim >= 0 and tensor.shape[own_dim] > 1
+            if isinstance(lie, Partial) and tensor.ndim == 1:
+                continue  # a bias added to a partial sum: the gradient of the sum is whole, and so is the bias's
+            for origin in argument.origins:
+                if lie is None or cut_alike or isinstance(lie, Partial):
+                    self.moves[origin].uses.unknown = True
+                else:
+                    self.moves[origin].uses.partial = True
+        return frozenset(carried)
+
+    def _bytes(self, tensor: torch.Tensor, axis: str, lies: Iterable[Lie]) -> int | None:
+        """Bytes of the part that the ranks along ``axis`` hold together."""
+        total = tensor.numel() * tensor.element_size()
+        for other, lie in zip(self.axes, lies):
+            if other == axis or self.axes.size(other) == 1:
+                continue
+            if lie is None:
+                return None
+            if shard_dim(lie) is not None or isinstance(lie, RaggedShard):
+                total //= self.axes.size(other)
+        return total
+
+    # The outcome
+
+    def collectives(self) -> Iterator[Collective]:
+        for move in self.moves:
+            if self.axes.size(move.axis) == 1:
+                continue
+            if move.is_parameter:
+                yield from _parameter_collectives(move, self.axes)
+            else:
+                yield from _boundary_collectives(move, self.axes)
+
+
+class _FlowMode(TorchFunctionMode):
+    """Follows placements; and keeps real values beside meta tensors made from constants alone (positions, masks).
+
+    Models branch on such values (`if mask.all():`), which meta tensors do not have.
+    """
+
+    def __init__(self, walk: _Walk) -> None:
+        super().__init__()
+        self._walk = walk
+        self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()  # meta tensor -> the same on the CPU
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        known = name not in _RANDOM and all(t in self._values for t in _tensors((args, kwargs)))
+        if name in _ASKS_VALUE and known:
+            return func(*self._real(args), **self._real(kwargs))
+        result = func(*args, **kwargs)
+        results = list(_tensors(result)) or (list(_tensors(args))[:1] if name == "__setitem__" else [])
+        if results and known and all(t.device.type == "meta" and t.numel() <= _MAX_KNOWN for t in results):
+            self._keep(func, args, kwargs, result)
+        else:
+            for tensor in results:
+                self._values.pop(tensor, None)
+        self._walk.follow(name, args, kwargs, result)
+        return result
+
+    def _keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": "cpu"}
+        elif not any(True for _ in _tensors((args, kwargs))):
+            return  # made on the default device, which may be anything; the model did not ask for it
+        real = func(*self._real(args), **self._real(kwargs))
+        for meta, value in zip(_tensors(result), _tensors(real)):
+            if meta.shape == value.shape:
+                self._values[meta] = value
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._values[value]
+        if isinstance(value, dict):
+            return {key: self._real(item) for key, item in value.items()}
+        return type(value)(map(self._real, value)) if type(value) in (tuple, list) else value
+
+
+# Calls that read a tensor's values into Python.
+_ASKS_VALUE = {"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "equal", "allclose"}
+_RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "bernoulli", "dropout", "empty"}
+_MAX_KNOWN = 1 << 20  # elements
+
+
+def _parameter_collectives(move: _Move, axes: MeshAxes) -> Iterator[Collective]:
+    attribute = move.path.rpartition(".")[2]
+    path = move.path.rpartition(".")[0]
+    if move.src != move.dst:
+        yield from _collective(path, attribute, "forward", move, _op(move.src, move.dst), axes)
+    if not move.has_gradient or not isinstance(move.dst, Replicate):
+        return
+    op = "all_reduce" if isinstance(move.src, Replicate) else "reduce_scatter"
+    if move.uses.partial:
+        yield from _collective(path, f"{attribute}.grad", "backward", move, op, axes)
+    elif move.uses.unknown:
+        yield Collective(path, f"{attribute}.grad", "backward", move.axis, None, None)
+
+
+def _boundary_collectives(move: _Move, axes: MeshAxes) -> Iterator[Collective]:
+    if move.src is None:
+        yield Collective(move.path, move.target, "forward", move.axis, None, None)
+        if move.has_gradient:
+            yield Collective(move.path, move.target, "backward", move.axis, None, None)
+        return
+    yield from _collective(move.path, move.target, "forward", move, _op(move.src, move.dst), axes)
+    if not move.has_gradient:
+        return
+    # The boundary rule: a gradient goes back as the tensor came, whole where it came as a sum.
+    back: Placement = Replicate() if isinstance(move.src, Partial) else move.src
+    if not isinstance(move.dst, Replicate | Partial):
+        yield from _collective(move.path, move.target, "backward", move, _op(move.dst, back), axes)
+    elif move.uses.partial:
+        yield from _collective(move.path, move.target, "backward", move, _op(Partial(), back), axes)
+    elif move.uses.unknown:
+        yield Collective(move.path, move.target, "backward", move.axis, None, None)
+
+
+def _op(src: Lie, dst: Lie) -> str | None:
+    """The collective that brings ``src`` to ``dst``; ``""`` for none, None where that is unknown."""
+    if src is None or dst is None:
+        return None
+    if src == dst or isinstance(src, Replicate) or isinstance(dst, Partial):
+        return ""
+    if isinstance(src, Partial):
+        return "all_reduce" if isinstance(dst, Replicate) else "reduce_scatter"
+    return "all_gather" if isinstance(dst, Replicate) else "all_to_all"
+
+
+def _collective(
+    path: str, target: str, when: When, move: _Move, op: str | None, axes: MeshAxes
+) -> Iterator[Collective]:
+    if op == "":
+        return
+    size = axes.size(move.axis)
+    moved = None
+    if op is not None and move.num_bytes is not None:
+        moved = move.num_bytes * (size - 1) // size
+        moved = {"all_reduce": 2 * moved, "all_to_all": moved // size}.get(op, moved)
+    yield Collective(path, target, when, move.axis, op, moved)
+
+
+def _from_front(placement: Placement, ndim: int) -> Placement:
+    dim = shard_dim(placement)
+    if dim is None or dim >= 0 or type(placement) is not Shard:
+        return placement
+    return Shard(dim + ndim)
+
+
+def _redistributions(
+    target: str, index: int | str | None, op: Any
+) -> Iterator[tuple[str, int | str | None, Redistribute]]:
+    if isinstance(op, Redistribute):
+        yield target, index, op
+    elif isinstance(op, Batch):
+        yield from op.parts
+
+
+def _state(index: ModelIndex, name: str) -> torch.Tensor:
+    path, attribute = index.owner(name)
+    return getattr(index.modules[path], attribute)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)

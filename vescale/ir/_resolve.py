@@ -1,0 +1,340 @@
+"""Entries of a plan to what they say of each tensor and module of one model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import StridedShard
+from vescale.ir._findings import Findings
+from vescale.ir._match import Matcher
+from vescale.ir._model_index import ModelIndex, StateTensor
+from vescale.ir._said import AxisWords, BoundaryWords, StateWords
+from vescale.placements import InterleavedShard, shard_dim
+from vescale.plans import (
+    BWD,
+    FWD,
+    INIT,
+    RUN,
+    AnnotateEntry,
+    AxisPlacements,
+    Entry,
+    FactoryEntry,
+    LocalEntry,
+    Plan,
+    RedistributeEntry,
+    ShardEntry,
+    Target,
+    UnitEntry,
+    placement_text,
+)
+
+__all__ = ["Boundary", "Resolution", "resolve", "shown_name"]
+
+# (module, "<in>" or "<out>", index)
+Boundary = tuple[str, str, int | str | None]
+
+
+class Resolution:
+    """What a plan says of one model.
+
+    Attributes:
+        states: first name of each parameter and buffer -> what was said of it (an empty record when nothing).
+        boundaries: what was said of inputs and outputs; indexed ones include what was said of all of the module's.
+        given: inputs of the model -> the entry that says whether the caller passes local parts.
+        factories: module -> placements of tensors that its forward makes.
+        locals: module -> the entry that runs it on local tensors.
+        units: module -> the entry that groups its parameters.
+        matches: ``id`` of an entry -> what it matched, as names of parameters, buffers, modules, inputs and outputs.
+    """
+
+    def __init__(self, index: ModelIndex) -> None:
+        self.states = {name: StateWords() for name in index.states}
+        self.boundaries: dict[Boundary, BoundaryWords] = {}
+        self.given: dict[Boundary, ShardEntry] = {}
+        self.factories: dict[str, AxisWords] = {}
+        self.locals: dict[str, LocalEntry] = {}
+        self.units: dict[str, UnitEntry] = {}
+        self.matches: dict[int, tuple[str, ...]] = {}
+
+
+def resolve(plan: Plan, index: ModelIndex, findings: Findings) -> Resolution:
+    """Match every entry; conflicts, paths that match nothing and impossible phases become findings.
+
+    Raises PlanError for a path whose matching takes too long.
+    """
+    resolver = _Resolver(index, findings)
+    for entry in plan.entries:
+        if isinstance(entry, ShardEntry):
+            resolver.shard(entry)
+        elif isinstance(entry, RedistributeEntry):
+            resolver.redistribute(entry)
+        elif isinstance(entry, AnnotateEntry):
+            resolver.annotate(entry)
+        elif isinstance(entry, FactoryEntry):
+            resolver.factory(entry)
+        elif isinstance(entry, LocalEntry):
+            resolver.local(entry)
+        else:
+            resolver.unit(entry)
+    resolver.spread_unindexed()
+    return resolver.resolution
+
+
+def shown_name(state: StateTensor) -> str:
+    """A parameter's name for messages, with the names it is tied to."""
+    return f"{state.name} (tied to {', '.join(state.names[1:])})" if len(state.names) > 1 else state.name
+
+
+class _Resolver:
+    def __init__(self, index: ModelIndex, findings: Findings) -> None:
+        self.index, self.findings = index, findings
+        self.matcher = Matcher(index, findings)
+        self.resolution = Resolution(index)
+
+    # Entries
+
+    def shard(self, entry: ShardEntry) -> None:
+        if entry.path.target is Target.STATE:
+            for name in self._states(entry, "shard"):
+                words = self.resolution.states[name]
+                roles = ((INIT, words.init), (FWD, words.forward), (BWD, words.backward))
+                self._say_state([role for phase, role in roles if phase in entry.phase], name, entry.placements, entry)
+        elif entry.path.target is Target.GRAD:
+            for name in self._gradients(entry, "shard"):
+                self._say_state([self.resolution.states[name].grad], name, entry.placements, entry)
+        else:
+            self._shard_boundary(entry)
+
+    def _shard_boundary(self, entry: ShardEntry) -> None:
+        if not entry.phase & RUN:
+            self.findings.error(
+                "phase",
+                f"shard '{entry.path}' has phase=init, but inputs and outputs exist only while the model runs; leave "
+                "the phase out, or write fwd or bwd",
+                entry.source,
+            )
+            return
+        for boundary, words, shown in self._boundaries(entry, "shard"):
+            # The gradient follows the boundary rule, unless an entry is for the backward alone.
+            role = words.dst if FWD in entry.phase else words.grad_dst
+            for axis, placement in entry.placements:
+                role.say(axis, placement, entry, shown, self.findings)
+            if _is_model_input(boundary):
+                self._check_given(boundary, entry, shown)
+
+    def redistribute(self, entry: RedistributeEntry) -> None:
+        for boundary, words, shown in self._boundaries(entry, "redistribute"):
+            sides = (
+                (words.src, entry.src),
+                (words.dst, entry.dst),
+                (words.grad_src, entry.grad_src or ()),
+                (words.grad_dst, entry.grad_dst or ()),
+            )
+            for role, placements in sides:
+                for axis, placement in placements:
+                    role.say(axis, placement, entry, shown, self.findings)
+            if _is_model_input(boundary):
+                self.resolution.given.setdefault(boundary, ShardEntry(entry.path, entry.src, source=entry.source))
+
+    def annotate(self, entry: AnnotateEntry) -> None:
+        if entry.path.target is Target.STATE:
+            for name in self._states(entry, "annotate"):
+                self._say_state([self.resolution.states[name].annotated], name, entry.placements, entry)
+        elif entry.path.target is Target.GRAD:
+            for name in self._gradients(entry, "annotate"):
+                self._say_state([self.resolution.states[name].grad_annotated], name, entry.placements, entry)
+        else:
+            for boundary, words, shown in self._boundaries(entry, "annotate"):
+                for axis, placement in entry.placements:
+                    words.annotated.say(axis, placement, entry, shown, self.findings)
+                if _is_model_input(boundary):
+                    local = ShardEntry(entry.path, entry.placements, given="local", source=entry.source)
+                    self._check_given(boundary, local, shown)
+
+    def factory(self, entry: FactoryEntry) -> None:
+        for path in self._modules(entry, "factory"):
+            words = self.resolution.factories.setdefault(path, AxisWords("for tensors it makes"))
+            for axis, placement in entry.placements:
+                words.say(axis, placement, entry, path, self.findings)
+
+    def local(self, entry: LocalEntry) -> None:
+        for path in self._called_modules(entry, "local"):
+            before = self.resolution.locals.setdefault(path, entry)
+            if before != entry:
+                self.findings.error(
+                    "conflict",
+                    f"{{names}}: local '{entry.path}' and local '{before.path}' ({before.source}) both match and "
+                    "differ; keep one of the two",
+                    entry.source,
+                    path,
+                )
+
+    def unit(self, entry: UnitEntry) -> None:
+        for path in self._called_modules(entry, "unit"):
+            self.resolution.units.setdefault(path, entry)
+
+    def spread_unindexed(self) -> None:
+        """What is said of all inputs of a module holds for each one that has words of its own."""
+        for (path, side, index), words in self.resolution.boundaries.items():
+            everywhere = self.resolution.boundaries.get((path, side, None))
+            if index is None or everywhere is None:
+                continue
+            words.adopt(everywhere, _shown_boundary((path, side, index)), self.findings)
+            entry = self.resolution.given.get((path, side, None))
+            if entry is not None:
+                self._check_given((path, side, index), entry, _shown_boundary((path, side, index)))
+
+    # Names
+
+    def _states(self, entry: Entry, what: str) -> tuple[str, ...]:
+        found = self.matcher.states(entry.path, what, entry.source)
+        self.resolution.matches[id(entry)] = found
+        return found
+
+    def _modules(self, entry: Entry, what: str) -> tuple[str, ...]:
+        found = self.matcher.modules(entry.path, what, entry.source)
+        self.resolution.matches[id(entry)] = found
+        return found
+
+    def _gradients(self, entry: Entry, what: str) -> tuple[str, ...]:
+        found = self._states(entry, what)
+        parameters = tuple(name for name in found if self.index.states[name].is_parameter)
+        if found and not parameters:
+            self.findings.error(
+                "no-match", f"{what} '{entry.path}' names a buffer, which has no gradient", entry.source
+            )
+        return parameters
+
+    def _called_modules(self, entry: Entry, what: str) -> tuple[str, ...]:
+        """Matching modules whose forward runs; a finding when there is none."""
+        path, source = entry.path, entry.source
+        found = self._modules(entry, what)
+        called = tuple(name for name in found if self.index.is_called(name))
+        if found and not called:
+            name = found[0]
+            container = type(self.index.modules[name]).__name__
+            children = [n for n in self.index.modules if n.rpartition(".")[0] == name and n and self.index.is_called(n)]
+            advice = rf"name its items: {path.pattern}.\d+" if children else "name a module that is called"
+            self.findings.error(
+                "not-called",
+                f"{what} '{path}' matches {name or 'the model'}, a {container} whose forward never runs, so that "
+                f"nothing would happen; {advice}",
+                source,
+            )
+        return called
+
+    def _boundaries(
+        self, entry: ShardEntry | RedistributeEntry | AnnotateEntry, what: str
+    ) -> list[tuple[Boundary, BoundaryWords, str]]:
+        side = "<in>" if entry.path.target is Target.IN else "<out>"
+        found = []
+        for path in self._called_modules(entry, what):
+            key = entry.path.key
+            if side == "<in>" and key is not None:
+                resolved = self._input(path, key, entry, what)
+                if resolved is None:
+                    continue
+                key = resolved
+            boundary = (path, side, key)
+            words = self.resolution.boundaries.setdefault(boundary, BoundaryWords())
+            words.entries.append(entry)
+            found.append((boundary, words, _shown_boundary(boundary)))
+        return found
+
+    def _input(
+        self, path: str, key: int | str, entry: ShardEntry | RedistributeEntry | AnnotateEntry, what: str
+    ) -> int | str | None:
+        """The input's name in the forward's signature, or its position where that has no name; None and a finding for an
+        input that ``forward`` does not take."""
+        inputs = self.index.inputs(path)
+        if isinstance(key, int):
+            if key < len(inputs.positional):
+                return inputs.positional[key]
+            if inputs.more_positions:
+                return key
+            problem = f"position {key}, but the forward takes {len(inputs.positional)} inputs by position"
+        else:
+            close = difflib.get_close_matches(key, inputs.names, n=3, cutoff=0.8 if inputs.more_names else 0.5)
+            if key in inputs.names or (inputs.more_names and not close):
+                return key
+            problem = f"the input {key!r}, which the forward does not take"
+            if close:
+                problem += f"; closest: {', '.join(close)}"
+        known = f" ({', '.join(inputs.names)})" if inputs.names else ""
+        self.findings.error(
+            "unknown-input", f"{what} '{entry.path}' on {{names}} names {problem}{known}", entry.source, path
+        )
+        return None
+
+    # Placements
+
+    def _say_state(
+        self, roles: Sequence[AxisWords], name: str, placements: AxisPlacements, entry: ShardEntry | AnnotateEntry
+    ) -> None:
+        state = self.index.states[name]
+        for axis, placement in placements:
+            counted = self._from_front(placement, state, axis, entry)
+            if counted is None:
+                continue
+            for role in roles:
+                if not role.say(axis, counted, entry, shown_name(state), self.findings):
+                    break  # one conflict is not told again for every phase
+
+    def _from_front(
+        self, placement: Placement, state: StateTensor, axis: str, entry: ShardEntry | AnnotateEntry
+    ) -> Placement | None:
+        """The placement with its dim counted from the front; None and a finding when the tensor has no such dim."""
+        dim = shard_dim(placement)
+        if state.shape is None:
+            self.findings.error(
+                "lazy",
+                "{names} has no shape yet: its module is lazy; call the model once on one device before it is placed",
+                entry.source,
+                state.name,
+            )
+            return None
+        if dim is None:
+            return placement
+        ndim = len(state.shape)
+        if not -ndim <= dim < ndim:
+            allowed = f"a dim in [{-ndim}, {ndim})" if ndim else "R: it has no dim to cut"
+            self.findings.error(
+                "dim",
+                f"'{entry.path}' cuts dim {dim} ({placement_text(placement)} on {axis}), but {{names}} has shape "
+                f"{state.shape}; use {allowed}",
+                entry.source,
+                state.name,
+            )
+            return None
+        if dim >= 0:
+            return placement
+        if isinstance(placement, InterleavedShard):
+            return InterleavedShard(dim + ndim, placement.num_chunks)
+        if isinstance(placement, StridedShard):
+            return StridedShard(dim + ndim, split_factor=placement.split_factor)
+        return Shard(dim + ndim)
+
+    def _check_given(self, boundary: Boundary, entry: ShardEntry, shown: str) -> None:
+        before = self.resolution.given.setdefault(boundary, entry)
+        if before.given != entry.given:
+            self.findings.error(
+                "conflict",
+                f"{{names}}: '{entry.path}' says given={entry.given}, but '{before.path}' ({before.source}) says "
+                f"given={before.given}; an input is given in one way",
+                entry.source,
+                shown,
+            )
+
+
+def _is_model_input(boundary: Boundary) -> bool:
+    return boundary[:2] == ("", "<in>")
+
+
+def _shown_boundary(boundary: Boundary) -> str:
+    path, side, index = boundary
+    shown = side if index is None else f"{side[:-1]}:{index}>"
+    return f"{path}.{shown}" if path else shown

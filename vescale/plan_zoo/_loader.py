@@ -1,0 +1,51 @@
+"""Finds and reads the YAML files beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.plans import MeshAxes, Plan, PlanError, did_you_mean
+
+__all__ = ["About", "about", "load", "names", "path_of"]
+
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class About:
+    """What a plan says of itself."""
+
+    name: str
+    axes: tuple[str, ...]
+    description: str
+
+
+def names() -> tuple[str, ...]:
+    """The plans there are, sorted."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
+
+
+def path_of(name: str) -> Path:
+    """The YAML file of a plan, to read or to copy. Raises PlanError naming the plans there are."""
+    if name not in names():
+        raise PlanError(f"the plan zoo has no plan {name!r} (plans: {', '.join(names())}){did_you_mean(name, names())}")
+    return _FOLDER / f"{name}.yaml"
+
+
+def about(name: str) -> About:
+    """The axes and description in the plan's file."""
+    data = yaml.safe_load(path_of(name).read_text(encoding="utf-8"))
+    return About(name, tuple(data.get("mesh", {})), str(data.get("description", "")))
+
+
+def load(name: str, mesh: DeviceMesh | Mapping[str, int] | MeshAxes) -> Plan:
+    """The plan ``name`` for a mesh with the axes that the plan names, or more.
+
+    Raises PlanError for an unknown name, or a mesh that lacks an axis of the plan.
+    """
+    return Plan.from_yaml(path_of(name), mesh)
