@@ -117,6 +117,9 @@ def test_bounds_never_exclude_what_fits(lists: Tensors, num_shards: int, alignme
 
 @given(families(), st.integers(1, 40))
 @settings(max_examples=300, deadline=None)
+@example(((5, 17), (1, 4)), 10)  # the head is too short here, and long enough in the next shard
+@example(((5, 24), (1, 5)), 10)  # the second tensor contains a whole shard
+@example(((5, 24), (1, 4)), 10)  # and here it would have to, but must not
 def test_a_fixed_order_is_placed_as_early_as_possible(lists: Tensors, shard: int) -> None:
     """The formulas against trying every start, in the given order."""
     numels, blocks = tensors([(n, b) for n, b in zip(*lists, strict=True) if n])
