@@ -10,6 +10,9 @@ __version__ = "0.1.0"
 
 # public name -> module that defines it
 _PUBLIC: dict[str, str] = {
+    "Layout": "vescale.buffer",
+    "plan_layout": "vescale.buffer",
+    "suggest_num_shards": "vescale.buffer",
     "parallelize": "vescale.runtime",
     "implicit_communication": "vescale.runtime",
     "ImplicitCommunicationError": "vescale.runtime",

@@ -1,167 +1,158 @@
-"""DTensor's op dispatcher and the autograd engine: where vescale listens, and how an op is run as stock DTensor runs it.
+"""DTensor's op dispatch: native sharding propagation, results and the two places where an op can be taken over.
 
-Handlers and the listener belong to the process (DTensor has one dispatcher); what they do is decided by the caller, who
-looks up the model that the running op belongs to.
+The C++ dispatcher looks for a handler (``_custom_op_handlers``), then in its cache of sharding decisions, and on a miss
+calls ``_propagate_op_sharding_dispatch_slow_path``. That method may answer with a sharding decision, which the C++ side
+caches and never asks for again, or with the op's finished result, which it returns as it is.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.distributed.tensor import DTensor, Replicate
+from torch._C import DispatchKey, _clear_DTensor_sharding_propagator_cache, _dispatch_has_kernel_for_dispatch_key
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._utils import ExplicitRedistributionContext
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 __all__ = [
-    "DispatchListener",
-    "current_autograd_node",
-    "install_dispatch",
-    "no_torch_function",
-    "node_sequence",
-    "sequence_number",
-    "stock_dispatch",
+    "OpSchema",
+    "OutputSharding",
+    "clear_sharding_cache",
+    "decompose",
+    "has_results",
+    "is_view",
+    "iterate_specs",
+    "native_sharding",
+    "observe_redistribution",
+    "output_meta",
+    "schema_arguments",
+    "schema_of",
+    "static_keywords",
+    "with_aliasing",
+    "wrap_dispatch",
 ]
 
-# Switches __torch_function__ off for modes and subclasses alike: DTensor's ops (which use __torch_dispatch__) still run.
-no_torch_function = torch._C.DisableTorchFunction
+_aten = torch.ops.aten
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
-class DispatchListener:
-    """What the dispatcher tells, and asks."""
-
-    def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, DTensorSpec, DTensorSpec]]) -> None:
-        """Before an op brings operands (position, local tensor, from, to) to other placements on its own account."""
-
-    def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Stock DTensor has no rule for ``op``, or one that refuses: return its result, or NotImplemented to let the error
-        out."""
-        return NotImplemented
-
-    def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
-        """Whether a plain tensor among DTensors is the global one, the same on every rank; False: stock refuses it."""
-        return False
+# Ops that a handler takes before propagation is asked; these must not see a placement they do not know.
+HANDLED_OPS = (
+    _aten.argmax.default,
+    _aten.argmin.default,
+    _aten.convolution.default,
+    _aten.convolution_backward.default,
+)
 
 
-_LOCK = threading.Lock()
-_INSTALLED: list[DispatchListener] = []
+def schema_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpSchema:
+    """The op's arguments with specs in place of tensors; plain one-element tensors count as replicated."""
+    schema = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs).schema
+    assert schema is not None  # it was asked for
+    return schema
 
 
-def install_dispatch(handlers: Mapping[Any, Handler], listener: DispatchListener) -> None:
-    """Register op handlers and the listener with DTensor's dispatcher, once in a process; later calls do nothing."""
-    with _LOCK:
-        if _INSTALLED:
-            return
-        _INSTALLED.append(listener)
-        dispatcher = DTensor._op_dispatcher
-        for op, handler in handlers.items():
-            dispatcher._custom_op_handlers[op] = handler  # type: ignore[assignment]
-        _listen_to_redistributions(dispatcher, listener)
-        _listen_to_missing_strategies(dispatcher, listener)
-        _listen_to_plain_operands(dispatcher, listener)
-        _format_scalars()
+def native_sharding(
+    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], schema_info: Any
+) -> OutputSharding | None:
+    """PyTorch's own sharding decision for stock placements, or None when it has no strategy for the op."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    try:
+        return propagator.propagate_op_sharding_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
+    except NotImplementedError:
+        return None
 
 
-def _format_scalars() -> None:
-    """``f"{loss:.3f}"`` of a DTensor, which stock torch refuses, as of a plain tensor."""
-    if "__format__" in vars(DTensor):
-        return
-
-    def __format__(self: DTensor, spec: str) -> str:
-        return format(self.item() if self.dim() == 0 else repr(self) if not spec else self, spec)
-
-    DTensor.__format__ = __format__  # type: ignore[assignment,method-assign]
+def output_meta(
+    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], schema_info: Any
+) -> TensorMeta | Sequence[TensorMeta | None] | None:
+    """Global shape, stride and dtype of the op's results, from a run on fake tensors."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    return propagator._propagate_tensor_meta_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
 
 
-def _listen_to_redistributions(dispatcher: Any, listener: DispatchListener) -> None:
-    original = dispatcher.redistribute_local_args
-
-    def redistribute_local_args(op_info: Any, schema: Any, use_val: bool) -> None:
-        wanted = schema.args_schema
-        if op_info.args_tree_spec is not None:
-            wanted = torch.utils._pytree.tree_leaves(wanted)
-        moves = [
-            (position, op_info.local_args[position], found, wanted[position])
-            for position, found in enumerate(op_info.flat_args_schema)
-            if isinstance(found, DTensorSpec) and found.placements != wanted[position].placements
-        ]
-        if moves:
-            listener.redistribution(schema.op, moves)
-        original(op_info, schema, use_val)
-
-    dispatcher.redistribute_local_args = redistribute_local_args
+def clear_sharding_cache() -> None:
+    """Forget the C++ side's sharding decisions of this thread."""
+    _clear_DTensor_sharding_propagator_cache()
 
 
-def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -> None:
+def static_keywords(schema_info: Any) -> Sequence[str]:
+    """The keyword arguments that the C++ cache distinguishes."""
+    return (schema_info.static_kwargkey or ()) if schema_info is not None else ()
+
+
+def schema_arguments(op: Any) -> tuple[tuple[str, bool], ...]:
+    """``(name, whether the op writes to it)`` of each argument of the op."""
+    return tuple((a.name, a.alias_info is not None and a.alias_info.is_write) for a in op._schema.arguments)
+
+
+def has_results(op: Any) -> bool:
+    return bool(op._schema.returns)
+
+
+def is_view(op: Any) -> bool:
+    return bool(op._schema._is_view_op())
+
+
+def decompose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op as its composite implementation, or NotImplemented when it has none."""
+    if _dispatch_has_kernel_for_dispatch_key(op.name(), DispatchKey.CompositeImplicitAutograd):
+        return op.decompose(*args, **kwargs)
+    return NotImplemented
+
+
+def with_aliasing(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """The result with the storage relations that the op's schema promises (views share their base's)."""
+    return return_and_correct_aliasing(op, args, kwargs, result)
+
+
+def observe_redistribution(source: DTensorSpec, target: DTensorSpec, op: Any) -> None:
+    """Let ``ExplicitRedistributionContext`` refuse or report an implicit redistribution."""
+    if getattr(ExplicitRedistributionContext._local, "_active", None) is not None:
+        message: Any = f"implicit redistribution in {op}: {source} -> {target}"
+        ExplicitRedistributionContext.observe_redistribution(source, target, message)
+
+
+def iterate_specs(args: Any) -> Iterator[DTensorSpec]:
+    """The specs among arguments, in order; tensor lists may be nested one level."""
+    for arg in args:
+        if isinstance(arg, DTensorSpec):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            for item in arg:
+                if isinstance(item, DTensorSpec):
+                    yield item
+
+
+def wrap_dispatch(has_custom: Callable[..., bool], run_op: Callable[..., Any]) -> None:
+    """Send ops on custom placements to ``run_op(op, args, kwargs, schema)``; all others run as before."""
+    dispatcher: Any = DTensor._op_dispatcher
     original = dispatcher._propagate_op_sharding_dispatch_slow_path
 
-    def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
-        try:
-            return original(op_call, args, kwargs, op_info, try_cache)
-        except RuntimeError as error:
-            if not _lacks_rule(error):
-                raise
-            # The C++ caller takes anything that is no OutputSharding as the op's own result.
-            result = listener.no_strategy(op_call, args, kwargs)
-            if result is NotImplemented:
-                raise
-            return result
+    @functools.wraps(original)
+    def slow_path(op: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
+        schema = op_info.schema
+        for spec in iterate_specs((*schema.args_schema, *schema.kwargs_schema.values())):
+            if has_custom(spec.placements):
+                return run_op(op, args, kwargs, schema)
+        return original(op, args, kwargs, op_info, try_cache)
 
-    dispatcher._propagate_op_sharding_dispatch_slow_path = propagate
+    dispatcher._propagate_op_sharding_dispatch_slow_path = slow_path
 
+    def guarded(handler: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(handler)
+        def handle(op: Any, args: Any, kwargs: Any) -> Any:
+            for arg in (*args, *kwargs.values()):
+                if isinstance(arg, DTensor) and has_custom(arg._spec.placements):
+                    return run_op(op, args, kwargs, schema_of(op, args, kwargs))
+            return handler(op, args, kwargs)
 
-def _lacks_rule(error: BaseException | None) -> bool:
-    """Whether propagation failed for want of a rule, and not because of the operands: there is none, the result's shape
-    depends on the data (``nonzero``), or the rule refuses to redistribute (``unbind`` of a sharded dim)."""
-    while error is not None:
-        if isinstance(error, DynamicOutputShapeException | DataDependentOutputException | NotImplementedError):
-            return True
-        if any(text in str(error) for text in ("without redistribution", "redistribute the tensor", "placement changes")):
-            return True
-        error = error.__cause__
-    return False
+        return handle
 
-
-def _listen_to_plain_operands(dispatcher: Any, listener: DispatchListener) -> None:
-    original = dispatcher._try_replicate_spec_for_scalar_tensor
-
-    def replicate_spec(op_call: Any, tensor: torch.Tensor, mesh: Any) -> DTensorSpec:
-        if tensor.ndim and listener.plain_operand(op_call, tensor):
-            meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-            return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
-        return original(op_call, tensor, mesh)
-
-    dispatcher._try_replicate_spec_for_scalar_tensor = replicate_spec
-
-
-def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op on DTensors by DTensor's own rule, past any handler; for handlers that decline. Not for ``out=``."""
-    dispatcher = DTensor._op_dispatcher
-    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
-    sharding: Any = dispatcher._propagate_op_sharding_dispatch_slow_path(op, args, kwargs, info, True)
-    if not hasattr(sharding, "output_spec"):
-        return sharding
-    info.output_sharding = sharding
-    local = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
-    if op._schema.is_mutable:  # the rule of an in-place op keeps the placements of what it writes to, or raises
-        return args[0]
-    return dispatcher.wrap(local, sharding.output_spec)
-
-
-def current_autograd_node() -> Any:
-    """The autograd node that this thread is evaluating, or None outside backward."""
-    return torch._C._current_autograd_node()
-
-
-def node_sequence(node: Any) -> int:
-    """The number an autograd node got when forward made it; nodes that forward did not make have very large ones."""
-    return int(node._sequence_nr())
-
-
-def sequence_number() -> int:
-    """The number that the next autograd node of this thread will get."""
-    return int(torch._C._autograd._get_sequence_nr())
+    handlers = dispatcher._custom_op_handlers
+    for op in HANDLED_OPS:
+        if op in handlers:
+            handlers[op] = guarded(handlers[op])
