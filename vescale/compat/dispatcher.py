@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 __all__ = [
     "DispatchListener",
@@ -32,15 +32,19 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class DispatchListener:
-    """What the dispatcher tells: override both."""
+    """What the dispatcher tells, and asks."""
 
     def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, DTensorSpec, DTensorSpec]]) -> None:
         """Before an op brings operands (position, local tensor, from, to) to other placements on its own account."""
 
     def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Stock DTensor has no rule for ``op``, or cannot tell its result's shape: return its result, or NotImplemented to
-        let the error out."""
+        """Stock DTensor has no rule for ``op``, or one that refuses: return its result, or NotImplemented to let the error
+        out."""
         return NotImplemented
+
+    def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor among DTensors is the global one, the same on every rank; False: stock refuses it."""
+        return False
 
 
 _LOCK = threading.Lock()
@@ -58,6 +62,7 @@ def install_dispatch(handlers: Mapping[Any, Handler], listener: DispatchListener
             dispatcher._custom_op_handlers[op] = handler  # type: ignore[assignment]
         _listen_to_redistributions(dispatcher, listener)
         _listen_to_missing_strategies(dispatcher, listener)
+        _listen_to_plain_operands(dispatcher, listener)
         _format_scalars()
 
 
@@ -97,8 +102,8 @@ def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -
     def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         try:
             return original(op_call, args, kwargs, op_info, try_cache)
-        except (NotImplementedError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not _is_data_dependent(error):
+        except RuntimeError as error:
+            if not _lacks_rule(error):
                 raise
             # The C++ caller takes anything that is no OutputSharding as the op's own result.
             result = listener.no_strategy(op_call, args, kwargs)
@@ -109,13 +114,28 @@ def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagate
 
 
-def _is_data_dependent(error: BaseException | None) -> bool:
-    """Whether propagation failed because the result's shape depends on the data (``nonzero``)."""
+def _lacks_rule(error: BaseException | None) -> bool:
+    """Whether propagation failed for want of a rule, and not because of the operands: there is none, the result's shape
+    depends on the data (``nonzero``), or the rule refuses to redistribute (``unbind`` of a sharded dim)."""
     while error is not None:
         if isinstance(error, DynamicOutputShapeException | DataDependentOutputException | NotImplementedError):
             return True
+        if any(text in str(error) for text in ("without redistribution", "redistribute the tensor", "placement changes")):
+            return True
         error = error.__cause__
     return False
+
+
+def _listen_to_plain_operands(dispatcher: Any, listener: DispatchListener) -> None:
+    original = dispatcher._try_replicate_spec_for_scalar_tensor
+
+    def replicate_spec(op_call: Any, tensor: torch.Tensor, mesh: Any) -> DTensorSpec:
+        if tensor.ndim and listener.plain_operand(op_call, tensor):
+            meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+            return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+        return original(op_call, tensor, mesh)
+
+    dispatcher._try_replicate_spec_for_scalar_tensor = replicate_spec
 
 
 def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

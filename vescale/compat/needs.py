@@ -64,6 +64,27 @@ NEEDS: tuple[Need, ...] = (
         "DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path",
         ("op_call", "args", "kwargs", "op_info", "try_cache"),
     ),
+    Need(
+        _TENSOR,
+        "DTensor._op_dispatcher.redistribute_local_args",
+        ("op_info", "suggested_input_schema", "use_val_from_redistribute_schema"),
+    ),
+    Need(
+        _TENSOR,
+        "DTensor._op_dispatcher._try_replicate_spec_for_scalar_tensor",
+        ("op_call", "tensor_arg", "compute_mesh"),
+    ),
+    Need(
+        _TENSOR, "DTensor._op_dispatcher._dispatch_get_local_results_slow_path", ("op_call", "args", "op_info")
+    ),
+    Need(_TENSOR, "DTensor._op_dispatcher.wrap", ("res", "spec")),
+    Need("torch._subclasses.fake_tensor", "DataDependentOutputException"),
+    Need("torch._subclasses.fake_tensor", "DynamicOutputShapeException"),
+    Need("torch._C", "DisableTorchFunction"),
+    Need("torch._C", "_current_autograd_node"),
+    Need("torch._C._autograd", "_get_sequence_nr"),
+    Need("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", ("fn",)),
+    Need("torch.utils.checkpoint", "CheckpointFunction.forward", ("ctx", "run_function")),
     Need(f"{_TENSOR}._sharding_prop", "ShardingPropagator.propagate_op_sharding_non_cached", ("op_schema",)),
     Need(f"{_TENSOR}._sharding_prop", "ShardingPropagator._propagate_tensor_meta_non_cached", ("op_schema",)),
     Need(f"{_TENSOR}._dtensor_spec", "DTensorSpec", ("mesh", "placements", "tensor_meta")),

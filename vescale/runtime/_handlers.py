@@ -21,6 +21,7 @@ from vescale.compat import (
 )
 from vescale.runtime._boundary import bring, cut, stride_like
 from vescale.runtime._containers import map_tensors
+from vescale.runtime._elementwise_loss import ELEMENTWISE_LOSS_HANDLERS
 from vescale.runtime._loss import LOSS_HANDLERS
 from vescale.runtime._norm import NORM_HANDLERS
 from vescale.runtime._runtime import checkpointed, locate
@@ -33,7 +34,7 @@ _aten = torch.ops.aten
 def install_handlers() -> None:
     """Teach DTensor's dispatcher; idempotent. Ops without a handler, and DTensors of other code, are not affected."""
     own = {_aten.fill_.Tensor: _fill, _aten.clone.default: _clone, _aten.masked_fill_.Scalar: _masked_fill}
-    install_dispatch({**own, **NORM_HANDLERS, **LOSS_HANDLERS}, _Listener())
+    install_dispatch({**own, **NORM_HANDLERS, **LOSS_HANDLERS, **ELEMENTWISE_LOSS_HANDLERS}, _Listener())
     install_checkpointing(checkpointed)
 
 
@@ -83,6 +84,10 @@ class _Listener(DispatchListener):
             name = names[position] if position < len(names) else f"argument {position}"
             where.runtime.implicit(where, str(op), name, local, source.placements, target.placements)
             _enter_in_ledger(str(op), local, source, target)
+
+    def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
+        """In backward too: the zeros that stand for outputs of ``split`` without a gradient are plain."""
+        return locate() is not None
 
     def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, run on every rank, keep this rank's part of what was written in place."""
