@@ -120,7 +120,9 @@ def _lacks_rule(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, DynamicOutputShapeException | DataDependentOutputException | NotImplementedError):
             return True
-        if any(text in str(error) for text in ("without redistribution", "redistribute the tensor", "placement changes")):
+        if any(
+            text in str(error) for text in ("without redistribution", "redistribute the tensor", "placement changes")
+        ):
             return True
         error = error.__cause__
     return False

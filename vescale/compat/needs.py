@@ -74,9 +74,7 @@ NEEDS: tuple[Need, ...] = (
         "DTensor._op_dispatcher._try_replicate_spec_for_scalar_tensor",
         ("op_call", "tensor_arg", "compute_mesh"),
     ),
-    Need(
-        _TENSOR, "DTensor._op_dispatcher._dispatch_get_local_results_slow_path", ("op_call", "args", "op_info")
-    ),
+    Need(_TENSOR, "DTensor._op_dispatcher._dispatch_get_local_results_slow_path", ("op_call", "args", "op_info")),
     Need(_TENSOR, "DTensor._op_dispatcher.wrap", ("res", "spec")),
     Need("torch._subclasses.fake_tensor", "DataDependentOutputException"),
     Need("torch._subclasses.fake_tensor", "DynamicOutputShapeException"),

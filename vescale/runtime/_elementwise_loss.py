@@ -45,9 +45,7 @@ def _handler(signature: _Signature) -> Any:
 
 def _run(signature: _Signature, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     arguments = op._schema.arguments
-    values = [
-        args[i] if i < len(args) else kwargs.get(a.name, a.default_value) for i, a in enumerate(arguments)
-    ]
+    values = [args[i] if i < len(args) else kwargs.get(a.name, a.default_value) for i, a in enumerate(arguments)]
     operands = values[: signature.num_operands]
     main = next(x for x in operands[signature.backward :] if isinstance(x, DTensor))
     mesh, reduction = main.device_mesh, values[signature.reduction]
