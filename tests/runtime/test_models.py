@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from tests.ranks import RankPools
-from tests.runtime.compare import assert_same_step, pair
+from tests.ranks import RankPools, run_cases
+from tests.runtime.compare import assert_same_step, pair, whole
 from vescale.plans import Plan
 
 DP = {"dp": 2}
@@ -112,6 +112,85 @@ class DataDependent(nn.Module):
         return chosen.square().sum() + y.index_select(0, rows).sum() + counts.max() + classes.numel()
 
 
+class Apply(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.linear(x))
+
+
+# What stock DTensor gets wrong (uneven means, gradients of smooth_l1, norms), refuses, or has no rule for.
+FUNCTIONS = {
+    "mse": lambda y: F.mse_loss(y, torch.zeros_like(y)),
+    "smooth_l1": lambda y: (
+        F.smooth_l1_loss(y, torch.ones_like(y)) + F.huber_loss(y, torch.ones_like(y), reduction="sum")
+    ),
+    "bce": lambda y: F.binary_cross_entropy_with_logits(y, torch.ones_like(y), pos_weight=torch.full((6,), 2.0).to(y)),
+    "bce of probabilities": lambda y: F.binary_cross_entropy(y.sigmoid(), torch.ones_like(y) * 0.3),
+    "soft margin": lambda y: F.soft_margin_loss(y, torch.ones_like(y)) + F.l1_loss(y, torch.ones_like(y)),
+    "unreduced": lambda y: F.mse_loss(y, torch.ones_like(y), reduction="none").sum(),
+    "mean": lambda y: (y * 2).relu().mean(),
+    "variance": lambda y: y.var() + y.std(0).sum(),
+    "extremes": lambda y: y.max() + y.amax(0).sum() + y.min(),
+    "norms": lambda y: y.norm() + (-y.norm(dim=0)).sum() + y.norm(p=1, dim=1).sum(),
+    "softmax over rows": lambda y: y.softmax(0).square().sum(),
+    "cumsum": lambda y: y.cumsum(0).square().sum(),
+    "sort": lambda y: (y.sort(0)[0] * torch.arange(6.0, dtype=y.dtype)).sum() + y.topk(2, dim=0)[0].sum(),
+    "cat": lambda y: torch.cat([y, y * 2], 0)[1:].square().sum(),
+    "roll": lambda y: (y.roll(1, 0).flip(0) * y).sum(),
+    "logsumexp": lambda y: y.logsumexp(0).sum(),
+    "gather": lambda y: y.gather(0, torch.zeros(2, 6, dtype=torch.long)).square().sum(),
+    "unbind": lambda y: torch.stack(y.unbind(0)[::2]).square().sum(),
+    "split": lambda y: y.split(2, 0)[1].square().sum() + y.chunk(3, 1)[0].sum(),
+    "iterate": lambda y: next(iter(y)).square().sum(),
+    "unfold": lambda y: y.unfold(1, 3, 2).square().sum(),
+    "cdist": lambda y: torch.cdist(y, torch.ones(2, 6, dtype=y.dtype)).sum(),
+    "scatter": lambda y: torch.zeros_like(y).scatter_add(1, torch.zeros(y.shape, dtype=torch.long), y).square().sum(),
+    "kl": lambda y: F.kl_div(y.log_softmax(-1), torch.ones_like(y).softmax(-1), reduction="batchmean"),
+    "einsum": lambda y: torch.einsum("bi,bj->ij", y, y).square().sum(),
+}
+
+
+class BatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x))
+
+
+def functions(rows: int) -> None:
+    """Each over evenly and unevenly sharded rows."""
+
+    def same(name: str) -> None:
+        reference, model = pair(lambda: Apply(FUNCTIONS[name]), over_batch, DP, strict=False)
+        assert_same_step(reference, model, data(rows, 6), loss=lambda y: y, max_implicit=99)
+
+    run_cases(same, [(name,) for name in FUNCTIONS])
+
+
+def batch_norm() -> None:
+    """Statistics of the whole batch, in training and of the buffers."""
+    reference, model = pair(BatchNorm, over_batch, DP, strict=False)
+    assert_same_step(reference, model, data(4, 3, 6, 6) * torch.arange(1, 5).view(-1, 1, 1, 1), max_implicit=99)
+    for own, expected in zip(model.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(whole(own), expected)
+
+
+def test_functions_over_sharded_rows(ranks: RankPools) -> None:
+    for rows in (4, 5):
+        ranks.run(functions, rows, world_size=2)
+
+
+def test_batch_norm(ranks: RankPools) -> None:
+    ranks.run(batch_norm, world_size=2)
+
+
 def models() -> None:
     assert_same_step(*pair(lambda: Attention(False), over_batch, DP), data(4, 6, 16))
     assert_same_step(*pair(Encoder, over_batch, DP), data(4, 6, 16))
@@ -161,6 +240,3 @@ def test_data_dependent_shapes(ranks: RankPools) -> None:
 
 def test_inference_fast_paths(ranks: RankPools) -> None:
     ranks.run(inference, world_size=2)
-
-
-_: Any = None

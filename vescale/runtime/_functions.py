@@ -13,6 +13,7 @@ from vescale.runtime._attention import attention
 from vescale.runtime._concat import concat
 from vescale.runtime._embedding import embedding
 from vescale.runtime._escapes import escape
+from vescale.runtime._splitting import SPLITS, split
 
 __all__ = ["FUNCTIONS"]
 
@@ -21,6 +22,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: attention,
     F.embedding: embedding,
     torch.embedding: embedding,
+    **dict.fromkeys(SPLITS, split),
     torch.cat: concat,
     torch.concat: concat,
     torch.concatenate: concat,

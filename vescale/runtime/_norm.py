@@ -1,4 +1,5 @@
-"""Group normalization over a sharded batch: its backward, where stock DTensor passes the kernel the global batch size."""
+"""Norms: group normalization's backward over a sharded batch, where stock DTensor passes the kernel the global batch size,
+and vector norms over sharded dims."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
+from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
 from vescale.placements import shard_dim
-from vescale.runtime._boundary import bring, contiguous_stride
+from vescale.runtime._boundary import bring, contiguous_stride, reduced
+from vescale.runtime._runtime import locate
 
 __all__ = ["NORM_HANDLERS"]
 
@@ -40,4 +42,15 @@ def _group_norm_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         )
 
 
-NORM_HANDLERS = {_aten.native_group_norm_backward.default: _group_norm_backward}
+def _vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Inside a model, a norm over a sharded dim is reduced at once: ops take DTensor's pending norm for a pending sum."""
+    found = stock_dispatch(op, args, kwargs)
+    if isinstance(found, DTensor) and any(p.is_partial() and type(p) is not Partial for p in found.placements):
+        return bring(found, reduced(found.placements), str(op), "result") if locate() is not None else found
+    return found
+
+
+NORM_HANDLERS = {
+    _aten.linalg_vector_norm.default: _vector_norm,
+    _aten.native_group_norm_backward.default: _group_norm_backward,
+}
