@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["MODELS", "build", "llama"]
+__all__ = ["MODELS", "build", "gpt2", "llama"]
 
 
 class Mlp(nn.Module):
@@ -70,7 +70,16 @@ def llama(num_layers: int = 2, *, tied: bool = False, **changes: Any) -> nn.Modu
         return LlamaForCausalLM(config)
 
 
+def gpt2() -> nn.Module:
+    """Weights as (in, out), a packed q, k and v: 3 heads of 16."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        return GPT2LMHeadModel(GPT2Config(n_embd=48, n_head=3, n_layer=2, n_inner=96, vocab_size=64, n_positions=32))
+
+
 MODELS = {
+    "gpt2": gpt2,
     "mlp": Mlp,
     "stack": Stack,
     "attention": Attention,

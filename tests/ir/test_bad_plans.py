@@ -73,6 +73,35 @@ def test_uneven_cuts_at_rest_are_fine() -> None:
     assert check(plan, model("mlp")) == ()
 
 
+@pytest.mark.parametrize(
+    ("path", "dim"),
+    [
+        (r"transformer.h.\d+.mlp.c_proj.weight", 0),  # a feed-forward of the same name
+        (r"transformer.h.\d+.attn.c_proj.weight", 1),  # the dim that does not run over heads
+        (r"transformer.h.\d+.attn.c_attn.weight", 1),  # packed: heads are not one after the other
+    ],
+)
+def test_cuts_that_pass_by_heads(path: str, dim: int) -> None:
+    plan = Plan({"tp": 2}).shard(path, Shard(dim)).shard(path.replace("weight", "<out>"), Replicate())
+    assert check(plan, model("gpt2")) == ()
+
+
+def test_heads_of_another_size_are_left_alone() -> None:
+    """Latent attention: 3 heads of 24 in a module that says head_dim=16."""
+    attention = nn.Module()
+    attention.num_heads, attention.head_dim = 3, 16  # type: ignore[assignment]
+    attention.q_proj = nn.Linear(8, 72)
+    plan = Plan({"tp": 2}).shard("q_proj.weight", Shard(0))
+    assert check(plan, attention) == ()
+    attention.head_dim = 24  # type: ignore[assignment]
+    assert [f.rule for f in check(plan, attention)] == ["head"]
+
+
+def test_local_regions_settle_their_own_sums() -> None:
+    plan = Plan({"tp": 2}).shard("fc2.weight", Shard(1)).local("", outputs={"tp": Replicate()})
+    assert check(plan, model("mlp")) == ()
+
+
 def test_tied_weights_may_be_named_by_either_name() -> None:
     plan = Plan({"tp": 2}).shard("lm_head.weight", Shard(0)).shard("model.embed_tokens.<out>", Replicate())
     text = lower(plan, model("tied_llama")).to_text()

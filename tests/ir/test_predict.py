@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.ir.models import build, llama
 from tests.ir.test_lower import tensor_parallel, zero_3
 from vescale import lower, plan_zoo
 from vescale.ir import Collective, Prediction, optimize, predict
+from vescale.ir._flow import Flow, rule_for
 from vescale.plans import Plan
 
 
@@ -143,3 +144,82 @@ def test_models_beyond_the_rules_are_walked_too(name: str) -> None:
     prediction = predict(lower(plan, model), model, {"x": meta(4, 6, 12)})
     assert prediction.stopped is None
     assert [c.op for c in prediction.collectives if c.target == "<out>"] == [None, None]
+
+
+class Reuse(nn.Module):
+    """One tensor read by two modules, a parameter along a cut dim, and one in an op without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gain, self.odd = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.one(x) * self.gain
+        return self.two(x) + self.two(x) + torch.logaddexp(x, self.odd)
+
+
+def test_other_readers_of_a_tensor_see_it_as_it_was() -> None:
+    with torch.device("meta"):
+        model = Reuse()
+    plan = Plan({"tp": 2}).shard("one.(weight|bias)", Shard(0)).shard("two.<in>", Replicate())
+    found = predict(lower(plan, model), model, {"x": meta(4, 8)}).collectives
+    gathers = [c for c in found if c.path == "two" and c.when == "forward"]
+    assert [c.op for c in gathers] == ["all_gather", "all_gather"]  # each call gathers the cut tensor anew
+
+
+def test_gradients_that_are_not_followed_are_unknown() -> None:
+    with torch.device("meta"):
+        model = Reuse()
+    plan = Plan({"tp": 2}).shard("one.(weight|bias)", Shard(0)).shard("two.<in>", Replicate())
+    found = predict(lower(plan, model), model, {"x": meta(4, 8)}).collectives
+    gradients = {f"{c.path}.{c.target}": c.op for c in found if c.target.endswith(".grad")}
+    # What is added to an unknown sum may get any gradient, too.
+    assert gradients == dict.fromkeys((".gain.grad", ".odd.grad", "two.weight.grad", "two.bias.grad"))
+
+
+R, S0 = Replicate(), Shard(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "lies", "shapes", "result", "arguments", "expected"),
+    [
+        ("mul", [S0, R], [(4, 8), (8,)], (4, 8), (), S0),
+        ("mul", [S0, S0], [(4, 8), (8,)], (4, 8), (), None),  # the second is cut along the last dim
+        ("mul", [Shard(1), S0], [(4, 8), (8,)], (4, 8), (), Shard(1)),
+        ("mul", [S0, R], [(1, 8), (4, 8)], (4, 8), (), None),  # cut along a dim that is broadcast
+        ("__add__", [Partial(), Partial()], [(4,), (4,)], (4,), (), Partial()),
+        ("__add__", [Partial(), R], [(4,), (4,)], (4,), (), None),
+        ("mul", [Partial(), Partial()], [(4,), (4,)], (4,), (), None),
+        ("softmax", [S0], [(4, 8)], (4, 8), (None, -1), S0),
+        ("softmax", [S0], [(4, 8)], (4, 8), (None, 0), None),
+        ("layer_norm", [Shard(1), R], [(4, 8, 6), (6,)], (4, 8, 6), (None, (6,)), Shard(1)),
+        ("layer_norm", [Shard(2), R], [(4, 8, 6), (6,)], (4, 8, 6), (None, (6,)), None),
+        ("view", [Shard(2)], [(4, 8, 6)], (4, 8, 2, 3), (), Shard(2)),
+        ("view", [Shard(2)], [(4, 8, 6)], (4, 8, 3, 2), (), None),  # three heads on two ranks
+        ("view", [Shard(1)], [(4, 8, 6)], (32, 6), (), None),
+        ("view", [Shard(1)], [(1, 8, 6)], (8, 6), (), S0),
+        ("reshape", [S0], [(4, 8, 6)], (32, 6), (), S0),
+        ("transpose", [Shard(1)], [(4, 8, 6)], (4, 6, 8), (None, 1, -1), Shard(2)),
+        ("unsqueeze", [Shard(1)], [(4, 8)], (4, 1, 8), (None, 1), Shard(2)),
+        ("cat", [S0, S0], [(4, 8), (4, 8)], (4, 16), (), S0),
+        ("cat", [S0, S0], [(4, 8), (4, 8)], (8, 8), (), None),
+        ("cat", [S0, R], [(4, 8), (4, 8)], (4, 16), (), None),
+        ("linear", [S0, R], [(4, 8), (6, 8)], (4, 6), (), S0),
+        ("linear", [Shard(1), R], [(4, 8), (6, 8)], (4, 6), (), None),
+        ("linear", [R, S0], [(4, 8), (6, 8)], (4, 6), (), Shard(1)),
+        ("linear", [S0, S0], [(4, 8), (6, 8)], (4, 6), (), None),
+        ("linear", [Shard(1), Shard(1)], [(4, 8), (6, 8)], (4, 6), (), Partial()),
+        ("linear", [S0, Shard(1)], [(4, 8), (6, 8)], (4, 6), (), None),
+        ("embedding", [R, Shard(1)], [(4,), (6, 8)], (4, 8), (), Shard(1)),
+        ("embedding", [S0, R], [(4,), (6, 8)], (4, 8), (), S0),
+        ("embedding", [S0, S0], [(4,), (6, 8)], (4, 8), (), None),
+        ("scaled_dot_product_attention", [Shard(1), R, R], [(2, 4, 8, 3)] * 3, (2, 4, 8, 3), (), Shard(1)),
+        ("scaled_dot_product_attention", [Shard(2), R, R], [(2, 4, 8, 3)] * 3, (2, 4, 8, 3), (), None),
+        ("whatever", [R, R], [(4,), (4,)], (4,), (), R),
+        ("whatever", [S0], [(4,)], (4,), (), None),
+    ],
+)
+def test_rules(name: str, lies: Any, shapes: Any, result: Any, arguments: Any, expected: Any) -> None:
+    flow = Flow(lies, [meta(*shape) for shape in shapes], meta(*result), arguments, {}, 2)
+    assert rule_for(name, flow) == expected

@@ -136,6 +136,12 @@ def test_differences_of_meshes_and_of_instructions_only_one_has() -> None:
     assert str(shorter.diff(before)).splitlines()[0] == "+ layers.0-2.fc1.init:bias:*:place(tp=R)"
 
 
+def test_programs_of_different_meshes_are_compared_by_axis_names() -> None:
+    one = Program(MeshAxes(("tp",), (2,)), (Instruction("a", Hook.FORWARD_PRE, "<in>", None, Redistribute((R,))),))
+    two = Program(AXES, (Instruction("a", Hook.FORWARD_PRE, "<in>", None, Redistribute((None, R))),))
+    assert one.diff(two).changes == ()
+
+
 def test_order_matters_only_within_a_place() -> None:
     one, other = (Instruction("a", Hook.FORWARD_PRE, "<in>", k, Redistribute((R, None))) for k in ("x", "y"))
     assert not Program(AXES, (one, other)).diff(Program(AXES, (other, one)))

@@ -16,7 +16,7 @@ __all__ = ["Heads", "heads_of"]
 # The projections of an attention module, by the usual names of the modules that hold them.
 _QUERY = regex.compile(r"(?:w|to_)?(?:q|query)(?:_proj|_b_proj|_lin|_linear)?")
 _KEY_VALUE = regex.compile(r"(?:w|to_)?(?:k|v|key|value)(?:_proj|_lin|_linear)?")
-_OUTPUT = regex.compile(r"(?:w|to_)?(?:o|out)(?:_proj|_lin|_linear)?")
+_OUTPUT = regex.compile(r"(?:w|to_)?(?:o|out)(?:_proj|_lin|_linear)?|c_proj")
 
 _NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 _NUM_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -57,7 +57,7 @@ def heads_of(index: ModelIndex, names: Sequence[str], shape: Sequence[int], dim:
     if dim != _head_dim_of(owner, len(shape), over_rows):
         return None
     found = _number(parent, names_of_number)
-    if found is None:
+    if found is None or not _is_attention(parent):
         return None
     attribute, count = found
     if count < 1 or shape[dim] % count:
@@ -75,6 +75,12 @@ def _head_dim_of(owner: nn.Module, ndim: int, over_rows: bool) -> int | None:
         return 0 if over_rows else None  # a bias has the output dim only
     transposed = type(owner).__name__ == "Conv1D"  # transformers' Conv1D keeps (in, out)
     return 0 if over_rows != transposed else 1
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """A config is shared by the whole model, so that its numbers alone do not make a module an attention module."""
+    name = type(module).__name__.lower()
+    return "attention" in name or "attn" in name or any(hasattr(module, number) for number in _NUM_HEADS)
 
 
 def _number(module: nn.Module, names: Sequence[str]) -> tuple[str, int] | None:

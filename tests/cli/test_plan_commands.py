@@ -1,0 +1,255 @@
+"""lint, explain, diff, zoo and env: what they print, as JSON too, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vescale import plan_zoo
+from vescale.cli import main
+
+MODULE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(8, 16)
+        self.fc2 = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.fc2(self.fc1(x).relu())
+
+def make():
+    net = Net()
+    assert net.fc1.weight.is_meta, "built with memory"
+    return net
+
+def broken():
+    raise KeyError("no such size")
+
+def number():
+    return 3
+
+class Models:
+    Inner = Net
+"""
+
+PLAN = """\
+mesh: {tp: 2}
+shard:
+  <in:x>: {tp: R}
+  fc1.(weight|bias): {tp: S(0)}
+  fc2.weight: {tp: S(1)}
+  <out>: {tp: R}
+"""
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in a folder with a model, a config and a plan."""
+    name = f"net_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    (tmp_path / "llama.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        arguments = tuple(argument.replace("net:", f"{name}:") for argument in arguments)
+        code = main(arguments)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+LLAMA = ("--model", "hf:llama.json", "--mesh", "dp=2,tp=2")
+
+
+def test_lint_finds_nothing_in_good_plans(run: Run) -> None:
+    assert run("lint", "plan.yaml", "--model", "net:make") == (0, "no findings\n", "")
+    assert run("lint", "llama", *LLAMA)[0] == 0
+    code, out, _ = run("lint", "llama", *LLAMA, "--json")
+    assert code == 0 and json.loads(out)["findings"] == []
+
+
+def test_lint_prints_each_finding_on_a_line_of_its_own(run: Run) -> None:
+    code, out, _ = run("lint", "llama", "--model", "hf:llama.json", "--mesh", "dp=2,tp=4")
+    lines = out.splitlines()
+    assert code == 1 and len(lines) == 2
+    assert lines[0].startswith(f"{plan_zoo.path_of('llama')}:")
+    assert "error[head]: model.layers.0-1.self_attn.k_proj.weight" in lines[0]
+    assert "replicate k and v on tp ({tp: R}), or use at most 2 ranks" in lines[0]
+    assert lines[1] == "1 error, 0 warnings"
+    code, out, _ = run("lint", "llama", "--model", "hf:llama.json", "--mesh", "dp=2,tp=4", "--json")
+    (finding,) = json.loads(out)["findings"]
+    assert code == 1 and (finding["severity"], finding["rule"]) == ("error", "head")
+    assert finding["line"] > 1 and "model.layers.1.self_attn.v_proj.weight" in finding["names"]
+
+
+def test_lint_reports_plans_that_cannot_be_read(run: Run) -> None:
+    Path("bad.yaml").write_text("mesh: {tp: 2}\nshard:\n  fc1.weight: {tpp: S(0)}\n")
+    code, out, _ = run("lint", "bad.yaml", "--model", "net:Net")
+    assert code == 1
+    assert out.startswith("bad.yaml:3:16: error[plan]: the mesh has no axis 'tpp' (axes: tp); did you mean 'tp'?")
+
+
+def test_lint_warns_and_can_be_told_not_to(run: Run) -> None:
+    code, out, _ = run("lint", "plan.yaml", "--model", "net:make", "--mesh", "tp=2,dp=2")
+    assert code == 1 and "warning[unused-axis]" in out and out.endswith("0 errors, 1 warning\n")
+    assert run("lint", "plan.yaml", "--model", "net:make", "--mesh", "tp=2,dp=2", "--ignore", "unused-axis")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("lint", "missing.yaml", "--model", "net:make"), "there is no file 'missing.yaml'"),
+        (
+            ("lint", "lama", "--model", "net:make"),
+            "'lama' is no file and no plan of the zoo (llama); did you mean 'llama'?",
+        ),
+        (("lint", "llama", "--model", "net:make"), "give --mesh, as dp=2,tp=4"),
+        (("lint", "llama", "--model", "net:make", "--mesh", "dp2"), "write a mesh as dp=2,tp=4"),
+        (("lint", "plan.yaml", "--model", "net:mak"), "has no mak"),
+        (("lint", "plan.yaml", "--model", "nomodule:make"), "No module named 'nomodule'"),
+        (("lint", "plan.yaml", "--model", "net:broken"), "calling broken() raised KeyError: 'no such size'"),
+        (("lint", "plan.yaml", "--model", "net:number"), "returned a int, not a torch.nn.Module"),
+        (("lint", "plan.yaml", "--model", "justaname"), "expected hf:FILE"),
+        (("lint", "plan.yaml", "--model", "hf:none.json"), "No such file"),
+        (("lint", "plan.yaml", "--model", "hf:plan.yaml"), "not JSON"),
+        (("explain", "plan.yaml", "--model", "net:make", "--input", "x=8by8"), "write NAME=SHAPE[:DTYPE]"),
+        (("diff", "plan.yaml", "nothing.yaml"), "there is no file 'nothing.yaml'"),
+        (("diff", "plan.yaml", "llama", "--model", "net:make", "--mesh", "dp=2,tp=2"), "mistakes in the plan"),
+        (("zoo", "show", "lama"), "did you mean 'llama'?"),
+    ],
+)
+def test_bad_usage(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err and err.startswith(f"vescale {arguments[0]}: ")
+
+
+@pytest.mark.parametrize("arguments", [("lint",), ("bogus",), ("diff", "a"), ("explain", "x", "--batch", "0")])
+def test_bad_arguments_exit_with_two(run: Run, arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments)
+    assert caught.value.code == 2
+
+
+def test_explain(run: Run) -> None:
+    code, out, err = run("explain", "llama", *LLAMA, "--batch", "4", "--seq", "16")
+    assert (code, err) == (0, "")
+    for line in (
+        "Plan llama: 16 entries on dp=2, tp=2",
+        "model.layers.0-1.mlp.forward_pre:<in>:*:redist(->tp=R)",
+        "for input_ids 4x16, labels 4x16",
+    ):
+        assert line in out.splitlines()
+    rows = [line.split() for line in out.splitlines()]
+    assert ["model.layers.0-1.mlp.down_proj", "forward_post", "1", "2"] in rows
+    assert ["tp", "forward", "all_gather", "5", "20.0", "KiB"] in rows
+    assert ["tp", "backward", "reduce_scatter", "5", "20.0", "KiB"] in rows
+    assert "unknown" not in out
+
+
+def test_explain_only_one_section(run: Run) -> None:
+    code, out, _ = run("explain", "plan.yaml", "--model", "net:make", "--only", "ir")
+    assert code == 0 and out.splitlines()[0] == "forward_pre:<in>:x:wrap(tp=R)"
+    code, out, _ = run("explain", "plan.yaml", "--model", "net:make", "--only", "collectives")
+    assert code == 0 and "give --input NAME=SHAPE[:DTYPE]" in out
+    code, out, _ = run("explain", "plan.yaml", "--model", "net:make", "--only", "collectives", "--input", "x=8x8")
+    assert ["(the", "model)", "<out>", "forward", "tp", "all_reduce", "1", "256", "B"] in [
+        line.split() for line in out.splitlines()
+    ]
+
+
+def test_explain_as_json(run: Run) -> None:
+    code, out, _ = run("explain", "llama", *LLAMA, "--batch", "4", "--seq", "16", "--json")
+    data: dict[str, Any] = json.loads(out)
+    assert code == 0 and data["mesh"] == {"dp": 2, "tp": 2}
+    totals = {(row["axis"], row["when"], row["op"]): row["calls"] for row in data["collectives"]["totals"]}
+    assert totals["tp", "forward", "reduce_scatter"] == totals["tp", "backward", "all_gather"] == 5
+    assert data["memory"]["first_rank_bytes"] < data["memory"]["model_bytes"] < 2 * data["memory"]["first_rank_bytes"]
+    assert {"module": "model.layers.0-1.mlp", "hook": "forward_pre", "instructions": 1, "modules": 2} in data["hooks"]
+
+
+def test_explain_refuses_what_does_not_fit(run: Run) -> None:
+    code, out, _ = run("explain", "llama", "--model", "hf:llama.json", "--mesh", "dp=2,tp=4")
+    assert code == 1 and "cut falls inside an attention head" in out
+    code, out, _ = run("explain", "llama", "--model", "hf:llama.json", "--mesh", "dp=2,tp=4", "--json")
+    assert code == 1 and "attention head" in json.loads(out)["error"]
+
+
+def test_diff_of_entries(run: Run) -> None:
+    Path("other.yaml").write_text(PLAN.replace("<out>: {tp: R}", "<out>: {tp: S(1)}"))
+    Path("same.yaml").write_text(PLAN.replace("  <in:x>: {tp: R}\n", "") + "  <in:x>: {tp: R}\n")
+    assert run("diff", "plan.yaml", "same.yaml") == (0, "no differences\n", "")
+    code, out, _ = run("diff", "plan.yaml", "other.yaml")
+    assert (code, out) == (1, "- shard '<out>': {tp: R}\n+ shard '<out>': {tp: S(1)}\n")
+    code, out, _ = run("diff", "plan.yaml", "other.yaml", "--json")
+    assert code == 1 and json.loads(out)["added"] == ["shard '<out>': {tp: S(1)}"]
+
+
+def test_diff_of_programs(run: Run) -> None:
+    text = plan_zoo.path_of("llama").read_text()
+    Path("other.yaml").write_text(text.replace(".mlp.down_proj.<out>: {tp: S(1)}", ".mlp.down_proj.<out>: {tp: R}"))
+    code, out, _ = run("diff", "llama", "other.yaml", *LLAMA)
+    assert code == 1
+    assert out == "~ model.layers.0-1.mlp.down_proj.forward_post:<out>:*:redist(->tp=S(1)) => redist(->tp=R)\n"
+    code, out, _ = run("diff", "llama", "other.yaml", *LLAMA, "--json")
+    assert code == 1 and len(json.loads(out)["changes"]) == 2
+    assert run("diff", "llama", "llama", *LLAMA)[0] == 0
+
+
+def test_zoo(run: Run) -> None:
+    code, out, _ = run("zoo")
+    assert code == 0 and out.splitlines()[1].split()[:3] == ["llama", "dp,", "tp"]
+    code, out, _ = run("zoo", "list", "--json")
+    assert code == 0 and json.loads(out)[0]["axes"] == ["dp", "tp"]
+    code, out, _ = run("zoo", "show", "llama")
+    assert code == 0 and out == plan_zoo.path_of("llama").read_text()
+
+
+def test_env(run: Run) -> None:
+    code, out, _ = run("env")
+    assert code == 0 and any(line.split()[:2] == ["packages", "torch"] for line in out.splitlines())
+    data = json.loads(run("env", "--json")[1])
+    assert data["torch"]["compat"] == "ok" and data["torch"]["gloo"] is True
+
+
+def test_models_by_other_names(run: Run) -> None:
+    assert run("lint", "plan.yaml", "--model", "net:Net")[0] == 0
+    assert run("lint", "plan.yaml", "--model", "net:Models.Inner")[0] == 0
+
+
+def test_as_a_process_in_a_narrow_pipe(tmp_path: Path) -> None:
+    """Names are not cut or wrapped where a program reads them."""
+    (tmp_path / "llama.json").write_text(json.dumps(CONFIG))
+    root = str(Path(__file__).parent.parent.parent)
+    environment = {**os.environ, "COLUMNS": "40", "PYTHONPATH": root}
+    command = [sys.executable, "-m", "vescale", "explain", "llama", *LLAMA, "--only", "hooks"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert any(line.split()[0] == "model.layers.0-1.self_attn.o_proj" for line in done.stdout.splitlines())
