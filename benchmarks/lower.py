@@ -1,6 +1,6 @@
 """How long ``lower`` takes, and how much memory, for Llama-3-405B on the meta device. Figures: under 5 s, under 1 GB.
 
-    python benchmarks/lower.py [--layers 126] [--repeat 5]
+python benchmarks/lower.py [--layers 126] [--repeat 5]
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def main() -> None:
         cpu.append(time.process_time() - start_cpu)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"{sum(p.numel() for p in model.parameters()) / 1e9:.0f} billion parameters, {len(program)} instructions")
-    print(f"lower: {statistics.median(wall):.3f} s ({statistics.median(cpu):.3f} s of processor time), median of {args.repeat}")
+    print(
+        f"lower: {statistics.median(wall):.3f} s ({statistics.median(cpu):.3f} s of processor time), median of {args.repeat}"
+    )
     print(f"peak memory of the process: {peak / 1e6:.2f} GB, of which lower added {(peak - before) / 1e6:.3f} GB")
 
 
