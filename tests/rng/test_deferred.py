@@ -21,7 +21,7 @@ from tests.rng.constructors import Unusual, standard
 from vescale import rng
 from vescale.compat import local_of, spec_of
 from vescale.placements import RaggedShard, local_region
-from vescale.rng import _replay, deferred_init, is_deferred, materialize, materialize_tensor
+from vescale.rng import _replay, _truncated, deferred_init, is_deferred, materialize, materialize_tensor
 from vescale.rng._deferred import view_of
 from vescale.rng._graph import next_time
 from vescale.rng._replay import part_values
@@ -130,6 +130,34 @@ def test_parts_are_computed_without_the_whole(monkeypatch: pytest.MonkeyPatch) -
     view = view_of(module.get_parameter("orthogonal"))
     part_values(view, next_time(), local_region(view.shape, [Shard(0)], (3,), (1,)))
     assert wholes
+
+
+def test_overwritten_draws_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, module = built_twice(Unusual)
+    filled: list[str] = []
+    original = _replay.fill_region
+
+    def counting(local: Any, region: Any, strides: Any, op: Any, *rest: Any) -> None:
+        filled.append(op.name)
+        original(local, region, strides, op, *rest)
+
+    monkeypatch.setattr(_replay, "fill_region", counting)
+    view = view_of(module.get_parameter("overwritten"))  # uniform_, then normal_
+    part_values(view, next_time(), local_region(view.shape, [Shard(0)], (3,), (1,)))
+    assert filled == ["normal_"]
+
+
+def test_rejections_are_counted_a_stretch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator ends where the stretch with the most rounds leaves it, wherever that one lies."""
+    monkeypatch.setattr(_truncated, "_CHUNK_ELEMENTS", 16)
+
+    def build() -> nn.Module:
+        shapes = ((40, 5), (3, 7), (0, 4), (16, 16))
+        bounds = ((-1.0, 1.0), (1.5, 2.5))
+        return nn.ParameterList(nn.init.trunc_normal_(torch.empty(s), 0, 1, *b) for s in shapes for b in bounds)
+
+    reference, deferred = built_twice(build)
+    assert_same(reference, materialize(deferred))
 
 
 HF_MODELS = {
