@@ -10,6 +10,9 @@ __version__ = "0.1.0"
 
 # public name -> module that defines it, or that it is
 _PUBLIC: dict[str, str] = {
+    "InterleavedShard": "vescale.placements",
+    "RaggedShard": "vescale.placements",
+    "StridedRaggedShard": "vescale.placements",
     "Layout": "vescale.buffer",
     "deferred_init": "vescale.rng",
     "materialize": "vescale.rng",
