@@ -16,6 +16,6 @@ def random_rule(call: OpCall) -> Decision | None:
     placements = next((spec.placements for spec in call.operands), ())
     raise RuntimeError(
         f"{call.op} on a tensor of shape {tuple(call.operands[0].shape)} placed as {placements}: every rank's generator "
-        "would draw numbers of its own, unlike one device; call vescale.rng.install(), or draw on a replicated tensor "
+        "would draw numbers of its own, unlike one device; call vescale.rng.enable(), or draw on a replicated tensor "
         "and redistribute the result"
     )
