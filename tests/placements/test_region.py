@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from vescale.placements import (
 
 def normalized(spec: Spec) -> tuple[Any, ...]:
     """``normalize_placements`` reads only the shape of a mesh."""
-    return normalize_placements(spec.placements, spec.shape, SimpleNamespace(shape=spec.mesh_shape))
+    return normalize_placements(spec.placements, spec.shape, spec.mesh_shape)
 
 
 def expanded(region: Region) -> list[int]:
@@ -120,7 +119,7 @@ def test_many_ranks(num_ranks: int) -> None:
 def test_many_ranks_on_three_axes() -> None:
     mesh_shape = (16, 8, 8)
     shape = (96, 40, 6)
-    placements = normalize_placements((RaggedShard(), Shard(0), Shard(1)), shape, SimpleNamespace(shape=mesh_shape))
+    placements = normalize_placements((RaggedShard(), Shard(0), Shard(1)), shape, mesh_shape)
     assert isinstance(placements[0], StridedRaggedShard)
     covered = torch.zeros(shape, dtype=torch.int)
     for coordinate in oracle.coordinates(mesh_shape):
@@ -177,7 +176,7 @@ def test_balanced_units(shape: tuple[int, ...], num_ranks: int, block: int | Non
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_blocks_never_cut_an_inner_sharded_dim(block: int, tp: int) -> None:
     shape, mesh_shape = (9, 6, 2), (4, tp)
-    placements = normalize_placements((RaggedShard(block=block), Shard(1)), shape, SimpleNamespace(shape=mesh_shape))
+    placements = normalize_placements((RaggedShard(block=block), Shard(1)), shape, mesh_shape)
     columns = 6 // tp * 2
     for coordinate in oracle.coordinates(mesh_shape):
         flat = local_region(shape, placements, mesh_shape, coordinate).flat
