@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 # public name -> module that defines it, or that it is
 _PUBLIC: dict[str, str] = {
     "Layout": "vescale.buffer",
+    "ShardedBatchSampler": "vescale.rng",
     "deferred_init": "vescale.rng",
     "materialize": "vescale.rng",
     "plan_layout": "vescale.buffer",
