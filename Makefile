@@ -5,10 +5,14 @@ BIN := $(VENV)/bin
 # torch is installed first and pinned: any other request would pull the CUDA build.
 TORCH := torch==2.13.0
 
-.PHONY: test lint bench clean
+.PHONY: demo test lint bench clean
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+# Sizes and files through ARGS, for example ARGS="--steps 100 --mesh dp=1,tp=4 --out /tmp/demo".
+demo: $(VENV)/.ready
+	$(BIN)/vescale demo $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -20,7 +20,8 @@ from typing import Any
 
 __all__ = ["RankError", "RankPool", "RankPools", "run_cases"]
 
-_PRELOAD = ["torch", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
+# DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
+_PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
 
 
 class RankError(AssertionError):

@@ -8,8 +8,21 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# public name -> module that defines it
+# public name -> module that defines it, or that it is
 _PUBLIC: dict[str, str] = {
+    "InterleavedShard": "vescale.placements",
+    "RaggedShard": "vescale.placements",
+    "StridedRaggedShard": "vescale.placements",
+    "Layout": "vescale.buffer",
+    "deferred_init": "vescale.rng",
+    "materialize": "vescale.rng",
+    "plan_layout": "vescale.buffer",
+    "rng": "vescale.rng",
+    "suggest_num_shards": "vescale.buffer",
+    "parallelize": "vescale.runtime",
+    "implicit_communication": "vescale.runtime",
+    "ImplicitCommunicationError": "vescale.runtime",
+    "ImplicitCommunicationWarning": "vescale.runtime",
     "ALL": "vescale.plans",
     "BWD": "vescale.plans",
     "FWD": "vescale.plans",
@@ -28,7 +41,8 @@ __all__ = ["__version__", *_PUBLIC]
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        module = importlib.import_module(_PUBLIC[name])
+        value = module if module.__name__ == f"vescale.{name}" else getattr(module, name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'vescale' has no attribute {name!r}")

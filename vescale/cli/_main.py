@@ -14,6 +14,8 @@ __all__ = ["COMMANDS", "UsageError", "main"]
 # sub-command -> (module with ``add_arguments(parser)`` and ``run(args) -> exit code``, one line of help).
 # Modules are imported only when their command is called, so that ``vescale --help`` stays instant.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "advise": ("vescale.cli.advise", "padding of the communication buffers for every group size, and the best sizes"),
+    "demo": ("vescale.cli._demo", "Train a Llama on a mesh of local processes and on one device, side by side."),
     "lint": ("vescale.cli._lint", "Check a plan against a model, without starting ranks."),
     "explain": (
         "vescale.cli._explain",

@@ -2,7 +2,7 @@
 
 from vescale.comm._collectives import MAX_PADDING, Pending, all_gather_v, all_reduce, all_to_all_v, reduce_scatter_v
 from vescale.comm._groups import AxisGroup, axis_group
-from vescale.comm._ledger import CommRecord, Ledger, record_comms
+from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms
 
 __all__ = [
     "MAX_PADDING",
@@ -13,7 +13,9 @@ __all__ = [
     "all_gather_v",
     "all_reduce",
     "all_to_all_v",
+    "asking",
     "axis_group",
+    "record",
     "record_comms",
     "reduce_scatter_v",
 ]

@@ -4,14 +4,17 @@ All tensors are flat and contiguous; sizes are in elements, one for each group r
 
 ===================  ==========================================================================================
 ``all_to_all_v``     one uneven ``all_to_all_single`` (NCCL groups the sends and receives)
-``all_gather_v``     equal pieces: ``all_gather_into_tensor``; nearly equal: the same, padded (at most
-                     ``MAX_PADDING`` of the payload); few owners: one broadcast each; else ``all_to_all_v``
-``reduce_scatter_v`` gloo: ``all_to_all_v`` and a local reduction in rank order; others: ``reduce_scatter_tensor`` for
-                     equal pieces, the grouped list form otherwise
+``all_gather_v``     equal pieces: ``all_gather_single``; nearly equal: the same, padded (at most ``MAX_PADDING`` of
+                     the payload). Skewed pieces: NCCL: the list form, one group of broadcasts; gloo: a broadcast each
+                     from one or two owners, else ``all_to_all_v``
+``reduce_scatter_v`` NCCL: ``reduce_scatter_single`` for equal pieces, else the list form, one group of reductions;
+                     gloo: ``all_to_all_v`` and a local reduction
+``all_reduce``       the backend's; on gloo ``reduce_scatter_v`` and ``all_gather_v`` for half precision and the
+                     integers that gloo does not reduce
 ===================  ==========================================================================================
 
-Data is moved as bytes, so every dtype works on every backend. Local reductions add in rank order, half precision in
-float32, so that the result does not depend on timing.
+Nothing is communicated when all sizes are zero. Data that is only moved is moved as bytes, so every dtype works on every
+backend. Local reductions add in rank order, half precision in float32, so that the result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ MAX_PADDING = 0.25
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,  # divided afterwards: gloo has no AVG
+    "avg": dist.ReduceOp.AVG,  # only NCCL's; gloo has none, so it sums and divides
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
@@ -60,13 +63,29 @@ class Pending:
         self._works, self._finish = (), None
         return self.out
 
+    def is_completed(self) -> bool:
+        """Whether ``wait()`` would return without waiting for another rank."""
+        return all(work is None or work.is_completed() for work in self._works)
+
     def reshaped(self, out: torch.Tensor) -> Pending:
         """The same collective, whose result is seen through another view of its memory."""
         return Pending(out, [self])
 
 
+# What gloo's own all_reduce takes, without the half precisions, which it would add up in half precision.
+_GLOO_REDUCES = frozenset(
+    {torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64}
+)
+
+
 def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    return flat.view(torch.uint8)
+    # The stride of a contiguous tensor with fewer than two elements is arbitrary, but view() wants 1.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def _is_nccl(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the group moves this tensor by NCCL; a group may have one backend for each device type."""
+    return tensor.is_cuda and dist.Backend.NCCL in dist.get_backend_config(group)
 
 
 def all_to_all_v(
@@ -84,8 +103,8 @@ def all_to_all_v(
     """
     rank = dist.get_rank(group)
     out = send.new_empty(sum(receive_sizes)) if out is None else out
-    size = send.element_size()
-    record("all_to_all_v", len(send_sizes), (sum(receive_sizes) - receive_sizes[rank]) * size, asker=asker)
+    size = send.element_size()  # no early return here: each rank sees its own sizes only, so all must take part
+    record("all_to_all_v", len(send_sizes), (sum(receive_sizes) - receive_sizes[rank]) * size, asker=asker, group=group)
     work = dist.all_to_all_single(
         _bytes(out),
         _bytes(send),
@@ -116,22 +135,25 @@ def all_gather_v(
     if total == 0:
         return Pending(out)
     if num_ranks * largest == total:
-        record("all_gather_v", num_ranks, payload, asker=asker)
+        record("all_gather_v", num_ranks, payload, asker=asker, group=group)
         return Pending(out, [all_gather_single(_bytes(out), _bytes(local), group=group, async_op=True)])
     if num_ranks * largest <= (1 + MAX_PADDING) * total:
         padding = (num_ranks * largest - total - (largest - sizes[rank])) * size
-        record("all_gather_v", num_ranks, payload + padding, padding_bytes=padding, asker=asker)
+        record("all_gather_v", num_ranks, payload + padding, padding_bytes=padding, asker=asker, group=group)
         padded = local.new_zeros(largest)
         padded[: local.numel()] = local
         wide = local.new_empty(num_ranks * largest)
         work = all_gather_single(_bytes(wide), _bytes(padded), group=group, async_op=True)
         pieces = [wide[i * largest : i * largest + n] for i, n in enumerate(sizes)]
         return Pending(out, [work], lambda: torch.cat(pieces, out=out))
-    record("all_gather_v", num_ranks, payload, asker=asker)
-    slots = out.split(list(sizes))
+    record("all_gather_v", num_ranks, payload, asker=asker, group=group)
+    slots = list(out.split(list(sizes)))
+    if _is_nccl(local, group):
+        work = dist.all_gather([_bytes(slot) for slot in slots], _bytes(local), group=group, async_op=True)
+        return Pending(out, [work])
     slots[rank].copy_(local)
     owners = [i for i, n in enumerate(sizes) if n]
-    if len(owners) <= 2 or dist.get_backend(group) == dist.Backend.NCCL:
+    if len(owners) <= 2:
         works = [dist.broadcast(_bytes(slots[i]), group=group, group_src=i, async_op=True) for i in owners]
         return Pending(out, works)
     own = local.numel() * size
@@ -160,14 +182,16 @@ def reduce_scatter_v(
     ``op`` is ``sum``, ``avg``, ``max``, ``min`` or ``product``. Sends ``sum(sizes) - sizes[rank]`` elements.
     """
     rank, num_ranks = dist.get_rank(group), len(sizes)
-    record("reduce_scatter_v", num_ranks, (sum(sizes) - sizes[rank]) * send.element_size(), asker=asker)
     out = send.new_empty(sizes[rank]) if out is None else out
-    if dist.get_backend(group) == dist.Backend.NCCL:
+    if sum(sizes) == 0:
+        return Pending(out)
+    record("reduce_scatter_v", num_ranks, (sum(sizes) - sizes[rank]) * send.element_size(), asker=asker, group=group)
+    if _is_nccl(send, group):
         if len(set(sizes)) == 1:
             work = reduce_scatter_single(out, send, op=_OPS[op], group=group, async_op=True)
         else:
             work = dist.reduce_scatter(out, list(send.split(list(sizes))), op=_OPS[op], group=group, async_op=True)
-        return Pending(out, [work], (lambda: out.div_(num_ranks)) if op == "avg" else None)
+        return Pending(out, [work])
     own, size = sizes[rank], send.element_size()
     stacked = send.new_empty(num_ranks * own)
     work = dist.all_to_all_single(
@@ -196,8 +220,17 @@ def _reduce_rows(rows: torch.Tensor, op: str, out: torch.Tensor) -> None:
 def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker: str = "") -> Pending:
     """The reduction of the ranks' tensors (any shape) on every rank; ``local`` is not changed."""
     num_ranks = dist.get_world_size(group)
+    if local.numel() == 0:
+        return Pending(torch.empty_like(local, memory_format=torch.contiguous_format))
+    if local.dtype not in _GLOO_REDUCES and not _is_nccl(local, group):
+        base, extra = divmod(local.numel(), num_ranks)
+        sizes = [base + (rank < extra) for rank in range(num_ranks)]
+        piece = reduce_scatter_v(local.reshape(-1), sizes, op, group, asker=asker).wait()
+        gathered = all_gather_v(piece, sizes, group, asker=asker)
+        return gathered.reshaped(gathered.out.view(local.shape))
     moved = math.ceil(2 * (num_ranks - 1) / num_ranks * local.numel() * local.element_size())
-    record("all_reduce", num_ranks, moved, asker=asker)
+    record("all_reduce", num_ranks, moved, asker=asker, group=group)
     out = local.clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(out, op=_OPS[op], group=group, async_op=True)
-    return Pending(out, [work], (lambda: out.div_(num_ranks)) if op == "avg" else None)
+    divide = op == "avg" and not _is_nccl(local, group)
+    work = dist.all_reduce(out, op=_OPS["sum" if divide else op], group=group, async_op=True)
+    return Pending(out, [work], (lambda: out.div_(num_ranks)) if divide else None)

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.comm._ledger import name_group
+from vescale.compat import make_group
+
 __all__ = ["AxisGroup", "axis_group"]
 
 
@@ -34,8 +37,15 @@ class AxisGroup:
         return len(self.coordinates)
 
 
-# Groups live as long as their mesh; meshes with the same ranks and axis names share them.
-_GROUPS: weakref.WeakKeyDictionary[DeviceMesh, dict[object, AxisGroup]] = weakref.WeakKeyDictionary()
+# By default group (it changes when torch.distributed is initialized anew, and each simulated rank has its own), then by
+# ranks. Making a group is a rendezvous, so whether one is made must not depend on what a rank's garbage collector has
+# done: groups are kept as long as the default group, not as long as a mesh.
+_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+_AXIS_GROUPS: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], AxisGroup]]
+] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
@@ -43,32 +53,46 @@ def axis_group(mesh: DeviceMesh, axes: Sequence[int]) -> AxisGroup:
     """The group over ``axes`` of ``mesh`` that this rank belongs to.
 
     One axis is the mesh's own group. Several axes are the default group when they span the world, else a group made on
-    first use (a rendezvous of its members only) and kept with the mesh.
+    first use (a rendezvous of its members only) and shared by all meshes with the same ranks.
+
+    Raises ValueError on a rank outside the mesh.
     """
-    key = (tuple(axes), dist.get_rank())  # the rank is part of the key because simulated ranks share the process
+    axes = tuple(axes)
     with _LOCK:
-        known = _GROUPS.setdefault(mesh, {})
-        found = known.get(key)
+        known = _AXIS_GROUPS.setdefault(_world(), weakref.WeakKeyDictionary()).setdefault(mesh, {})
+        found = known.get(axes)
     if found is None:
-        found = _build(mesh, tuple(axes))
-        with _LOCK:
-            known[key] = found
+        found = known[axes] = _build(mesh, axes)
     return found
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None  # a mesh exists, so the default group does
+    return world
 
 
 def _build(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     own = mesh.get_coordinate()
     if own is None:
-        raise ValueError(f"rank {dist.get_rank()} is not part of {mesh}")
+        raise ValueError(
+            f"rank {dist.get_rank()} asks for its group on axes {axes} of {mesh}, but is not part of that mesh; call "
+            "this on the mesh's ranks only"
+        )
     choices = [range(mesh.size(axis)) if axis in axes else (own[axis],) for axis in range(mesh.ndim)]
     by_rank = {int(mesh.mesh[coordinate]): coordinate for coordinate in itertools.product(*choices)}
-    if len(axes) == 1:
-        group = mesh.get_group(axes[0])
-    elif len(by_rank) == dist.get_world_size():
-        world = dist.group.WORLD
-        assert world is not None  # a mesh exists, so the default group does
-        group = world
-    else:
-        group = dist.new_group(sorted(by_rank), use_local_synchronization=True, group_desc=f"axes {axes}")
+    group = mesh.get_group(axes[0]) if len(axes) == 1 else _group_of(tuple(sorted(by_rank)))
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    name_group(group, ",".join(names[axis] for axis in axes))
     order = dist.get_process_group_ranks(group)
     return AxisGroup(group, tuple(by_rank[rank] for rank in order), order.index(dist.get_rank()))
+
+
+def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    if len(ranks) == dist.get_world_size():
+        return _world()
+    with _LOCK:
+        known = _GROUPS.setdefault(_world(), {})
+    if ranks not in known:
+        known[ranks] = make_group(ranks)
+    return known[ranks]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-__all__ = ["CommRecord", "Ledger", "record", "record_comms"]
+__all__ = ["CommRecord", "Ledger", "asking", "name_group", "record", "record_comms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class CommRecord:
         bytes: bytes this rank received from other ranks (for ``all_reduce``, ``2 (n-1)/n`` of the tensor, the ring
             algorithm's bound; for ``reduce_scatter_v``, the bytes it sent).
         padding_bytes: of these, bytes that a padded collective moved for nothing.
-        asker: who asked, for example ``redistribute (R)->(Ragged(0))``.
+        asker: who asked, for example ``model.norm.<out>: redistribute (S(1)) -> (R)``.
+        axes: names of the mesh axes that the group spans, joined with ``,``; empty when it is not known.
     """
 
     op: str
@@ -30,6 +31,7 @@ class CommRecord:
     bytes: int
     padding_bytes: int = 0
     asker: str = ""
+    axes: str = ""
 
 
 @dataclass
@@ -49,6 +51,9 @@ class Ledger:
 # a thread of its own, so neither a thread-local nor a context variable would see the right collectives.
 _OPEN: list[tuple[int, Ledger]] = []
 _LOCK = threading.Lock()
+_ASKING = threading.local()
+# Group names are unique in a process and outlive their groups, so that a name never changes its meaning.
+_AXES: dict[str, str] = {}
 
 
 def _own_rank() -> int:
@@ -68,11 +73,37 @@ def record_comms() -> Iterator[Ledger]:
             _OPEN[:] = [other for other in _OPEN if other is not entry]
 
 
-def record(op: str, num_ranks: int, num_bytes: int, *, padding_bytes: int = 0, asker: str = "") -> None:
+@contextlib.contextmanager
+def asking(who: str) -> Iterator[None]:
+    """Collectives that this thread starts inside are entered as asked for by ``who``."""
+    before = getattr(_ASKING, "who", "")
+    _ASKING.who = who
+    try:
+        yield
+    finally:
+        _ASKING.who = before
+
+
+def name_group(group: dist.ProcessGroup, axes: str) -> None:
+    """Remember which mesh axes a process group spans, for :attr:`CommRecord.axes`."""
+    _AXES[group.group_name] = axes
+
+
+def record(
+    op: str,
+    num_ranks: int,
+    num_bytes: int,
+    *,
+    padding_bytes: int = 0,
+    asker: str = "",
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Enter a collective in the open ledgers of this rank; costs nothing when none is open."""
     if _OPEN:
         rank = _own_rank()
-        entry = CommRecord(op, num_ranks, num_bytes, padding_bytes, asker)
+        who = ": ".join(part for part in (getattr(_ASKING, "who", ""), asker) if part)
+        axes = _AXES.get(group.group_name, "") if group is not None else ""
+        entry = CommRecord(op, num_ranks, num_bytes, padding_bytes, who, axes)
         for listener, ledger in _OPEN:
             if listener == rank:
                 ledger.records.append(entry)

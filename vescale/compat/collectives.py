@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 class _Waitable(Protocol):
     def wait(self) -> torch.Tensor: ...
+    def is_completed(self) -> bool: ...
 
 
 class _PendingWork(dist._Work):
@@ -26,17 +27,35 @@ class _PendingWork(dist._Work):
 
     def __init__(self, pending: _Waitable) -> None:
         super().__init__()
-        self._pending = pending
+        self._pending: _Waitable | None = pending
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._pending.wait()
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
         return True
+
+    def is_completed(self) -> bool:
+        return self._pending is None or self._pending.is_completed()
+
+
+# Results that nobody has waited for yet. A result that is dropped unused would stay here, and its memory with it, so
+# finished ones are taken out when there are many.
+_IN_FLIGHT: list[_PendingWork] = []
+_MANY_IN_FLIGHT = 16
 
 
 def as_async_tensor(out: torch.Tensor, pending: _Waitable) -> torch.Tensor:
     """A tensor over ``out`` that calls ``pending.wait()`` on first use, as functional collectives' results do."""
+    if len(_IN_FLIGHT) >= _MANY_IN_FLIGHT:
+        for work in _IN_FLIGHT:
+            if work.is_completed():
+                work.wait()
+        _IN_FLIGHT[:] = [work for work in _IN_FLIGHT if work._pending is not None]
     work = _PendingWork(pending)
+    _IN_FLIGHT.append(work)
     _register_work(out, work)
-    lazy: Any = AsyncCollectiveTensor(out)
-    lazy.vescale_work = work  # the registry holds the C++ half only; the Python half must live as long
-    return lazy
+    # PyTorch's registry holds the C++ half only, by storage, and views of the tensor outlive the tensor: the Python
+    # half must live as long as the storage. (The circle through ``pending.out`` ends with ``wait``.)
+    out.untyped_storage()._vescale_work = work  # type: ignore[attr-defined]
+    return AsyncCollectiveTensor(out)

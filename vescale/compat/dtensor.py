@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
@@ -21,6 +21,7 @@ __all__ = [
     "MaskPartial",
     "StridedShard",
     "TensorMeta",
+    "current_mesh",
     "local_of",
     "make_dtensor",
     "make_spec",
@@ -49,6 +50,11 @@ def make_spec(
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
     """A DTensor around a local tensor; no check, no communication, no autograd link."""
     return DTensor(local, spec, requires_grad=requires_grad)
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh of the innermost ``with mesh:``; RuntimeError outside of any."""
+    return _mesh_resources.get_current_mesh()
 
 
 def rank_in_mesh(mesh: DeviceMesh) -> bool:

@@ -21,6 +21,10 @@ from torch.distributed.tensor import _api as tensor_api
 from torch.distributed.tensor import _dispatch as tensor_dispatch
 from torch.distributed.tensor import _redistribute as tensor_redistribute
 
+from vescale.compat.checkpoint import CheckpointHooks, wrap_checkpoint
+from vescale.compat.dispatch import wrap_dispatch
+from vescale.compat.needs import self_check
+
 __all__ = ["DTensorHooks", "install", "stock"]
 
 
@@ -28,15 +32,19 @@ __all__ = ["DTensorHooks", "install", "stock"]
 class DTensorHooks:
     """What runs instead of stock DTensor once a custom placement is involved.
 
-    ``has_custom(placements)`` decides; the others have the signatures of what they replace.
+    ``has_custom(placements)`` decides; the others have the signatures of what they replace, except
+    ``run_op(op, args, kwargs, schema)``, which runs an op or gives the sharding decision that the dispatcher caches.
     """
 
     has_custom: Callable[..., bool]
     redistribute: Callable[..., Any]
     redistribute_local: Callable[..., Any]
     to_local: Callable[..., Any]
+    full_tensor: Callable[..., Any]
     from_local: Callable[..., Any]
     distribute_tensor: Callable[..., Any]
+    checkpoint: CheckpointHooks
+    run_op: Callable[..., Any]
 
 
 _LOCK = threading.Lock()
@@ -46,6 +54,7 @@ _INSTALLED: list[DTensorHooks] = []
 _STOCK = SimpleNamespace(
     redistribute=DTensor.redistribute,
     to_local=DTensor.to_local,
+    full_tensor=DTensor.full_tensor,
     from_local=DTensor.from_local,
     distribute_tensor=tensor_api.distribute_tensor,
     redistribute_local_tensor=tensor_redistribute.redistribute_local_tensor,
@@ -53,43 +62,58 @@ _STOCK = SimpleNamespace(
 
 
 def stock() -> Any:
-    """PyTorch's own ``redistribute``, ``to_local``, ``from_local``, ``distribute_tensor``: never our wrappers."""
+    """PyTorch's own ``redistribute``, ``to_local``, ``full_tensor``, ``from_local`` and ``distribute_tensor``."""
     return _STOCK
 
 
 def install(hooks: DTensorHooks) -> None:
-    """Put the wrappers in place, once in a process; later calls do nothing."""
+    """Put the wrappers in place, once in a process; later calls do nothing.
+
+    Raises UnsupportedTorchError when this torch lacks something that the wrappers build on; nothing is changed then.
+    """
     with _LOCK:
         if _INSTALLED:
             return
+        self_check()
         _INSTALLED.append(hooks)
         _wrap_methods(hooks)
         _wrap_redistribute_local(hooks)
         _wrap_distribute_tensor(hooks)
+        wrap_checkpoint(hooks.has_custom, hooks.checkpoint)
+        wrap_dispatch(hooks.has_custom, hooks.run_op)
 
 
 def _wrap_methods(hooks: DTensorHooks) -> None:
+    has_custom, stock_to_local = hooks.has_custom, _STOCK.to_local
+
     @functools.wraps(_STOCK.redistribute)
     def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
-        if placements is None or not (hooks.has_custom(self._spec.placements) or hooks.has_custom(placements)):
+        if placements is None or not (has_custom(self._spec.placements) or has_custom(placements)):
             return _STOCK.redistribute(self, device_mesh, placements, **options)
         return hooks.redistribute(self, device_mesh, placements, **options)
 
     @functools.wraps(_STOCK.to_local)
     def to_local(self: Any, *, grad_placements: Any = None) -> Any:
+        if has_custom(self._spec.placements) or (grad_placements and has_custom(grad_placements)):
+            return hooks.to_local(self, grad_placements=grad_placements)
+        return stock_to_local(self, grad_placements=grad_placements)
+
+    @functools.wraps(_STOCK.full_tensor)
+    def full_tensor(self: Any, *, grad_placements: Any = None) -> Any:
         if not (hooks.has_custom(self._spec.placements) or (grad_placements and hooks.has_custom(grad_placements))):
-            return _STOCK.to_local(self, grad_placements=grad_placements)
-        return hooks.to_local(self, grad_placements=grad_placements)
+            return _STOCK.full_tensor(self, grad_placements=grad_placements)
+        return hooks.full_tensor(self, grad_placements=grad_placements)
 
     @functools.wraps(_STOCK.from_local)
     def from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
         gradient = options.get("grad_placements")
-        if not ((placements and hooks.has_custom(placements)) or (gradient and hooks.has_custom(gradient))):
+        if not ((placements and has_custom(placements)) or (gradient and has_custom(gradient))):
             return _STOCK.from_local(local_tensor, device_mesh, placements, **options)
         return hooks.from_local(local_tensor, device_mesh, placements, **options)
 
     DTensor.redistribute = redistribute  # type: ignore[method-assign]
     DTensor.to_local = to_local  # type: ignore[method-assign]
+    DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
     DTensor.from_local = staticmethod(from_local)  # type: ignore[method-assign]
 
 

@@ -1,29 +1,44 @@
 """Placements beyond stock DTensor's, on exact-type DTensors, and the index arithmetic of all placements."""
 
-from vescale.placements._api import distribute_tensor, from_local, redistribute, to_local
+from vescale.placements._api import distribute_tensor, from_local, full_tensor, redistribute, to_local
 from vescale.placements._custom import CustomPlacement
 from vescale.placements._install import install
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._kinds import has_custom, ragged_axis, shard_dim
+from vescale.placements._move import move_local
 from vescale.placements._normalize import normalize_placements
+from vescale.placements._ops import register_rule
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
 from vescale.placements._region import Box, Region, local_region
+from vescale.placements._rules import Decision, OpCall
+from vescale.placements._serialization import allow_safe_load
+from vescale.placements._strict import PlacementFallbackError, PlacementFallbackWarning, strict_placements
 
 __all__ = [
     "Box",
     "CustomPlacement",
+    "Decision",
     "InterleavedShard",
+    "OpCall",
+    "PlacementFallbackError",
+    "PlacementFallbackWarning",
     "RaggedShard",
     "Region",
     "StridedRaggedShard",
     "distribute_tensor",
     "from_local",
+    "full_tensor",
     "has_custom",
     "install",
     "local_region",
+    "move_local",
     "normalize_placements",
     "ragged_axis",
     "redistribute",
+    "register_rule",
     "shard_dim",
+    "strict_placements",
     "to_local",
 ]
+
+allow_safe_load()

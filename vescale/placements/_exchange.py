@@ -41,6 +41,8 @@ class Exchange:
         sends, receives: the piece for, and from, each rank of the group (this rank's own included).
         source, target: this rank's regions before and after.
         peer_sources: the regions of the group's ranks before.
+        index: this rank's position in the group.
+        moves: whether any element changes owner; the same on every rank of the group.
         gathers: every rank of the group receives the whole old local tensor of every other.
     """
 
@@ -49,7 +51,14 @@ class Exchange:
     source: Region
     target: Region
     peer_sources: tuple[Region, ...]
+    index: int
+    moves: bool
     gathers: bool
+
+    @property
+    def kept(self) -> Piece:
+        """What passes from this rank to itself."""
+        return self.receives[self.index]
 
     @functools.cached_property
     def send_span(self) -> tuple[int, int] | None:
@@ -58,16 +67,17 @@ class Exchange:
 
     @functools.cached_property
     def receives_in_place(self) -> bool:
-        """Whether the received pieces, one after the other, are the new local tensor: no copy needed."""
-        target = _joint_span([box for piece in self.receives for box in piece.target], self.target.local_shape)
-        if target != (0, self.target.numel):
-            return False
-        if not self.gathers:
-            return True
-        return all(  # a gathered piece arrives in its sender's local order
-            _joint_span(piece.source, region.local_shape) == (0, region.numel)
-            for piece, region in zip(self.receives, self.peer_sources)
-        )
+        """Whether the received pieces, one after the other, are the new local tensor: no copy needed.
+
+        Also for a gather, where a piece arrives in its sender's local order: pieces list their blocks in that order, and
+        a block that is contiguous among the target's whole rows is so among the sender's, which has no other rows.
+        """
+        return _fills(self.receives, self.target)
+
+    @functools.cached_property
+    def keeps_in_place(self) -> bool:
+        """Whether what passes from this rank to itself is the new local tensor, in its order."""
+        return _fills((self.kept,), self.target)
 
 
 def exchange_axes(source: Sequence[Placement], target: Sequence[Placement]) -> tuple[int, ...]:
@@ -125,10 +135,17 @@ def _plan(
         and sum(region.numel for region in old) == own_new.numel
         and all(piece.numel == region.numel for piece, region in zip(receives, old))
     )
-    return Exchange(sends, receives, own_old, own_new, tuple(old), gathers)
+    # An old placement may leave a rank less than the new one asks for (Partial: the rest is filled), never more.
+    moves = any(_piece(before, after).numel != after.numel for before, after in zip(old, new))
+    return Exchange(sends, receives, own_old, own_new, tuple(old), peers.index(coordinate), moves, gathers)
+
+
+_NOTHING = Piece((), ())
 
 
 def _piece(source: Region, target: Region) -> Piece:
+    if source.rows[1] <= target.rows[0] or target.rows[1] <= source.rows[0]:
+        return _NOTHING  # most pairs of ranks of a large mesh
     common = [pair for a in source.boxes for b in target.boxes if (pair := a.intersect(b)) is not None]
     return Piece(tuple(pair[0] for pair in common), tuple(pair[1] for pair in common))
 
@@ -164,12 +181,22 @@ def _joint_span(boxes: Sequence[Box], local_shape: tuple[int, ...]) -> tuple[int
     return begin, end
 
 
+def _fills(pieces: Sequence[Piece], target: Region) -> bool:
+    """Whether the pieces, one after the other, are the whole local tensor."""
+    return _joint_span([box for piece in pieces for box in piece.target], target.local_shape) == (0, target.numel)
+
+
 def pack(local: torch.Tensor, pieces: Sequence[Piece], span: tuple[int, int] | None) -> torch.Tensor:
     """The pieces of a local tensor one after the other, flat; a view where they lie so already."""
     if span is not None and local.is_contiguous():
         return local.reshape(-1)[span[0] : span[1]]
-    parts = [box.view(local).reshape(-1) for piece in pieces for box in piece.source]
-    return torch.cat(parts) if parts else local.new_empty(0)
+    packed = local.new_empty(sum(piece.numel for piece in pieces))
+    start = 0
+    for piece in pieces:
+        for box in piece.source:
+            packed[start : start + box.numel].view(box.sizes).copy_(box.view(local))
+            start += box.numel
+    return packed
 
 
 def unpack(received: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor) -> None:

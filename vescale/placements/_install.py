@@ -18,7 +18,7 @@ def install() -> None:
     global _DONE
     if _DONE:
         return
-    from vescale.placements import _api
+    from vescale.placements import _api, _checkpoint, _ops
     from vescale.placements._kinds import has_custom
 
     install_hooks(
@@ -27,8 +27,11 @@ def install() -> None:
             redistribute=_api.redistribute,
             redistribute_local=_api.redistribute_local,
             to_local=_api.to_local,
+            full_tensor=_api.full_tensor,
             from_local=_api.from_local,
             distribute_tensor=_api.distribute_tensor,
+            checkpoint=_checkpoint.HOOKS,
+            run_op=_ops.run_op,
         )
     )
     _DONE = True

@@ -3,11 +3,12 @@
 =========================  ============================================================================================
 on an axis                 what is done
 =========================  ============================================================================================
-``Partial -> sharded``     reduce-scatter: ``(n-1)/n`` of the tensor is sent
+``Partial -> sharded``     reduce-scatter: ``(n-1)/n`` of the tensor is sent (all-reduce when another axis stays ragged)
 ``Partial -> Replicate``   all-reduce
 ``Partial -> other op``    not defined: ValueError
 sharded/Replicate -> any   one exchange over all axes whose owners change: an all-gather where everyone receives
-                           everything, else an all-to-all that moves only the elements that change owner
+                           everything, else an all-to-all that moves only the elements that change owner; nothing
+                           where no element does
 ``Replicate -> sharded``   local copy
 ``any -> Partial``         local: sharded data is embedded in the neutral element, replicated data stays on the first
                            rank of the axis (sum) or on all (avg, max, min)
@@ -24,9 +25,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from vescale.comm import Pending, all_gather_v, all_reduce, all_to_all_v, axis_group, reduce_scatter_v
-from vescale.compat import partial_reduce
+from vescale.compat import AsyncCollectiveTensor, partial_reduce
 from vescale.placements._exchange import (
-    Piece,
     exchange_axes,
     pack,
     plan_exchange,
@@ -54,14 +54,21 @@ def move_local(
     Placements are normalized (see :func:`vescale.placements.normalize_placements`). Returns the new local tensor as a
     :class:`~vescale.comm.Pending`: its last collective may be in flight. The result shares no memory with ``local``,
     unless the placements are equal. Communication as in the module's table.
+
+    Raises:
+        ValueError: a pending reduction that cannot become the other one, or has no meaning for the dtype; on every
+            rank of the world, before any communication.
     """
     source, target = list(source), list(target)
     if source == target:
         return Pending(local)
+    _check_partials(source, target, local.dtype)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return Pending(local)  # ranks outside the mesh hold an empty tensor
-    _check_partials(source, target)
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    local = local.resolve_conj().resolve_neg()  # collectives move the memory as it is
     asker = f"redistribute {_text(source)} -> {_text(target)}"
     pending = Pending(local)
     for axis in _reduction_order(source, target):
@@ -71,10 +78,21 @@ def move_local(
     return _exchange(pending.wait(), mesh, shape, source, target, coordinate, asker)
 
 
-def _check_partials(source: list[Placement], target: list[Placement]) -> None:
+def _check_partials(source: list[Placement], target: list[Placement], dtype: torch.dtype) -> None:
     """Refuse what has no meaning, before any communication."""
     for axis, (before, after) in enumerate(zip(source, target)):
-        if not after.is_partial() or before == after:
+        if before == after:
+            continue
+        for partial in (before, after):
+            if type(partial) is not Partial:
+                continue
+            inexact = partial.reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex)
+            if inexact or (partial.reduce_op in ("max", "min") and dtype.is_complex):
+                raise ValueError(
+                    f"cannot redistribute {before} to {after} on mesh axis {axis}: {partial.reduce_op} of {dtype} values "
+                    "is not defined; convert the tensor to a floating-point dtype first"
+                )
+        if not after.is_partial():
             continue
         if before.is_partial():
             raise ValueError(
@@ -109,28 +127,26 @@ def _reduce(
     if type(partial) is not Partial or partial.reduce_op not in _REDUCE_OPS:
         source[axis] = Replicate()  # masked or norm partials know how to reduce themselves
         return Pending(partial_reduce(partial, local, mesh, axis))
+    if mesh.size(axis) == 1:
+        source[axis] = Replicate()
+        return Pending(local.clone())  # nothing to reduce, but the result is new memory
     group = axis_group(mesh, (axis,))
     scattered = _scattered(shape, tuple(mesh.shape), source, target, axis)
     if scattered is None:
         source[axis] = Replicate()
         return all_reduce(local, partial.reduce_op, group.group, asker=asker)
-    before = local_region(shape, source, tuple(mesh.shape), coordinate)
+    held = list(source)
     source[axis] = scattered
-    peers = [local_region(shape, source, tuple(mesh.shape), peer) for peer in group.coordinates]
-    pieces = []
-    for region in peers:
-        common = [pair for a in before.boxes for b in region.boxes if (pair := a.intersect(b)) is not None]
-        pieces.append(Piece(tuple(a for a, _ in common), tuple(b for _, b in common)))
-    own, piece = peers[group.index], pieces[group.index]
-    send = pack(local, pieces, None)
-    sizes = [piece.numel for piece in pieces]
-    out = local.new_empty(own.local_shape)
-    if len(piece.target) <= 1:  # the one block is the whole new local tensor
-        return reduce_scatter_v(send, sizes, partial.reduce_op, group.group, out=out.view(-1), asker=asker).reshaped(
-            out
-        )
+    # Each rank holds a contribution to everything its peers get: who gets what is an exchange that every rank sends to.
+    plan = plan_exchange(shape, tuple(mesh.shape), held, source, coordinate, group.coordinates)
+    send = pack(local, plan.sends, plan.send_span)
+    sizes = [piece.numel for piece in plan.sends]
+    out = local.new_empty(plan.target.local_shape)
+    if plan.keeps_in_place:
+        reduced = reduce_scatter_v(send, sizes, partial.reduce_op, group.group, out=out.view(-1), asker=asker)
+        return reduced.reshaped(out)
     reduced = reduce_scatter_v(send, sizes, partial.reduce_op, group.group, asker=asker)
-    return Pending(out, [reduced], lambda: unpack(reduced.out, [piece], out))
+    return Pending(out, [reduced], lambda: unpack(reduced.out, [plan.kept], out))
 
 
 def _scattered(
@@ -139,21 +155,23 @@ def _scattered(
     """The placement that a reduce-scatter on a Partial axis can leave there, or None when it must be an all-reduce.
 
     A rank's part of the result must lie within what it holds now: a ragged cut comes last, so it always does; a
-    shard-like one does unless a later axis cuts the same dim or another axis is ragged.
+    shard-like one does unless a later axis cuts the same dim. Where the target's own cut does not, a balanced ragged
+    one stands in, and the exchange that follows does the rest.
     """
     wanted = target[axis]
     others = [p for a, p in enumerate(source) if a != axis]
     if not is_sharded(wanted) or ragged_axis(others) is not None:
         return None
-    if not isinstance(wanted, RaggedShard):
-        later = source[axis + 1 :]
-        return None if any(shard_dim(p) == shard_dim(wanted) for p in later) else wanted
-    wanted_others = [p for a, p in enumerate(target) if a != axis]
-    if all(s == t or (s.is_partial() and t.is_replicate()) for s, t in zip(others, wanted_others)):
+    if isinstance(wanted, RaggedShard):
+        wanted_others = [p for a, p in enumerate(target) if a != axis]
+        fits = all(s == t or (s.is_partial() and t.is_replicate()) for s, t in zip(others, wanted_others))
+    else:
+        fits = all(shard_dim(later) != shard_dim(wanted) for later in source[axis + 1 :])
+    if fits:
         return wanted
     held = local_region(shape, source, mesh_shape, (0,) * len(mesh_shape)).shape
     inner = [dim for p in others if (dim := shard_dim(p)) is not None and dim > 0]
-    return RaggedShard().resolve(held, mesh_shape[axis], inner)  # the target's units need not fit: balance instead
+    return RaggedShard().resolve(held, mesh_shape[axis], inner)
 
 
 def _exchange(
@@ -170,24 +188,22 @@ def _exchange(
     axes = tuple(axis for axis in exchange_axes(source, target) if mesh.size(axis) > 1)
     own = tuple(coordinate)
     group = axis_group(mesh, axes) if axes else None
-    peers = group.coordinates if group is not None else (own,)
-    plan = plan_exchange(shape, tuple(mesh.shape), source, target, own, peers)
+    plan = plan_exchange(shape, tuple(mesh.shape), source, target, own, group.coordinates if group else (own,))
     out = local.new_empty(plan.target.local_shape)
     embedded = [axis for axis in becoming if is_sharded(source[axis])]
     if embedded:
         partial = target[embedded[0]]
         assert isinstance(partial, Partial)
         out.fill_(_neutral(partial.reduce_op, out.dtype))
-    flat = out.view(-1)
-    if group is None:
-        for box_from, box_to in zip(plan.receives[0].source, plan.receives[0].target):
+    if group is None or not plan.moves:
+        for box_from, box_to in zip(plan.kept.source, plan.kept.target):
             box_to.view(out).copy_(box_from.view(local))
         pending = Pending(out)
     elif plan.gathers:
         sizes = [region.numel for region in plan.peer_sources]
-        sender = local.contiguous().view(-1)
+        sender = local.reshape(-1)
         if plan.receives_in_place:
-            pending = all_gather_v(sender, sizes, group.group, out=flat, asker=asker).reshaped(out)
+            pending = all_gather_v(sender, sizes, group.group, out=out.view(-1), asker=asker)
         else:
             gathered = all_gather_v(sender, sizes, group.group, asker=asker)
             pending = Pending(out, [gathered], lambda: unpack_gathered(gathered.out, plan, out))
@@ -196,8 +212,7 @@ def _exchange(
         send_sizes = [piece.numel for piece in plan.sends]
         receive_sizes = [piece.numel for piece in plan.receives]
         if plan.receives_in_place:
-            moved = all_to_all_v(send, send_sizes, receive_sizes, group.group, out=flat, asker=asker)
-            pending = moved.reshaped(out)
+            pending = all_to_all_v(send, send_sizes, receive_sizes, group.group, out=out.view(-1), asker=asker)
         else:
             received = all_to_all_v(send, send_sizes, receive_sizes, group.group, asker=asker)
             pending = Pending(out, [received], lambda: unpack(received.out, plan.receives, out))

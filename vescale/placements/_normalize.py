@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Partial, Placement
 
 from vescale.compat import StridedShard
 from vescale.placements._interleaved import InterleavedShard
@@ -28,7 +28,7 @@ def normalize_placements(
 
     Raises:
         ValueError: a placement count that is not the mesh's, dims out of range, several ragged axes, units that do not
-            fit the axis or cover the tensor, a wrong ``split_factor``.
+            fit the axis or cover the tensor, a wrong ``split_factor``, pending reductions whose order would matter.
     """
     mesh_shape = tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)
     if len(placements) != len(mesh_shape):
@@ -37,6 +37,12 @@ def normalize_placements(
             "one placement for each axis"
         )
     resolved = [_with_front_dim(placement, tuple(shape)) for placement in placements]
+    pending = {placement.reduce_op for placement in resolved if type(placement) is Partial}
+    if len(pending) > 1 and pending != {"sum", "avg"}:
+        raise ValueError(
+            f"placements {tuple(placements)} mix pending reductions {sorted(pending)}, whose order would matter; use one "
+            "operation (sum and avg go together), or redistribute one axis to Replicate() first"
+        )
     axis = ragged_axis(resolved)
     if axis is not None:
         resolved[axis] = _resolve_ragged(resolved, axis, tuple(shape), mesh_shape)

@@ -30,9 +30,9 @@ class RaggedShard(CustomPlacement):
     ======================================  =============================  ==========================================
 
     Shares are never cut. Shapes are those of the tensor that the other axes leave. Where another axis shards an inner
-    dim (``Shard(dim > 0)``), a block grows to the least common multiple that never cuts into that dim. Where the other
-    axes leave unequal local tensors, shares are those of the largest (coordinate 0), and shorter local tensors are
-    filled from the first rank on.
+    dim (``Shard(dim > 0)``), a block grows to the least common multiple that never cuts into that dim, and units whose
+    shares would cut into it are refused. Where the other axes leave unequal local tensors, shares are those of the
+    largest (coordinate 0), and shorter local tensors are filled from the first rank on.
 
     Args:
         dims: the leading dims that are flattened and divided, ``(0, 1, ..., k)``.
@@ -57,6 +57,10 @@ class RaggedShard(CustomPlacement):
     def with_units(self, local_units: Sequence[int], block: int | None) -> Self:
         """The same placement with its units decided."""
         return type(self)(self.dims, tuple(local_units), block)
+
+    def with_dims(self, dims: Sequence[int]) -> Self:
+        """The same placement over other leading dims."""
+        return type(self)(dims, self.local_units, self.block)
 
     def granule(self, shape: Sequence[int], inner_dims: Sequence[int] = ()) -> int:
         """Elements of the smallest run that may lie on a rank of its own: the block, or one row of ``dims``.
@@ -102,13 +106,12 @@ class RaggedShard(CustomPlacement):
             )
         share = self._share(largest_shape, num_ranks, inner_dims)
         # Behind the first inner dim that another axis shards, local tensors may differ in length: count whole
-        # slices there, so that all coordinates cut at the same index.
-        behind = min(inner_dims) if inner_dims else len(shape)
-        largest_slice, own_slice = math.prod(largest_shape[behind:]), math.prod(shape[behind:])
-        if largest_slice and share % largest_slice == 0:
-            share = share // largest_slice * own_slice
-        before = sum(self.local_units[:index])
+        # slices there (a share never cuts one), so that all coordinates cut at the same index.
         numel = math.prod(shape)
+        if inner_dims and numel:
+            behind = min(inner_dims)
+            share = share // math.prod(largest_shape[behind:]) * math.prod(shape[behind:])
+        before = sum(self.local_units[:index])
         return min(before * share, numel), min((before + self.local_units[index]) * share, numel)
 
     def _share(self, shape: Sequence[int], num_ranks: int, inner_dims: Sequence[int]) -> int:
@@ -147,7 +150,15 @@ class RaggedShard(CustomPlacement):
                 f"{self!r}: local_units sum to {total}, which does not divide the {rows} rows of dims {self.dims} of a "
                 f"tensor of shape {tuple(shape)}, so the units do not cover it; make them sum to {rows} or a divisor"
             )
-        return rows // total * math.prod(shape[len(self.dims) :])
+        share = rows // total * math.prod(shape[len(self.dims) :])
+        uncut = math.prod(shape[min(inner_dims) :]) if inner_dims else 1
+        if share % uncut:
+            raise ValueError(
+                f"{self!r} has shares of {share} elements, which cut into dim {min(inner_dims)} that another mesh axis "
+                f"shards ({uncut} elements of the local tensor of shape {tuple(shape)} belong together); make "
+                f"local_units sum to a divisor of {numel // uncut}, or give block= to let the granule grow"
+            )
+        return share
 
     def __repr__(self) -> str:
         parts = [f"dims={self.dims}", f"local_units={_short(self.local_units)}"]
@@ -192,10 +203,13 @@ class StridedRaggedShard(RaggedShard):
         self._freeze(*_validated(type(self).__name__, dims, local_units, block), int(split_factor))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_strided, self._key()
+        return rebuild_strided, self._key()
 
     def with_units(self, local_units: Sequence[int], block: int | None) -> Self:
         return type(self)(self.dims, tuple(local_units), block, split_factor=self.split_factor)
+
+    def with_dims(self, dims: Sequence[int]) -> Self:
+        return type(self)(dims, self.local_units, self.block, split_factor=self.split_factor)
 
     def _repr_tail(self) -> list[str]:
         return [*super()._repr_tail(), f"split_factor={self.split_factor}"]
@@ -203,7 +217,7 @@ class StridedRaggedShard(RaggedShard):
     _letter = "StridedRagged"
 
 
-def _rebuild_strided(
+def rebuild_strided(
     dims: tuple[int, ...], local_units: tuple[int, ...] | None, block: int | None, split_factor: int
 ) -> StridedRaggedShard:
     return StridedRaggedShard(dims, local_units, block, split_factor=split_factor)

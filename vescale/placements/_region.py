@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.placements._kinds import ragged_axis, shard_dim, split_factor
+from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim, split_factor
 from vescale.placements._ragged import RaggedShard
 
-__all__ = ["Box", "Interval", "Region", "local_region"]
+__all__ = ["Box", "Interval", "Region", "local_region", "same_regions"]
 
 Interval = tuple[int, int]
 
@@ -100,6 +100,13 @@ class Region:
         return math.prod(self.local_shape)
 
     @functools.cached_property
+    def rows(self) -> Interval:
+        """The smallest range of dim 0 that holds the region; ``(0, 0)`` for an empty one."""
+        if not self.boxes or not self.shape:
+            return 0, len(self.boxes)
+        return min(box.offset[0] for box in self.boxes), max(box.offset[0] + box.sizes[0] for box in self.boxes)
+
+    @functools.cached_property
     def boxes(self) -> tuple[Box, ...]:
         """The region as disjoint N-D blocks, in local order; at most ``2 * ndim - 1`` for one ragged run without
         interleaving."""
@@ -126,6 +133,16 @@ class Region:
                 Box(tuple(g for g, _, _ in combination), tuple(n for _, _, n in combination), local_start, strides)
             )
         return found
+
+    def global_offset(self, index: int) -> int:
+        """Row-major global offset of the ``index``-th element of the local tensor."""
+        rest = index + (self.flat[0] if self.flat is not None else 0)
+        offset, stride = 0, 1
+        for ranges, size, held in zip(reversed(self.intervals), reversed(self.global_shape), reversed(self.shape)):
+            rest, place = divmod(rest, held)
+            offset += _global_index(ranges, place) * stride
+            stride *= size
+        return offset
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """``(global row-major offset, length)`` of the maximal contiguous runs, in local order.
@@ -201,6 +218,19 @@ def _local_region(
     inner_dims = [dim for p in placements if (dim := shard_dim(p)) is not None and dim > 0]
     flat = placement.run(product.shape, largest.shape, mesh_shape[axis], coordinate[axis], inner_dims)
     return Region(global_shape, product.intervals, flat)
+
+
+@functools.lru_cache(maxsize=4096)
+def same_regions(
+    global_shape: tuple[int, ...], a: tuple[Placement, ...], b: tuple[Placement, ...], mesh_shape: tuple[int, ...]
+) -> bool:
+    """Whether every coordinate holds the same elements in the same order under both placements."""
+    if all(p == q or not (is_sharded(p) or is_sharded(q)) for p, q in zip(a, b, strict=True)):
+        return True
+    return all(
+        local_region(global_shape, a, mesh_shape, coordinate) == local_region(global_shape, b, mesh_shape, coordinate)
+        for coordinate in itertools.product(*map(range, mesh_shape))
+    )
 
 
 def _shard_product(

@@ -88,8 +88,7 @@ class Path:
             compiled(path.pattern)
         except regex.error as error:
             raise ValueError(
-                f"the path {text!r} is not a regular expression: {error.msg} at position {error.pos}; escape special "
-                "characters with a backslash"
+                f"the path {text!r} is not a regular expression: {error}; escape special characters with a backslash"
             ) from None
         return path
 

@@ -1,0 +1,588 @@
+"""Ops on ragged and interleaved DTensors equal the same ops on full tensors on one device."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from tests.placements.layouts import (
+    SHAPE,
+    Layout,
+    assert_same,
+    data,
+    interleaved_layouts,
+    layouts,
+    mesh_of,
+    place,
+    ragged_layouts,
+    replicated,
+    run_op,
+    whole,
+)
+from tests.ranks import RankPools, run_cases
+from vescale.comm import record_comms
+from vescale.placements import (
+    Decision,
+    InterleavedShard,
+    PlacementFallbackError,
+    PlacementFallbackWarning,
+    RaggedShard,
+    from_local,
+    has_custom,
+    register_rule,
+    strict_placements,
+)
+
+functional = torch.nn.functional
+
+# Every layout, no communication, the placement is kept.
+UNARY: dict[str, Callable[[Any], Any]] = {
+    "neg": lambda x: -x,
+    "gelu": functional.gelu,
+    "scalar": lambda x: 2 * x + 1,
+    "rsub": lambda x: 1 - x,
+    "pow": lambda x: x**2,
+    "clamp": lambda x: x.clamp(-0.5, 0.5),
+    "compare": lambda x: x > 0,
+    "isnan": lambda x: x.isnan(),
+    "double": lambda x: x.double(),
+    "bfloat16": lambda x: x.bfloat16(),
+    "int": lambda x: (x * 4).to(torch.int64) + 1,
+    "promote": lambda x: (x * 4).to(torch.int64) * 0.5,
+    "detach": lambda x: x.detach(),
+    "clone": lambda x: x.clone(memory_format=torch.contiguous_format),
+    "contiguous": lambda x: x.contiguous(),
+    "deepcopy": copy.deepcopy,
+    "zeros_like": torch.zeros_like,
+    "ones_like": lambda x: torch.ones_like(x, dtype=torch.int32),
+    "full_like": lambda x: torch.full_like(x, 3.0, memory_format=torch.contiguous_format),
+    "new_zeros": lambda x: x.new_zeros(x.shape),
+    "new_ones": lambda x: x.new_ones(x.shape, dtype=torch.float64),
+    "new_full": lambda x: x.new_full(x.shape, 7.0),
+    "masked_fill": lambda x: x.masked_fill(x > 0, 9.0),
+    "where scalar": lambda x: torch.where(x > 0, x, 0.0),
+    "same view": lambda x: x.view(x.shape),
+    "whole slice": lambda x: x[:],
+    "nan_to_num": lambda x: (x / 0).nan_to_num(),
+}
+
+
+def in_place(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def run(x: Any) -> Any:
+        target = x.clone()
+        result = fn(target)
+        assert result is target or not isinstance(result, torch.Tensor)
+        return target
+
+    return run
+
+
+UNARY |= {
+    name: in_place(fn)
+    for name, fn in {
+        "add_": lambda x: x.add_(1),
+        "mul_": lambda x: x.mul_(2.0),
+        "zero_": lambda x: x.zero_(),
+        "fill_": lambda x: x.fill_(3.0),
+        "clamp_": lambda x: x.clamp_(min=0),
+        "lerp_": lambda x: x.lerp_(x * x, 0.25),
+        "addcmul_": lambda x: x.addcmul_(x, x, value=0.5),
+        "addcdiv_": lambda x: x.addcdiv_(x, x.abs() + 1, value=-2.0),
+        "exp_": lambda x: x.exp_(),
+        "masked_fill_": lambda x: x.masked_fill_(x > 0, -1.0),
+        "mask assignment": lambda x: x.__setitem__(x > 0, 5.0),
+        "data": lambda x: x.data.mul_(3) is None,
+    }.items()
+}
+
+BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: torch.sub(x, y, alpha=2),
+    "mul": lambda x, y: x * y,
+    "maximum": torch.maximum,
+    "where": lambda x, y: torch.where(x > y, x, y),
+    "lerp": lambda x, y: x.lerp(y, 0.3),
+    "addcmul": lambda x, y: torch.addcmul(x, x, y),
+    "compare": lambda x, y: x <= y,
+    "copy_": lambda x, y: x.clone().copy_(y),
+    "copy_ cast": lambda x, y: x.double().copy_(y),
+    "add_": lambda x, y: x.clone().add_(y, alpha=0.5),
+    "lerp_": lambda x, y: x.clone().lerp_(y, 0.1),
+    "out": lambda x, y: torch.add(x, y, out=torch.zeros_like(x)),
+}
+
+REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: x.sum(),
+    "sum of integers": lambda x: (x * 9).int().sum(),
+    "sum with dims": lambda x: x.sum((0, 1), keepdim=True),
+    "sum of halves": lambda x: x.bfloat16().sum(dtype=torch.float32),
+    "mean": lambda x: x.mean(),
+    "mean of halves": lambda x: x.bfloat16().mean(dtype=torch.float32),
+    "prod": lambda x: x.prod(),
+    "max": lambda x: x.max(),
+    "min": lambda x: x.min(),
+    "amax": lambda x: x.amax(),
+    "amin": lambda x: x.amin((0, 1)),
+    "max of integers": lambda x: (x * 9).int().max(),
+    "max with nan": lambda x: torch.where(x == x.min(), math.nan, x).max(),
+    "any": lambda x: (x > 1).any(),
+    "no any": lambda x: (x > 100).any(),
+    "all": lambda x: (x > -100).all(),
+    "isnan": lambda x: x.isnan().any(),
+    "var": lambda x: x.var(),
+    "std": lambda x: x.std(correction=0),
+    "var_mean": lambda x: torch.var_mean(x),
+    "std of halves": lambda x: x.bfloat16().float().std(),
+    "nansum": lambda x: torch.where(x > 0, x, math.nan).nansum(),
+    "count_nonzero": lambda x: (x > 0).count_nonzero(),
+    "argmax": lambda x: x.argmax(),
+    "argmin": lambda x: x.argmin(keepdim=True),
+    "argmax of equals": lambda x: (x > -100).int().argmax(),
+    "argmax at the end": lambda x: (x * 0 + torch.where(x == x.max(), 1.0, 0.0)).argmax(),
+    "argmax with nan": lambda x: torch.where(x == x.min(), math.nan, x).argmax(),
+    "argmax of -inf": lambda x: torch.full_like(x, -math.inf).argmax(),
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool((x > 0).any()),
+    "equal": lambda x: torch.equal(x, x.clone()),
+    "allclose": lambda x: torch.allclose(x, x + 1e-9),
+    "not allclose": lambda x: torch.allclose(x, x + 1),
+}
+
+
+def check_unary(name: str, layout: Layout) -> None:
+    x = place(data(), layout)
+    result = run_op(UNARY[name], x, fallback=False)
+    assert_same(result, UNARY[name](data()))
+    assert result.placements == x.placements, result.placements
+
+
+def check_reduction(name: str, layout: Layout) -> None:
+    with record_comms() as comms:
+        x = place(data(), layout)
+        before = len(comms.records)
+        result = run_op(REDUCTIONS[name], x, fallback=False)
+    assert_same(result, REDUCTIONS[name](data()))
+    assert all(r.bytes <= 16 * r.num_ranks for r in comms.records[before:]), "a value of each rank at most"
+    for one in result if isinstance(result, tuple) else (result,):
+        assert not isinstance(one, DTensor) or all(p.is_replicate() for p in one.placements)
+
+
+def check_binary(name: str, layout: Layout, other: Any) -> None:
+    """The result lies as the leader does, in either order of the operands."""
+    x, y = place(data(), layout), place(data(1), layout, other)
+    wanted = BINARY[name](data(), data(1))
+    result = run_op(BINARY[name], x, y, fallback=False)
+    assert_same(result, wanted)
+    assert result.placements == x.placements
+    if not name.endswith(("_", "cast", "out")):
+        swapped = run_op(BINARY[name], y, x, fallback=False)
+        assert_same(swapped, BINARY[name](data(1), data()))
+        if not has_custom(y.placements):
+            assert swapped.placements == x.placements
+
+
+def on_rank_unary(world: int) -> int:
+    return run_cases(check_unary, list(itertools.product(UNARY, layouts(world))))
+
+
+def on_rank_reductions(world: int) -> int:
+    return run_cases(check_reduction, list(itertools.product(REDUCTIONS, layouts(world))))
+
+
+def on_rank_binary(world: int) -> int:
+    cases = []
+    for layout in layouts(world):
+        mesh_shape = layout[0]
+        others: list[Any] = [replicated(layout), [Replicate()] * (len(mesh_shape) - 1) + [Shard(1)]]
+        others += [p for shape, p in layouts(world)[1::6] if shape == mesh_shape][:1]
+        cases += [(name, layout, other) for name in BINARY for other in others]
+    return run_cases(check_binary, cases)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_unary_ops_are_local_and_keep_the_placement(ranks: RankPools, world: int) -> None:
+    ranks.run(on_rank_unary, world, world_size=world)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_reductions(ranks: RankPools, world: int) -> None:
+    ranks.run(on_rank_reductions, world, world_size=world)
+
+
+@pytest.mark.parametrize("world", [4])
+def test_operands_placed_differently_follow_the_leader(ranks: RankPools, world: int) -> None:
+    ranks.run(on_rank_binary, world, world_size=world)
+
+
+def check_broadcast(layout: Layout, shape: tuple[int, ...], placed: str) -> None:
+    """An operand of another shape; a ragged one is gathered, which is reported."""
+    small = data(3, shape)
+    if placed == "ragged":
+        units = [0] * layout[0][0]
+        units[-1] = shape[0] if shape else 1
+        other = place(small, layout, [RaggedShard((0,), units), *[Replicate()] * (len(layout[0]) - 1)])
+    else:
+        other = place(small, layout, replicated(layout))
+    x = place(data(), layout)
+    fallback = placed == "ragged" and math.prod(shape) > 1
+    for fn in (lambda a, b: a * b, lambda a, b: b - a, lambda a, b: a.clone().add_(b)):
+        result = run_op(fn, x, other, fallback=fallback)
+        assert_same(result, fn(data(), small))
+        assert result.placements == x.placements
+
+
+def on_rank_broadcast(world: int) -> int:
+    cases = [
+        (layout, shape, placed)
+        for layout in layouts(world)
+        for shape in ((6,), (8, 1), (1, 6), (1, 1), (1,), ())
+        for placed in ("replicated", "ragged")
+        if not (placed == "ragged" and not shape)
+    ]
+    count = run_cases(check_broadcast, cases)
+    for layout in ragged_layouts(world):  # the ragged operand is the one that is broadcast
+        small = place(data(3, (6,)), ((world,), ()), [RaggedShard()])
+        result = run_op(lambda a, b: a + b, small, place(data(), ((world,), ()), [Shard(0)]), fallback=True)
+        assert_same(result, data(3, (6,)) + data())
+        assert layout
+    return count
+
+
+@pytest.mark.parametrize("world", [4])
+def test_broadcasting(ranks: RankPools, world: int) -> None:
+    ranks.run(on_rank_broadcast, world, world_size=world)
+
+
+def on_rank_partial() -> None:
+    """A pending sum passes through what is linear in it, and is reduced before anything else."""
+    mesh = mesh_of((2, 2))
+    ragged = RaggedShard((0,), (3, 5))
+    rows = slice(0, 3) if mesh.get_coordinate()[0] == 0 else slice(3, 8)
+    share = data(mesh.get_coordinate()[1])
+    total = data(0) + data(1)
+    pending = from_local(share[rows].reshape(-1), mesh, (ragged, Partial()), shape=SHAPE)
+    settled = place(data(5), ((2, 2), ()), (ragged, Replicate()))
+    kept: list[tuple[Any, torch.Tensor]] = [
+        (pending + pending, total + total),
+        (pending * 2.0, total * 2),
+        (pending / 2.0, total / 2),
+        (pending * settled, total * data(5)),
+        (settled * pending, total * data(5)),
+        (-pending, -total),
+        (pending.clone(), total),
+        (pending.clone().zero_(), total * 0),
+    ]
+    for actual, expected in kept:
+        assert actual.placements == (ragged, Partial()), actual.placements
+        assert_same(actual, expected)
+    reduced: list[tuple[Any, torch.Tensor]] = [
+        (pending + settled, total + data(5)),
+        (settled - pending, data(5) - total),
+        (pending + 1, total + 1),
+        (pending.exp(), total.exp()),
+        (pending * pending, total * total),
+        (settled / pending, data(5) / total),
+        (torch.ones_like(pending), torch.ones(SHAPE)),
+    ]
+    for actual, expected in reduced:
+        assert actual.placements == (ragged, Replicate()), actual.placements
+        assert_same(actual, expected)
+    assert_same(pending.sum(), total.sum())
+    assert_same(pending.norm(), total.norm())
+    accumulated = pending.clone()
+    accumulated.add_(pending)
+    assert accumulated.placements == (ragged, Partial())
+    assert_same(accumulated, total * 2)
+    for write in (lambda: accumulated.add_(settled), lambda: accumulated.exp_(), lambda: accumulated.fill_(1.0)):
+        with pytest.raises(RuntimeError, match="writes to operand self"):
+            write()
+
+
+def test_partial_operands(ranks: RankPools) -> None:
+    ranks.run(on_rank_partial, world_size=4)
+
+
+ROWWISE: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: x.sum(1),
+    "sum keepdim": lambda x: x.sum(-1, keepdim=True),
+    "mean": lambda x: x.mean(1),
+    "amax": lambda x: x.amax(1),
+    "max": lambda x: x.max(1),
+    "argmin": lambda x: x.argmin(1),
+    "any": lambda x: (x > 1).any(1),
+    "all": lambda x: (x > -1).all(dim=1, keepdim=True),
+    "norm": lambda x: torch.linalg.vector_norm(x, 3, dim=1),
+    "std": lambda x: x.std(1),
+    "sum dim 0": lambda x: x.sum(0),
+    "mean dim 0": lambda x: x.mean(0),
+    "norm dim 0": lambda x: x.norm(dim=0),
+    "amin dim 0": lambda x: x.amin(0),
+    "softmax": lambda x: x.softmax(1),
+    "softmax dim 0": lambda x: x.softmax(0),
+    "cumsum": lambda x: x.cumsum(0),
+    "sort": lambda x: x.sort(0),
+}
+
+
+def check_rowwise(name: str, layout: Layout) -> None:
+    result = run_op(ROWWISE[name], place(data(), layout), fallback=True)
+    assert_same(result, ROWWISE[name](data()))
+
+
+def on_rank_rowwise(world: int) -> int:
+    return run_cases(check_rowwise, list(itertools.product(ROWWISE, layouts(world))))
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_reductions_over_dims(ranks: RankPools, world: int) -> None:
+    ranks.run(on_rank_rowwise, world, world_size=world)
+
+
+def on_rank_rows_stay(world: int) -> None:
+    """Whole rows on each rank: no communication, the result is ragged with the same runs of rows."""
+    full = data(0, (8, 3, 2))
+    x = place(full, ragged_layouts(world)[0])
+    ops: list[Callable[[Any], Any]] = [
+        lambda t: t.sum((1, 2)),
+        lambda t: t.mean(1),
+        lambda t: t.amax(2, keepdim=True),
+        lambda t: t.flatten(1).argmax(1),
+    ]
+    with record_comms() as comms, strict_placements():
+        results = [op(x) for op in ops]
+    assert not comms.records
+    for op, result in zip(ops, results):
+        assert isinstance(result.placements[0], RaggedShard)
+        assert_same(result, op(full))
+
+
+def test_whole_rows_are_reduced_where_they_lie(ranks: RankPools) -> None:
+    ranks.run(on_rank_rows_stay, 4, world_size=4)
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "flatten": lambda x: x.flatten(),
+    "view": lambda x: x.view(4, 12),
+    "split rows": lambda x: x.view(2, 4, 6),
+    "split columns": lambda x: x.view(8, 3, 2),
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "unsqueeze last": lambda x: x.unsqueeze(-1),
+    "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
+    "reshape": lambda x: x.reshape(-1, 3),
+    "transpose": lambda x: x.t(),
+    "permute": lambda x: x.view(8, 3, 2).permute(2, 0, 1),
+    "select": lambda x: x[3],
+    "slice": lambda x: x[2:5],
+    "slice columns": lambda x: x[:, 1:4],
+    "split": lambda x: x.split([3, 5]),
+    "chunk": lambda x: x.chunk(2),
+    "unbind": lambda x: x.unbind(1),
+    "expand": lambda x: x.unsqueeze(0).expand(3, 8, 6),
+    "cat": lambda x: torch.cat([x, x]),
+    "stack": lambda x: torch.stack([x, x]),
+    "flip": lambda x: x.flip(0),
+    "matmul": lambda x: x @ x.t(),
+    "repeat": lambda x: x.repeat(2, 1),
+}
+ORDER_KEPT = ("flatten", "view", "split rows", "split columns", "unsqueeze", "unsqueeze last", "squeeze", "reshape")
+
+
+def check_view(name: str, layout: Layout) -> None:
+    x = place(data(), layout)
+    ragged_alone = isinstance(layout[1][0], RaggedShard) and all(p.is_replicate() for p in layout[1][1:])
+    local_only = name in ORDER_KEPT and ragged_alone
+    stock = [p if not has_custom([p]) else Replicate() for p in layout[1]]
+    try:
+        VIEWS[name](place(data(), layout, stock))
+    except RuntimeError:  # not possible on the other axes' plain shards either
+        return
+    result = run_op(VIEWS[name], x, fallback=not local_only)
+    assert_same(result, VIEWS[name](data()))
+    if local_only:
+        assert isinstance(result.placements[0], RaggedShard)
+        result.mul_(2)  # a view: the write reaches the operand
+        assert_same(x, data() * 2)
+
+
+def on_rank_views(world: int) -> int:
+    return run_cases(check_view, list(itertools.product(VIEWS, layouts(world))))
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_views(ranks: RankPools, world: int) -> None:
+    ranks.run(on_rank_views, world, world_size=world)
+
+
+def _backward(fn: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:
+    leaf = x.detach().requires_grad_()
+    loss = fn(leaf)
+    loss.backward()
+    return loss.detach(), leaf.grad
+
+
+LOSSES: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: (x * 2).sum(),
+    "mean": lambda x: (x * x).mean(),
+    "norm": lambda x: x.norm(),
+    "norm 1": lambda x: x.norm(1),
+    "norm inf": lambda x: torch.linalg.vector_norm(x, math.inf),
+    "norm 3": lambda x: torch.linalg.vector_norm(x, 3),
+    "max": lambda x: x.max() * 3,
+    "amin": lambda x: x.amin(),
+    "prod": lambda x: x.prod(),
+    "std": lambda x: x.std(),
+    "rows": lambda x: x.sum(1).pow(2).sum(),
+    "row maxima": lambda x: x.max(1).values.sum(),
+    "view": lambda x: (x.view(6, 8) ** 2).sum(),
+    "transpose": lambda x: (x.t() ** 3).sum(),
+    "matmul": lambda x: (x @ x.t()).pow(2).sum(),
+    "gelu": lambda x: functional.gelu(x).sum(),
+    "where": lambda x: torch.where(x > 0.5, x, x * x).sum(),
+    "log_softmax": lambda x: x.log_softmax(1)[:, 0].sum(),
+    "clone": lambda x: (x.clone() * x.detach()).sum(),
+    "lerp": lambda x: x.lerp(x * x, 0.3).sum(),
+    "cast": lambda x: (x.double() ** 2).sum(),
+    "twice": lambda x: (x * x + x).sum() + x.norm(),
+}
+
+
+def check_backward(name: str, layout: Layout) -> None:
+    value = data().abs() + 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss, grad = _backward(LOSSES[name], place(value, layout))
+    expected_loss, expected = _backward(LOSSES[name], value)
+    assert_same(loss, expected_loss)
+    assert_same(grad, expected)
+    if name in ("mean", "norm", "gelu", "std", "where"):
+        assert grad.placements == place(value, layout).placements
+
+
+def on_rank_backward(world: int) -> int:
+    where = layouts(world)[::2] if world == 4 else layouts(world)[:2]
+    return run_cases(check_backward, list(itertools.product(LOSSES, where)))
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_backward(ranks: RankPools, world: int) -> None:
+    ranks.run(on_rank_backward, world, world_size=world)
+
+
+def on_rank_fallback() -> None:
+    layout = ragged_layouts(2)[0]
+    x = place(data(), layout)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            result = x.flip(0)
+        x.flip(0)
+    assert_same(result, data().flip(0))
+    reported = [str(w.message) for w in caught if issubclass(w.category, PlacementFallbackWarning)]
+    assert len(reported) == 2, "one warning a call site"
+    lines = [w.lineno for w in caught]
+    assert all(w.filename == __file__ for w in caught) and lines[1] == lines[0] + 1
+    assert "aten.flip.default has no rule for operand self of shape (8, 6) placed as (RaggedShard" in reported[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        x.t()
+    assert "writes to it do not reach the operand" in str(caught[0].message)
+    with record_comms() as comms, strict_placements():
+        with pytest.raises(PlacementFallbackError, match=r"test_ops.py:\d+: aten.flip.default has no rule"):
+            x.flip(0)
+        with pytest.raises(PlacementFallbackError, match=r"aten\.t\.default"):
+            x.t()
+        x + x  # what has a rule is not concerned
+    assert not comms.records
+    with pytest.raises(RuntimeError, match="writes to operand self of shape"):  # never a lost write
+        x.clone().index_fill_(0, place(torch.tensor([1]), layout, [Replicate()]), 0.0)
+    with pytest.raises(RuntimeError, match=r"vescale\.rng"):
+        torch.ops.aten.exponential_(x.clone())
+    with torch.inference_mode():
+        assert_same(x + 1, data() + 1)
+        assert_same(x.reshape(6, 8), data().reshape(6, 8))
+
+
+def test_fallback_reports_once_a_site_or_raises(ranks: RankPools) -> None:
+    ranks.run(on_rank_fallback, world_size=2)
+
+
+def on_rank_register() -> None:
+    ours = RaggedShard((0,), (4, 4))  # no other test's: a rule stays registered
+    x = place(data(), ((2,), (ours,)))
+
+    @register_rule(torch.ops.aten.flip.default)
+    def keep(call: Any) -> Decision | None:
+        (spec,) = call.operands
+        if spec.placements != (ours,):
+            return None
+        return Decision((spec.placements,), (spec.placements,), local=lambda local, dims: local * 0)
+
+    with strict_placements():
+        assert_same(x.flip(0), data() * 0)
+
+
+def test_registered_rules_come_first(ranks: RankPools) -> None:
+    ranks.run(on_rank_register, world_size=2)
+
+
+def on_rank_module() -> None:
+    """Parameters, gradients, in-place updates and averages as a training script writes them."""
+    for layout in layouts(4):
+        parameter = torch.nn.Parameter(place(data(), layout))
+        assert isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
+        average = copy.deepcopy(parameter).detach()
+        assert average.placements == parameter.placements and average.to_local() is not parameter.to_local()
+        (parameter * parameter).sum().backward()
+        assert parameter.grad is not None and parameter.grad.placements == parameter.placements
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+            average.lerp_(parameter, 0.5)
+            parameter.data.mul_(2)
+        expected = data() - 0.1 * 2 * data()
+        assert_same(parameter.detach(), expected * 2)
+        assert_same(average, data().lerp(expected, 0.5))
+        parameter.grad = None
+        assert not parameter.requires_grad_(False).requires_grad
+        module = torch.nn.Module()
+        module.weight = torch.nn.Parameter(place(data(), layout))
+        twin = copy.deepcopy(module)
+        module.double()
+        assert module.weight.dtype == torch.float64 and module.weight.placements == twin.weight.placements
+        assert_same(module.weight.detach(), data().double())
+        twin.load_state_dict(module.state_dict())
+        assert_same(twin.weight.detach(), data())
+        assert whole(twin.weight).shape == SHAPE
+
+
+def test_parameters(ranks: RankPools) -> None:
+    ranks.run(on_rank_module, world_size=4)
+
+
+def on_rank_submesh() -> None:
+    """Ranks outside the mesh take part in no communication and hold empty results."""
+    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 2])
+    from vescale.placements import distribute_tensor
+
+    x = distribute_tensor(data(), mesh, [RaggedShard((0,), (3, 5))], src_data_rank=None)
+    total, rows, flat = (x * 2 + x).sum(), x.sum(1), x.flatten()
+    x.mul_(2)
+    if mesh.get_coordinate() is not None:
+        assert_same(total, (data() * 3).sum())
+        assert_same(rows, data().sum(1))
+        assert_same(flat, data().flatten() * 2)
+
+
+def test_ranks_outside_the_mesh(ranks: RankPools) -> None:
+    ranks.run(on_rank_submesh, world_size=3)
+
+
+def test_interleaved_layouts_cover_both_dims() -> None:
+    assert {p.dim for _, ps in interleaved_layouts(4) for p in ps if isinstance(p, InterleavedShard)} == {0, 1}

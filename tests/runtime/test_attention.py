@@ -1,0 +1,126 @@
+"""Attention on DTensors against one device: every sensible placement, grouped heads, masks, gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.ranks import RankPools, run_cases
+from tests.runtime.llama import make_mesh
+from vescale.plans import Plan
+from vescale.runtime import implicit_communication, parallelize
+
+R, BATCH, HEADS, SEQUENCE = Replicate(), Shard(0), Shard(1), Shard(2)
+
+
+class Attend(nn.Module):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, q: Any, k: Any, v: Any, mask: Any = None) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q * self.scale, k, v, attn_mask=mask, **self.options)
+
+
+def tensors(heads: int, kv_heads: int, mask: str) -> list[torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, heads, 6, 4), (4, kv_heads, 6, 4), (4, kv_heads, 6, 4)]
+    made: list[torch.Tensor | None] = [
+        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes
+    ]
+    shape = {"batch": (4, 1, 6, 6), "heads": (1, heads, 6, 6), "both": (4, heads, 6, 6), "plain": (6, 6)}.get(mask)
+    bias = torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() if shape else None
+    if mask == "bool":
+        bias = torch.ones(4, 1, 6, 6, dtype=torch.bool).tril()
+    return [*made, bias]
+
+
+def attend(
+    mesh: Any, placed: Sequence[Any], heads: int, kv_heads: int, mask: str, options: dict[str, Any], explicit: bool
+) -> None:
+    reference, model = Attend(options), Attend(options)
+    plan = Plan(mesh)
+    for name, placements in zip(("q", "k", "v", "mask"), placed):
+        if placements is not None:
+            plan.shard(f"<in:{name}>", dict(zip(("dp", "tp"), placements)))
+    parallelize(model, plan, strict=explicit)
+    expected_in, found_in = tensors(heads, kv_heads, mask), tensors(heads, kv_heads, mask)
+    expected = reference(*expected_in)
+    found = model(*found_in)
+    assert isinstance(found, DTensor)
+    torch.testing.assert_close(found.full_tensor(), expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    torch.testing.assert_close(model.scale.grad.full_tensor(), reference.scale.grad)
+    for own, other in zip(found_in, expected_in):
+        if other is not None and other.requires_grad:
+            torch.testing.assert_close(own.grad, other.grad)
+    assert bool(implicit_communication(model)) == (not explicit)
+
+
+def without_communication() -> int:
+    mesh = make_mesh(dp=2, tp=2)
+    layouts = [(BATCH, HEADS), (R, HEADS), (BATCH, R), (R, R), (HEADS, BATCH), (BATCH, BATCH)]
+    cases: list[Any] = [
+        (mesh, [p, p, p], 4, 4, "", {"is_causal": causal}, True)
+        for p, causal in itertools.product(layouts, (False, True))
+    ]
+    cases += [(mesh, [p, p, p], 4, 2, "", {"enable_gqa": True, "scale": 0.3}, True) for p in layouts]
+    # fewer key/value heads than ranks: replicated, each rank takes its own
+    cases += [
+        (mesh, [(BATCH, HEADS), (BATCH, R), (BATCH, R)], 4, kv, "", {"enable_gqa": kv < 4}, True) for kv in (1, 2, 4)
+    ]
+    cases += [(mesh, [(R, R), (BATCH, HEADS), (BATCH, HEADS)], 4, 4, "", {}, True)]
+    # masks: whole, sharded alike, broadcast
+    for mask, placements in itertools.product(("batch", "heads", "both", "plain", "bool"), (None, (R, R))):
+        cases.append((mesh, [(BATCH, HEADS)] * 3 + [placements], 4, 4, mask, {}, True))
+    cases.append((mesh, [(BATCH, HEADS)] * 3 + [(BATCH, R)], 4, 4, "batch", {}, True))
+    cases.append((mesh, [(BATCH, HEADS)] * 3 + [(R, HEADS)], 4, 4, "heads", {}, True))
+    cases.append((mesh, [(BATCH, HEADS)] * 3 + [(BATCH, HEADS)], 4, 4, "both", {}, True))
+    return run_cases(attend, cases)
+
+
+def with_communication() -> int:
+    mesh = make_mesh(dp=2, tp=2)
+    cases = [
+        (mesh, [(BATCH, SEQUENCE)] * 3, 4, 4, "", {"is_causal": True}, False),
+        (mesh, [(BATCH, HEADS), (HEADS, BATCH), (BATCH, HEADS)], 4, 4, "", {}, False),
+    ]
+    return run_cases(attend, cases)
+
+
+def test_attention_without_communication(ranks: RankPools) -> None:
+    assert set(ranks.run(without_communication)) == {35}
+
+
+def test_attention_gathers_what_it_cannot_split(ranks: RankPools) -> None:
+    ranks.run(with_communication)
+
+
+def uneven_heads() -> None:
+    """Three heads over two ranks, and six query heads that share two over four."""
+    attend(make_mesh(dp=1, tp=4), [(R, HEADS), (R, R), (R, R)], 8, 2, "", {"enable_gqa": True}, True)
+    attend(make_mesh(dp=2, tp=2), [(BATCH, HEADS)] * 3, 3, 3, "", {}, True)
+    attend(make_mesh(dp=1, tp=4), [(R, HEADS), (R, R), (R, R)], 6, 2, "", {"enable_gqa": True}, True)
+
+
+def test_uneven_heads(ranks: RankPools) -> None:
+    ranks.run(uneven_heads)
+
+
+def dropout() -> None:
+    mesh = make_mesh(dp=2, tp=2)
+    with pytest.raises(NotImplementedError, match="dropout_p"):
+        attend(mesh, [(BATCH, HEADS)] * 3, 4, 4, "", {"dropout_p": 0.5}, True)
+
+
+def test_dropout_is_refused(ranks: RankPools) -> None:
+    ranks.run(dropout)

@@ -1,0 +1,77 @@
+"""Many ranks as threads of this process: the real code on meshes that no test machine has processes for.
+
+PyTorch's threaded process group gives every thread its own ``torch.distributed`` state and moves data through shared
+memory. It is for logic, not for timing: threads take turns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+__all__ = ["SimulationError", "simulate"]
+
+_ONE_AT_A_TIME = threading.Lock()  # the threaded world is a global of torch.distributed
+
+
+class SimulationError(AssertionError):
+    """``fn`` failed on at least one simulated rank; the message holds the traceback of each."""
+
+
+def simulate(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Call ``fn(*args)`` on ``world_size`` simulated ranks; the results in rank order.
+
+    Raises :class:`SimulationError` when a rank raises or does not answer within ``timeout`` seconds. The other ranks
+    are then told to leave their collectives.
+    """
+    assert not dist.is_initialized(), "this process already has a process group; simulate() brings its own"
+    with _ONE_AT_A_TIME:
+        return _simulate(fn, world_size, args, timeout)
+
+
+def _simulate(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float) -> list[Any]:
+    results: list[Any] = [None] * world_size
+    failures: dict[int, str] = {}
+    store = dist.HashStore()
+
+    def run(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            results[rank] = fn(*args)
+        except BaseException as error:
+            if not isinstance(error, SystemExit):  # raised in the ranks that wait for a failed one
+                failures[rank] = traceback.format_exc()
+            threaded.ProcessLocalGroup.exception_handle(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    try:
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout
+        for rank, thread in enumerate(threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                failures.setdefault(rank, f"no answer within {timeout} s\n")
+                threaded.ProcessLocalGroup.exception_handle(TimeoutError())
+        for thread in threads:
+            thread.join(5.0)
+    finally:
+        threaded.ProcessLocalGroup.reset()
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    if failures:
+        parts = [f"--- simulated rank {rank} of {world_size}:\n{text}" for rank, text in sorted(failures.items())]
+        raise SimulationError("\n".join(["", *parts]))
+    return results

@@ -1,0 +1,105 @@
+"""The demo's processes: one for one device, one for each rank. None outlives the command."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+__all__ = ["ProcessFailed", "messages"]
+
+_PRELOAD = ["torch", "torch.distributed.tensor", "transformers.models.llama.modeling_llama", "vescale.runtime"]
+
+
+class ProcessFailed(RuntimeError):
+    """A process of the demo raised or died."""
+
+
+def messages(work: Callable[..., None], ranks: int, job: Any) -> Generator[tuple[int, tuple[Any, ...]], None, None]:
+    """Run ``work(job, rank, send)`` in a process for one device (rank -1) and in one for each rank.
+
+    Yields (rank, message) as they come, until all are done. However the generator ends (done, an exception, the caller
+    closing it), every process has ended before it returns; and processes whose parent is killed end by themselves.
+
+    Raises:
+        ProcessFailed: a process raised, with its traceback, or died.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="vescale-demo-") as folder:
+        running: dict[Connection, tuple[int, Any]] = {}
+        processes = []
+        try:
+            for rank in range(-1, ranks):
+                here, there = context.Pipe()
+                process = context.Process(
+                    target=_child, args=(work, job, rank, ranks, os.path.join(folder, "store"), there), daemon=True
+                )
+                process.start()
+                there.close()
+                processes.append(process)
+                running[here] = (rank, process)
+            while running:
+                for ready in wait(list(running)):
+                    assert isinstance(ready, Connection)
+                    rank, process = running[ready]
+                    try:
+                        message = ready.recv()
+                    except (EOFError, ConnectionResetError):
+                        process.join(5)
+                        raise ProcessFailed(
+                            f"{_name(rank)} died with exit code {process.exitcode}; the other processes were stopped"
+                        ) from None
+                    if message[0] == "failed":
+                        raise ProcessFailed(f"{_name(rank)} failed; the other processes were stopped\n{message[1]}")
+                    if message[0] == "done":
+                        del running[ready]
+                    else:
+                        yield rank, message
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+def _name(rank: int) -> str:
+    return "the one-device process" if rank < 0 else f"rank {rank}"
+
+
+def _child(work: Callable[..., None], job: Any, rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        if rank >= 0:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(minutes=5),
+            )
+        work(job, rank, pipe.send)
+        pipe.send(("done",))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            pipe.send(("failed", traceback.format_exc()))
+
+
+def _end_with_parent(pipe: Connection) -> None:
+    """The parent never sends: its end of the pipe closes when it is gone, however it went."""
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv()
+    os._exit(1)

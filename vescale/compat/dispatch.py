@@ -1,0 +1,158 @@
+"""DTensor's op dispatch: native sharding propagation, results and the two places where an op can be taken over.
+
+The C++ dispatcher looks for a handler (``_custom_op_handlers``), then in its cache of sharding decisions, and on a miss
+calls ``_propagate_op_sharding_dispatch_slow_path``. That method may answer with a sharding decision, which the C++ side
+caches and never asks for again, or with the op's finished result, which it returns as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, _clear_DTensor_sharding_propagator_cache, _dispatch_has_kernel_for_dispatch_key
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._utils import ExplicitRedistributionContext
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+__all__ = [
+    "OpSchema",
+    "OutputSharding",
+    "clear_sharding_cache",
+    "decompose",
+    "has_results",
+    "is_view",
+    "iterate_specs",
+    "native_sharding",
+    "observe_redistribution",
+    "output_meta",
+    "schema_arguments",
+    "schema_of",
+    "static_keywords",
+    "with_aliasing",
+    "wrap_dispatch",
+]
+
+_aten = torch.ops.aten
+
+# Ops that a handler takes before propagation is asked; these must not see a placement they do not know.
+HANDLED_OPS = (
+    _aten.argmax.default,
+    _aten.argmin.default,
+    _aten.convolution.default,
+    _aten.convolution_backward.default,
+)
+
+
+def schema_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpSchema:
+    """The op's arguments with specs in place of tensors; plain one-element tensors count as replicated."""
+    schema = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs).schema
+    assert schema is not None  # it was asked for
+    return schema
+
+
+def native_sharding(
+    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], schema_info: Any
+) -> OutputSharding | None:
+    """PyTorch's own sharding decision for stock placements, or None when it has no strategy for the op."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    try:
+        return propagator.propagate_op_sharding_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
+    except NotImplementedError:
+        return None
+
+
+def output_meta(
+    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], schema_info: Any
+) -> TensorMeta | Sequence[TensorMeta | None] | None:
+    """Global shape, stride and dtype of the op's results, from a run on fake tensors."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    return propagator._propagate_tensor_meta_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
+
+
+def clear_sharding_cache() -> None:
+    """Forget the C++ side's sharding decisions of this thread."""
+    _clear_DTensor_sharding_propagator_cache()
+
+
+def static_keywords(schema_info: Any) -> Sequence[str]:
+    """The keyword arguments that the C++ cache distinguishes."""
+    return (schema_info.static_kwargkey or ()) if schema_info is not None else ()
+
+
+def schema_arguments(op: Any) -> tuple[tuple[str, bool], ...]:
+    """``(name, whether the op writes to it)`` of each argument of the op."""
+    return tuple((a.name, a.alias_info is not None and a.alias_info.is_write) for a in op._schema.arguments)
+
+
+def has_results(op: Any) -> bool:
+    return bool(op._schema.returns)
+
+
+def is_view(op: Any) -> bool:
+    return bool(op._schema._is_view_op())
+
+
+def decompose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op as its composite implementation, or NotImplemented when it has none."""
+    if _dispatch_has_kernel_for_dispatch_key(op.name(), DispatchKey.CompositeImplicitAutograd):
+        return op.decompose(*args, **kwargs)
+    return NotImplemented
+
+
+def with_aliasing(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """The result with the storage relations that the op's schema promises (views share their base's)."""
+    return return_and_correct_aliasing(op, args, kwargs, result)
+
+
+def observe_redistribution(source: DTensorSpec, target: DTensorSpec, op: Any) -> None:
+    """Let ``ExplicitRedistributionContext`` refuse or report an implicit redistribution."""
+    if getattr(ExplicitRedistributionContext._local, "_active", None) is not None:
+        message: Any = f"implicit redistribution in {op}: {source} -> {target}"
+        ExplicitRedistributionContext.observe_redistribution(source, target, message)
+
+
+def iterate_specs(args: Any) -> Iterator[DTensorSpec]:
+    """The specs among arguments, in order; tensor lists may be nested one level."""
+    for arg in args:
+        if isinstance(arg, DTensorSpec):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            for item in arg:
+                if isinstance(item, DTensorSpec):
+                    yield item
+
+
+def wrap_dispatch(has_custom: Callable[..., bool], run_op: Callable[..., Any]) -> None:
+    """Send ops on custom placements to ``run_op(op, args, kwargs, schema)``; all others run as before."""
+    dispatcher: Any = DTensor._op_dispatcher
+    original = dispatcher._propagate_op_sharding_dispatch_slow_path
+
+    @functools.wraps(original)
+    def slow_path(op: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
+        schema = op_info.schema
+        for spec in iterate_specs((*schema.args_schema, *schema.kwargs_schema.values())):
+            if has_custom(spec.placements):
+                return run_op(op, args, kwargs, schema)
+        return original(op, args, kwargs, op_info, try_cache)
+
+    dispatcher._propagate_op_sharding_dispatch_slow_path = slow_path
+
+    def guarded(handler: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(handler)
+        def handle(op: Any, args: Any, kwargs: Any) -> Any:
+            for arg in (*args, *kwargs.values()):
+                if isinstance(arg, DTensor) and has_custom(arg._spec.placements):
+                    return run_op(op, args, kwargs, schema_of(op, args, kwargs))
+            return handler(op, args, kwargs)
+
+        return handle
+
+    handlers = dispatcher._custom_op_handlers
+    for op in HANDLED_OPS:
+        if op in handlers:
+            handlers[op] = guarded(handlers[op])

@@ -1,0 +1,169 @@
+"""DTensor's op dispatcher and the autograd engine: where vescale listens, and how an op is run as stock DTensor runs it.
+
+Handlers and the listener belong to the process (DTensor has one dispatcher); what they do is decided by the caller, who
+looks up the model that the running op belongs to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+__all__ = [
+    "DispatchListener",
+    "current_autograd_node",
+    "install_dispatch",
+    "no_torch_function",
+    "node_sequence",
+    "sequence_number",
+    "stock_dispatch",
+]
+
+# Switches __torch_function__ off for modes and subclasses alike: DTensor's ops (which use __torch_dispatch__) still run.
+no_torch_function = torch._C.DisableTorchFunction
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class DispatchListener:
+    """What the dispatcher tells, and asks."""
+
+    def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, DTensorSpec, DTensorSpec]]) -> None:
+        """Before an op brings operands (position, local tensor, from, to) to other placements on its own account."""
+
+    def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stock DTensor has no rule for ``op``, or one that refuses: return its result, or NotImplemented to let the error
+        out."""
+        return NotImplemented
+
+    def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor among DTensors is the global one, the same on every rank; False: stock refuses it."""
+        return False
+
+
+_LOCK = threading.Lock()
+_INSTALLED: list[DispatchListener] = []
+
+
+def install_dispatch(handlers: Mapping[Any, Handler], listener: DispatchListener) -> None:
+    """Register op handlers and the listener with DTensor's dispatcher, once in a process; later calls do nothing."""
+    with _LOCK:
+        if _INSTALLED:
+            return
+        _INSTALLED.append(listener)
+        dispatcher = DTensor._op_dispatcher
+        for op, handler in handlers.items():
+            dispatcher._custom_op_handlers[op] = handler  # type: ignore[assignment]
+        _listen_to_redistributions(dispatcher, listener)
+        _listen_to_missing_strategies(dispatcher, listener)
+        _listen_to_plain_operands(dispatcher, listener)
+        _format_scalars()
+
+
+def _format_scalars() -> None:
+    """``f"{loss:.3f}"`` of a DTensor, which stock torch refuses, as of a plain tensor."""
+    if "__format__" in vars(DTensor):
+        return
+
+    def __format__(self: DTensor, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else repr(self) if not spec else self, spec)
+
+    DTensor.__format__ = __format__  # type: ignore[assignment,method-assign]
+
+
+def _listen_to_redistributions(dispatcher: Any, listener: DispatchListener) -> None:
+    original = dispatcher.redistribute_local_args
+
+    def redistribute_local_args(op_info: Any, schema: Any, use_val: bool) -> None:
+        wanted = schema.args_schema
+        if op_info.args_tree_spec is not None:
+            wanted = torch.utils._pytree.tree_leaves(wanted)
+        moves = [
+            (position, op_info.local_args[position], found, wanted[position])
+            for position, found in enumerate(op_info.flat_args_schema)
+            if isinstance(found, DTensorSpec) and found.placements != wanted[position].placements
+        ]
+        if moves:
+            listener.redistribution(schema.op, moves)
+        original(op_info, schema, use_val)
+
+    dispatcher.redistribute_local_args = redistribute_local_args
+
+
+def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -> None:
+    original = dispatcher._propagate_op_sharding_dispatch_slow_path
+
+    def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
+        try:
+            return original(op_call, args, kwargs, op_info, try_cache)
+        except RuntimeError as error:
+            if not _lacks_rule(error):
+                raise
+            # The C++ caller takes anything that is no OutputSharding as the op's own result.
+            result = listener.no_strategy(op_call, args, kwargs)
+            if result is NotImplemented:
+                raise
+            return result
+
+    dispatcher._propagate_op_sharding_dispatch_slow_path = propagate
+
+
+def _lacks_rule(error: BaseException | None) -> bool:
+    """Whether propagation failed for want of a rule, and not because of the operands: there is none, the result's shape
+    depends on the data (``nonzero``), or the rule refuses to redistribute (``unbind`` of a sharded dim)."""
+    while error is not None:
+        if isinstance(error, DynamicOutputShapeException | DataDependentOutputException | NotImplementedError):
+            return True
+        if any(
+            text in str(error) for text in ("without redistribution", "redistribute the tensor", "placement changes")
+        ):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _listen_to_plain_operands(dispatcher: Any, listener: DispatchListener) -> None:
+    original = dispatcher._try_replicate_spec_for_scalar_tensor
+
+    def replicate_spec(op_call: Any, tensor: torch.Tensor, mesh: Any) -> DTensorSpec:
+        if tensor.ndim and listener.plain_operand(op_call, tensor):
+            meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+            return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+        return original(op_call, tensor, mesh)
+
+    dispatcher._try_replicate_spec_for_scalar_tensor = replicate_spec
+
+
+def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op on DTensors by DTensor's own rule, past any handler; for handlers that decline. Not for ``out=``."""
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    sharding: Any = dispatcher._propagate_op_sharding_dispatch_slow_path(op, args, kwargs, info, True)
+    if not hasattr(sharding, "output_spec"):
+        return sharding
+    info.output_sharding = sharding
+    local = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
+    if op._schema.is_mutable:  # the rule of an in-place op keeps the placements of what it writes to, or raises
+        return args[0]
+    return dispatcher.wrap(local, sharding.output_spec)
+
+
+def current_autograd_node() -> Any:
+    """The autograd node that this thread is evaluating, or None outside backward."""
+    return torch._C._current_autograd_node()
+
+
+def node_sequence(node: Any) -> int:
+    """The number an autograd node got when forward made it; nodes that forward did not make have very large ones."""
+    return int(node._sequence_nr())
+
+
+def sequence_number() -> int:
+    """The number that the next autograd node of this thread will get."""
+    return int(torch._C._autograd._get_sequence_nr())

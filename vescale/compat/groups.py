@@ -1,0 +1,34 @@
+"""Process groups made by their members alone, under a name that only the members' ranks decide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["make_group"]
+
+
+def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A new group of the default group's backend over sorted global ``ranks``, called by exactly those ranks.
+
+    ``dist.new_group(use_local_synchronization=True)`` promises the same, but names the group after the *number* of
+    groups that the calling rank knows; ranks that know different numbers (a pipeline stage with a mesh of its own)
+    wait for each other for ever. Here the name follows from the ranks, so one group can be made for each set of ranks.
+    """
+    world = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[world]
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        backend,
+        store,
+        f"vescale ranks {'_'.join(map(str, ranks))}",  # type: ignore[arg-type]  # GroupName is str at run time
+        timeout=c10d._get_default_timeout(dist.Backend(backend)),
+        device_id=world.bound_device_id,
+        group_desc="vescale",
+    )
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group

@@ -1,0 +1,83 @@
+"""Finding the placement that describes, for another global shape, what the ranks hold already."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import DTensorSpec
+from vescale.placements._kinds import ragged_axis
+from vescale.placements._ragged import RaggedShard
+from vescale.placements._region import Interval, Region, local_region
+from vescale.placements._rules._call import Placements
+
+__all__ = ["coordinates", "refit_ragged", "regions"]
+
+
+def coordinates(mesh_shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*map(range, mesh_shape))
+
+
+def regions(spec: DTensorSpec) -> list[Region]:
+    """What every rank of the spec's mesh holds; the same list on every rank."""
+    mesh_shape = tuple(spec.mesh.shape)
+    return [local_region(spec.shape, spec.placements, mesh_shape, where) for where in coordinates(mesh_shape)]
+
+
+def refit_ragged(
+    spec: DTensorSpec, shape: Sequence[int], others: Sequence[Placement], runs: Callable[[Interval], Interval]
+) -> Placements | None:
+    """Placements of a tensor of ``shape`` whose ragged runs are ``runs`` of the spec's.
+
+    ``others`` are the placements on the other axes (its entry on the ragged axis is ignored). A candidate is taken only
+    when it gives every rank of the mesh exactly its run; None when there is none.
+    """
+    axis = ragged_axis(spec.placements)
+    assert axis is not None
+    placement = spec.placements[axis]
+    assert isinstance(placement, RaggedShard)
+    mesh_shape = tuple(spec.mesh.shape)
+    expected = [runs(region.flat) for region in regions(spec) if region.flat is not None]
+    for candidate in _candidates(placement, axis, shape, mesh_shape, expected):
+        placements = (*others[:axis], candidate, *others[axis + 1 :])
+        try:
+            found = [local_region(shape, placements, mesh_shape, where).flat for where in coordinates(mesh_shape)]
+        except ValueError:  # units that do not fit the new shape
+            continue
+        if found == expected:
+            return placements
+    return None
+
+
+def _candidates(
+    placement: RaggedShard, axis: int, shape: Sequence[int], mesh_shape: tuple[int, ...], expected: list[Interval]
+) -> Iterator[RaggedShard]:
+    """The placement itself, then the same units as blocks, then one unit a granule of the runs."""
+    yield placement
+    assert placement.local_units is not None
+    first = [where for where in range(len(expected)) if _others_are_zero(where, axis, mesh_shape)]
+    for dims in {placement.dims[: len(shape)], tuple(range(min(1, len(shape))))}:
+        flattened = placement.with_dims(dims)
+        yield flattened
+        for units, where in zip(placement.local_units, first):
+            begin, end = expected[where]
+            if units and (end - begin) % units == 0 and end > begin:
+                yield flattened.with_units(placement.local_units, (end - begin) // units)
+                break
+        granule = math.gcd(*(end - begin for begin, end in (expected[where] for where in first)))
+        if granule:
+            sizes = [(expected[where][1] - expected[where][0]) // granule for where in first]
+            yield flattened.with_units(sizes, granule)
+
+
+def _others_are_zero(where: int, axis: int, mesh_shape: tuple[int, ...]) -> bool:
+    """Whether the ``where``-th coordinate lies on the ragged axis through the origin."""
+    coordinate = []
+    for size in reversed(mesh_shape):
+        where, index = divmod(where, size)
+        coordinate.append(index)
+    coordinate.reverse()
+    return all(index == 0 for a, index in enumerate(coordinate) if a != axis)

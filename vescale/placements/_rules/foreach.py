@@ -1,0 +1,48 @@
+"""Ops on lists of tensors, and fused optimizers: elementwise, one list index at a time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch.distributed.tensor import Replicate
+
+from vescale.placements._rules._call import Decision, OpCall, Placements, names
+from vescale.placements._rules.elementwise import align
+
+__all__ = ["foreach_rule"]
+
+_REDUCTIONS = names("_foreach_norm _foreach_max _foreach_powsum")
+_FUSED = names("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_")
+
+
+def foreach_rule(call: OpCall) -> Decision | None:
+    """Each index of the lists is an elementwise op of its own: at index ``i`` the operands follow the tensor that is
+    written to, or the first with one of our placements. Tensors outside the lists, and one-element ones, are numbers.
+
+    No communication when the operands lie alike at each index. A fused optimizer's state that lies elsewhere than its
+    parameter (made from a gradient that did) is moved there and back.
+    """
+    if not (call.name.startswith("_foreach_") and call.name not in _REDUCTIONS) and call.name not in _FUSED:
+        return None
+    lists: dict[int, list[int]] = defaultdict(list)
+    for operand, (argument, index) in enumerate(call.positions):
+        if index is not None and call.argument_name(argument) != "state_steps":
+            lists[index].append(operand)
+    inputs: list[Placements] = [(Replicate(),) * spec.mesh.ndim for spec in call.operands]
+    outputs: list[Placements] = []
+    for _, operands in sorted(lists.items()):
+        specs = [call.operands[operand] for operand in operands]
+        written = [place for place, operand in enumerate(operands) if operand in call.mutated]
+        alignment = align(call.name, specs, specs[0].shape, written, stock_may_lead=True)
+        if alignment is None or alignment.broadcasts or alignment.prepare:
+            return None
+        for operand, placements in zip(operands, alignment.inputs):
+            inputs[operand] = placements
+        outputs.append(alignment.leader)
+    scratch: tuple[int, ...] = ()
+    states: tuple[int, ...] = ()
+    if call.name in _FUSED:
+        arguments = [call.argument_name(argument) for argument, _ in call.positions]
+        scratch = tuple(operand for operand, name in enumerate(arguments) if name == "grads")
+        states = tuple(operand for operand, name in enumerate(arguments) if name not in ("self", "grads"))
+    return Decision(tuple(inputs), None if call.meta is None else tuple(outputs), scratch=scratch, write_back=states)

@@ -1,0 +1,124 @@
+"""Vector norms of whole tensors, of every order."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from vescale.compat import TensorMeta
+from vescale.placements._rules._call import Decision, OpCall
+from vescale.placements._rules._combine import (
+    accumulation_dtype,
+    add_ranks,
+    gather_ranks,
+    reduction_axes,
+    without_partials,
+)
+from vescale.placements._rules.reductions import neutral_extremum, reduces_everything
+
+__all__ = ["foreach_norm_rule", "norm_rule"]
+
+# How a tensor's local part is reduced: (mesh, axes along which the parts differ).
+_Scope = tuple[DeviceMesh, tuple[int, ...]]
+
+
+def norm_rule(call: OpCall) -> Decision | None:
+    """``linalg.vector_norm`` and ``norm`` over all dims; empty local tensors contribute nothing. Replicate; one value a
+    rank is communicated."""
+    if (
+        call.name not in ("linalg_vector_norm", "norm", "linalg__powsum")
+        or call.mutated
+        or not reduces_everything(call)
+    ):
+        return None
+    order = call.argument("ord", call.argument("p", 2))
+    spec, inputs = call.operands[0], without_partials(call.operands[0].placements)
+    if spec.shape.numel() == 0:
+        return None  # what orders an empty tensor has is torch's business
+    scope = (spec.mesh, reduction_axes(inputs))
+    norms = functools.partial(_norms, _order(order), (scope,), (call.meta,), call.name == "linalg__powsum")
+    return Decision((inputs,), ((Replicate(),) * spec.mesh.ndim,), lambda local, *_, **__: norms([local])[0])
+
+
+def foreach_norm_rule(call: OpCall) -> Decision | None:
+    """``_foreach_norm`` and its kin on lists where any tensor has one of our placements: every tensor of the list is
+    reduced here, all those on the same axes in one collective. Replicate."""
+    if call.name not in ("_foreach_norm", "_foreach_powsum", "_foreach_max"):
+        return None
+    if any(spec.shape.numel() == 0 for spec in call.operands):
+        return None
+    inputs = tuple(without_partials(spec.placements) for spec in call.operands)
+    scopes = tuple((spec.mesh, reduction_axes(placements)) for spec, placements in zip(call.operands, inputs))
+    outputs = tuple((Replicate(),) * spec.mesh.ndim for spec in call.operands)
+    metas = tuple(call.meta)
+    if call.name == "_foreach_max":
+        maxima = functools.partial(_combined, "max", scopes)
+        return Decision(inputs, outputs, lambda locals_: maxima([_largest(local) for local in locals_]))
+    norms = functools.partial(_norms, _order(call.argument("ord", 2)), scopes, metas, call.name == "_foreach_powsum")
+    return Decision(inputs, outputs, lambda locals_, *_, **__: norms(locals_))
+
+
+def _order(order: Any) -> float:
+    return 2.0 if order is None else float(order)  # "inf" and "-inf" are numbers too
+
+
+def _norms(
+    order: float, scopes: Sequence[_Scope], metas: Sequence[TensorMeta], powers: bool, locals_: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The norms of the tensors whose parts are ``locals_``; with ``powers`` the sums of powers, without the root."""
+    how = "max" if order == math.inf and not powers else "min" if order == -math.inf and not powers else "sum"
+    parts = [
+        _part(local.to(accumulation_dtype(torch.promote_types(local.dtype, meta.dtype))), order, powers)
+        for local, meta in zip(locals_, metas)
+    ]
+    results = []
+    for value, meta in zip(_combined(how, scopes, parts), metas):
+        if how == "sum" and not powers and order != 0:
+            value = value.sqrt() if order == 2 else value.pow(1 / order)
+        results.append(value.to(meta.dtype).view(meta.shape))
+    return results
+
+
+def _part(local: torch.Tensor, order: float, powers: bool) -> torch.Tensor:
+    """What one rank contributes to a norm: a sum of powers, or an extremum of absolute values."""
+    if order == 0:
+        return (local != 0).sum().to(local.abs().dtype)
+    if powers:
+        return local.abs().pow(order).sum()
+    if math.isinf(order):
+        if local.numel() == 0:
+            return local.abs().new_full((), 0.0 if order > 0 else math.inf)
+        return local.abs().amax() if order > 0 else local.abs().amin()
+    if local.numel() == 0:
+        return local.abs().sum()
+    norm: torch.Tensor = torch.linalg.vector_norm(local, order)
+    return norm.square() if order == 2 else norm.pow(order)
+
+
+def _largest(local: torch.Tensor) -> torch.Tensor:
+    return local.amax() if local.numel() else neutral_extremum(local, largest=True)
+
+
+def _combined(how: str, scopes: Sequence[_Scope], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts combined over the ranks; one collective for all parts with the same scope and dtype."""
+    together: dict[Any, list[int]] = defaultdict(list)
+    for index, (scope, part) in enumerate(zip(scopes, parts)):
+        together[*scope, part.dtype].append(index)
+    found: list[torch.Tensor] = list(parts)
+    for (mesh, axes, _), indices in together.items():
+        values = torch.stack([parts[index] for index in indices])
+        if how == "sum":
+            values = add_ranks(values, mesh, axes)
+        else:
+            rows = gather_ranks(values, mesh, axes)
+            values = rows.amax(0) if how == "max" else rows.amin(0)
+        for index, value in zip(indices, values.unbind()):
+            found[index] = value
+    return found

@@ -1,0 +1,77 @@
+"""Reductions over trailing dims of a ragged tensor: local when every rank holds whole rows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from vescale.compat import TensorMeta
+from vescale.placements._kinds import ragged_axis, shard_dim
+from vescale.placements._rules._call import Decision, OpCall, names, with_placements
+from vescale.placements._rules._combine import without_partials
+from vescale.placements._rules._refit import refit_ragged, regions
+
+__all__ = ["rowwise_rule"]
+
+_REDUCTIONS = names(
+    "sum nansum mean prod amax amin max min any all argmax argmin count_nonzero var std var_mean std_mean "
+    "linalg_vector_norm linalg__powsum norm logsumexp"
+)
+
+
+def rowwise_rule(call: OpCall) -> Decision | None:
+    """With ``dim`` all behind the cut, rows are reduced where they lie and the result is ragged with the same runs of
+    rows. No communication. None when a row is cut or sharded."""
+    if call.name not in _REDUCTIONS or call.mutated or len(call.operands) != 1:
+        return None
+    spec = call.operands[0]
+    axis, dims = ragged_axis(spec.placements), call.argument("dim")
+    if axis is None or dims is None or spec.ndim == 0:
+        return None
+    reduced = sorted({dim % spec.ndim for dim in ([dims] if isinstance(dims, int) else dims)})
+    if not reduced or reduced[0] == 0:
+        return None
+    first = reduced[0]
+    inputs = without_partials(spec.placements)
+    if any((dim := shard_dim(placement)) is not None and dim >= first for placement in inputs):
+        return None
+    row = math.prod(spec.shape[first:])
+    settled = with_placements(spec, inputs)
+    if row == 0 or any(edge % row for region in regions(settled) for edge in region.flat or ()):
+        return None
+    metas = (call.meta,) if isinstance(call.meta, TensorMeta) else tuple(call.meta)
+    result_row = math.prod(size for dim, size in enumerate(spec.shape) if dim >= first and dim not in reduced)
+    outputs = refit_ragged(
+        settled, metas[0].shape, inputs, lambda run: (run[0] // row * result_row, run[1] // row * result_row)
+    )
+    if outputs is None:
+        return None
+    new_dims = [dim - first + 1 for dim in reduced]
+    position = next(i for i in range(len(call.args) + 1) if i == len(call.args) or call.argument_name(i) == "dim")
+    rows = functools.partial(
+        _reduce_rows, call.op, tuple(spec.shape[first:]), position, new_dims, isinstance(dims, int)
+    )
+    return Decision((inputs,), (outputs,) * len(metas), rows)
+
+
+def _reduce_rows(
+    op: Any,
+    row: tuple[int, ...],
+    position: int,
+    dims: list[int],
+    single: bool,
+    local: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The op on the local rows as a matrix (or more dims), with ``dim`` counted there; results flat."""
+    wanted: Any = dims[0] if single else dims
+    if "dim" in kwargs:
+        kwargs = {**kwargs, "dim": wanted}
+    else:
+        args = (*args[: position - 1], wanted, *args[position:])
+    result = op(local.view(-1, *row), *args, **kwargs)
+    return tuple(one.reshape(-1) for one in result) if isinstance(result, tuple) else result.reshape(-1)

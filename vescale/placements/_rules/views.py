@@ -1,0 +1,121 @@
+"""Views that keep the row-major order of the elements."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import DTensorSpec
+from vescale.placements._interleaved import InterleavedShard
+from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim, split_factor
+from vescale.placements._ragged import RaggedShard
+from vescale.placements._region import local_region
+from vescale.placements._rules._call import Decision, OpCall, Placements, names, with_placements
+from vescale.placements._rules._refit import coordinates, refit_ragged
+
+__all__ = ["view_rule"]
+
+_RESHAPES = names("view _unsafe_view reshape view_copy unsqueeze squeeze expand slice flatten")
+
+# Placements of a view are found by trial; the check enumerates contiguous runs and gives up beyond this many.
+_MAX_RUNS = 1 << 16
+
+
+def view_rule(call: OpCall) -> Decision | None:
+    """A view whose elements keep their order and number holds the same local elements: no communication, and the local
+    tensor shares memory. None when no placement describes them in the new shape."""
+    if call.name not in _RESHAPES or call.mutated or isinstance(call.argument("dtype"), torch.dtype):
+        return None
+    spec, shape = call.operands[0], tuple(call.meta.shape)
+    if math.prod(shape) != spec.shape.numel():
+        return None
+    if ragged_axis(spec.placements) is not None:
+        outputs = _ragged_view(spec, shape)
+        return None if outputs is None else Decision((spec.placements,), (outputs,), _flat)
+    viewed = next((p for p in _viewed(spec, shape) if _holds_the_same(spec, shape, p)), None)
+    if viewed is None:
+        return None
+    return Decision((spec.placements,), (viewed,), functools.partial(_local_view, spec.mesh, shape, viewed))
+
+
+def _ragged_view(spec: DTensorSpec, shape: tuple[int, ...]) -> Placements | None:
+    """The ragged runs stay if the view keeps the order of what the other axes leave to a rank."""
+    others: Placements = tuple(Replicate() if isinstance(p, RaggedShard) else p for p in spec.placements)
+    if any(is_sharded(placement) for placement in others):
+        left = with_placements(spec, others)
+        found = next((p for p in _viewed(left, shape) if _holds_the_same(left, shape, p)), None)
+        if found is None:
+            return None
+        others = found
+    return refit_ragged(spec, shape, others, lambda run: run)
+
+
+def _viewed(spec: DTensorSpec, shape: tuple[int, ...]) -> Iterator[Placements]:
+    """Placements that may describe the same elements in the new shape, likely and simple ones first."""
+    choices: list[list[Placement]] = []
+    for placement in spec.placements:
+        dim, pieces = shard_dim(placement), split_factor(placement)
+        if dim is None:
+            choices.append([placement])
+            continue
+        same = [d for d, size in enumerate(shape) if size == spec.shape[dim]]
+        shards: list[Placement] = [Shard(d) for d, size in enumerate(shape) if size > 1 or d in same]
+        if pieces > 1:
+            interleaved: list[Placement] = [InterleavedShard(d, pieces) for d in range(len(shape))]
+            shards = [interleaved[d] for d in same] + shards + interleaved
+        choices.append(shards)
+    yield from itertools.product(*choices)
+
+
+def _holds_the_same(spec: DTensorSpec, shape: tuple[int, ...], placements: Placements) -> bool:
+    """Whether every rank holds the same elements in the same order. Dims at either end that neither side shards and
+    that the view leaves alone are shrunk to size 1, which changes nothing but the cost."""
+    old, new = _shrunk(tuple(spec.shape), spec.placements, shape, placements)
+    last = max(dim for p in spec.placements if (dim := shard_dim(p)) is not None)
+    if math.prod(old[: last + 1]) > _MAX_RUNS:
+        return False
+    mesh_shape = tuple(spec.mesh.shape)
+    return all(
+        list(local_region(old, spec.placements, mesh_shape, where).runs())
+        == list(local_region(new, placements, mesh_shape, where).runs())
+        for where in coordinates(mesh_shape)
+    )
+
+
+def _shrunk(
+    old: tuple[int, ...], old_placements: Sequence[Placement], new: tuple[int, ...], new_placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    old_dims = {shard_dim(placement) for placement in old_placements}
+    new_dims = {shard_dim(placement) for placement in new_placements}
+    before, after = list(old), list(new)
+    for dim in range(min(len(old), len(new))):
+        if old[dim] != new[dim]:
+            break
+        if dim not in old_dims and dim not in new_dims:
+            before[dim] = after[dim] = 1
+    for back in range(1, min(len(old), len(new)) + 1):
+        if old[-back] != new[-back]:
+            break
+        if len(old) - back not in old_dims and len(new) - back not in new_dims:
+            before[-back] = after[-back] = 1
+    return tuple(before), tuple(after)
+
+
+def _flat(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return local.view(-1)
+
+
+def _local_view(
+    mesh: DeviceMesh, shape: tuple[int, ...], placements: Placements, local: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # only ranks of the mesh run local functions
+    return local.view(local_region(shape, placements, tuple(mesh.shape), coordinate).local_shape)

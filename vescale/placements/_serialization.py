@@ -1,0 +1,19 @@
+"""Our placements in files: what ``torch.load(weights_only=True)`` may rebuild."""
+
+from __future__ import annotations
+
+import torch
+
+from vescale.placements._interleaved import InterleavedShard
+from vescale.placements._ragged import RaggedShard, StridedRaggedShard, rebuild_strided
+
+__all__ = ["allow_safe_load"]
+
+
+def allow_safe_load() -> None:
+    """Let ``torch.load(weights_only=True)`` build our placements, as PyTorch does for its own; nothing else changes.
+
+    Called on import, so that a process that has made no placement yet can load one. Each constructor validates its
+    arguments, whatever a file says.
+    """
+    torch.serialization.add_safe_globals([RaggedShard, StridedRaggedShard, InterleavedShard, rebuild_strided])

@@ -1,0 +1,27 @@
+"""Random numbers with single-device semantics: every rank draws its part of what one device would draw.
+
+:func:`enable` makes random ops on DTensors do so, in this process, until :func:`disable`. All ranks must start from the
+same seed (``torch.manual_seed``); their generators then stay equal. :func:`deferred_init` and :func:`materialize` do the
+same for a model's initialization, without ever holding the whole model. Ops, rules and limits are in docs/rng.md.
+"""
+
+from vescale.rng._deferred import DeferredTensor, DeferredValueError, is_deferred
+from vescale.rng._init import rand, randint, randn
+from vescale.rng._materialize import PlacementFn, materialize, materialize_tensor
+from vescale.rng._switch import deferred_init, disable, enable, is_enabled
+
+__all__ = [
+    "DeferredTensor",
+    "DeferredValueError",
+    "PlacementFn",
+    "deferred_init",
+    "disable",
+    "enable",
+    "is_deferred",
+    "is_enabled",
+    "materialize",
+    "materialize_tensor",
+    "rand",
+    "randint",
+    "randn",
+]

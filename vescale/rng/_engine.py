@@ -1,0 +1,81 @@
+"""Chooses the engine by the device that the numbers are generated on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vescale.placements import Region
+from vescale.rng import _cpu
+from vescale.rng._mt19937 import Mt19937State
+from vescale.rng._ops import RandomOp
+
+__all__ = ["advance", "default_generator", "fill_region", "generator_at", "saved_state"]
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that random ops on a device use unless told otherwise."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        torch.cuda.init()
+        return torch.cuda.default_generators[index]
+    raise NotImplementedError(
+        f"random numbers on device {device}: single-device semantics are implemented for cpu and cuda; "
+        "generate on one of those and move the result"
+    )
+
+
+def fill_region(
+    local: torch.Tensor,
+    region: Region,
+    global_strides: Sequence[int],
+    op: RandomOp,
+    generator: torch.Generator | None = None,
+    parameter: torch.Tensor | None = None,
+) -> None:
+    """Fill ``local`` with its part of ``op`` on a whole tensor; see :func:`vescale.rng._cpu.fill_region`."""
+    generator = default_generator(local.device) if generator is None else generator
+    if local.device.type != generator.device.type:
+        raise ValueError(
+            f"{op.name}: a tensor on {local.device} and a generator on {generator.device}; expected one device: "
+            f"pass a torch.Generator({str(local.device)!r})"
+        )
+    if local.device.type == "cpu":
+        _cpu.fill_region(local, region, global_strides, op, generator, parameter)
+    else:
+        raise NotImplementedError(local.device)
+
+
+def advance(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    op: RandomOp,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    parameter_dtype: torch.dtype | None = None,
+) -> None:
+    """Move ``generator`` as ``op`` on a whole tensor would, generating nothing."""
+    nothing = Region(tuple(shape), tuple(((0, size),) for size in shape), (0, 0))
+    parameter = None if parameter_dtype is None else torch.empty(0, dtype=parameter_dtype, device=generator.device)
+    local = torch.empty(0, dtype=dtype, device=generator.device)
+    fill_region(local, nothing, strides, op, generator, parameter)
+
+
+def saved_state(generator: torch.Generator) -> bytes:
+    """The state of a generator, in half the bytes on a CPU."""
+    if generator.device.type == "cpu":
+        return Mt19937State.of(generator).packed()
+    return generator.get_state().numpy().tobytes()
+
+
+def generator_at(state: bytes, device: torch.device) -> torch.Generator:
+    """A generator of its own at a saved state."""
+    generator = torch.Generator(device)
+    if device.type == "cpu":
+        Mt19937State.unpacked(state).write_to(generator)
+    else:
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator

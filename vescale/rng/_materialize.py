@@ -1,0 +1,253 @@
+"""Gives deferred tensors their values: whole, or on each rank its part as a DTensor."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import make_dtensor, make_spec
+from vescale.placements import Region, local_region, normalize_placements
+from vescale.rng._deferred import DeferredTensor, view_of
+from vescale.rng._dtensor import part_of_whole
+from vescale.rng._graph import Record, View, needed_ops, next_time
+from vescale.rng._ops import RandomOp
+from vescale.rng._replay import part_values, whole_values
+
+__all__ = ["PlacementFn", "materialize", "materialize_tensor"]
+
+# (qualified name, deferred tensor) -> one placement per mesh axis, or None: a plain tensor, whole on every rank.
+PlacementFn = Callable[[str, torch.Tensor], Sequence[Placement] | None]
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def materialize(
+    module: Module,
+    mesh: DeviceMesh | None = None,
+    placements: PlacementFn | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> Module:
+    """Give every deferred parameter, buffer and tensor attribute of a module its values; returns the module.
+
+    ====================  ==================================================  =============================
+    tensor                becomes                                             memory on a rank, at its peak
+    ====================  ==================================================  =============================
+    placed parameter      ``nn.Parameter`` around a DTensor                   its part, and one such part
+    placed buffer         a DTensor                                           the same
+    anything else         a plain tensor, whole on every rank                 the whole
+    ====================  ==================================================  =============================
+
+    Tensors whose initialization is not elementwise (``orthogonal_``, ``sparse_``) are computed whole, one at a time.
+    Tensors that have values already are placed where ``placements`` says so, and else left alone. Tied parameters stay
+    one object; tensors that share memory keep sharing it. Attributes and ``requires_grad`` of parameters are kept. No
+    generator is touched.
+
+    Args:
+        mesh: where the placed tensors live. None: everything becomes plain and whole, as without ``deferred_init``.
+        placements: asked once for each parameter and buffer, under its first name. None: nothing is placed.
+        device: of plain tensors, and of all of them without a mesh; None: where the constructor put them.
+
+    Raises:
+        ValueError: placements that do not fit a tensor or the mesh.
+        RuntimeError: ranks of the mesh recorded different random numbers (before anything is computed); tensors that
+            overlap in memory and are placed.
+
+    Communication: with a mesh, one all-reduce of 16 bytes on each axis, to compare the ranks.
+    """
+    if placements is not None and mesh is None:
+        raise ValueError(
+            "materialize(module, placements=...) without a mesh; expected both: give the mesh they refer to"
+        )
+    named = list(_named_tensors(module))
+    if mesh is not None:
+        deferred = [tensor for _, tensor in named if isinstance(tensor, DeferredTensor)]
+        _check_all_ranks_recorded_the_same(mesh, deferred)
+    maker = _Maker(mesh, device)
+    for name, tensor in named:
+        maker.make(name, tensor, None if placements is None else placements(name, tensor))
+    for submodule in module.modules():
+        maker.replace_in(submodule)
+    return module
+
+
+def materialize_tensor(
+    tensor: torch.Tensor, mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+) -> torch.Tensor:
+    """One deferred tensor with its values: whole, or as a DTensor of which this rank computes its part.
+
+    Raises TypeError for a tensor that has values, ValueError for placements that do not fit. Communication: none.
+    """
+    if not isinstance(tensor, DeferredTensor):
+        raise TypeError(
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has its values already; expected a tensor made "
+            "inside deferred_init(): use distribute_tensor for others"
+        )
+    maker = _Maker(mesh, None)
+    maker.make("tensor", tensor, placements)
+    return maker.made[id(tensor)]
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then buffers, each under its first name; those that are DTensors already are done."""
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if not isinstance(tensor, DTensor):
+            yield name, tensor
+
+
+class _Maker:
+    """The tensors of one call of :func:`materialize`, by the deferred tensor that they replace."""
+
+    def __init__(self, mesh: DeviceMesh | None, device: torch.device | str | None) -> None:
+        self.mesh = mesh
+        self.device = None if device is None else torch.device(device)
+        self.time = next_time()
+        self.made: dict[int, torch.Tensor] = {}
+        self._kept: list[torch.Tensor] = []  # ids stay unique while the originals live
+        self._storages: dict[int, torch.UntypedStorage] = {}  # by record: what plain tensors share
+        self._locals: dict[int, tuple[str, View, tuple[Placement, ...], torch.Tensor]] = {}  # by record: placed ones
+
+    def make(self, name: str, tensor: torch.Tensor, placements: Sequence[Placement] | None) -> torch.Tensor:
+        if id(tensor) in self.made:
+            return self.made[id(tensor)]
+        if placements is None and not isinstance(tensor, DeferredTensor):
+            return tensor
+        if tensor._backward_hooks:
+            raise NotImplementedError(
+                f"{name}: a deferred tensor with backward hooks; expected none before materialize(): register them after"
+            )
+        values = self._plain(name, tensor) if placements is None else self._placed(name, tensor, placements)
+        if isinstance(tensor, nn.Parameter):
+            values = nn.Parameter(values, tensor.requires_grad)
+        elif tensor.requires_grad and tensor.is_leaf:
+            values.requires_grad_()
+        values.__dict__.update({key: value for key, value in tensor.__dict__.items() if key != "_is_param"})
+        self._kept.append(tensor)
+        self.made[id(tensor)] = values
+        return values
+
+    def _plain(self, name: str, tensor: Any) -> torch.Tensor:
+        view = view_of(tensor)
+        key = id(view.record)
+        if key in self._locals:
+            self._refuse_overlap(name, self._locals[key][0])
+        if key not in self._storages:
+            values = whole_values(view, self.time)
+            storage = values.untyped_storage()
+            if self.device is not None and storage.device != self.device:
+                moved = torch.empty(0, dtype=torch.uint8).set_(storage).to(self.device)
+                storage = moved.untyped_storage()
+            self._storages[key] = storage
+        return view.on(self._storages[key])
+
+    def _placed(self, name: str, tensor: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
+        if self.mesh is None:
+            raise ValueError(f"{name}: placements {tuple(placements)} without a mesh; expected a mesh: pass it along")
+        try:
+            resolved = normalize_placements(placements, tensor.shape, self.mesh)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        if any(placement.is_partial() for placement in resolved):
+            raise ValueError(
+                f"{name}: placements {resolved}; expected no Partial: the initial values are not terms of a sum, use "
+                "Replicate() there"
+            )
+        spec = make_spec(self.mesh, resolved, tensor.shape, tensor.stride(), tensor.dtype)
+        if not isinstance(tensor, DeferredTensor):
+            local = self._local(tensor.shape, tensor.dtype, resolved, lambda region: _own_part(tensor.detach(), region))
+            return make_dtensor(local, spec)
+        view = view_of(tensor)
+        key = id(view.record)
+        if key in self._storages:
+            self._refuse_overlap(name, "a tensor without placements")
+        if key in self._locals:
+            other, other_view, other_placements, local = self._locals[key]
+            if (other_view, other_placements) != (view, resolved):
+                self._refuse_overlap(name, other)
+        else:
+            local = self._local(view.shape, view.dtype, resolved, lambda region: part_values(view, self.time, region))
+            self._locals[key] = (name, view, resolved, local)
+        return make_dtensor(local, spec)
+
+    def _local(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        placements: tuple[Placement, ...],
+        part: Callable[[Region], torch.Tensor],
+    ) -> torch.Tensor:
+        assert self.mesh is not None
+        device = torch.device(self.mesh.device_type)
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None:
+            return torch.empty(0, dtype=dtype, device=device)
+        return part(local_region(tuple(shape), placements, tuple(self.mesh.shape), tuple(coordinate))).to(device)
+
+    def _refuse_overlap(self, name: str, other: str) -> None:
+        raise RuntimeError(
+            f"{name} shares memory with {other}, and they are placed differently; expected one placement for all tensors "
+            "on one memory: place them alike, tie the parameters themselves, or clone one in the constructor"
+        )
+
+    def replace_in(self, module: nn.Module) -> None:
+        """Puts the made tensors where the deferred ones were, also in lists, tuples, dicts and plain attributes."""
+        registered: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in registered:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = self.made.get(id(tensor), tensor)
+        for name, value in list(module.__dict__.items()):
+            if name not in ("_parameters", "_buffers", "_modules"):
+                replaced = self._replaced(name, value)
+                if replaced is not value:
+                    module.__dict__[name] = replaced
+
+    def _replaced(self, name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.make(name, value, None)
+        if type(value) in (list, tuple):
+            items = [self._replaced(name, item) for item in value]
+            changed = any(new is not old for new, old in zip(items, value, strict=True))
+            return type(value)(items) if changed else value
+        if type(value) is dict:
+            pairs = {key: self._replaced(name, item) for key, item in value.items()}
+            return pairs if any(pairs[key] is not value[key] for key in value) else value
+        return value
+
+
+def _own_part(whole: torch.Tensor, region: Region) -> torch.Tensor:
+    part = part_of_whole(whole, region)
+    return part.clone() if part is whole else part
+
+
+def _check_all_ranks_recorded_the_same(mesh: DeviceMesh, tensors: Sequence[DeferredTensor]) -> None:
+    """Raises on every rank of the mesh when their constructors ran from different generator states or did other ops."""
+    if mesh.get_coordinate() is None:
+        return
+    digest = hashlib.sha256()
+    records: dict[int, Record] = {}
+    for tensor in tensors:
+        view = view_of(tensor)
+        digest.update(repr((view.shape, view.strides, view.offset, view.dtype)).encode())
+        records[id(view.record)] = view.record
+    time = next_time()
+    for record in records.values():
+        for op in needed_ops(record, time):
+            digest.update(f"{op.func} {op.draws if isinstance(op.draws, RandomOp) else ''}".encode() + op.state)
+    number = int.from_bytes(digest.digest()[:7], "little")
+    extremes = torch.tensor([number, -number], device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    if extremes[0] != -extremes[1]:
+        raise RuntimeError(
+            "materialize: the ranks of the mesh recorded different constructors or generator states; expected the same "
+            "model and seed on every rank: call torch.manual_seed(seed) with one seed before deferred_init()"
+        )

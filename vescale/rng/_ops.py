@@ -1,0 +1,122 @@
+"""The in-place random ops of ATen, and the rule by which each draws on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vescale.rng._draws import DrawRule, NormalBlocks, NormalPairs, WordsPerElement
+from vescale.rng._mt19937 import Mt19937State
+
+__all__ = ["RandomOp", "half_normal_tail_follows_last_block", "inplace_overloads", "words_drawn"]
+
+_HALVES = (torch.bfloat16, torch.float16)
+_FULL_RANGE_DRAWS_64 = (torch.int64, torch.float64, torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class RandomOp:
+    """One in-place random op with its scalar arguments, say ``RandomOp("normal_", (0.0, 0.02))``.
+
+    ``name`` is the method of ``torch.Tensor``. ``bernoulli_`` with a tensor of probabilities takes it at each call, as
+    ``parameter``, of the shape of the filled tensor.
+    """
+
+    name: str
+    arguments: tuple[float | int | None, ...] = ()
+
+    def fill(
+        self, out: torch.Tensor, generator: torch.Generator | None, parameter: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The native op."""
+        arguments = self.arguments if parameter is None else (parameter,)
+        result: torch.Tensor = getattr(torch.Tensor, self.name)(out, *arguments, generator=generator)
+        return result
+
+    @classmethod
+    def of_call(cls, overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RandomOp:
+        """The op of a call of an in-place overload of ATen, say ``aten.normal_.default(x, 0.0, std=0.02)``."""
+        scalars = list(args[1:])
+        for argument in overload._schema.arguments[len(args) :]:
+            if not argument.kwarg_only:
+                scalars.append(kwargs.get(argument.name, argument.default_value))
+        return cls(overload._schema.name.removeprefix("aten::"), tuple(scalars))
+
+    def cpu_rule(
+        self, dtype: torch.dtype, n: int, contiguous: bool, parameter_dtype: torch.dtype | None = None
+    ) -> DrawRule | None:
+        """How a fill of ``n`` elements draws, or None when that is not known."""
+        match self.name:
+            case "uniform_":
+                return WordsPerElement(2 if dtype == torch.float64 else 1)
+            case "normal_":
+                if n < 16 or not contiguous:
+                    return NormalPairs(strided=True)
+                half_tail = dtype in _HALVES and half_normal_tail_follows_last_block()
+                return NormalBlocks(2 if dtype == torch.float64 else 1, half_tail)
+            case "log_normal_":
+                return NormalPairs(strided=False)
+            case "bernoulli_":
+                return WordsPerElement(1 if parameter_dtype in (torch.float32, *_HALVES) else 2)
+            case "exponential_" | "cauchy_" | "geometric_":
+                return WordsPerElement(2)
+            case "random_":
+                return WordsPerElement(self._random_words(dtype))
+        return None
+
+    def _random_words(self, dtype: torch.dtype) -> int:
+        match self.arguments:
+            case ():
+                return 2 if dtype in (torch.int64, torch.float64) else 1
+            case (int(low), None):
+                if low == torch.iinfo(torch.int64).min:
+                    return 2
+                return 1 if _integers_up_to(dtype) - low < 2**28 else 2
+            case (int(low), int(high)):
+                return 1 if high - low < 2**28 else 2
+            case (int(high),):
+                return 1 if high < 2**28 else 2
+        raise TypeError(f"random_ with arguments {self.arguments!r}; expected (), (high,), (low, high) or (low, None)")
+
+
+def inplace_overloads() -> list[Any]:
+    """The overloads of ATen that :meth:`RandomOp.of_call` understands."""
+    aten = torch.ops.aten
+    names = ("uniform_", "normal_", "log_normal_", "exponential_", "cauchy_", "geometric_")
+    fills = [getattr(aten, name).default for name in names]
+    return [*fills, aten.bernoulli_.float, aten.random_.default, aten.random_.to, getattr(aten.random_, "from")]
+
+
+def _integers_up_to(dtype: torch.dtype) -> int:
+    """One more than the largest integer that ``random_(low, None)`` draws for a dtype."""
+    match dtype:
+        case torch.float64:
+            return 2**53 + 1
+        case torch.float32:
+            return 2**24 + 1
+        case torch.float16:
+            return 2**11 + 1
+        case torch.bfloat16:
+            return 2**8 + 1
+        case torch.bool:
+            return 2
+    return torch.iinfo(dtype).max + (0 if dtype == torch.int64 else 1)
+
+
+def words_drawn(fill: RandomOp, out: torch.Tensor, limit: int = 4096) -> int | None:
+    """How many words the native op draws to fill ``out``, if ``limit`` at most."""
+    generator = torch.Generator().manual_seed(0)
+    before = Mt19937State.of(generator)
+    fill.fill(out, generator)
+    return before.words_until(Mt19937State.of(generator), limit)
+
+
+@functools.cache
+def half_normal_tail_follows_last_block() -> bool:
+    """Where ``normal_`` on 16-bit floats takes its last 16 uniforms: after the last whole block (torch 2.13), or after
+    the last element as for float32 (2.11)."""
+    return words_drawn(RandomOp("normal_"), torch.empty(17, dtype=torch.bfloat16)) == 32

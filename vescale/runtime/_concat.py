@@ -1,0 +1,19 @@
+"""``torch.cat`` on DTensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vescale.runtime._runtime import Runtime
+
+__all__ = ["concat"]
+
+
+def concat(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """DTensor's own rule, without the empty 1-D tensors that torch ignores (a key/value cache starts as one)."""
+    tensors = args[0] if args else kwargs["tensors"]
+    joined = [tensor for tensor in tensors if tensor.ndim != 1 or tensor.numel()] or list(tensors)
+    if args:
+        return func(joined, *args[1:], **kwargs)
+    return func(**{**kwargs, "tensors": joined})

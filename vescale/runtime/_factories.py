@@ -1,0 +1,39 @@
+"""Tensors made inside a model's forward: every rank makes the global one, and keeps its part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale.runtime._boundary import wrap_global
+
+if TYPE_CHECKING:
+    from vescale.runtime._runtime import Runtime
+
+__all__ = ["FACTORIES", "METHOD_FACTORIES", "place_made"]
+
+# Functions that make a tensor out of numbers. The random ones draw the same on every rank, from generators in step.
+_NAMES = """
+    arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye full hamming_window
+    hann_window kaiser_window linspace logspace normal ones rand randint randn randperm range scalar_tensor tensor
+    tril_indices triu_indices zeros
+"""
+FACTORIES = frozenset(getattr(torch, name) for name in _NAMES.split())
+
+# The same as methods of a plain tensor; on a DTensor they are DTensor's own.
+METHOD_FACTORIES = frozenset(
+    getattr(torch.Tensor, name) for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+)
+
+
+def place_made(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a factory and place its result as the running module's ``factory`` entry says, Replicate without one."""
+    made = func(*args, **kwargs)
+    if not isinstance(made, torch.Tensor) or isinstance(made, DTensor) or "out" in kwargs:
+        return made
+    placements = runtime.factory_placements()
+    if any(getattr(placement, "dim", -1) >= made.ndim for placement in placements):
+        placements = runtime.replicated  # a scalar or an index vector inside a region of sharded factories
+    return wrap_global(made, runtime.mesh, placements, "factory")

@@ -1,0 +1,31 @@
+"""Torch functions with a rule of their own inside a parallelized model's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vescale.runtime._assignment import assign_item
+from vescale.runtime._attention import attention
+from vescale.runtime._concat import concat
+from vescale.runtime._embedding import embedding
+from vescale.runtime._escapes import escape
+from vescale.runtime._splitting import SPLITS, split
+
+__all__ = ["FUNCTIONS"]
+
+# function -> rule(runtime, function, args, kwargs); called when an argument is a DTensor, with plain tensors made global.
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: attention,
+    F.embedding: embedding,
+    torch.embedding: embedding,
+    **dict.fromkeys(SPLITS, split),
+    torch.cat: concat,
+    torch.concat: concat,
+    torch.concatenate: concat,
+    torch.Tensor.__setitem__: assign_item,
+    **{getattr(torch.Tensor, name): escape for name in ("tolist", "numpy", "__array__")},
+}

@@ -1,0 +1,146 @@
+"""Ops that stock DTensor lacks, for the models that vescale runs; installed with DTensor's dispatcher once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from vescale.comm import record
+from vescale.compat import (
+    DispatchListener,
+    install_checkpointing,
+    install_dispatch,
+    local_of,
+    make_dtensor,
+    make_spec,
+    no_torch_function,
+    stock_dispatch,
+)
+from vescale.runtime._boundary import bring, cut, stride_like
+from vescale.runtime._containers import map_tensors
+from vescale.runtime._elementwise_loss import ELEMENTWISE_LOSS_HANDLERS
+from vescale.runtime._loss import LOSS_HANDLERS
+from vescale.runtime._norm import NORM_HANDLERS
+from vescale.runtime._runtime import checkpointed, locate
+
+__all__ = ["install_handlers"]
+
+_aten = torch.ops.aten
+
+
+def install_handlers() -> None:
+    """Teach DTensor's dispatcher; idempotent. Ops without a handler, and DTensors of other code, are not affected."""
+    own = {_aten.fill_.Tensor: _fill, _aten.clone.default: _clone, _aten.masked_fill_.Scalar: _masked_fill}
+    install_dispatch({**own, **NORM_HANDLERS, **LOSS_HANDLERS, **ELEMENTWISE_LOSS_HANDLERS}, _Listener())
+    install_checkpointing(checkpointed)
+
+
+def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.fill_(scalar tensor)``, what ``x[index] = number`` comes to. On a Partial x, one rank holds the value."""
+    x, value = args
+    with no_torch_function():
+        if isinstance(value, DTensor):
+            value = local_of(bring(value, (Replicate(),) * value.device_mesh.ndim, str(op), "value"))
+        if not isinstance(x, DTensor):
+            return op(x, value)
+        local_of(x).fill_(value)
+        coordinate = x.device_mesh.get_coordinate() or ()
+        if any(p.is_partial("sum") and index for p, index in zip(x.placements, coordinate)):
+            local_of(x).zero_()
+    return x
+
+
+def _clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """A copy of each rank's part; stock DTensor reduces a Partial tensor to copy it."""
+    x = args[0]
+    with no_torch_function():
+        local = op(local_of(x), **kwargs)
+        spec = make_spec(x.device_mesh, x.placements, x.shape, stride_like(local, x.shape), local.dtype)
+        return make_dtensor(local, spec)
+
+
+def _masked_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Zeros may be filled into a pending sum: on every rank. (Label smoothing does, over sharded classes.)"""
+    x, mask, value = args
+    pending = [p.is_partial("sum") or p.is_partial("avg") for p in x.placements] if isinstance(x, DTensor) else []
+    if not any(pending) or value != 0 or not isinstance(mask, DTensor) or mask.shape != x.shape:
+        return stock_dispatch(op, args, kwargs)
+    wanted = [Replicate() if reduced_later else p for reduced_later, p in zip(pending, x.placements)]
+    with no_torch_function():
+        local_of(x).masked_fill_(local_of(bring(mask, wanted, str(op), "mask")), value)
+    return x
+
+
+class _Listener(DispatchListener):
+    def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, Any, Any]]) -> None:
+        where = locate()
+        if where is None:
+            return
+        names = [argument.name for argument in op._schema.arguments]
+        for position, local, source, target in moves:
+            name = names[position] if position < len(names) else f"argument {position}"
+            where.runtime.implicit(where, str(op), name, local, source.placements, target.placements)
+            _enter_in_ledger(str(op), local, source, target)
+
+    def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
+        """In backward too: the zeros that stand for outputs of ``split`` without a gradient are plain."""
+        return locate() is not None
+
+    def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gather, run on every rank, keep this rank's part of what was written in place."""
+        if locate() is None:
+            return NotImplemented
+        return _replicated(op, args, kwargs)
+
+
+def _enter_in_ledger(op: str, local: torch.Tensor, source: Any, target: Any) -> None:
+    """DTensor communicates by itself here; say what, axis by axis, with the bytes of the usual algorithm."""
+    mesh, size = source.mesh, local.numel() * local.element_size()
+    for axis, (before, after) in enumerate(zip(source.placements, target.placements)):
+        num_ranks = mesh.size(axis)
+        if num_ranks == 1 or before == after or before.is_replicate() or (after.is_partial() and before.is_shard()):
+            continue
+        if before.is_partial():
+            kind, moved = ("all_reduce", 2) if after.is_replicate() else ("reduce_scatter_v", 1)
+            moved = moved * size * (num_ranks - 1) // num_ranks
+        elif after.is_replicate():
+            kind, moved = "all_gather_v", size * (num_ranks - 1)
+        else:
+            kind, moved = "all_to_all_v", size * (num_ranks - 1) // num_ranks
+        record(kind, num_ranks, moved, asker=f"implicit: {op}", group=mesh.get_group(axis))
+
+
+def _replicated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any op without a rule of its own: correct on every mesh, at the price of gathering its operands."""
+    found = [x for x in (*args, *kwargs.values()) for x in (x if isinstance(x, list | tuple) else (x,))]
+    mesh = next(x for x in found if isinstance(x, DTensor)).device_mesh
+    whole = (Replicate(),) * mesh.ndim
+
+    def gathered(value: Any) -> Any:
+        return map_tensors(
+            lambda x: local_of(bring(x, whole, str(op), "an operand")) if isinstance(x, DTensor) else x, value
+        )
+
+    def wrapped(x: torch.Tensor) -> DTensor:
+        return make_dtensor(x, make_spec(mesh, whole, x.shape, x.stride(), x.dtype))
+
+    with no_torch_function():
+        new_args, new_kwargs = gathered(tuple(args)), gathered(dict(kwargs))
+        result = op(*new_args, **new_kwargs)
+        written = None
+        for position, argument in enumerate(op._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                old = args[position] if position < len(args) else kwargs[argument.name]
+                new = new_args[position] if position < len(args) else new_kwargs[argument.name]
+                if isinstance(old, DTensor) and new is not local_of(old):
+                    if any(p.is_partial() for p in old.placements):
+                        raise NotImplementedError(
+                            f"{op} writes to a tensor that is {tuple(old.placements)}; add a plan entry that reduces it "
+                            "before"
+                        )
+                    local_of(old).copy_(cut(new, mesh, old.placements))
+                written = old
+        return written if written is not None else map_tensors(wrapped, result)

@@ -1,0 +1,157 @@
+"""``parallelize(model, plan)``: a single-device model becomes one that runs on a mesh, in place."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from vescale.ir import Annotate, Batch, Hook, Instruction, Local, Place, Program, Redistribute, lower
+from vescale.placements import from_local
+from vescale.placements import install as install_placements
+from vescale.plans import MeshAxes, Plan, PlanError
+from vescale.runtime._agree import check_agreement
+from vescale.runtime._gradients import label_gradient, reduce_gradient
+from vescale.runtime._handlers import install_handlers
+from vescale.runtime._hooks import ModuleHooks
+from vescale.runtime._place import TensorSlots, place_tensor
+from vescale.runtime._region import LocalRegion
+from vescale.runtime._runtime import Runtime
+from vescale.runtime._sites import ImplicitSite
+
+__all__ = ["implicit_communication", "install", "parallelize"]
+
+_RUNTIMES: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
+
+
+def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None, strict: bool = False) -> nn.Module:
+    """Make ``model`` compute, on every rank of the mesh together, what it computes on one device; in place.
+
+    ===========  ===========================================================================================
+    of the       after ``parallelize``
+    ===========  ===========================================================================================
+    parameters   ``nn.Parameter`` of a DTensor as the plan places it; names, ties, ``requires_grad`` as before
+    inputs       plain tensors are the global ones, the same on every rank (``given="local"``: each rank's
+                 part), and are placed as the plan says, Replicate where it says nothing; DTensors are taken as they are
+    outputs      DTensors; a plain global tensor where an ``<out>`` entry of the model makes it Replicate on all axes
+    gradients    complete when ``backward()`` returns, placed as their parameters
+    ===========  ===========================================================================================
+
+    Build the optimizer afterwards. The model must be the same on every rank (the same seed); that is checked.
+
+    Args:
+        model: on one device or the meta device, not parallelized before.
+        plan: for the mesh it was written on, or over axis names and sizes (from a YAML file).
+        mesh: the DeviceMesh, when the plan has only names and sizes; made from them when left out.
+        strict: raise at the first communication that no plan entry asked for, instead of counting it.
+
+    Returns the model.
+
+    Raises:
+        PlanError: everything that ``lower`` finds; ranks that disagree on plan or model; a model parallelized before.
+            On every rank, before any communication but that of the agreement check.
+    """
+    if model in _RUNTIMES:
+        raise PlanError(
+            f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
+            "parallelize"
+        )
+    program = lower(plan, model)
+    return install(model, program, _mesh_of(plan, model, mesh), strict=strict)
+
+
+def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool = False) -> nn.Module:
+    """Carry out a lowered program; nothing of the plan is consulted afterwards. See :func:`parallelize`."""
+    check_agreement(model, program, mesh)
+    install_placements()
+    install_handlers()
+    _enable_rng()
+    runtime = Runtime(model, program, mesh, strict=strict)
+    _place_tensors(model, program, mesh)
+    by_module: dict[str, list[Instruction]] = {}
+    for instruction in _single(program):
+        by_module.setdefault(instruction.path, []).append(instruction)
+    for path, module in model.named_modules():
+        instructions = by_module.get(path, [])
+        for instruction in instructions:
+            if isinstance(instruction.op, Local):
+                LocalRegion(runtime, module, path, instruction)
+        ModuleHooks(runtime, module, path, instructions)
+    _RUNTIMES[model] = runtime
+    return model
+
+
+def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:
+    """How often each site of a parallelized model communicated without being asked to by the plan, so far, on this rank.
+
+    Raises KeyError for a model that was not given to :func:`parallelize`.
+    """
+    return dict(_RUNTIMES[model].sites)
+
+
+def _enable_rng() -> None:
+    """Random ops with one device's numbers, where that package is there."""
+    if importlib.util.find_spec("vescale.rng") is not None:
+        enable = getattr(importlib.import_module("vescale.rng"), "enable", None)
+        if enable is not None:
+            enable()
+
+
+def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
+    mesh = mesh if mesh is not None else plan.mesh
+    if mesh is None:
+        devices = [p.device.type for p in model.parameters() if p.device.type != "meta"]
+        return init_device_mesh(devices[0] if devices else "cpu", plan.axes.sizes, mesh_dim_names=plan.axes.names)
+    if MeshAxes.of(mesh) != plan.axes:
+        raise PlanError(
+            f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(mesh)}; give the plan's mesh"
+        )
+    return mesh
+
+
+def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
+    slots = TensorSlots(model)
+    gradients = {_name(i): i for i in _single(program) if i.hook is Hook.BACKWARD}
+    for instruction in program:
+        if instruction.hook is not Hook.INIT or not isinstance(instruction.op, Place | Annotate):
+            continue
+        name = _name(instruction)
+        old = slots[name]
+        stage = tuple(Replicate() if p is None else p for p in instruction.op.placements)
+        if isinstance(instruction.op, Annotate):
+            new = from_local(old.detach(), mesh, stage)
+        else:
+            new = place_tensor(old, mesh, stage, name)
+        placed = slots.replace(name, new)
+        if isinstance(placed, DTensor) and placed.requires_grad:
+            _attach_gradient(placed, name, gradients.get(name))
+
+
+def _attach_gradient(parameter: DTensor, name: str, instruction: Instruction | None) -> None:
+    if instruction is None:
+        reduce_gradient(parameter, name)
+    elif isinstance(instruction.op, Redistribute):
+        reduce_gradient(parameter, name, instruction.op.dst)
+    else:
+        assert isinstance(instruction.op, Annotate)
+        label_gradient(parameter, instruction.op.placements)
+
+
+def _single(program: Program) -> Iterator[Instruction]:
+    """The instructions, with batches taken apart: every part is a collective of its own here."""
+    for instruction in program:
+        if isinstance(instruction.op, Batch):
+            for target, index, op in instruction.op.parts:
+                yield replace(instruction, target=target, index=index, op=op)
+        else:
+            yield instruction
+
+
+def _name(instruction: Instruction) -> str:
+    return f"{instruction.path}.{instruction.target}" if instruction.path else instruction.target

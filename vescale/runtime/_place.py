@@ -1,0 +1,85 @@
+"""Parameters and buffers become DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import make_dtensor, make_spec
+from vescale.placements import distribute_tensor, local_region, normalize_placements, redistribute
+from vescale.plans import PlanError
+from vescale.runtime._boundary import contiguous_stride
+
+__all__ = ["TensorSlots", "place_tensor"]
+
+
+def place_tensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], name: str) -> DTensor:
+    """This rank's part of a tensor that is the same on every rank, as a DTensor; nothing is communicated.
+
+    A meta tensor gives a meta DTensor; a DTensor on the same mesh is redistributed.
+    """
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh != mesh:
+            raise PlanError(
+                f"{name} of shape {tuple(tensor.shape)} is a DTensor on {tensor.device_mesh}, and the plan's mesh is "
+                f"{mesh}; parallelize a model of plain tensors, or write the plan for the model's mesh"
+            )
+        return redistribute(cast(DTensor, tensor.detach()), mesh, tuple(placements))
+    plain = tensor.detach()
+    if plain.is_meta:
+        wanted = normalize_placements(placements, plain.shape, mesh)
+        coordinate = mesh.get_coordinate()
+        shape = (
+            (0,) if coordinate is None else local_region(plain.shape, wanted, tuple(mesh.shape), coordinate).local_shape
+        )
+        local = torch.empty(shape, dtype=plain.dtype, device="meta")
+        return make_dtensor(local, make_spec(mesh, wanted, plain.shape, contiguous_stride(plain.shape), plain.dtype))
+    return distribute_tensor(plain, mesh, placements, src_data_rank=None)
+
+
+class TensorSlots:
+    """The places in a model where each parameter and buffer hangs: several for a tied one.
+
+    Replacing a tensor replaces it in all of them, so that ties stay ties.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots: dict[int, list[tuple[nn.Module, str, str]]] = {}
+        self._names: dict[str, torch.Tensor] = {}
+        for path, module in model.named_modules():
+            for kind in ("_parameters", "_buffers"):
+                for name, tensor in getattr(module, kind).items():
+                    if tensor is not None:
+                        self._slots.setdefault(id(tensor), []).append((module, kind, name))
+                        self._names[f"{path}.{name}" if path else name] = tensor
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of every slot, tied ones under each of their names."""
+        return iter(self._names.items())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._names[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def replace(self, name: str, new: DTensor) -> torch.Tensor:
+        """Hang ``new`` where ``name`` and everything tied to it was; parameters stay parameters, with requires_grad."""
+        old = self._names[name]
+        placed: Any = new
+        if isinstance(old, nn.Parameter):
+            placed = nn.Parameter(new, requires_grad=old.requires_grad)
+            placed.__dict__.update(old.__dict__)
+        for module, kind, slot in self._slots.pop(id(old)):
+            getattr(module, kind)[slot] = placed
+        for other, tensor in list(self._names.items()):
+            if tensor is old:
+                self._names[other] = placed
+        self._slots[id(placed)] = []
+        return placed

@@ -1,0 +1,99 @@
+"""Local regions: a module whose forward runs on plain local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import no_torch_function
+from vescale.ir import Instruction, Local
+from vescale.placements import shard_dim
+from vescale.plans import PlanError
+from vescale.runtime._boundary import convert, enter_local, leave_local, reduced
+from vescale.runtime._containers import map_tensors, tensors_in
+from vescale.runtime._runtime import Runtime
+
+__all__ = ["LocalRegion"]
+
+
+class LocalRegion:
+    """Runs a module's forward on local tensors: its inputs, its parameters, and everything inside.
+
+    ==============  ==============================================  ===================================================
+    crosses border  value                                           gradient
+    ==============  ==============================================  ===================================================
+    input           brought to ``inputs``, then this rank's part    sharded as the input; Partial on an axis where the
+                                                                    input is Replicate and the work differs by rank
+    parameter       this rank's part                                the same
+    output          labelled ``outputs``, Replicate where unsaid    brought to ``outputs`` (Replicate for Partial)
+    ==============  ==============================================  ===================================================
+
+    The work differs by rank along an axis when an input, a parameter or an output is not Replicate there.
+    """
+
+    def __init__(self, runtime: Runtime, module: nn.Module, path: str, instruction: Instruction) -> None:
+        op = instruction.op
+        assert isinstance(op, Local)
+        if op.kind is not None:
+            raise PlanError(
+                f"local region on {path!r} has kind={op.kind!r}, which this version does not run; leave kind out and "
+                "give inputs and outputs",
+                instruction.source,
+            )
+        self.runtime, self.module, self.path = runtime, module, path
+        self.inputs, self.outputs = op.inputs, tuple(Replicate() if p is None else p for p in op.outputs)
+        self._forward = module.forward
+        module.forward = self.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with no_torch_function():
+            who = f"local region {self.path}"
+            args, kwargs = map_tensors(
+                lambda x: convert(x, self.inputs, who=who) if isinstance(x, DTensor) else x, [args, kwargs]
+            )
+            found: list[DTensor] = [p for p in self.module.parameters() if isinstance(p, DTensor)]
+            found += [x for x in tensors_in([args, kwargs]) if isinstance(x, DTensor)]
+            differs = [
+                not self.outputs[axis].is_replicate() or any(not x.placements[axis].is_replicate() for x in found)
+                for axis in range(self.runtime.mesh.ndim)
+            ]
+
+            def entered(x: torch.Tensor) -> torch.Tensor:
+                return enter_local(x, _gradient(x.placements, differs)) if isinstance(x, DTensor) else x
+
+            with self._local_parameters(entered):
+                result = self._forward(*map_tensors(entered, args), **map_tensors(entered, kwargs))
+            return map_tensors(self._leave, result)
+
+    @contextmanager
+    def _local_parameters(self, entered: Any) -> Iterator[None]:
+        with ExitStack() as shown:
+            for module in self.module.modules():
+                for name, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                    if name not in module.__dict__:
+                        module.__dict__[name] = entered(value)
+                        shown.callback(module.__dict__.pop, name)
+            yield
+
+    def _leave(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, DTensor):
+            return x
+        shape = list(x.shape)
+        for axis, placement in enumerate(self.outputs):
+            dim = shard_dim(placement)
+            if dim is not None:
+                shape[dim] *= self.runtime.mesh.size(axis)
+        return leave_local(x, self.runtime.mesh, self.outputs, shape, f"local region {self.path}")
+
+
+def _gradient(placements: Sequence[Placement], differs: Sequence[bool]) -> tuple[Placement, ...]:
+    return tuple(
+        Partial() if placement.is_replicate() and apart else placement
+        for placement, apart in zip(reduced(placements), differs)
+    )
