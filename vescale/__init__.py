@@ -14,6 +14,7 @@ _PUBLIC: dict[str, str] = {
     "RaggedShard": "vescale.placements",
     "StridedRaggedShard": "vescale.placements",
     "Layout": "vescale.buffer",
+    "ShardedBatchSampler": "vescale.rng",
     "deferred_init": "vescale.rng",
     "materialize": "vescale.rng",
     "plan_layout": "vescale.buffer",

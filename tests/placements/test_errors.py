@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,7 +86,7 @@ MISFITS: list[tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...], str]] = [
 @pytest.mark.parametrize(("placements", "shape", "mesh_shape", "message"), MISFITS)
 def test_misfits(placements: Any, shape: tuple[int, ...], mesh_shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        normalize_placements(placements, shape, SimpleNamespace(shape=mesh_shape))
+        normalize_placements(placements, shape, mesh_shape)
 
 
 @pytest.mark.parametrize(

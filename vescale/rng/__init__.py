@@ -5,6 +5,7 @@ same seed (``torch.manual_seed``); their generators then stay equal. :func:`defe
 same for a model's initialization, without ever holding the whole model. Ops, rules and limits are in docs/rng.md.
 """
 
+from vescale.rng._data import SampleSeeds, ShardedBatchSampler
 from vescale.rng._deferred import DeferredTensor, DeferredValueError, is_deferred
 from vescale.rng._init import rand, randint, randn
 from vescale.rng._materialize import PlacementFn, materialize, materialize_tensor
@@ -14,6 +15,8 @@ __all__ = [
     "DeferredTensor",
     "DeferredValueError",
     "PlacementFn",
+    "SampleSeeds",
+    "ShardedBatchSampler",
     "deferred_init",
     "disable",
     "enable",
