@@ -1,4 +1,4 @@
-"""Output for people and programs: rich tables and colours on a terminal, plain unwrapped lines in a pipe, JSON."""
+"""Output for people and programs: tables and colours on a terminal, the same lines without colours in a pipe, JSON."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from rich.table import Table
 
 __all__ = ["bytes_text", "new_console", "new_table", "print_json"]
 
-_UNWRAPPED = 100_000  # columns: names are never cut or wrapped where a program reads them
+_UNWRAPPED = 100_000  # columns: names are never cut, and only a terminal itself wraps lines
 
 
 def new_console() -> Console:
     """Standard output; names such as ``<in>`` and ``[0]`` are printed as they are."""
-    width = None if sys.stdout.isatty() else _UNWRAPPED
-    return Console(width=width, markup=False, highlight=False, emoji=False)
+    return Console(width=_UNWRAPPED, markup=False, highlight=False, emoji=False)
 
 
 def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     """A table without lines between rows; the columns named in ``right`` hold numbers."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
     return table
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+_PHASES = {"forward": "fwd", "backward": "bwd"}
 _SECTIONS = ("plan", "ir", "hooks", "memory", "collectives")
 
 
@@ -220,11 +221,12 @@ def _print_collectives(console: Console, prediction: Prediction | None, inputs: 
         return
     shapes = [f"{name} {'x'.join(map(str, value.shape))}" for name, value in inputs.items() if hasattr(value, "shape")]
     console.print(f"for {', '.join(shapes)}")
-    table = new_table("module", "tensor", "when", "axis", "op", "calls", "bytes", right=("calls", "bytes"))
+    table = new_table("tensor", "phase", "axis", "op", "calls", "bytes", right=("calls", "bytes"))
     for path, collective, count in _merged(prediction):
         size = "unknown" if collective.num_bytes is None else bytes_text(collective.num_bytes * count)
         op = collective.op or "unknown until run"
-        table.add_row(path or "(the model)", collective.target, collective.when, collective.axis, op, str(count), size)
+        name = f"{path}.{collective.target}" if path else collective.target
+        table.add_row(name, _PHASES[collective.when], collective.axis, op, str(count), size)
     console.print(table)
     console.print()
     console.print(_totals_table(prediction))
@@ -263,10 +265,10 @@ def _totals(prediction: Prediction) -> list[dict[str, Any]]:
 
 
 def _totals_table(prediction: Prediction) -> Any:
-    table = new_table("axis", "when", "op", "calls", "bytes", right=("calls", "bytes"))
+    table = new_table("axis", "phase", "op", "calls", "bytes", right=("calls", "bytes"))
     for row in _totals(prediction):
         size = "unknown" if row["bytes"] is None else bytes_text(row["bytes"])
-        table.add_row(row["axis"], row["when"], row["op"] or "unknown until run", str(row["calls"]), size)
+        table.add_row(row["axis"], _PHASES[row["when"]], row["op"] or "unknown until run", str(row["calls"]), size)
     return table
 
 
