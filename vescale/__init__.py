@@ -13,6 +13,7 @@ _PUBLIC: dict[str, str] = {
     "InterleavedShard": "vescale.placements",
     "RaggedShard": "vescale.placements",
     "StridedRaggedShard": "vescale.placements",
+    "DBuffer": "vescale.buffer",
     "Layout": "vescale.buffer",
     "ShardedBatchSampler": "vescale.rng",
     "deferred_init": "vescale.rng",
