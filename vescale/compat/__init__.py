@@ -40,6 +40,7 @@ from vescale.compat.dtensor import (
     rank_in_mesh,
     spec_of,
 )
+from vescale.compat.foreach import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm, has_foreach
 from vescale.compat.groups import make_group
 from vescale.compat.install import DTensorHooks, install, stock
 from vescale.compat.needs import UnsupportedTorchError, self_check
@@ -62,6 +63,11 @@ __all__ = [
     "current_autograd_node",
     "current_mesh",
     "decompose",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_norm",
+    "has_foreach",
     "has_results",
     "install",
     "install_checkpointing",
