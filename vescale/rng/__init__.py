@@ -8,7 +8,7 @@ same for a model's initialization, without ever holding the whole model. Ops, ru
 from vescale.rng._data import SampleSeeds, ShardedBatchSampler
 from vescale.rng._deferred import DeferredTensor, DeferredValueError, is_deferred
 from vescale.rng._init import rand, randint, randn
-from vescale.rng._materialize import PlacementFn, materialize, materialize_tensor
+from vescale.rng._materialize import PlacementFn, fingerprint, has_deferred, materialize, materialize_tensor
 from vescale.rng._switch import deferred_init, disable, enable, is_enabled
 
 __all__ = [
@@ -20,6 +20,8 @@ __all__ = [
     "deferred_init",
     "disable",
     "enable",
+    "fingerprint",
+    "has_deferred",
     "is_deferred",
     "is_enabled",
     "materialize",
