@@ -5,10 +5,13 @@ What needs a GPU is under the ``gpu`` mark at the end (and in benchmarks/gpu.py)
 
 from __future__ import annotations
 
-import ctypes
+import json
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +20,11 @@ import torch
 from torch.distributed.tensor import Shard
 
 from tests.rng import cases
-from vescale import csrc
+from tests.rng.emulated_gpu import EmulatedGpu, host_launcher
 from vescale.placements import RaggedShard, local_region
-from vescale.rng import _cuda, _cuda_kernel
+from vescale.rng import _cuda
 from vescale.rng._cuda import Device, generate
-from vescale.rng._ops import RandomOp
+from vescale.rng._ops import DROPOUT_MASK, RandomOp
 from vescale.rng._philox import GridStride, Launch, PhiloxRule, PhiloxState, Quads, Vectors, leaves, philox
 
 SMALL = Launch(num_sms=2, threads_per_sm=512)  # 1024 threads
@@ -207,23 +210,9 @@ def test_unknown_draws_are_generated_whole() -> None:
 @pytest.fixture
 def host_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(_cuda, "KERNEL_COST", 0)  # preferred wherever it may be used
-    library = csrc.load("philox")
-    if library is None:
+    if host_launcher() is None:
         pytest.skip("the C++ helper was not built")
-    library.philox_fill.argtypes = [ctypes.c_void_p] * 3
-
-    def fill(op: Any, rule: Any, local: Any, spans: Any, n: int, state: PhiloxState, parameter: Any) -> bool:
-        transform = _cuda_kernel.transform_of(op, local.dtype, parameter is not None)
-        assert transform is not None
-        for span, piece in [(part, piece) for part in spans for piece in part.pieces]:
-            dtype = None if parameter is None else parameter.dtype
-            plan = _cuda_kernel.launch_plan(transform, rule, SMALL, local.dtype, dtype, span, piece, n, state)
-            table = np.array(plan, np.int64)
-            given = 0 if parameter is None else parameter.data_ptr()
-            library.philox_fill(local.data_ptr(), given, table.ctypes.data)
-        return True
-
-    return fill
+    return EmulatedGpu(SMALL).device.kernel
 
 
 def reference_values(op: RandomOp, rule: Any, n: int, dtype: torch.dtype, parameter: Any) -> torch.Tensor:
@@ -316,6 +305,133 @@ def test_normals_of_the_kernel_source(host_kernel: Any, dtype: torch.dtype, rule
         u, angle = words[first] * 2.0**-32 + 2.0**-33, 2 * math.pi * (words[first + 1] * 2.0**-32 + 2.0**-33)
     expected = math.sqrt(-2 * math.log(u)) * (math.cos(angle) if int(lane[0]) & 1 else math.sin(angle)) * 2 + 1
     assert abs(local[7].item() - expected) < 1e-5
+
+
+# --- what the engine makes of devices that are not as it knows them
+
+
+class OldDropout(EmulatedGpu):
+    """Dropout takes four neighbours of any dtype, as torch did before it took eight halves."""
+
+    def native_rule(self, op: RandomOp, dtype: torch.dtype, n: int, has_parameter: bool) -> PhiloxRule:
+        found = super().native_rule(op, dtype, n, has_parameter)
+        return Vectors(min(found.width, 4)) if isinstance(found, Vectors) else found
+
+
+class Strange(EmulatedGpu):
+    """One number of each block is used: no rule that the engine knows."""
+
+    def native_rule(self, op: RandomOp, dtype: torch.dtype, n: int, has_parameter: bool) -> PhiloxRule:
+        found = super().native_rule(op, dtype, n, has_parameter)
+        return GridStride(1) if isinstance(found, GridStride) else found
+
+
+class Inexact(EmulatedGpu):
+    """The kernel compiles, and its numbers are off by one step of the generator."""
+
+    def _launch(self, grid: Any, block: Any, args: Any) -> None:
+        plan = args[2].clone()
+        plan[1] += 1
+        super()._launch(grid, block, [args[0], args[1], plan])
+
+
+def expect_bits(gpu: EmulatedGpu, op: RandomOp, dtype: torch.dtype, shape: tuple[int, ...] = (90, 64)) -> Any:
+    """Every part of a fill, by the rule that the engine finds; returns the rule."""
+    has_parameter = op == RandomOp("bernoulli_")
+    rule = _cuda.find_rule(op, dtype, has_parameter, gpu.device, torch.device("cpu"))
+    parameter = torch.rand(shape, generator=torch.Generator().manual_seed(2)) if has_parameter else None
+    whole = torch.empty(shape, dtype=dtype)
+    final: list[PhiloxState] = []
+    gpu.native(op, whole, STATE, parameter, final)
+    for placements in ([Shard(0)], [Shard(1)], [RaggedShard()]):
+        for index in range(8):
+            region = local_region(shape, placements, (8,), (index,))
+            local = torch.empty(region.local_shape, dtype=dtype)
+            given = None if parameter is None else cases.part_of(parameter, region)
+            left = generate(local, region, whole.stride(), op, STATE, gpu.device, rule, given)
+            assert torch.equal(local, cases.part_of(whole, region)), (placements, index)
+            assert left == final[0]
+    return rule
+
+
+@pytest.fixture
+def _helper() -> None:
+    if host_launcher() is None:
+        pytest.skip("the C++ helper was not built")
+    _cuda._warn_once.cache_clear()
+
+
+UNIFORM, NORMAL, COINS = cases.OPS["uniform"], cases.OPS["normal"], RandomOp("bernoulli_")
+
+
+def test_dropout_of_older_versions_is_recognized(_helper: None) -> None:
+    mask = RandomOp(DROPOUT_MASK, (0.3, False), torch.bfloat16)
+    assert expect_bits(OldDropout(SMALL), mask, torch.bool) == Vectors(4)
+    assert expect_bits(EmulatedGpu(SMALL), mask, torch.bool) == Vectors(8)
+
+
+def test_probes_do_not_trust_arguments_that_tell_nothing(_helper: None) -> None:
+    """Nothing is dropped, one value is possible: every rule would seem to fit. The probes use other arguments."""
+    mask = RandomOp(DROPOUT_MASK, (0.0, False), torch.bfloat16)
+    assert expect_bits(OldDropout(SMALL), mask, torch.bool) == Vectors(4)
+    gpu = Inexact(SMALL)
+    assert expect_bits(gpu, RandomOp("random_", (0, 1)), torch.int64) == GridStride(4)
+    expect_bits(gpu, RandomOp("random_", (0, 100)), torch.int64)
+
+
+def test_unknown_rules_fall_back_with_one_warning(_helper: None) -> None:
+    with pytest.warns(UserWarning, match="every rank generates the whole tensor") as caught:
+        assert expect_bits(Strange(SMALL), UNIFORM, torch.float32) is None
+    assert len(caught) == 1
+
+
+def test_kernels_with_other_bits_are_not_used(_helper: None) -> None:
+    gpu = Inexact(SMALL)
+    for op in (UNIFORM, NORMAL):
+        expect_bits(gpu, op, torch.float32)
+        expect_bits(gpu, op, torch.float32, shape=(7, 3))
+    trial = len(gpu.launches)
+    expect_bits(gpu, UNIFORM, torch.float32)
+    assert len(gpu.launches) == trial, "tried once"
+    with pytest.warns(UserWarning, match="its kernel could not be built") as caught:
+        expect_bits(gpu, COINS, torch.float32)
+    assert len(caught) == 1
+
+
+def test_without_a_compiler(_helper: None) -> None:
+    gpu = EmulatedGpu(SMALL, with_kernel=False)
+    for op in (UNIFORM, NORMAL, RandomOp(DROPOUT_MASK, (0.4, False), torch.float32)):
+        expect_bits(gpu, op, torch.bool if op.name == DROPOUT_MASK else torch.float32)
+    with pytest.warns(UserWarning, match="its kernel could not be built"):
+        expect_bits(gpu, COINS, torch.bool)
+
+
+def test_inner_dims_use_the_kernel_and_rows_the_native_op(_helper: None) -> None:
+    gpu = EmulatedGpu(SMALL)
+    rule = _cuda.find_rule(UNIFORM, torch.float32, False, gpu.device, torch.device("cpu"))
+    for dim, uses_kernel in ((0, False), (1, True)):
+        region = local_region((512, 512), [Shard(dim)], (8,), (3,))
+        for _ in range(2):  # the first time, the kernel is compared with the native op
+            gpu.calls.clear()
+            gpu.launches.clear()
+            local = torch.empty(region.local_shape)
+            generate(local, region, (512, 1), UNIFORM, STATE, gpu.device, rule)
+        assert bool(gpu.launches) == uses_kernel
+        assert sum(gpu.calls) <= (0 if uses_kernel else 512 * 512 / 8 + 2 * 4096)
+
+
+def test_the_gpu_benchmark_on_an_emulated_device() -> None:
+    """All of its checks: every op and dtype, DTensors, states; so that the first run on a GPU is not the script's first."""
+    if host_launcher() is None:
+        pytest.skip("the C++ helper was not built")
+    script = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", str(script), "--emulate", "--json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    assert report["wrong"] == {} and report["parts"] > 6_000
+    assert len(report["rows"]) > 80 and not any("unknown" in row["rule"] for row in report["rows"])
 
 
 # --- on a GPU

@@ -24,7 +24,7 @@ from vescale.rng._ops import DROPOUT_MASK, RandomOp
 from vescale.rng._philox import ChunkedRule, GridStride, Launch, PhiloxRule, PhiloxState, Quads, Vectors, leaves
 from vescale.rng._spans import Span, is_contiguous, spans, stream_order
 
-__all__ = ["Device", "device_at", "fill_region", "generate", "probed_rule", "read_state", "write_state"]
+__all__ = ["Device", "device_at", "fill_region", "find_rule", "generate", "read_state", "write_state"]
 
 # Gaps up to this many elements are generated and dropped, and spans up to so many go through scratch memory.
 GAP_ELEMENTS = 1 << 22
@@ -37,8 +37,9 @@ KERNEL_COST = 3
 class Device:
     """What the engine asks of a GPU; the tests put an emulation in its place.
 
-    ``native(op, out, state, parameter)`` runs the native op on a contiguous tensor from a generator state, and
-    ``kernel(op, rule, local, spans, n, state, parameter)`` fills the spans' pieces, or returns False when it cannot.
+    ``native(op, out, state, parameter, final)`` runs the native op from a generator state, and appends the state after it
+    to the list ``final`` where one is given; ``kernel(op, rule, local, spans, n, state, parameter)`` fills the spans'
+    pieces, or returns False when it cannot.
     """
 
     launch: Launch
@@ -101,6 +102,8 @@ def generate(
             parameter
         )
     final = parts[-1].after(rule, device.launch)
+    if region.numel == 0:
+        return final
     if len(parts) == 1 and _prefers_kernel(rule, region, order, local, n, device.launch):
         everything = list(spans(region, order, local.stride(), n, n))
         if device.kernel(op, rule, local, everything, n, state, parameter):
@@ -118,7 +121,7 @@ def _prefers_kernel(
 ) -> bool:
     """Whether making a rank's elements one by one costs less than sweeping over all whole chunks that hold some."""
     if not isinstance(rule, ChunkedRule) or n < launch.max_threads:
-        return region.numel > 0
+        return True
     swept = owned = 0
     for span in spans(region, order, local.stride(), SCRATCH_CHUNKS * rule.chunk(launch), GAP_ELEMENTS):
         if span.direct is None:
@@ -254,7 +257,8 @@ def _warn_once(name: str, dtype: torch.dtype) -> None:
 def device_at(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     launch = Launch(properties.multi_processor_count, properties.max_threads_per_multi_processor)
-    return Device(launch, _native, _cuda_kernel.Kernels(launch, _native).fill)
+    kernels = _cuda_kernel.Kernels(launch, _native, functools.partial(_cuda_kernel.compiled, index))
+    return Device(launch, _native, kernels.fill)
 
 
 def _native(
@@ -311,28 +315,34 @@ class _RuleKey:
 
 @functools.lru_cache(maxsize=256)
 def probed_rule(key: _RuleKey) -> PhiloxRule | None:
+    """:func:`find_rule` on the real device, once for each op and dtype."""
+    return find_rule(key.op, key.dtype, key.has_parameter, device_at(key.index), torch.device("cuda", key.index))
+
+
+def find_rule(
+    op: RandomOp, dtype: torch.dtype, has_parameter: bool, device: Device, where: torch.device
+) -> PhiloxRule | None:
     """The rule by which an op draws on a device, found by trying; None when no known rule explains the native bits."""
-    if key.has_parameter:
+    if has_parameter:
         return Quads()  # checked by the kernel's own comparison with the native op
-    device = device_at(key.index)
-    where = torch.device("cuda", key.index)
     state = PhiloxState(2**40 + 7, 8)
     rules: tuple[ChunkedRule, ...] = (GridStride(4), GridStride(2))
-    if key.op.name == DROPOUT_MASK:
-        assert key.op.dtype is not None
-        widest = 16 // key.op.dtype.itemsize
-        rules = tuple(Vectors(width) for width in (widest, 4) if width <= widest)
-        rules = (Vectors(1),) if key.op.arguments[1] else rules
+    if op.name == DROPOUT_MASK:
+        assert op.dtype is not None
+        widest = 16 // op.dtype.itemsize
+        # The narrower first: two of its chunks are one of the wider, which would seem to fit.
+        rules = tuple(Vectors(width) for width in sorted({min(widest, 4), widest}))
+        rules = (Vectors(1),) if op.arguments[1] else rules
+    op = op.telling(dtype)
     for rule in rules:
         # Two whole chunks and a little, compared from the middle on.
-        op = key.op.telling(key.dtype)
         n = 2 * rule.chunk(device.launch) + 8 * 37  # the widest vector divides it
-        whole = torch.empty(n, dtype=key.dtype, device=where)
+        whole = torch.empty(n, dtype=dtype, device=where)
         final: list[PhiloxState] = []
-        _native(op, whole, state, None, final)
+        device.native(op, whole, state, None, final)
         if final[0].offset != state.offset + rule.increment(device.launch, n):
             continue
-        part = torch.empty(n - n // 2, dtype=key.dtype, device=where)
+        part = torch.empty(n - n // 2, dtype=dtype, device=where)
         _fill_stretch(part, n // 2, _Leaf(0, n, state), op, rule, device)
         if torch.equal(_comparable(part), _comparable(whole[n // 2 :])):
             return rule

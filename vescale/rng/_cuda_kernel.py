@@ -21,7 +21,7 @@ from vescale.rng._ops import DROPOUT_MASK, RandomOp
 from vescale.rng._philox import ChunkedRule, GridStride, Launch, PhiloxRule, PhiloxState, Quads, Vectors
 from vescale.rng._spans import Piece, Span
 
-__all__ = ["Kernels", "launch_plan", "transform_of"]
+__all__ = ["Kernels", "compiled", "launch_plan", "transform_of"]
 
 _MAX_DIMS = 6
 _DTYPES = {
@@ -60,7 +60,8 @@ extern "C" __global__ void vescale_fill(void* __restrict__ out, const void* para
 
 
 @functools.cache
-def _compiled(index: int) -> Callable[..., Any] | None:
+def compiled(index: int) -> Callable[..., Any] | None:
+    """The launcher of the kernel on CUDA device ``index``, which is the current one; None where it cannot be built."""
     header = (Path(csrc.__file__).parent / "philox.h").read_text()
     return compile_kernel(_DEVICE_SOURCE.format(header=header), "vescale_fill")
 
@@ -128,10 +129,15 @@ def launch_plan(
 
 
 class Kernels:
-    """The kernels of one device, and what is known about their bits."""
+    """The kernels of one device, and what is known about their bits.
 
-    def __init__(self, launch: Launch, native: Callable[..., None]) -> None:
-        self.launch, self.native = launch, native
+    ``native``: as in ``Device``. ``build()``: a launcher ``kernel(grid=, block=, args=[out, parameter, plan])`` or None.
+    """
+
+    def __init__(
+        self, launch: Launch, native: Callable[..., None], build: Callable[[], Callable[..., Any] | None]
+    ) -> None:
+        self.launch, self.native, self.build = launch, native, build
         self._trusted: dict[Any, bool] = {}
 
     def fill(
@@ -151,6 +157,8 @@ class Kernels:
 
     def trusts(self, op: RandomOp, rule: PhiloxRule, local: torch.Tensor, parameter: torch.Tensor | None) -> bool:
         """Whether the kernel gave the native bits when it was first asked for such a fill."""
+        if transform_of(op, local.dtype, parameter is not None) is None:
+            return False
         key = (op.name, op.dtype, len(op.arguments), local.dtype, rule, None if parameter is None else parameter.dtype)
         if key not in self._trusted:
             probes = {op, op.telling(local.dtype)}
@@ -168,7 +176,7 @@ class Kernels:
         parameter: torch.Tensor | None,
     ) -> bool:
         transform = transform_of(op, local.dtype, parameter is not None)
-        kernel = None if transform is None else _compiled(local.device.index or 0)
+        kernel = None if transform is None else self.build()
         if kernel is None or transform is None:
             return False
         parameter_dtype = None if parameter is None else parameter.dtype
