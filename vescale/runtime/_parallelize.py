@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ir import Annotate, Batch, Hook, Instruction, Local, Place, Program, Redistribute, lower
 from vescale.placements import from_local
 from vescale.placements import install as install_placements
 from vescale.plans import MeshAxes, Plan, PlanError
+from vescale.rng import enable as enable_rng
+from vescale.rng import has_deferred, is_deferred, materialize
 from vescale.runtime._agree import check_agreement
 from vescale.runtime._gradients import label_gradient, reduce_gradient
 from vescale.runtime._handlers import install_handlers
@@ -46,7 +48,8 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None,
     Build the optimizer afterwards. The model must be the same on every rank (the same seed); that is checked.
 
     Args:
-        model: on one device or the meta device, not parallelized before.
+        model: on one device, built under ``deferred_init`` (each rank then computes only its part of the values), or on
+            the meta device (its parameters become meta DTensors); not parallelized before.
         plan: for the mesh it was written on, or over axis names and sizes (from a YAML file).
         mesh: the DeviceMesh, when the plan has only names and sizes; made from them when left out.
         strict: raise at the first communication that no plan entry asked for, instead of counting it.
@@ -71,8 +74,9 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
     check_agreement(model, program, mesh)
     install_placements()
     install_handlers()
-    _enable_rng()
+    enable_rng()
     runtime = Runtime(model, program, mesh, strict=strict)
+    _materialize(model, program, mesh)
     _place_tensors(model, program, mesh)
     by_module: dict[str, list[Instruction]] = {}
     for instruction in _single(program):
@@ -93,14 +97,6 @@ def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:
     Raises KeyError for a model that was not given to :func:`parallelize`.
     """
     return dict(_RUNTIMES[model].sites)
-
-
-def _enable_rng() -> None:
-    """Random ops with one device's numbers, where that package is there."""
-    if importlib.util.find_spec("vescale.rng") is not None:
-        enable = getattr(importlib.import_module("vescale.rng"), "enable", None)
-        if enable is not None:
-            enable()
 
 
 def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
@@ -131,6 +127,26 @@ def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh) -> None
         placed = slots.replace(name, new)
         if isinstance(placed, DTensor) and placed.requires_grad:
             _attach_gradient(placed, name, gradients.get(name))
+
+
+def _materialize(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
+    """Gives a model built under ``deferred_init`` its values: each rank computes the part that it is to hold.
+
+    A parameter whose values are "local" by the plan, and tensors that the program does not place, are computed whole.
+    """
+    if not has_deferred(model):
+        return
+    slots = TensorSlots(model)
+    placements: dict[int, tuple[Placement, ...]] = {}
+    for instruction in program:
+        if instruction.hook is Hook.INIT and isinstance(instruction.op, Place):
+            wanted = tuple(Replicate() if p is None else p for p in instruction.op.placements)
+            placements.setdefault(id(slots[_name(instruction)]), wanted)
+
+    def placements_of(name: str, tensor: torch.Tensor) -> tuple[Placement, ...] | None:
+        return placements.get(id(tensor)) if is_deferred(tensor) else None
+
+    materialize(model, mesh, placements_of)
 
 
 def _attach_gradient(parameter: DTensor, name: str, instruction: Instruction | None) -> None:
