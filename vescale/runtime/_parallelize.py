@@ -17,6 +17,7 @@ from vescale.placements import from_local
 from vescale.placements import install as install_placements
 from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.runtime._agree import check_agreement
+from vescale.runtime._experts import ExpertRegion
 from vescale.runtime._gradients import label_gradient, reduce_gradient
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._hooks import ModuleHooks
@@ -81,7 +82,8 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
         instructions = by_module.get(path, [])
         for instruction in instructions:
             if isinstance(instruction.op, Local):
-                LocalRegion(runtime, module, path, instruction)
+                region = ExpertRegion if instruction.op.kind == "experts" else LocalRegion
+                region(runtime, module, path, instruction)
         ModuleHooks(runtime, module, path, instructions)
     _RUNTIMES[model] = runtime
     return model
