@@ -19,6 +19,7 @@ from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.rng import enable as enable_rng
 from vescale.rng import has_deferred, is_deferred, materialize
 from vescale.runtime._agree import check_agreement
+from vescale.runtime._experts import ExpertRegion
 from vescale.runtime._gradients import label_gradient, reduce_gradient
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._hooks import ModuleHooks
@@ -85,7 +86,8 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
         instructions = by_module.get(path, [])
         for instruction in instructions:
             if isinstance(instruction.op, Local):
-                LocalRegion(runtime, module, path, instruction)
+                region = ExpertRegion if instruction.op.kind == "experts" else LocalRegion
+                region(runtime, module, path, instruction)
         ModuleHooks(runtime, module, path, instructions)
     _RUNTIMES[model] = runtime
     return model
