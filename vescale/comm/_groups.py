@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.comm._ledger import name_group
 from vescale.compat import make_group
 
-__all__ = ["AxisGroup", "axis_group"]
+__all__ = ["AxisGroup", "axis_group", "group_of_ranks"]
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,16 @@ def _build(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
         )
     choices = [range(mesh.size(axis)) if axis in axes else (own[axis],) for axis in range(mesh.ndim)]
     by_rank = {int(mesh.mesh[coordinate]): coordinate for coordinate in itertools.product(*choices)}
-    group = mesh.get_group(axes[0]) if len(axes) == 1 else _group_of(tuple(sorted(by_rank)))
+    group = mesh.get_group(axes[0]) if len(axes) == 1 else group_of_ranks(tuple(sorted(by_rank)))
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     name_group(group, ",".join(names[axis] for axis in axes))
     order = dist.get_process_group_ranks(group)
     return AxisGroup(group, tuple(by_rank[rank] for rank in order), order.index(dist.get_rank()))
 
 
-def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of these ranks, ascending: one for each set of ranks, made by its members on first use (a rendezvous), and
+    kept as long as the default group, which it is when the ranks are all there are."""
     if len(ranks) == dist.get_world_size():
         return _world()
     with _LOCK:
