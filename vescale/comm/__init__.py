@@ -2,7 +2,7 @@
 
 from vescale.comm._collectives import MAX_PADDING, Pending, all_gather_v, all_reduce, all_to_all_v, reduce_scatter_v
 from vescale.comm._flat import all_gather_into, all_reduce_, reduce_scatter_into
-from vescale.comm._groups import AxisGroup, axis_group
+from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
 from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "all_to_all_v",
     "asking",
     "axis_group",
+    "group_of_ranks",
     "record",
     "record_comms",
     "reduce_scatter_into",
