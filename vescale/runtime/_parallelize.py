@@ -70,8 +70,8 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
     """Carry out a lowered program; nothing of the plan is consulted afterwards. See :func:`parallelize`."""
     check_agreement(model, program, mesh)
     install_placements()
-    install_handlers()
     _enable_rng()
+    install_handlers()
     runtime = Runtime(model, program, mesh, strict=strict)
     _place_tensors(model, program, mesh)
     by_module: dict[str, list[Instruction]] = {}

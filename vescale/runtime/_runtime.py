@@ -193,7 +193,7 @@ class Runtime:
         if seen == 0:
             site = _with_line(site)
             if all(c == 0 for c in self.mesh.get_coordinate() or (1,)):
-                warnings.warn(site.message(self.axes), ImplicitCommunicationWarning, stacklevel=2)
+                _warn(site, self.axes)
         self.sites[site] = seen + 1
 
     def _name_operand(
@@ -268,6 +268,13 @@ def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
 def _with_line(site: ImplicitSite) -> ImplicitSite:
     values = {name: getattr(site, name) for name in site.__dataclass_fields__}
     return ImplicitSite(**{**values, "line": calling_line() if site.phase == "forward" else ""})
+
+
+def _warn(site: ImplicitSite, axes: MeshAxes) -> None:
+    """A warning at the model's line; each site is its own, so that Python's once-a-line rule hides none."""
+    file, _, line = site.line.rpartition(":")
+    message = ImplicitCommunicationWarning(site.message(axes))
+    warnings.warn_explicit(message, ImplicitCommunicationWarning, file or "<backward>", int(line or 0))
 
 
 # Only for finding the model that a backward node belongs to.
