@@ -14,8 +14,8 @@ Llama-3-8B, 1 of 64 ranks     1.10      growth of peak memory during ``materiali
                                         (and during ``parallelize``), over the bytes of the local shards; --llama
 ============================  ========  =====================================================================================
 
-Processor time of one thread; each figure is the median over turns in which the two sides ran one after the other. Exit code: 1
-when a bound is missed.
+Processor time of one thread; each figure is the median over turns in which the two sides ran one after the other. Exit
+code: 1 when a bound is missed.
 """
 
 from __future__ import annotations
