@@ -82,13 +82,12 @@ def is_private(module: str) -> bool:
     return parts[0] == "torch" and any(part.startswith("_") and not part.startswith("__") for part in parts[1:])
 
 
-def chain(node: ast.expr) -> str:
-    """The dotted names of an expression, without the arguments of calls in it: torch.f(x).g is torch.f.g."""
-    while isinstance(node, ast.Call | ast.Subscript):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    if isinstance(node, ast.Attribute):
-        return f"{chain(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
+def dotted(node: ast.Attribute) -> str:
+    """``a.b.c`` of an attribute of names alone; of calls and subscripts, which have arguments, nothing."""
+    inner: ast.expr = node
+    while isinstance(inner, ast.Attribute):
+        inner = inner.value
+    return ast.unparse(node) if isinstance(inner, ast.Name) else ""
 
 
 def test_private_torch_names_live_in_compat() -> None:
@@ -100,7 +99,7 @@ def test_private_torch_names_live_in_compat() -> None:
             f"{path.relative_to(ROOT)}:{line}: imports {module}" for line, module in imports(path) if is_private(module)
         ]
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and is_private(chain(node)):
+            if isinstance(node, ast.Attribute) and is_private(dotted(node)):
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: uses {ast.unparse(node)}")
     assert not wrong, "\n".join(wrong)
 
