@@ -94,7 +94,10 @@ def _clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     x = args[0]
     with no_torch_function():
         local = op(local_of(x), **kwargs)
-        spec = make_spec(x.device_mesh, x.placements, x.shape, stride_like(local, x.shape), local.dtype)
+        # An empty part does not show the order of its dims.
+        preserved = kwargs.get("memory_format") in (None, torch.preserve_format)
+        stride = stride_like(x if preserved and local.numel() == 0 else local, x.shape)
+        spec = make_spec(x.device_mesh, x.placements, x.shape, stride, local.dtype)
         return make_dtensor(local, spec)
 
 
