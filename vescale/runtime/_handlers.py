@@ -22,7 +22,7 @@ from vescale.compat import (
     stock_dispatch,
 )
 from vescale.placements import move_local
-from vescale.runtime._boundary import bring, stride_like, wrap_global
+from vescale.runtime._boundary import bring, wrap_global
 from vescale.runtime._containers import map_tensors
 from vescale.runtime._elementwise_loss import ELEMENTWISE_LOSS_HANDLERS
 from vescale.runtime._loss import LOSS_HANDLERS
@@ -94,10 +94,10 @@ def _clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     x = args[0]
     with no_torch_function():
         local = op(local_of(x), **kwargs)
-        # An empty part does not show the order of its dims.
-        preserved = kwargs.get("memory_format") in (None, torch.preserve_format)
-        stride = stride_like(x if preserved and local.numel() == 0 else local, x.shape)
-        spec = make_spec(x.device_mesh, x.placements, x.shape, stride, local.dtype)
+        # Of the whole tensor, not of this rank's part: an empty part has no order of its own.
+        looks = torch.empty_strided(x.shape, x.stride(), device="meta")
+        strides = torch.empty_like(looks, memory_format=kwargs.get("memory_format") or torch.preserve_format).stride()
+        spec = make_spec(x.device_mesh, x.placements, x.shape, strides, local.dtype)
         return make_dtensor(local, spec)
 
 

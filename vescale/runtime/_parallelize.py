@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ir import Annotate, Hook, Instruction, Local, Place, Program, lower
 from vescale.placements import from_local
 from vescale.placements import install as install_placements
 from vescale.plans import MeshAxes, Plan, PlanError
+from vescale.rng import enable as enable_rng
+from vescale.rng import has_deferred, is_deferred, materialize
 from vescale.runtime._agree import check_agreement
+from vescale.runtime._experts import ExpertRegion
 from vescale.runtime._gradient_hooks import GradientHooks, full_name, single_instructions
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._hooks import ModuleHooks
@@ -41,7 +43,8 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None,
     Build the optimizer afterwards. The model must be the same on every rank (the same seed); that is checked.
 
     Args:
-        model: on one device or the meta device, not parallelized before.
+        model: on one device, built under ``deferred_init`` (each rank then computes only its part of the values), or on
+            the meta device (its parameters become meta DTensors); not parallelized before.
         plan: for the mesh it was written on, or over axis names and sizes (from a YAML file).
         mesh: the DeviceMesh, when the plan has only names and sizes; made from them when left out.
         strict: raise at the first communication that no plan entry asked for, instead of counting it.
@@ -65,9 +68,10 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
     """Carry out a lowered program; nothing of the plan is consulted afterwards. See :func:`parallelize`."""
     check_agreement(model, program, mesh)
     install_placements()
-    _enable_rng()
+    enable_rng()
     install_handlers()
     runtime = Runtime(program, mesh, GradientHooks.of(program), strict=strict)
+    _materialize(model, program, mesh)
     _place_tensors(model, program, mesh)
     runtime.adopt(model, "")
     by_module: dict[str, list[Instruction]] = {}
@@ -77,7 +81,8 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
         instructions = by_module.get(path, [])
         for instruction in instructions:
             if isinstance(instruction.op, Local):
-                LocalRegion(runtime, module, path, instruction)
+                region = ExpertRegion if instruction.op.kind == "experts" else LocalRegion
+                region(runtime, module, path, instruction)
         ModuleHooks(runtime, module, path, instructions)
     model.register_load_state_dict_pre_hook(load_plain)
     return model
@@ -92,14 +97,6 @@ def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:
     if runtime is None:
         raise KeyError(f"this {type(model).__name__} has not been parallelized")
     return dict(runtime.sites)
-
-
-def _enable_rng() -> None:
-    """Random ops with one device's numbers, where that package is there."""
-    if importlib.util.find_spec("vescale.rng") is not None:
-        enable = getattr(importlib.import_module("vescale.rng"), "enable", None)
-        if enable is not None:
-            enable()
 
 
 def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
@@ -127,3 +124,23 @@ def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh) -> None
         else:
             new = place_tensor(old, mesh, stage, name)
         slots.replace(name, new)
+
+
+def _materialize(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
+    """Gives a model built under ``deferred_init`` its values: each rank computes the part that it is to hold.
+
+    A parameter whose values are "local" by the plan, and tensors that the program does not place, are computed whole.
+    """
+    if not has_deferred(model):
+        return
+    slots = TensorSlots(model)
+    placements: dict[int, tuple[Placement, ...]] = {}
+    for instruction in program:
+        if instruction.hook is Hook.INIT and isinstance(instruction.op, Place):
+            wanted = tuple(Replicate() if p is None else p for p in instruction.op.placements)
+            placements.setdefault(id(slots[full_name(instruction)]), wanted)
+
+    def placements_of(name: str, tensor: torch.Tensor) -> tuple[Placement, ...] | None:
+        return placements.get(id(tensor)) if is_deferred(tensor) else None
+
+    materialize(model, mesh, placements_of)
