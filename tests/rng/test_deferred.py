@@ -170,6 +170,23 @@ HF_MODELS = {
     "vit": ("ViTForImageClassification", {"image_size": 32, "patch_size": 8}),
     "swin": ("SwinForImageClassification", {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "image_size": 32}),
     "mamba": ("MambaForCausalLM", {"state_size": 4}),
+    "qwen3 moe": ("Qwen3MoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+            "pad_token_id": 0,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "decoder_start_token_id": 0,
+        },
+    ),
     "deepseek": ("DeepseekV3ForCausalLM", {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 8}),
 }
 

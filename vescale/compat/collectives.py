@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "all_gather_single",
     "as_async_tensor",
+    "backend_memory_pool",
     "is_traced",
     "reduce_scatter_single",
     "traced_all_to_all",
@@ -25,6 +26,15 @@ __all__ = [
 # Renamed in 2.13; the older names warn there.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def backend_memory_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """A memory pool on the allocator of the group's backend for ``device``; None when the backend has none."""
+    backend = group._get_backend(device)
+    supports = getattr(backend, "supports_tensor_alloc", None)
+    if device.type != "cuda" or supports is None or not supports(device):
+        return None
+    return torch.cuda.MemPool(backend.mem_allocator)
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
