@@ -25,6 +25,7 @@ from vescale.runtime._elementwise_loss import ELEMENTWISE_LOSS_HANDLERS
 from vescale.runtime._loss import LOSS_HANDLERS
 from vescale.runtime._norm import NORM_HANDLERS
 from vescale.runtime._runtime import checkpointed, locate
+from vescale.runtime._sums import SUM_HANDLERS
 
 __all__ = ["install_handlers"]
 
@@ -34,7 +35,9 @@ _aten = torch.ops.aten
 def install_handlers() -> None:
     """Teach DTensor's dispatcher; idempotent. Ops without a handler, and DTensors of other code, are not affected."""
     own = {_aten.fill_.Tensor: _fill, _aten.clone.default: _clone, _aten.masked_fill_.Scalar: _masked_fill}
-    install_dispatch({**own, **NORM_HANDLERS, **LOSS_HANDLERS, **ELEMENTWISE_LOSS_HANDLERS}, _Listener())
+    install_dispatch(
+        {**own, **NORM_HANDLERS, **LOSS_HANDLERS, **ELEMENTWISE_LOSS_HANDLERS, **SUM_HANDLERS}, _Listener()
+    )
     install_checkpointing(checkpointed)
 
 
