@@ -1,4 +1,7 @@
-"""Communication buffers: the layout planner."""
+"""Communication buffers: the layout planner, and ``DBuffer``, memory laid out by it."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from vescale.buffer._granularity import FFN_WEIGHTS, Elements, GranularityTable, Rows, Tile
 from vescale.buffer._layout import Layout, LocalUnits, ShardSlice
@@ -7,23 +10,57 @@ from vescale.buffer._shapes import ModelShapes, Unit, group_units, shape_list, s
 from vescale.buffer._splitting import BufferPlan
 from vescale.buffer._suggest import ShardSuggestion, suggest_num_shards
 
+if TYPE_CHECKING:
+    from vescale.buffer._agreement import BufferMismatchError, check_same_buffers
+    from vescale.buffer._allocation import Allocation
+    from vescale.buffer._dbuffer import DBuffer, PendingBuffer
+    from vescale.buffer._tensor_group import COLLECTIVE_ALIGNMENT_BYTES, TensorGroup, alignment_in_elements
+
+# Planning needs no torch; these do, and are loaded on first use.
+_WITH_TORCH = {
+    "Allocation": "_allocation",
+    "BufferMismatchError": "_agreement",
+    "COLLECTIVE_ALIGNMENT_BYTES": "_tensor_group",
+    "DBuffer": "_dbuffer",
+    "PendingBuffer": "_dbuffer",
+    "TensorGroup": "_tensor_group",
+    "alignment_in_elements": "_tensor_group",
+    "check_same_buffers": "_agreement",
+}
+
 __all__ = [
+    "COLLECTIVE_ALIGNMENT_BYTES",
     "FFN_WEIGHTS",
+    "Allocation",
+    "BufferMismatchError",
     "BufferPlan",
+    "DBuffer",
     "Effort",
     "Elements",
     "GranularityTable",
     "Layout",
     "LocalUnits",
     "ModelShapes",
+    "PendingBuffer",
     "Rows",
     "ShardSlice",
     "ShardSuggestion",
+    "TensorGroup",
     "Tile",
     "Unit",
+    "alignment_in_elements",
+    "check_same_buffers",
     "group_units",
     "plan_layout",
     "shape_list",
     "shape_list_names",
     "suggest_num_shards",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_TORCH:
+        value = getattr(importlib.import_module(f"vescale.buffer.{_WITH_TORCH[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'vescale.buffer' has no attribute {name!r}")

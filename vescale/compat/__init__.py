@@ -1,8 +1,15 @@
 """Every private PyTorch name that vescale uses, under a stable name, and the one ``install()``."""
 
+from vescale.compat.autograd import in_backward, queue_after_backward, run_post_accumulate_hooks
 from vescale.compat.checkpoint import CheckpointHooks
 from vescale.compat.checkpointing import install_checkpointing
-from vescale.compat.collectives import AsyncCollectiveTensor, all_gather_single, as_async_tensor, reduce_scatter_single
+from vescale.compat.collectives import (
+    AsyncCollectiveTensor,
+    all_gather_single,
+    as_async_tensor,
+    backend_memory_pool,
+    reduce_scatter_single,
+)
 from vescale.compat.dispatch import (
     OpSchema,
     OutputSharding,
@@ -38,10 +45,13 @@ from vescale.compat.dtensor import (
     partial_partition,
     partial_reduce,
     rank_in_mesh,
+    set_local,
     spec_of,
 )
+from vescale.compat.foreach import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm, has_foreach
 from vescale.compat.groups import make_group
 from vescale.compat.install import DTensorHooks, install, stock
+from vescale.compat.meshes import concatenate_meshes, flatten_mesh
 from vescale.compat.needs import UnsupportedTorchError, self_check
 
 __all__ = [
@@ -58,11 +68,20 @@ __all__ = [
     "UnsupportedTorchError",
     "all_gather_single",
     "as_async_tensor",
+    "backend_memory_pool",
     "clear_sharding_cache",
+    "concatenate_meshes",
     "current_autograd_node",
     "current_mesh",
     "decompose",
+    "flatten_mesh",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_norm",
+    "has_foreach",
     "has_results",
+    "in_backward",
     "install",
     "install_checkpointing",
     "install_dispatch",
@@ -78,11 +97,14 @@ __all__ = [
     "output_meta",
     "partial_partition",
     "partial_reduce",
+    "queue_after_backward",
     "rank_in_mesh",
     "reduce_scatter_single",
+    "run_post_accumulate_hooks",
     "schema_arguments",
     "self_check",
     "sequence_number",
+    "set_local",
     "spec_of",
     "static_keywords",
     "stock",

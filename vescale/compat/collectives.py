@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_work
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-__all__ = ["AsyncCollectiveTensor", "all_gather_single", "as_async_tensor", "reduce_scatter_single"]
+__all__ = [
+    "AsyncCollectiveTensor",
+    "all_gather_single",
+    "as_async_tensor",
+    "backend_memory_pool",
+    "reduce_scatter_single",
+]
 
 # Renamed in 2.13; the older names warn there.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def backend_memory_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """A memory pool on the allocator of the group's backend for ``device``; None when the backend has none."""
+    backend = group._get_backend(device)
+    supports = getattr(backend, "supports_tensor_alloc", None)
+    if device.type != "cuda" or supports is None or not supports(device):
+        return None
+    return torch.cuda.MemPool(backend.mem_allocator)
 
 
 class _Waitable(Protocol):

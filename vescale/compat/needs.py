@@ -28,11 +28,13 @@ class Need:
         module: where it is.
         path: its name there; ``Class.method`` for members, ``a|b`` where either will do.
         parameters: parameters that it must have, in this order among its own.
+        uses: names that its code must mention: what a function that is not replaced leaves for one that is.
     """
 
     module: str
     path: str
     parameters: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
 
 
 _TENSOR = "torch.distributed.tensor"
@@ -50,7 +52,9 @@ NEEDS: tuple[Need, ...] = (
         "DTensor.redistribute",
         ("device_mesh", "placements", "async_op", "forward_dtype", "backward_dtype"),
     ),
-    Need(_TENSOR, "DTensor.to_local", ("grad_placements",)),
+    Need(_TENSOR, "DTensor.to_local", ("grad_placements",), uses=("_ToTorchTensor",)),
+    Need(f"{_TENSOR}._api", "_ToTorchTensor.forward", uses=("dtensor_spec", "grad_placements")),
+    Need(f"{_TENSOR}._api", "_ToTorchTensor.backward", ("ctx", "grad_output")),
     Need(
         _TENSOR,
         "DTensor.from_local",
@@ -74,6 +78,21 @@ NEEDS: tuple[Need, ...] = (
         "DTensor._op_dispatcher._try_replicate_spec_for_scalar_tensor",
         ("op_call", "tensor_arg", "compute_mesh"),
     ),
+    Need(
+        _TENSOR,
+        "DTensor._op_dispatcher._dispatch_fast_path_python_tail",
+        (
+            "op_call",
+            "args",
+            "kwargs",
+            "compute_mesh",
+            "output_sharding",
+            "local_results",
+            "participating",
+            "is_inplace_op",
+            "is_out_variant_op",
+        ),
+    ),
     Need(_TENSOR, "DTensor._op_dispatcher._dispatch_get_local_results_slow_path", ("op_call", "args", "op_info")),
     Need(_TENSOR, "DTensor._op_dispatcher.wrap", ("res", "spec")),
     Need("torch._subclasses.fake_tensor", "DataDependentOutputException"),
@@ -88,6 +107,11 @@ NEEDS: tuple[Need, ...] = (
     Need("torch.utils._pytree", "tree_map_only"),
     Need("torch._C", "DisableTorchFunction"),
     Need("torch._C", "_current_autograd_node"),
+    Need("torch._C", "_current_graph_task_id"),
+    Need("torch.autograd", "Variable._execution_engine.queue_callback"),
+    Need("torch", "Tensor._post_accumulate_grad_hooks"),
+    Need("torch.distributed.device_mesh", "DeviceMesh._concatenate", ("device_mesh_list",)),
+    Need("torch.distributed.device_mesh", "DeviceMesh._flatten"),
     Need("torch._C._autograd", "_get_sequence_nr"),
     Need("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", ("fn",)),
     Need("torch.utils.checkpoint", "CheckpointFunction.forward", ("ctx", "run_function")),
@@ -126,6 +150,8 @@ NEEDS: tuple[Need, ...] = (
     Need("torch.distributed.device_mesh", "_mesh_resources.get_current_mesh"),
     Need("torch.distributed.distributed_c10d", "_get_default_group"),
     Need("torch.distributed.distributed_c10d", "_get_default_timeout"),
+    Need("torch.distributed", "ProcessGroup._device_types"),
+    Need("torch.distributed", "ProcessGroup._get_backend"),
     Need("torch.distributed.distributed_c10d", "_world.pg_map"),
     Need(
         "torch.distributed.distributed_c10d",
@@ -157,6 +183,10 @@ NEEDS: tuple[Need, ...] = (
     Need("torch._C", "DispatchKey.CompositeImplicitAutograd"),
     Need("torch._C", "_clear_DTensor_sharding_propagator_cache"),
     Need("torch._C", "_dispatch_has_kernel_for_dispatch_key"),
+    Need("torch", "_foreach_add_"),
+    Need("torch", "_foreach_copy_"),
+    Need("torch", "_foreach_mul_"),
+    Need("torch", "_foreach_norm"),
     Need("torch._C._distributed_c10d", "_register_work"),
     Need("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
     Need("torch.distributed", "_Work"),
@@ -193,6 +223,9 @@ def _lack(need: Need) -> str | None:
             break
     if found is None:
         return name
+    unused = [word for word in need.uses if word not in inspect.unwrap(found).__code__.co_names]
+    if unused:
+        return f"{name}: code that uses {', '.join(unused)}"
     return _parameters_lacking(found, name, need.parameters)
 
 

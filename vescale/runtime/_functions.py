@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vescale.runtime._assignment import assign_item
 from vescale.runtime._attention import attention
 from vescale.runtime._concat import concat
 from vescale.runtime._embedding import embedding
 from vescale.runtime._escapes import escape
+from vescale.runtime._indexing import index_item
 from vescale.runtime._splitting import SPLITS, split
 
 __all__ = ["FUNCTIONS"]
@@ -26,6 +26,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.cat: concat,
     torch.concat: concat,
     torch.concatenate: concat,
-    torch.Tensor.__setitem__: assign_item,
+    torch.Tensor.__getitem__: index_item,
+    torch.Tensor.__setitem__: index_item,
     **{getattr(torch.Tensor, name): escape for name in ("tolist", "numpy", "__array__")},
 }

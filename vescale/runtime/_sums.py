@@ -17,12 +17,10 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
 from vescale.runtime._boundary import bring, contiguous_stride
 
-__all__ = ["SUM_HANDLERS"]
-
-_aten = torch.ops.aten
+__all__ = ["accumulated", "where"]
 
 
-def _where(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def where(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``where(condition, x, y)`` is linear in x and y: with a pending sum among them, each rank chooses in its summand."""
     operands = [x for x in args if isinstance(x, DTensor)]
     if len(args) != 3 or not any(p.is_partial("sum") for x in operands for p in x.placements):
@@ -66,18 +64,20 @@ def _of_operand(x: torch.Tensor, out: Placement, shape: Sequence[int], summed: b
     return out
 
 
-def _index_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def accumulated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
     """``x.index_put(indices, values, accumulate=True)``: what the values of each rank add is a summand; values sharded on
-    a dim that is not indexed shard the result."""
+    a dim that is not indexed shard the result. None when this is not what is asked, or the operands do not lie so."""
     x, indices, values = args[:3]
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     plain = not isinstance(values, DTensor) or any(index is None for index in indices)
-    if not accumulate or plain or not any(not p.is_replicate() for p in values.placements):
-        return stock_dispatch(op, args, kwargs)
+    if op is not torch.ops.aten.index_put.default or not accumulate or plain:
+        return None
+    if all(p.is_replicate() for p in values.placements):
+        return None
     mesh, num_indexed = values.device_mesh, len(indices)
     num_leading = max(index.ndim for index in indices)
     if values.ndim != num_leading + x.ndim - num_indexed:
-        return stock_dispatch(op, args, kwargs)  # values that are broadcast
+        return None  # values that are broadcast
     out: list[Placement] = []
     for axis, own in enumerate(values.placements):
         placed = x.placements[axis] if isinstance(x, DTensor) else Replicate()
@@ -88,9 +88,9 @@ def _index_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         elif type(own) is Shard:
             out.append(Shard(own.dim - num_leading + num_indexed))
         else:
-            return stock_dispatch(op, args, kwargs)
+            return None
         if placed not in (Replicate(), out[-1]):
-            return stock_dispatch(op, args, kwargs)
+            return None
 
     def of_index(index: torch.Tensor) -> list[Placement]:
         found: list[Placement] = []
@@ -101,8 +101,8 @@ def _index_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     with no_torch_function():
         local = _part(x, mesh, out, str(op), "self")
-        where = [_part(index, mesh, of_index(index), str(op), "indices") for index in indices]
-        return _made(op(local, where, local_of(values), True), mesh, out, x.shape)
+        chosen = [_part(index, mesh, of_index(index), str(op), "indices") for index in indices]
+        return _made(op(local, chosen, local_of(values), True), mesh, out, x.shape)
 
 
 def _part(x: torch.Tensor, mesh: DeviceMesh, target: Sequence[Placement], op: str, operand: str) -> torch.Tensor:
@@ -115,6 +115,3 @@ def _part(x: torch.Tensor, mesh: DeviceMesh, target: Sequence[Placement], op: st
 
 def _made(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     return make_dtensor(local, make_spec(mesh, placements, shape, contiguous_stride(shape), local.dtype))
-
-
-SUM_HANDLERS = {_aten.where.self: _where, _aten.index_put.default: _index_put}

@@ -1,0 +1,64 @@
+"""``Allocation``: one block of memory for all the buffers that are needed at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+__all__ = ["Allocation"]
+
+_ALIGNMENT_BYTES = 256  # a buffer starts where the allocators of devices would start it
+
+
+class Allocation:
+    """Memory that several buffers share: they are allocated by one request and freed by one.
+
+    Buffers first :meth:`reserve` their places; :meth:`allocate` and :meth:`free` then act on all of them. The storage
+    stays the same object, so tensors over it stay valid and see whatever is allocated next. Freed memory goes back to
+    the allocator at once, on the stream it was allocated on: who frees must have made that stream wait for the last use.
+    """
+
+    def __init__(self, device: torch.device | str, *, pin_memory: bool = False, pool: Any = None) -> None:
+        self.device = torch.device(device)
+        self.pin_memory = pin_memory
+        self.pool = pool
+        self.num_bytes = 0
+        self._storage: torch.UntypedStorage | None = None
+
+    def reserve(self, num_bytes: int) -> int:
+        """The byte offset of a new place. Raises RuntimeError once memory has been allocated."""
+        if self._storage is not None:
+            raise RuntimeError("a place was asked for in an allocation that is in use; reserve all places first")
+        offset = -(-self.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.num_bytes = offset + num_bytes
+        return offset
+
+    @property
+    def is_allocated(self) -> bool:
+        return self._storage is not None and (self.num_bytes == 0 or self._storage.size() > 0)
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """Raises RuntimeError before the first :meth:`allocate`."""
+        if self._storage is None:
+            raise RuntimeError("the memory of this buffer has never been allocated; call allocate() first")
+        return self._storage
+
+    def allocate(self) -> None:
+        """Get the memory, uninitialized, from the current stream's pool; nothing happens when it is there."""
+        with contextlib.nullcontext() if self.pool is None else torch.cuda.use_mem_pool(self.pool):
+            self._allocate()
+
+    def _allocate(self) -> None:
+        if self._storage is None:
+            block = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pin_memory)
+            self._storage = block.untyped_storage()
+        elif self._storage.size() != self.num_bytes and self.device.type != "meta":
+            self._storage.resize_(self.num_bytes)
+
+    def free(self) -> None:
+        """Give the memory back; tensors over it must not be touched until :meth:`allocate`."""
+        if self._storage is not None and self._storage.size() and self.device.type != "meta":
+            self._storage.resize_(0)

@@ -1,0 +1,434 @@
+"""``DBuffer``: a group of tensors in one flat buffer that is distributed over a mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.buffer._allocation import Allocation
+from vescale.buffer._layout import ShardSlice
+from vescale.buffer._tensor_group import TensorGroup
+from vescale.comm import Pending, all_gather_into, all_reduce_, axis_group, reduce_scatter_into
+from vescale.placements import RaggedShard
+
+__all__ = ["DBuffer", "PendingBuffer"]
+
+Axes = Sequence[int | str]
+
+
+class DBuffer:
+    """One logical flat buffer of ``group.layout.buffer_size`` elements, placed on a mesh.
+
+    ==================  ==================================================================================
+    placement of axis   along the axis, a rank holds
+    ==================  ==================================================================================
+    ``Replicate()``     the same elements as the others
+    ``RaggedShard()``   one of equal, consecutive pieces; the cuts fall between blocks of every tensor
+    ``Partial(op)``     its contribution to a pending reduction (``sum`` or ``avg``, ...)
+    ``None``            a buffer of its own, unrelated to the others' (tensor parallelism has cut the tensors)
+    ==================  ==================================================================================
+
+    Several sharded axes cut the buffer in their order on the mesh, the last one finest. All collectives move the whole
+    buffer in one call, from and to where it lies; group operations are one kernel on ``local``. Padding is zero when
+    memory is allocated, and stays zero under all of them.
+
+    Args:
+        group: the tensors and their layout, the same on every rank.
+        mesh: its axes are named by index or by name.
+        placements: one for each axis of ``mesh``.
+        dtype, device: of the elements; the device is the mesh's unless given.
+        allocation: shared memory to lie in (batched allocation); None: memory of its own.
+
+    Raises:
+        ValueError: a placement count that is not the mesh's, a placement of another kind, more pieces than the layout
+            was planned for, a mesh whose ranks are not in order along the sharded axes.
+    """
+
+    def __init__(
+        self,
+        group: TensorGroup,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement | None],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        allocation: Allocation | None = None,
+    ) -> None:
+        self.group = group
+        self.mesh = mesh
+        self.placements = _checked(group, mesh, placements)
+        self.dtype = dtype
+        self.shard_axes = tuple(a for a, p in enumerate(self.placements) if isinstance(p, RaggedShard))
+        self.partial_axes = tuple(a for a, p in enumerate(self.placements) if isinstance(p, Partial))
+        self.num_pieces, piece = _piece(mesh, self.shard_axes)
+        self.numel = group.layout.buffer_size // self.num_pieces
+        self.begin = piece * self.numel
+        self._allocation = allocation or Allocation(device if device is not None else mesh.device_type)
+        self._byte_offset = self._allocation.reserve(self.numel * dtype.itemsize)
+        self._local: torch.Tensor | None = None
+        self._views: list[torch.Tensor] | None = None
+
+    # Memory -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self._allocation.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the local part, padding included."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_allocated(self) -> bool:
+        return self._allocation.is_allocated
+
+    def allocate(self) -> DBuffer:
+        """Get memory for this buffer and all that share its allocation; contents are undefined, padding is zero."""
+        if not self._allocation.is_allocated:
+            self._allocation.allocate()
+        self.zero_padding()
+        return self
+
+    def free(self) -> None:
+        """Give the memory of this buffer, and of all that share its allocation, back; ``local`` and the views stay the
+        same tensors and are usable again after :meth:`allocate`."""
+        self._allocation.free()
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's elements [begin, begin + numel) of the buffer, flat; RuntimeError before :meth:`allocate`."""
+        if self._local is None:
+            self._local = self.alias(0, (self.numel,))
+        return self._local
+
+    def alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous tensor over the memory, ``offset`` elements in, with a version counter of its own: what a collective
+        writes to the buffer does not make tensors that autograd has saved look modified."""
+        storage = self._allocation.storage
+        first = self._byte_offset // self.dtype.itemsize + offset
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=self.dtype, device="meta")
+        with torch.inference_mode(False):  # tensors made in inference mode could not be saved for a backward later
+            strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+            return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, first, shape, strides)
+
+    def zero_padding(self) -> None:
+        for begin, end in self._gaps:
+            self.local[begin:end].zero_()
+
+    @property
+    def _gaps(self) -> list[tuple[int, int]]:
+        return self.group.gaps(self.begin, self.begin + self.numel)
+
+    # Tensors ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def slices(self) -> list[ShardSlice]:
+        """What the local part holds: (tensor, begin, end, local_offset), in buffer order."""
+        return self.group.slices(self.begin, self.begin + self.numel)
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """One tensor over the local memory for each tensor of the group, in the group's order: of its whole shape where
+        no axis is sharded, else this rank's run of it, flat and maybe empty. Made once; they keep their addresses as
+        long as the buffer is allocated."""
+        if self._views is None:
+            if self.shard_axes:
+                held = {part.tensor: part for part in self.slices}
+                self._views = [
+                    self.alias(part.local_offset, (part.end - part.begin,)) if part is not None else self.alias(0, (0,))
+                    for part in (held.get(i) for i in range(len(self.group)))
+                ]
+            else:
+                offsets = self.group.layout.offsets
+                self._views = [self.alias(*at) for at in zip(offsets, self.group.shapes, strict=True)]
+        return self._views
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    def __getitem__(self, tensor: int | str) -> torch.Tensor:
+        """The view of one tensor, by index or name."""
+        return self.views[self.group.index(tensor) if isinstance(tensor, str) else tensor]
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return zip(self.group.names, self.views, strict=True)
+
+    def placement(self, tensor: int | str, split_factor: int = 1) -> RaggedShard:
+        """The ragged placement of a tensor along the (only) sharded axis; see :meth:`TensorGroup.placement`."""
+        index = self.group.index(tensor) if isinstance(tensor, str) else tensor
+        return self.group.placement(index, self.num_pieces, split_factor)
+
+    def load(self, tensor: int | str, whole: torch.Tensor) -> None:
+        """Copy this rank's part of a whole tensor, which it holds, into its place; casts."""
+        index = self.group.index(tensor) if isinstance(tensor, str) else tensor
+        if tuple(whole.shape) != self.group.shapes[index]:
+            raise ValueError(
+                f"{self.group.names[index]}: a tensor of shape {tuple(whole.shape)} for a place of shape "
+                f"{self.group.shapes[index]}; give the tensor that the group was planned for"
+            )
+        view = self.views[index]
+        with torch.no_grad():
+            if not self.shard_axes:
+                view.copy_(whole)
+            elif view.numel():
+                begin = max(0, self.begin - self.group.layout.offsets[index])
+                view.copy_(whole.reshape(-1)[begin : begin + view.numel()])
+
+    # Group operations: one kernel on the local part, no communication unless it says so --------------------------------
+
+    def zero_(self) -> DBuffer:
+        self.local.zero_()
+        return self
+
+    def mul_(self, factor: float | torch.Tensor) -> DBuffer:
+        """Scale all tensors."""
+        self.local.mul_(factor)
+        return self
+
+    def add_(self, other: DBuffer, *, alpha: float = 1) -> DBuffer:
+        """Add ``alpha * other``, of any dtype and the same group and placements."""
+        self._must_match(other, "add_")
+        self.local.add_(other.local, alpha=alpha)
+        return self
+
+    def copy_(self, other: DBuffer) -> DBuffer:
+        """Take the other's values; casts, and crosses devices."""
+        self._must_match(other, "copy_")
+        self.local.copy_(other.local, non_blocking=True)
+        return self
+
+    def like(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> DBuffer:
+        """Another buffer of the same group and placements, not allocated."""
+        return DBuffer(self.group, self.mesh, self.placements, dtype=dtype or self.dtype, device=device or self.device)
+
+    def to(self, dtype: torch.dtype) -> DBuffer:
+        """A copy in another dtype."""
+        return self.like(dtype=dtype).allocate().copy_(self)
+
+    def clone(self) -> DBuffer:
+        return self.to(self.dtype)
+
+    def norm(self, order: float = 2.0) -> torch.Tensor:
+        """The vector norm of all tensors together, the same on every rank; 0-dim, float32 for half precision.
+
+        One all-reduce of a number where axes are sharded. Raises ValueError for a pending reduction.
+        """
+        if self.partial_axes:
+            raise ValueError(f"norm of a buffer placed as {self.placements}: the sum is pending; reduce it first")
+        wide = torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
+        part = _norm(self.local if order >= 0 else self._without_padding(), order, wide)
+        if not self.shard_axes:
+            return part
+        along = axis_group(self.mesh, self.shard_axes).group
+        if math.isinf(order):
+            return all_reduce_(part.view(1), "max" if order > 0 else "min", along).wait().view(())
+        power = part if order in (0, 1) else part.pow(order)  # of an empty part and a negative order: inf ** order = 0
+        total = all_reduce_(power.view(1), "sum", along).wait().view(())
+        return total if order in (0, 1) else total.pow(1 / order)
+
+    def _without_padding(self) -> torch.Tensor:
+        """A copy of the tensors' elements: padding is zero, which negative orders would count."""
+        return torch.cat([self.local[:0], *(self.local[s.local_offset :][: s.end - s.begin] for s in self.slices)])
+
+    def _must_match(self, other: DBuffer, what: str) -> None:
+        if other.group.layout != self.group.layout or other.begin != self.begin or other.numel != self.numel:
+            raise ValueError(
+                f"{what} between buffers of {self.group.names[:3]}... placed as {self.placements} and of "
+                f"{other.group.names[:3]}... placed as {other.placements}; both must have one layout and hold the same "
+                "elements: use the same TensorGroup, and gather or scatter one of them"
+            )
+
+    # Communication: the whole buffer in one collective ----------------------------------------------------------------
+
+    def piece(self, axes: Axes) -> DBuffer:
+        """This rank's piece along ``axes``, which hold the whole (Replicate or Partial), as a buffer over the same
+        memory: where an all-gather into this buffer takes its piece from, and a reduce-scatter may leave it."""
+        numbers = self._numbers(axes)
+        for axis in numbers:
+            if not isinstance(self.placements[axis], Replicate | Partial):
+                raise ValueError(
+                    f"piece along axis {axis} of a buffer placed as {self.placements}; only an axis along which every "
+                    "rank holds the whole can be cut"
+                )
+        part = self._placed(numbers, RaggedShard())
+        part._must_nest(self)
+        part._allocation = self._allocation
+        part._byte_offset = self._byte_offset + (part.begin - self.begin) * self.dtype.itemsize
+        return part
+
+    def all_gather(self, axes: Axes | None = None, *, out: DBuffer | None = None, asker: str = "") -> PendingBuffer:
+        """Replicate the buffer along sharded axes, by default all: one all-gather, of ``num_bytes`` from every rank.
+
+        ``out`` is where the result goes, allocated; when this buffer is :meth:`piece` of it, nothing is copied on this
+        rank. None: a new buffer. Inner axes must be gathered before outer ones (ValueError).
+        """
+        numbers = self.shard_axes if axes is None else self._numbers(axes)
+        self._must_be(numbers, RaggedShard, "all_gather")
+        out = out if out is not None else self._placed(numbers, Replicate()).allocate()
+        self._must_nest(out)
+        if out.dtype != self.dtype or _kinds(out.placements) != _kinds(self._replaced(numbers, Replicate())):
+            raise ValueError(
+                f"all_gather of {self.dtype} {self.placements} along {numbers} into {out.dtype} {out.placements}; the "
+                "dtypes must be equal and the axes replicated"
+            )
+        return PendingBuffer(out, all_gather_into(out.local, self.local, self._along(numbers), asker=asker))
+
+    def reduce_scatter(
+        self,
+        axes: Axes | None = None,
+        *,
+        op: str | None = None,
+        out: DBuffer | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        asker: str = "",
+    ) -> PendingBuffer:
+        """Reduce pending axes, by default all, and leave every rank its piece: one reduce-scatter over all of them.
+
+        ``op`` is the axes' own (``Partial("avg")`` divides) unless given. ``out`` has memory of its own, or is this
+        buffer's :meth:`piece` (in place); None: a new buffer. The rest of this buffer is left undefined.
+        ``process_group``: another group of the same ranks in the same order, to run beside other collectives.
+        """
+        numbers, op = self._pending(axes, op, "reduce_scatter")
+        out = out if out is not None else self._placed(numbers, RaggedShard()).allocate()
+        out._must_nest(self)
+        if out.dtype != self.dtype or _kinds(out.placements) != _kinds(self._replaced(numbers, RaggedShard())):
+            raise ValueError(
+                f"reduce_scatter of {self.dtype} {self.placements} along {numbers} into {out.dtype} {out.placements}; "
+                "the dtypes must be equal and the axes sharded"
+            )
+        along = process_group or self._along(numbers)
+        return PendingBuffer(out, reduce_scatter_into(out.local, self.local, op, along, asker=asker))
+
+    def all_reduce(self, axes: Axes | None = None, *, op: str | None = None, asker: str = "") -> PendingBuffer:
+        """Reduce pending axes, by default all, in place: one all-reduce over all of them. The result is a buffer over
+        the same memory, replicated along them."""
+        numbers, op = self._pending(axes, op, "all_reduce")
+        result = self._placed(numbers, Replicate())
+        result._allocation, result._byte_offset = self._allocation, self._byte_offset
+        return PendingBuffer(result, all_reduce_(self.local, op, self._along(numbers), asker=asker))
+
+    def _pending(self, axes: Axes | None, op: str | None, what: str) -> tuple[tuple[int, ...], str]:
+        numbers = self.partial_axes if axes is None else self._numbers(axes)
+        self._must_be(numbers, Partial, what)
+        ops = {str(getattr(self.placements[axis], "reduce_op", "")) for axis in numbers}
+        if op is None and len(ops) > 1:
+            raise ValueError(
+                f"{what} of axes {numbers} placed as {self.placements}: one collective has one operation; reduce the "
+                "axes one after the other, or say op="
+            )
+        return numbers, op or ops.pop()
+
+    def _numbers(self, axes: Axes) -> tuple[int, ...]:
+        names = self.mesh.mesh_dim_names or ()
+        found = []
+        for axis in axes:
+            number = names.index(axis) if isinstance(axis, str) and axis in names else axis
+            if not isinstance(number, int) or not 0 <= number < self.mesh.ndim:
+                raise ValueError(f"axis {axis!r} of a mesh with axes {names or self.mesh.ndim}; name one of them")
+            found.append(number)
+        return tuple(sorted(found))
+
+    def _must_be(self, axes: tuple[int, ...], kind: type[Placement], what: str) -> None:
+        if not axes or any(not isinstance(self.placements[axis], kind) for axis in axes):
+            raise ValueError(
+                f"{what} along axes {axes} of a buffer placed as {self.placements}: they must be {kind.__name__}; "
+                "choose other axes, or build the buffer with that placement"
+            )
+
+    def _must_nest(self, whole: DBuffer) -> None:
+        """Pieces along the axes that differ, in rank order, must be the whole's local part; the same on every rank."""
+        finer = set(self.shard_axes) - set(whole.shard_axes)
+        coarser = set(whole.shard_axes) - set(self.shard_axes)
+        in_order = not coarser and all(axis < min(finer) for axis in whole.shard_axes) if finer else not coarser
+        if whole.group.layout != self.group.layout or whole.mesh != self.mesh or not in_order:
+            raise ValueError(
+                f"the pieces of {self.placements} do not follow each other in {whole.placements}: a later axis of the "
+                "mesh cuts finer, so gather it before (and scatter it after) the earlier ones, on one mesh and with one "
+                "TensorGroup"
+            )
+
+    def _along(self, axes: tuple[int, ...]) -> Any:
+        return axis_group(self.mesh, axes).group
+
+    def _replaced(self, axes: tuple[int, ...], placement: Placement) -> tuple[Placement | None, ...]:
+        return tuple(placement if axis in axes else p for axis, p in enumerate(self.placements))
+
+    def _placed(self, axes: tuple[int, ...], placement: Placement) -> DBuffer:
+        placements = self._replaced(axes, placement)
+        return DBuffer(self.group, self.mesh, placements, dtype=self.dtype, device=self.device)
+
+    def __repr__(self) -> str:
+        names = self.mesh.mesh_dim_names or range(self.mesh.ndim)
+        placed = ", ".join(f"{name}: {p}" for name, p in zip(names, self.placements, strict=True))
+        return f"DBuffer({len(self)} tensors, {self.numel} local elements, {self.dtype}, {placed})"
+
+
+class PendingBuffer:
+    """A collective of a whole buffer in flight; ``buffer`` holds the result once :meth:`wait` has returned it."""
+
+    def __init__(self, buffer: DBuffer, pending: Pending) -> None:
+        self.buffer = buffer
+        self._pending = pending
+
+    def wait(self) -> DBuffer:
+        self._pending.wait()
+        return self.buffer
+
+    def is_completed(self) -> bool:
+        return self._pending.is_completed()
+
+
+def _checked(
+    group: TensorGroup, mesh: DeviceMesh, placements: Sequence[Placement | None]
+) -> tuple[Placement | None, ...]:
+    placements = tuple(placements)
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"{len(placements)} placements {placements} for a mesh of {mesh.ndim} axes; give one for each axis"
+        )
+    for placement in placements:
+        if placement is not None and not isinstance(placement, Replicate | Partial | RaggedShard):
+            raise ValueError(
+                f"a buffer placed as {placement!r}; use Replicate(), RaggedShard(), Partial(), or None for an axis along "
+                "which every rank has a buffer of its own"
+            )
+    num_pieces = math.prod(mesh.size(axis) for axis, p in enumerate(placements) if isinstance(p, RaggedShard))
+    if group.layout.num_shards % num_pieces:
+        raise ValueError(
+            f"placements {placements} cut the buffer into {num_pieces} pieces, and its layout was planned for "
+            f"{group.layout.num_shards} shards; plan it for a multiple of {num_pieces}"
+        )
+    return placements
+
+
+def _piece(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, int]:
+    """(number of pieces, this rank's) along ``axes``."""
+    if not axes:
+        return 1, 0
+    found = axis_group(mesh, axes)
+    if list(found.coordinates) != sorted(found.coordinates):
+        raise ValueError(
+            f"the ranks of {mesh} do not ascend along axes {axes}, so a collective would put pieces in another order than "
+            "the mesh; build the mesh from ascending ranks"
+        )
+    return found.size, found.index
+
+
+def _norm(flat: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
+    """The vector norm; of no elements what leaves a reduction over ranks unchanged, where torch raises or says 0."""
+    if flat.numel() == 0 and order < 0:
+        return torch.full((), math.inf, dtype=dtype, device=flat.device)
+    return torch.linalg.vector_norm(flat, order, dtype=dtype)
+
+
+def _kinds(placements: Sequence[Placement | None]) -> list[type]:
+    return [type(placement) for placement in placements]
