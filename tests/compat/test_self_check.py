@@ -15,7 +15,7 @@ import torch
 
 from vescale import compat
 from vescale.compat import UnsupportedTorchError, self_check
-from vescale.compat.needs import NEEDS, Need
+from vescale.compat.needs import NEEDS, OPTIONAL, Need
 
 FOLDER = Path(compat.__file__).parent
 
@@ -88,8 +88,9 @@ def private_imports(files: str = "*.py") -> set[tuple[str, str]]:
 
 
 def test_every_private_import_is_checked() -> None:
-    known = {(need.module, need.path.split(".")[0]) for need in NEEDS} | {
-        (need.module.rpartition(".")[0], need.module.rpartition(".")[2]) for need in NEEDS
+    needs = NEEDS + OPTIONAL
+    known = {(need.module, need.path.split(".")[0]) for need in needs} | {
+        (need.module.rpartition(".")[0], need.module.rpartition(".")[2]) for need in needs
     }
     assert private_imports() <= known, sorted(private_imports() - known)
 

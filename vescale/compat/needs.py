@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["NEEDS", "Need", "UnsupportedTorchError", "self_check"]
+__all__ = ["NEEDS", "OPTIONAL", "Need", "UnsupportedTorchError", "self_check"]
 
 
 class UnsupportedTorchError(ImportError):
@@ -200,6 +200,12 @@ NEEDS: tuple[Need, ...] = (
     Need("torch.distributed", "_Work"),
     Need("torch.distributed", "all_gather_single|all_gather_into_tensor"),
     Need("torch.distributed", "reduce_scatter_single|reduce_scatter_tensor"),
+)
+
+# Where these are missing something is slower, and right all the same; whoever uses them falls back, and says so.
+OPTIONAL: tuple[Need, ...] = (
+    Need("torch.cuda._utils", "_cuda_load_module"),
+    Need("torch.cuda._utils", "_get_gpu_rtc_library|_get_nvrtc_library"),
 )
 
 
