@@ -140,11 +140,11 @@ def _head_error(
     findings: Findings,
 ) -> None:
     axis = cuts[-1][0]
-    fewer = math.gcd(heads.count, num_ranks)
-    if heads.kind == "key/value":
-        advice = f"replicate k and v on {axis} ({{{axis}: R}}), or use at most {fewer} ranks"
-    else:
-        advice = f"use a number of ranks that divides {heads.count}, for example {fewer}"
+    fewer = max(size for size in range(1, num_ranks + 1) if heads.count % size == 0)
+    whole = "k and v" if heads.kind == "key/value" else "it"
+    advice = f"replicate {whole} on {axis} ({{{axis}: R}})"
+    if fewer > 1:
+        advice += f", or use a number of ranks that divides {heads.count}, for example {fewer}"
     noun = "head" if heads.count == 1 else "heads"
     findings.error(
         "head",

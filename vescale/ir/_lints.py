@@ -90,12 +90,17 @@ def _ragged_while_running(plan: Plan, resolution: Resolution, index: ModelIndex,
 
 
 def _partial_outputs(plan: Plan, resolution: Resolution, index: ModelIndex, findings: Findings) -> None:
-    """A weight cut along the dim that is summed over leaves a sum on every rank; who adds them should be in the plan."""
+    """A weight cut along the dim that is summed over leaves a sum on every rank; who adds them should be in the plan.
+
+    Of the modules that share a tied weight some may only hold it, and never run: one that is settled is enough.
+    """
     for name, words in resolution.states.items():
-        path, attribute = index.owner(name)
-        summed = _summed_dim(index.modules[path]) if attribute == "weight" else None
+        owners = [index.owner(tied) for tied in index.states[name].names]
+        summed = {path: _summed_dim(index.modules[path]) for path, attribute in owners if attribute == "weight"}
         for axis, placement in zip(plan.axes, words.running(plan.axes)):
-            if summed is None or shard_dim(placement) != summed or _is_settled(path, axis, resolution):
+            dim = shard_dim(placement)
+            paths = [path for path, of_module in summed.items() if dim is not None and of_module == dim]
+            if not paths or any(_is_settled(path, axis, resolution) for path in paths):
                 continue
             said = words.forward.get(axis) or words.init.get(axis)
             findings.warning(
