@@ -26,11 +26,13 @@ class AxisGroup:
         coordinates: the full mesh coordinate of each, in *group rank* order (the order of collectives), which need
             not be the order of coordinates when the mesh was built from unsorted ranks.
         index: this rank's position in that order.
+        axes: names of the mesh axes, joined with ``,``.
     """
 
     group: dist.ProcessGroup
     coordinates: tuple[tuple[int, ...], ...]
     index: int
+    axes: str = ""
 
     @property
     def size(self) -> int:
@@ -63,6 +65,8 @@ def axis_group(mesh: DeviceMesh, axes: Sequence[int]) -> AxisGroup:
         found = known.get(axes)
     if found is None:
         found = known[axes] = _build(mesh, axes)
+    # Meshes share groups (the world is one axis of a mesh and several of another): the last to ask gives the name.
+    name_group(found.group, found.axes)
     return found
 
 
@@ -83,9 +87,9 @@ def _build(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     by_rank = {int(mesh.mesh[coordinate]): coordinate for coordinate in itertools.product(*choices)}
     group = mesh.get_group(axes[0]) if len(axes) == 1 else _group_of(tuple(sorted(by_rank)))
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    name_group(group, ",".join(names[axis] for axis in axes))
     order = dist.get_process_group_ranks(group)
-    return AxisGroup(group, tuple(by_rank[rank] for rank in order), order.index(dist.get_rank()))
+    label = ",".join(names[axis] for axis in axes)
+    return AxisGroup(group, tuple(by_rank[rank] for rank in order), order.index(dist.get_rank()), label)
 
 
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -1,5 +1,6 @@
 """Every private PyTorch name that vescale uses, under a stable name, and the one ``install()``."""
 
+from vescale.compat.autograd import at_end_of_backward, is_captured, num_storage_users
 from vescale.compat.checkpoint import CheckpointHooks
 from vescale.compat.checkpointing import install_checkpointing
 from vescale.compat.collectives import AsyncCollectiveTensor, all_gather_single, as_async_tensor, reduce_scatter_single
@@ -38,12 +39,14 @@ from vescale.compat.dtensor import (
     partial_partition,
     partial_reduce,
     rank_in_mesh,
+    root_mesh,
     spec_of,
 )
 from vescale.compat.foreach import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm, has_foreach
 from vescale.compat.groups import make_group
 from vescale.compat.install import DTensorHooks, install, stock
 from vescale.compat.needs import UnsupportedTorchError, self_check
+from vescale.compat.store import default_store, default_timeout
 
 __all__ = [
     "AsyncCollectiveTensor",
@@ -59,10 +62,13 @@ __all__ = [
     "UnsupportedTorchError",
     "all_gather_single",
     "as_async_tensor",
+    "at_end_of_backward",
     "clear_sharding_cache",
     "current_autograd_node",
     "current_mesh",
     "decompose",
+    "default_store",
+    "default_timeout",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
@@ -72,6 +78,7 @@ __all__ = [
     "install",
     "install_checkpointing",
     "install_dispatch",
+    "is_captured",
     "is_view",
     "local_of",
     "make_dtensor",
@@ -80,12 +87,14 @@ __all__ = [
     "native_sharding",
     "no_torch_function",
     "node_sequence",
+    "num_storage_users",
     "observe_redistribution",
     "output_meta",
     "partial_partition",
     "partial_reduce",
     "rank_in_mesh",
     "reduce_scatter_single",
+    "root_mesh",
     "schema_arguments",
     "self_check",
     "sequence_number",

@@ -28,6 +28,7 @@ __all__ = [
     "partial_partition",
     "partial_reduce",
     "rank_in_mesh",
+    "root_mesh",
     "spec_of",
 ]
 
@@ -55,6 +56,11 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool 
 def current_mesh() -> DeviceMesh:
     """The mesh of the innermost ``with mesh:``; RuntimeError outside of any."""
     return _mesh_resources.get_current_mesh()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one was sliced from; itself when from none."""
+    return _mesh_resources.get_root_mesh(mesh)
 
 
 def rank_in_mesh(mesh: DeviceMesh) -> bool:

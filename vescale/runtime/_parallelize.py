@@ -17,7 +17,7 @@ from vescale.placements import from_local
 from vescale.placements import install as install_placements
 from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.runtime._agree import check_agreement
-from vescale.runtime._gradients import label_gradient, reduce_gradient
+from vescale.runtime._gradients import GradientReducer, GradientRule, complete_captured
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._hooks import ModuleHooks
 from vescale.runtime._place import TensorSlots, place_tensor
@@ -25,7 +25,7 @@ from vescale.runtime._region import LocalRegion
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._sites import ImplicitSite
 
-__all__ = ["implicit_communication", "install", "parallelize"]
+__all__ = ["gradient_reducer", "implicit_communication", "install", "parallelize"]
 
 _RUNTIMES: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
 
@@ -73,7 +73,12 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
     install_handlers()
     _enable_rng()
     runtime = Runtime(model, program, mesh, strict=strict)
-    _place_tensors(model, program, mesh)
+    rules = _place_tensors(model, program, mesh)
+    if mesh.get_coordinate() is not None:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and isinstance(parameter, DTensor):
+                complete_captured(parameter, name, rules.get(name, GradientRule()))
+        runtime.reducer = GradientReducer(model, mesh, rules=rules)
     by_module: dict[str, list[Instruction]] = {}
     for instruction in _single(program):
         by_module.setdefault(instruction.path, []).append(instruction)
@@ -93,6 +98,17 @@ def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:
     Raises KeyError for a model that was not given to :func:`parallelize`.
     """
     return dict(_RUNTIMES[model].sites)
+
+
+def gradient_reducer(model: nn.Module) -> GradientReducer:
+    """The reducer of a parallelized model's gradients: for ``no_sync()``, hooks and reports.
+
+    Raises KeyError for a model that was not given to :func:`parallelize`, on this rank's meshes.
+    """
+    reducer = _RUNTIMES[model].reducer
+    if reducer is None:
+        raise KeyError("this rank is not part of the model's mesh, so it has no gradients to reduce")
+    return reducer
 
 
 def _enable_rng() -> None:
@@ -115,7 +131,8 @@ def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMes
     return mesh
 
 
-def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
+def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh) -> dict[str, GradientRule]:
+    """Returns what the plan says of parameters' gradients."""
     slots = TensorSlots(model)
     gradients = {_name(i): i for i in _single(program) if i.hook is Hook.BACKWARD}
     for instruction in program:
@@ -128,19 +145,17 @@ def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh) -> None
             new = from_local(old.detach(), mesh, stage)
         else:
             new = place_tensor(old, mesh, stage, name)
-        placed = slots.replace(name, new)
-        if isinstance(placed, DTensor) and placed.requires_grad:
-            _attach_gradient(placed, name, gradients.get(name))
+        slots.replace(name, new)
+    placed = {id(tensor): _gradient_rule(gradients[name]) for name, tensor in slots if name in gradients}
+    return {name: placed[id(p)] for name, p in model.named_parameters() if id(p) in placed}
 
 
-def _attach_gradient(parameter: DTensor, name: str, instruction: Instruction | None) -> None:
-    if instruction is None:
-        reduce_gradient(parameter, name)
-    elif isinstance(instruction.op, Redistribute):
-        reduce_gradient(parameter, name, instruction.op.dst)
-    else:
-        assert isinstance(instruction.op, Annotate)
-        label_gradient(parameter, instruction.op.placements)
+def _gradient_rule(instruction: Instruction) -> GradientRule:
+    """A gradient that the plan annotates is what it says on every rank, one that it redistributes goes there."""
+    if isinstance(instruction.op, Redistribute):
+        return GradientRule(target=instruction.op.dst)
+    assert isinstance(instruction.op, Annotate)
+    return GradientRule(source=instruction.op.placements)
 
 
 def _single(program: Program) -> Iterator[Instruction]:

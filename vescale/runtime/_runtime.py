@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ from vescale.runtime._sites import (
     one_placement_text,
 )
 
+if TYPE_CHECKING:
+    from vescale.runtime._gradients import GradientReducer
+
 __all__ = ["Runtime", "Where", "checkpointed", "locate"]
 
 # Backward looks a node up by its number; older steps than this many module entries are forgotten.
@@ -49,6 +52,7 @@ class Runtime:
         program: what was installed.
         strict: raise at the first implicit communication.
         sites: how often each implicit site communicated.
+        reducer: of the parameters' gradients; None on ranks outside the mesh.
     """
 
     def __init__(self, model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool) -> None:
@@ -56,6 +60,7 @@ class Runtime:
         self.program = program
         self.strict = strict
         self.sites: dict[ImplicitSite, int] = {}
+        self.reducer: GradientReducer | None = None
         self.replicated: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
         self._factories = {
             instruction.path: tuple(instruction.op.placements)

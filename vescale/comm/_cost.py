@@ -1,0 +1,52 @@
+"""What collectives cost by the ring algorithm: bytes that one rank sends, and seconds over a link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["GLOO_LINK", "NCCL_LINK", "Link", "fused_bytes", "link_of", "per_axis_bytes", "ring_bytes", "ring_seconds"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A coarse model of the way from one rank to the next: what a step costs, and what a byte costs.
+
+    It decides between ways to do the same, so its order of magnitude is what counts.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+GLOO_LINK = Link(50e-6, 1e9)
+NCCL_LINK = Link(5e-6, 50e9)
+
+
+def link_of(device_type: str) -> Link:
+    return GLOO_LINK if device_type == "cpu" else NCCL_LINK
+
+
+# Passes over the ring: in each, every rank sends (n - 1) pieces of 1/n of the tensor.
+_PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+
+
+def ring_bytes(op: str, num_bytes: int, num_ranks: int) -> int:
+    """Bytes that each of ``num_ranks`` sends for a tensor of ``num_bytes``; as the ledger counts."""
+    return math.ceil(_PASSES[op] * (num_ranks - 1) / num_ranks * num_bytes)
+
+
+def ring_seconds(op: str, num_bytes: int, num_ranks: int, link: Link) -> float:
+    steps = _PASSES[op] * (num_ranks - 1)
+    return steps * (link.latency_seconds + num_bytes / num_ranks / link.bytes_per_second)
+
+
+def fused_bytes(num_bytes: int, axis_sizes: Sequence[int]) -> int:
+    """One all-reduce over the union of the axes: ``2 S (N - 1) / N``, N the product of their sizes."""
+    return ring_bytes("all_reduce", num_bytes, math.prod(axis_sizes))
+
+
+def per_axis_bytes(num_bytes: int, axis_sizes: Sequence[int]) -> int:
+    """An all-reduce for each axis: the sum of ``2 S (n - 1) / n``."""
+    return sum(ring_bytes("all_reduce", num_bytes, size) for size in axis_sizes)
