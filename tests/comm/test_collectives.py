@@ -195,6 +195,27 @@ def test_nccl_branches(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) 
     simulate(nccl_branches, 4, sizes)
 
 
+def pieces_with_gaps() -> None:
+    """Flat pieces that are not contiguous: their elements move, not what lies between them."""
+    group, rank = group_of(4)
+    for dtype in (torch.float32, torch.bfloat16):
+        wide = [sample((16,), torch.float32, seed).to(dtype) for seed in range(4)]
+        for sizes in ((2, 2, 2, 2), (2, 2, 1, 2), (0, 5, 0, 0), (1, 5, 2, 0)):
+            found = all_gather_v(wide[rank][: 2 * sizes[rank] : 2], sizes, group).wait()
+            assert torch.equal(found, torch.cat([w[: 2 * n : 2] for w, n in zip(wide, sizes)])), sizes
+        sends = [w[::2] for w in wide]
+        found = all_to_all_v(sends[rank], (2, 2, 2, 2), (2, 2, 2, 2), group).wait()
+        assert torch.equal(found, torch.cat([s[2 * rank : 2 * rank + 2] for s in sends]))
+        found = reduce_scatter_v(sends[rank], (3, 0, 4, 1), "sum", group).wait()
+        start = (0, 3, 3, 7)[rank]
+        assert torch.equal(found, one_device(sends, "sum")[start : start + (3, 0, 4, 1)[rank]])
+        assert torch.equal(all_reduce(sends[rank], "sum", group).wait(), one_device(sends, "sum"))
+
+
+def test_pieces_with_gaps(ranks: RankPools) -> None:
+    ranks.run(pieces_with_gaps, world_size=4)
+
+
 class BackendSpy(TorchDispatchMode):
     """Bytes that this rank receives from others, read off the arguments of c10d's own operators."""
 

@@ -1,6 +1,6 @@
 """Collectives over pieces of different sizes, portable to gloo.
 
-All tensors are flat and contiguous; sizes are in elements, one for each group rank, the same list on every rank.
+All tensors are flat; sizes are in elements, one for each group rank, the same list on every rank.
 
 ===================  ==========================================================================================
 ``all_to_all_v``     one uneven ``all_to_all_single`` (NCCL groups the sends and receives)
@@ -79,6 +79,8 @@ _GLOO_REDUCES = frozenset(
 
 
 def _bytes(flat: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous flat tensor."""
+    assert flat.is_contiguous(), "a tensor with gaps would be read, or written, beside its elements"
     # The stride of a contiguous tensor with fewer than two elements is arbitrary, but view() wants 1.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
@@ -101,7 +103,7 @@ def all_to_all_v(
 
     Receives the off-diagonal sizes. Every rank of the group must call it, also with all sizes zero.
     """
-    rank = dist.get_rank(group)
+    rank, send = dist.get_rank(group), send.contiguous()
     out = send.new_empty(sum(receive_sizes)) if out is None else out
     size = send.element_size()  # no early return here: each rank sees its own sizes only, so all must take part
     record("all_to_all_v", len(send_sizes), (sum(receive_sizes) - receive_sizes[rank]) * size, asker=asker, group=group)
@@ -128,7 +130,7 @@ def all_gather_v(
 
     Receives ``sum(sizes) - sizes[rank]`` elements, plus padding as the module's table says.
     """
-    rank, num_ranks, total = dist.get_rank(group), len(sizes), sum(sizes)
+    rank, num_ranks, total, local = dist.get_rank(group), len(sizes), sum(sizes), local.contiguous()
     largest, size = max(sizes), local.element_size()
     payload = (total - sizes[rank]) * size
     out = local.new_empty(total) if out is None else out
@@ -181,7 +183,7 @@ def reduce_scatter_v(
 
     ``op`` is ``sum``, ``avg``, ``max``, ``min`` or ``product``. Sends ``sum(sizes) - sizes[rank]`` elements.
     """
-    rank, num_ranks = dist.get_rank(group), len(sizes)
+    rank, num_ranks, send = dist.get_rank(group), len(sizes), send.contiguous()
     out = send.new_empty(sizes[rank]) if out is None else out
     if sum(sizes) == 0:
         return Pending(out)

@@ -45,8 +45,10 @@ class AxisGroup:
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
+# Equal meshes are one key here, and each has process groups of its own for its axes: which of them a rank gets must not
+# depend on its garbage collector either, so one-axis groups are told apart by name.
 _AXIS_GROUPS: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], AxisGroup]]
+    dist.ProcessGroup, weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[tuple[int, ...], str], AxisGroup]]
 ] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -60,11 +62,19 @@ def axis_group(mesh: DeviceMesh, axes: Sequence[int]) -> AxisGroup:
     Raises ValueError on a rank outside the mesh.
     """
     axes = tuple(axes)
+    own = mesh.get_coordinate()
+    if own is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} asks for its group on axes {axes} of {mesh}, but is not part of that mesh; call "
+            "this on the mesh's ranks only"
+        )
+    group = mesh.get_group(axes[0]) if len(axes) == 1 else None
+    key = axes, group.group_name if group is not None else ""
     with _LOCK:
         known = _AXIS_GROUPS.setdefault(_world(), weakref.WeakKeyDictionary()).setdefault(mesh, {})
-        found = known.get(axes)
+        found = known.get(key)
     if found is None:
-        found = known[axes] = _build(mesh, axes)
+        found = known[key] = _build(mesh, axes, own, group)
     # Meshes share groups (the world is one axis of a mesh and several of another): the last to ask gives the name.
     name_group(found.group, found.axes)
     return found
@@ -76,16 +86,10 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-def _build(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
-    own = mesh.get_coordinate()
-    if own is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} asks for its group on axes {axes} of {mesh}, but is not part of that mesh; call "
-            "this on the mesh's ranks only"
-        )
+def _build(mesh: DeviceMesh, axes: tuple[int, ...], own: Sequence[int], group: dist.ProcessGroup | None) -> AxisGroup:
     choices = [range(mesh.size(axis)) if axis in axes else (own[axis],) for axis in range(mesh.ndim)]
     by_rank = {int(mesh.mesh[coordinate]): coordinate for coordinate in itertools.product(*choices)}
-    group = mesh.get_group(axes[0]) if len(axes) == 1 else _group_of(tuple(sorted(by_rank)))
+    group = group if group is not None else _group_of(tuple(sorted(by_rank)))
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     order = dist.get_process_group_ranks(group)
     label = ",".join(names[axis] for axis in axes)

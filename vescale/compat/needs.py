@@ -28,11 +28,13 @@ class Need:
         module: where it is.
         path: its name there; ``Class.method`` for members, ``a|b`` where either will do.
         parameters: parameters that it must have, in this order among its own.
+        uses: names that its code must mention: what a function that is not replaced leaves for one that is.
     """
 
     module: str
     path: str
     parameters: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
 
 
 _TENSOR = "torch.distributed.tensor"
@@ -50,7 +52,9 @@ NEEDS: tuple[Need, ...] = (
         "DTensor.redistribute",
         ("device_mesh", "placements", "async_op", "forward_dtype", "backward_dtype"),
     ),
-    Need(_TENSOR, "DTensor.to_local", ("grad_placements",)),
+    Need(_TENSOR, "DTensor.to_local", ("grad_placements",), uses=("_ToTorchTensor",)),
+    Need(f"{_TENSOR}._api", "_ToTorchTensor.forward", uses=("dtensor_spec", "grad_placements")),
+    Need(f"{_TENSOR}._api", "_ToTorchTensor.backward", ("ctx", "grad_output")),
     Need(
         _TENSOR,
         "DTensor.from_local",
@@ -126,6 +130,8 @@ NEEDS: tuple[Need, ...] = (
     Need("torch.distributed.device_mesh", "_mesh_resources.get_current_mesh"),
     Need("torch.distributed.distributed_c10d", "_get_default_group"),
     Need("torch.distributed.distributed_c10d", "_get_default_timeout"),
+    Need("torch.distributed", "ProcessGroup._device_types"),
+    Need("torch.distributed", "ProcessGroup._get_backend"),
     Need("torch.distributed.distributed_c10d", "_world.pg_map"),
     Need(
         "torch.distributed.distributed_c10d",
@@ -201,6 +207,9 @@ def _lack(need: Need) -> str | None:
             break
     if found is None:
         return name
+    unused = [word for word in need.uses if word not in inspect.unwrap(found).__code__.co_names]
+    if unused:
+        return f"{name}: code that uses {', '.join(unused)}"
     return _parameters_lacking(found, name, need.parameters)
 
 

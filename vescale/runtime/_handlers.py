@@ -19,7 +19,7 @@ from vescale.compat import (
     no_torch_function,
     stock_dispatch,
 )
-from vescale.runtime._boundary import bring, cut, stride_like
+from vescale.runtime._boundary import bring, cut
 from vescale.runtime._containers import map_tensors
 from vescale.runtime._elementwise_loss import ELEMENTWISE_LOSS_HANDLERS
 from vescale.runtime._loss import LOSS_HANDLERS
@@ -58,7 +58,10 @@ def _clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     x = args[0]
     with no_torch_function():
         local = op(local_of(x), **kwargs)
-        spec = make_spec(x.device_mesh, x.placements, x.shape, stride_like(local, x.shape), local.dtype)
+        # Of the whole tensor, not of this rank's part: an empty part has no order of its own.
+        looks = torch.empty_strided(x.shape, x.stride(), device="meta")
+        strides = torch.empty_like(looks, memory_format=kwargs.get("memory_format") or torch.preserve_format).stride()
+        spec = make_spec(x.device_mesh, x.placements, x.shape, strides, local.dtype)
         return make_dtensor(local, spec)
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ir import Annotate, Batch, Hook, Instruction, Local, Place, Program, Redistribute, lower
 from vescale.placements import from_local
 from vescale.placements import install as install_placements
 from vescale.plans import MeshAxes, Plan, PlanError
+from vescale.rng import enable as enable_rng
+from vescale.rng import has_deferred, is_deferred, materialize
 from vescale.runtime._agree import check_agreement
+from vescale.runtime._experts import ExpertRegion
 from vescale.runtime._gradients import GradientReducer, GradientRule, complete_captured
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._hooks import ModuleHooks
@@ -46,7 +49,8 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None,
     Build the optimizer afterwards. The model must be the same on every rank (the same seed); that is checked.
 
     Args:
-        model: on one device or the meta device, not parallelized before.
+        model: on one device, built under ``deferred_init`` (each rank then computes only its part of the values), or on
+            the meta device (its parameters become meta DTensors); not parallelized before.
         plan: for the mesh it was written on, or over axis names and sizes (from a YAML file).
         mesh: the DeviceMesh, when the plan has only names and sizes; made from them when left out.
         strict: raise at the first communication that no plan entry asked for, instead of counting it.
@@ -71,8 +75,9 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
     check_agreement(model, program, mesh)
     install_placements()
     install_handlers()
-    _enable_rng()
+    enable_rng()
     runtime = Runtime(model, program, mesh, strict=strict)
+    _materialize(model, program, mesh)
     rules = _place_tensors(model, program, mesh)
     if mesh.get_coordinate() is not None:
         for name, parameter in model.named_parameters():
@@ -86,7 +91,8 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
         instructions = by_module.get(path, [])
         for instruction in instructions:
             if isinstance(instruction.op, Local):
-                LocalRegion(runtime, module, path, instruction)
+                region = ExpertRegion if instruction.op.kind == "experts" else LocalRegion
+                region(runtime, module, path, instruction)
         ModuleHooks(runtime, module, path, instructions)
     _RUNTIMES[model] = runtime
     return model
@@ -109,14 +115,6 @@ def gradient_reducer(model: nn.Module) -> GradientReducer:
     if reducer is None:
         raise KeyError("this rank is not part of the model's mesh, so it has no gradients to reduce")
     return reducer
-
-
-def _enable_rng() -> None:
-    """Random ops with one device's numbers, where that package is there."""
-    if importlib.util.find_spec("vescale.rng") is not None:
-        enable = getattr(importlib.import_module("vescale.rng"), "enable", None)
-        if enable is not None:
-            enable()
 
 
 def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
@@ -156,6 +154,26 @@ def _gradient_rule(instruction: Instruction) -> GradientRule:
         return GradientRule(target=instruction.op.dst)
     assert isinstance(instruction.op, Annotate)
     return GradientRule(source=instruction.op.placements)
+
+
+def _materialize(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
+    """Gives a model built under ``deferred_init`` its values: each rank computes the part that it is to hold.
+
+    A parameter whose values are "local" by the plan, and tensors that the program does not place, are computed whole.
+    """
+    if not has_deferred(model):
+        return
+    slots = TensorSlots(model)
+    placements: dict[int, tuple[Placement, ...]] = {}
+    for instruction in program:
+        if instruction.hook is Hook.INIT and isinstance(instruction.op, Place):
+            wanted = tuple(Replicate() if p is None else p for p in instruction.op.placements)
+            placements.setdefault(id(slots[_name(instruction)]), wanted)
+
+    def placements_of(name: str, tensor: torch.Tensor) -> tuple[Placement, ...] | None:
+        return placements.get(id(tensor)) if is_deferred(tensor) else None
+
+    materialize(model, mesh, placements_of)
 
 
 def _single(program: Program) -> Iterator[Instruction]:

@@ -44,8 +44,10 @@ def is_elementwise(op: Any) -> bool:
     overload = op._overloadname
     if name.endswith("_") and not name.startswith("_"):  # the in-place form of a tagged op
         packet = getattr(torch.ops.aten, name[:-1], None)
-    elif "out" in overload or "grad_input" in overload:
+    elif overload == "out" or "grad_input" in overload:
         overload = "default"
+    elif overload.endswith("_out"):
+        overload = overload.removesuffix("_out")
     functional = getattr(packet, overload, None) if packet is not None else None
     return functional is not None and torch.Tag.pointwise in functional.tags
 

@@ -25,6 +25,7 @@ def extrema_rule(call: OpCall) -> Decision | None:
     spec = call.operands[0]
     if spec.shape.numel() == 0:
         return None
+    call.try_out()
     inputs = without_partials(spec.placements)
     where = _Extremum(call.name == "argmax", spec, inputs, call.meta.shape)
     return Decision((inputs,), ((Replicate(),) * spec.mesh.ndim,), where)

@@ -33,6 +33,7 @@ def reduction_rule(call: OpCall) -> Decision | None:
     kernel = _KERNELS.get(call.name)
     if kernel is None or len(call.operands) != 1 or call.mutated or not reduces_everything(call):
         return None
+    call.try_out()
     spec = call.operands[0]
     inputs = without_partials(spec.placements)
     metas = (call.meta,) if isinstance(call.meta, TensorMeta) else tuple(call.meta)
