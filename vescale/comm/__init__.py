@@ -3,7 +3,16 @@
 from vescale.comm._buckets import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes, bucket_limits, plan_buckets
 from vescale.comm._collectives import MAX_PADDING, Pending, all_gather_v, all_reduce, all_to_all_v, reduce_scatter_v
 from vescale.comm._consensus import Consensus, ConsensusError
-from vescale.comm._cost import Link, fused_bytes, link_of, per_axis_bytes, ring_bytes, ring_seconds
+from vescale.comm._cost import (
+    Link,
+    ReductionCost,
+    fused_bytes,
+    link_of,
+    per_axis_bytes,
+    reduction_cost,
+    ring_bytes,
+    ring_seconds,
+)
 from vescale.comm._flat import all_gather_into, all_reduce_, reduce_scatter_into
 from vescale.comm._groups import AxisGroup, axis_group
 from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms
@@ -20,6 +29,7 @@ __all__ = [
     "Ledger",
     "Link",
     "Pending",
+    "ReductionCost",
     "all_gather_into",
     "all_gather_v",
     "all_reduce",
@@ -36,6 +46,7 @@ __all__ = [
     "record_comms",
     "reduce_scatter_into",
     "reduce_scatter_v",
+    "reduction_cost",
     "ring_bytes",
     "ring_seconds",
 ]

@@ -6,7 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["GLOO_LINK", "NCCL_LINK", "Link", "fused_bytes", "link_of", "per_axis_bytes", "ring_bytes", "ring_seconds"]
+__all__ = [
+    "GLOO_LINK",
+    "NCCL_LINK",
+    "Link",
+    "ReductionCost",
+    "fused_bytes",
+    "link_of",
+    "per_axis_bytes",
+    "reduction_cost",
+    "ring_bytes",
+    "ring_seconds",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +61,41 @@ def fused_bytes(num_bytes: int, axis_sizes: Sequence[int]) -> int:
 def per_axis_bytes(num_bytes: int, axis_sizes: Sequence[int]) -> int:
     """An all-reduce for each axis: the sum of ``2 S (n - 1) / n``."""
     return sum(ring_bytes("all_reduce", num_bytes, size) for size in axis_sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionCost:
+    """One reduction of a buffer over a group.
+
+    Attributes:
+        scatters: a reduce-scatter along one axis, and an all-reduce of the piece along the others if there are any; else
+            one all-reduce of everything.
+        num_collectives: how many that makes.
+        num_bytes: what each rank sends, as the ledger counts.
+        seconds: by the ring model.
+    """
+
+    scatters: bool
+    num_collectives: int
+    num_bytes: int
+    seconds: float
+
+
+def reduction_cost(num_bytes: int, num_ranks: int, num_pieces: int, link: Link) -> ReductionCost:
+    """The faster way to reduce ``num_bytes`` over ``num_ranks`` when each needs one of ``num_pieces``; 1: everything."""
+    whole = ReductionCost(
+        False,
+        1,
+        ring_bytes("all_reduce", num_bytes, num_ranks),
+        ring_seconds("all_reduce", num_bytes, num_ranks, link),
+    )
+    if num_pieces == 1:
+        return whole
+    rest, piece = num_ranks // num_pieces, num_bytes // num_pieces
+    scattered = ReductionCost(
+        True,
+        1 + (rest > 1),
+        (num_pieces - 1) * piece + ring_bytes("all_reduce", piece, rest),
+        ring_seconds("reduce_scatter", num_bytes, num_pieces, link) + ring_seconds("all_reduce", piece, rest, link),
+    )
+    return scattered if scattered.seconds <= whole.seconds else whole

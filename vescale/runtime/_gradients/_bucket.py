@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Partial
 
 from vescale.buffer import DBuffer, TensorGroup
-from vescale.comm import Pending, all_reduce_, axis_group, link_of, ring_bytes, ring_seconds
+from vescale.comm import Pending, all_reduce_, axis_group, link_of, reduction_cost, ring_bytes
 from vescale.compat import foreach_add_, foreach_copy_, num_storage_users
 from vescale.placements import unpack
 from vescale.runtime._gradients._reduction import Arrival, Contribution, Reduction, Stage
@@ -103,7 +103,13 @@ class Bucket:
         self._sizes = _piece_sizes(self.slots, reduction.num_pieces)
         self._buffer = self._new_buffer()
         self.num_bytes = self._buffer.num_bytes
-        self.scatters = self._scattering_is_faster()
+        self._cost = reduction_cost(
+            self.num_bytes,
+            reduction.stages[0].axes.num_ranks,
+            reduction.num_pieces,
+            link_of(self._buffer.device.type),
+        )
+        self.scatters = self._cost.scatters
         self._num_users = 0
         self._views: list[list[torch.Tensor]] = []  # for each slot, the parts of its gradient in buffer order
         self._marks: list[list[torch.Tensor]] = []  # for each slot, the first element of its part in every piece
@@ -119,8 +125,8 @@ class Bucket:
 
     @property
     def asker(self) -> str:
-        others = f" and {len(self.slots) - 1} others" if len(self.slots) > 1 else ""
-        return f"bucket {self.index}: {self.slots[0].name}.grad{others}"
+        others = f" with {len(self.slots) - 1} others" if len(self.slots) > 1 else ""
+        return f"bucket {self.index}: {self.slots[0].name}.grad: reduced{others}"
 
     # The buffer
 
@@ -325,31 +331,17 @@ class Bucket:
 
     # What it costs
 
-    def _scattering_is_faster(self) -> bool:
-        """Whether a reduce-scatter and an all-reduce of the piece beat one all-reduce of all, by the ring model."""
-        if self.reduction.scatter is None:
-            return False
-        axes, link = self.reduction.stages[0].axes, link_of(self._buffer.device.type)
-        num_pieces = self.reduction.num_pieces
-        scattered = ring_seconds("reduce_scatter", self.num_bytes, num_pieces, link)
-        scattered += ring_seconds("all_reduce", self.num_bytes // num_pieces, axes.num_ranks // num_pieces, link)
-        return scattered <= ring_seconds("all_reduce", self.num_bytes, axes.num_ranks, link)
-
     @property
     def num_collectives(self) -> int:
-        if not self.scatters:
-            return len(self.reduction.stages)
-        return 1 + (self.reduction.stages[0].axes.num_ranks > self.reduction.num_pieces)
+        return self._cost.num_collectives + len(self.reduction.stages) - 1
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that this rank sends for one reduction, as the ledger counts them."""
-        if not self.scatters:
-            return self.reduction.fused_bytes(self.num_bytes)
-        pieces = self.reduction.num_pieces
-        rest = self.reduction.stages[0].axes.num_ranks // pieces
-        piece_bytes = self.num_bytes // pieces
-        return (pieces - 1) * piece_bytes + ring_bytes("all_reduce", piece_bytes, rest)
+        others = self.reduction.stages[1:]
+        return self._cost.num_bytes + sum(
+            ring_bytes("all_reduce", self.num_bytes, stage.axes.num_ranks) for stage in others
+        )
 
 
 def _piece_sizes(slots: Sequence[Slot], num_pieces: int) -> list[list[int]]:

@@ -360,9 +360,11 @@ class GradientReducer:
             observed, lambda index: self._entries[index].name, self._arrival_text, self._consensus
         )
         slots = []
-        for item in agreed:
+        for item in agreed + self._not_seen({item.index for item in agreed}):
             entry = self._entries[item.index]
-            slots.append(Slot(entry.name, entry, item.arrival, self._contribution(entry, item.arrival), item.count))
+            way = self._contribution(entry, item.arrival)
+            if way.reduction is not None:
+                slots.append(Slot(entry.name, entry, item.arrival, way, item.count))
         new = self._schedule.extend(slots, self._bucket_bytes, self._mesh.device_type)
         for slot in slots:
             slot.entry.slots.append(slot)
@@ -371,6 +373,16 @@ class GradientReducer:
                 assert slot.bucket is not None
                 slot.bucket.arrive(slot, found[0])
         return new
+
+    def _not_seen(self, seen: set[int]) -> list[Observed]:
+        """Parameters that no rank has used yet, if it is known how their gradients will come: a rank may use one that
+        others never do. DTensors' own axes tell nothing; there all ranks use what any rank uses."""
+        found = []
+        for entry in reversed(self._entries):
+            if entry.index not in seen and not entry.slots:
+                placements = None if entry.home.mesh is None else entry.home.target
+                found.append(Observed(entry.index, Arrival(placements, entry.parameter.dtype), 1))
+        return found
 
     def _arrival_text(self, observed: Observed) -> str:
         arrival = observed.arrival

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import axis_group, ring_bytes
+from vescale.comm import axis_group
 from vescale.placements import Piece, RaggedShard, local_region, plan_exchange, ragged_axis, shard_dim
 from vescale.runtime._gradients._axes import AxisSet, Union, unite
 
@@ -96,9 +96,6 @@ class Reduction:
             where = f"scattered over {names[self.scatter] if names else self.scatter}"
         cast = f" in {self.reduce_dtype}" if self.reduce_dtype != self.dtype else ""
         return f"{stages}{average}, {self.dtype}{cast}, {where}"
-
-    def fused_bytes(self, num_bytes: int) -> int:
-        return sum(ring_bytes("all_reduce", num_bytes, stage.axes.num_ranks) for stage in self.stages)
 
 
 @dataclass(frozen=True)
