@@ -257,7 +257,7 @@ def _buckets_table(prediction: Prediction) -> Any:
             str(number),
             str(len(bucket.names)),
             ",".join(bucket.axes),
-            "all_reduce",
+            " + ".join(op for op, _, _ in bucket.collectives),
             bytes_text(bucket.num_bytes),
             bytes_text(bucket.cost.num_bytes),
             bytes_text(bucket.per_axis_bytes),
@@ -282,8 +282,9 @@ def _totals(prediction: Prediction) -> list[dict[str, Any]]:
 
     totals: dict[tuple[str, str, str | None], list[Collective]] = {}
     reduced = [
-        Collective(bucket.names[0], ".grad", "backward", ",".join(bucket.axes), "all_reduce", bucket.cost.num_bytes)
+        Collective(bucket.names[0], ".grad", "backward", axes, op, num_bytes)
         for bucket in prediction.buckets
+        for op, axes, num_bytes in bucket.collectives
     ]
     for collective in (*prediction.unbucketed, *reduced):
         totals.setdefault((collective.axis, collective.when, collective.op), []).append(collective)
@@ -329,7 +330,7 @@ def _as_dict(plan: Plan, program: Program, model: nn.Module, prediction: Predict
                 {
                     "gradients": list(bucket.names),
                     "axes": list(bucket.axes),
-                    "op": "all_reduce",
+                    "ops": [op for op, _, _ in bucket.collectives],
                     "size_bytes": bucket.num_bytes,
                     "bytes": bucket.cost.num_bytes,
                     "axis_by_axis_bytes": bucket.per_axis_bytes,

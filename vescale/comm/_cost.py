@@ -72,12 +72,14 @@ class ReductionCost:
             one all-reduce of everything.
         num_collectives: how many that makes.
         num_bytes: what each rank sends, as the ledger counts.
+        rest_bytes: of these, for the all-reduce of the piece.
         seconds: by the ring model.
     """
 
     scatters: bool
     num_collectives: int
     num_bytes: int
+    rest_bytes: int
     seconds: float
 
 
@@ -87,6 +89,7 @@ def reduction_cost(num_bytes: int, num_ranks: int, num_pieces: int, link: Link) 
         False,
         1,
         ring_bytes("all_reduce", num_bytes, num_ranks),
+        0,
         ring_seconds("all_reduce", num_bytes, num_ranks, link),
     )
     if num_pieces == 1:
@@ -96,6 +99,7 @@ def reduction_cost(num_bytes: int, num_ranks: int, num_pieces: int, link: Link) 
         True,
         1 + (rest > 1),
         (num_pieces - 1) * piece + ring_bytes("all_reduce", piece, rest),
+        ring_bytes("all_reduce", piece, rest),
         ring_seconds("reduce_scatter", num_bytes, num_pieces, link) + ring_seconds("all_reduce", piece, rest, link),
     )
     return scattered if scattered.seconds <= whole.seconds else whole

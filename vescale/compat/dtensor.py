@@ -60,7 +60,7 @@ def current_mesh() -> DeviceMesh:
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that this one was sliced from; itself when from none."""
-    return _mesh_resources.get_root_mesh(mesh)
+    return mesh._get_root_mesh()
 
 
 def rank_in_mesh(mesh: DeviceMesh) -> bool:

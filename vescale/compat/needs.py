@@ -166,7 +166,7 @@ NEEDS: tuple[Need, ...] = (
     Need("torch.autograd", "Variable._execution_engine"),
     Need("torch._C", "_storage_Use_Count"),
     Need("torch._C", "_will_engine_execute_node"),
-    Need("torch.distributed.device_mesh", "_mesh_resources.get_root_mesh", ("device_mesh",)),
+    Need("torch.distributed.device_mesh", "DeviceMesh._get_root_mesh"),
     Need("torch", "_foreach_add_"),
     Need("torch", "_foreach_copy_"),
     Need("torch", "_foreach_mul_"),

@@ -25,12 +25,16 @@ __all__ = ["PartialGradient", "PredictedBucket", "predict_buckets"]
 
 @dataclass(frozen=True)
 class PartialGradient:
-    """A gradient that every rank along ``axes`` has a part of: ``num_bytes`` on each rank."""
+    """A gradient that every rank along ``axes`` has a part of: ``num_bytes`` on each rank.
+
+    ``scatter`` is the one of the axes on which the parameter is sharded at rest, if any.
+    """
 
     name: str
     axes: tuple[str, ...]
     num_bytes: int
     dtype: torch.dtype
+    scatter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,18 @@ class PredictedBucket:
     num_bytes: int
     cost: ReductionCost
     per_axis_bytes: int
+    scatter: str | None = None
+
+    @property
+    def collectives(self) -> tuple[tuple[str, str, int], ...]:
+        """(op, axes joined with ``,``, bytes) of each."""
+        axes = ",".join(self.axes)
+        if not self.cost.scatters:
+            return (("all_reduce", axes, self.cost.num_bytes),)
+        rest = self.cost.rest_bytes
+        scattered = ("reduce_scatter", str(self.scatter), self.cost.num_bytes - rest)
+        others = ",".join(axis for axis in self.axes if axis != self.scatter)
+        return (scattered, ("all_reduce", others, rest)) if others else (scattered,)
 
 
 def predict_buckets(
@@ -63,10 +79,11 @@ def predict_buckets(
     num_ranks = [math.prod(axes.size(axis) for axis in gradient.axes) for gradient in gradients]
     limits = bucket_limits(bucket_bytes, max(num_ranks, default=1), link)
     found = []
-    for indices in plan_buckets([((g.axes, g.dtype), g.num_bytes) for g in gradients], limits):
+    for indices in plan_buckets([((g.axes, g.dtype, g.scatter), g.num_bytes) for g in gradients], limits):
         first, num_bytes = gradients[indices[0]], sum(gradients[index].num_bytes for index in indices)
-        cost = reduction_cost(num_bytes, num_ranks[indices[0]], 1, link)
+        num_pieces = axes.size(first.scatter) if first.scatter is not None else 1
+        cost = reduction_cost(num_bytes, num_ranks[indices[0]], num_pieces, link)
         unfused = per_axis_bytes(num_bytes, [axes.size(axis) for axis in first.axes])
         names = tuple(gradients[index].name for index in indices)
-        found.append(PredictedBucket(names, first.axes, num_bytes, cost, unfused))
+        found.append(PredictedBucket(names, first.axes, num_bytes, cost, unfused, first.scatter))
     return tuple(found)

@@ -58,8 +58,8 @@ class Prediction:
     Attributes:
         collectives: of boundaries and parameters; gradients are listed for each parameter and axis.
         stopped: why the walk ended before the model's output, when it did; what would follow is missing then.
-        buckets: how those gradients are reduced that are known to be sums and whose parameters are replicated at rest:
-            several in one collective over all their axes, in place of their ``collectives``.
+        buckets: how those gradients are reduced that are known to be sums: several in one collective over all their axes,
+            in place of their ``collectives``.
     """
 
     collectives: tuple[Collective, ...]
@@ -330,9 +330,10 @@ class _Walk:
             summed = [move for move in own if isinstance(move.dst, Replicate) and move.uses.partial]
             known = not any(isinstance(move.dst, Replicate) and move.uses.unknown for move in own)
             num_bytes = summed[0].num_bytes if summed else None
-            if num_bytes is not None and known and all(isinstance(move.src, Replicate) for move in summed):
-                axes = tuple(move.axis for move in summed)
-                found.append(PartialGradient(f"{name}.grad", axes, num_bytes, _state(self.index, name).dtype))
+            cut = [move.axis for move in summed if not isinstance(move.src, Replicate)]
+            if num_bytes is not None and known and len(cut) <= 1:
+                axes, dtype = tuple(move.axis for move in summed), _state(self.index, name).dtype
+                found.append(PartialGradient(f"{name}.grad", axes, num_bytes, dtype, cut[0] if cut else None))
         return found
 
     def collectives(self) -> Iterator[Collective]:

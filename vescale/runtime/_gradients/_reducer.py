@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes, Consensus
+from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes, Consensus, bucket_limits, link_of
 from vescale.compat import (
     AsyncCollectiveTensor,
     at_end_of_backward,
@@ -40,6 +40,8 @@ __all__ = ["GradientReducer", "GradientRule"]
 
 # Set on a gradient that a reducer has completed: what is accumulated on top of it is reduced by itself.
 _COMPLETE = "_vescale_complete"
+# Set on a parameter that has a reducer.
+_OWNED = "_vescale_reduced"
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ class GradientReducer:
         GradientMismatchError: on every rank, when ranks bring different modules or settings; later, in ``backward()``,
             when they bring the gradient of one parameter in different ways.
         ConsensusError: ranks that others wait for in vain.
-        ValueError: a mesh that overlaps a parameter's without both being axes of one mesh; an unknown op.
+        ValueError: a mesh that overlaps a parameter's without both being axes of one mesh; an unknown op; sizes that are
+            none; a parameter that has a reducer already.
     """
 
     def __init__(
@@ -150,11 +153,14 @@ class GradientReducer:
             f"op={op} bucket_bytes={bucket_bytes} reduce_dtype={reduce_dtype}",
             self._consensus,
         )
-        make_buckets([], bucket_bytes, mesh.device_type)
+        bucket_limits(bucket_bytes, 1, link_of(mesh.device_type))  # refuses what is no size
+        self._handles: list[Any] = [module.register_forward_pre_hook(lambda *_: self._recover())]
         for entry in self._entries:
-            entry.parameter.register_hook(lambda grad: self._begin())
-            entry.parameter.register_post_accumulate_grad_hook(lambda _, entry=entry: self._take(entry))
-        module.register_forward_pre_hook(lambda *_: self._recover())
+            setattr(entry.parameter, _OWNED, True)
+            self._handles += [
+                entry.parameter.register_hook(lambda grad: self._begin()),
+                entry.parameter.register_post_accumulate_grad_hook(lambda _, entry=entry: self._take(entry)),
+            ]
 
     # What users see
 
@@ -189,6 +195,15 @@ class GradientReducer:
                 self._prepare()
                 self._reduce()
         self._has_reduced = False
+
+    def remove(self) -> None:
+        """Take the reducer off the module: gradients are each rank's own again."""
+        for handle in self._handles:
+            handle.remove()
+        for entry in self._entries:
+            delattr(entry.parameter, _OWNED)
+        self._handles.clear()
+        self._entries.clear()
 
     def register_comm_hook(self, hook: CommHook) -> None:
         """Replace the all-reduces of buckets, to compress them for example; see :class:`GradientBucket`.
@@ -456,6 +471,11 @@ def _entries(module: nn.Module, mesh: DeviceMesh, rules: Mapping[str, GradientRu
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
+        if hasattr(parameter, _OWNED):
+            raise ValueError(
+                f"{name} has a GradientReducer already, so that its gradient would be reduced twice; use that one "
+                "(gradient_reducer(model) of a parallelized model), or remove() it"
+            )
         rule = rules.get(name, GradientRule())
         home = Home(tuple(parameter.shape), None, ())
         if isinstance(parameter, DTensor):
