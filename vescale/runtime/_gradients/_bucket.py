@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial
 
 from vescale.buffer import DBuffer, TensorGroup
 from vescale.comm import Pending, all_reduce_, axis_group, link_of, reduction_cost, ring_bytes
-from vescale.compat import foreach_add_, foreach_copy_, num_storage_users
+from vescale.compat import foreach_copy_, num_storage_users
 from vescale.placements import unpack
 from vescale.runtime._gradients._reduction import Arrival, Contribution, Reduction, Stage
 
@@ -61,6 +61,7 @@ class Slot:
         self.name, self.entry = name, entry
         self.arrival, self.contribution = arrival, contribution
         self.num_expected = num_expected
+        self.strides = torch.empty(contribution.local_shape, device="meta").stride()
         self.num_arrived = 0
         self.gradient: torch.Tensor | None = None
         self.bucket: Bucket | None = None
@@ -112,7 +113,8 @@ class Bucket:
         self.scatters = self._cost.scatters
         self._num_users = 0
         self._views: list[list[torch.Tensor]] = []  # for each slot, the parts of its gradient in buffer order
-        self._marks: list[list[torch.Tensor]] = []  # for each slot, the first element of its part in every piece
+        self._marks: list[list[int]] = []  # for each slot, where its part begins in every piece
+        self._all_marks: torch.Tensor | None = None
         self._result = self._buffer.local if self._buffer.is_allocated else None
 
     @property
@@ -163,7 +165,8 @@ class Bucket:
     def _make_views(self) -> None:
         if self.reduction.scatter is None:
             self._views = [[view] for view in self._buffer.views]
-            self._marks = [[view.view(-1)[:1]] for view in self._buffer.views]
+            offsets = self._buffer.group.layout.offsets
+            self._marks = [[offset] if slot.contribution.numel else [] for offset, slot in zip(offsets, self.slots)]
             return
         local, starts = self._buffer.local, self._starts()
         self._views = [[] for _ in self.slots]
@@ -172,10 +175,21 @@ class Bucket:
             assert slot.contribution.pieces is not None
             for piece, start in zip(slot.contribution.pieces, starts[place]):
                 if piece.numel:
-                    self._marks[place].append(local[start : start + 1])
+                    self._marks[place].append(start)
                 for box in piece.source:
                     self._views[place].append(local[start : start + box.numel].view(box.sizes))
                     start += box.numel
+
+    def _clear_signs(self, marks: list[int]) -> None:
+        """Make -0.0 at ``marks`` 0.0, so that none of these looks like a slot without contribution."""
+        if self._all_marks is None:
+            every = [mark for own in self._marks for mark in own]
+            self._all_marks = torch.tensor(every, dtype=torch.int64, device=self._buffer.device)
+        where = self._all_marks
+        if len(marks) < len(where):
+            where = torch.tensor(marks, dtype=torch.int64, device=self._buffer.device)
+        local = self._buffer.local
+        local.index_add_(0, where, local.new_zeros(len(where)))
 
     def _starts(self) -> list[list[int]]:
         """For each slot, where its part begins in each piece."""
@@ -213,7 +227,7 @@ class Bucket:
         self.is_launched, self._hook = True, hook
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        marks: list[torch.Tensor] = []
+        marks: list[int] = []
         for place, slot in enumerate(self.slots):
             if slot.gradient is None:
                 for view in self._views[place]:
@@ -230,9 +244,8 @@ class Bucket:
             slot.gradient = None
         if targets:
             foreach_copy_(targets, sources)
-        marks = [mark for mark in marks if mark.numel()]
         if self.op == "sum" and marks:
-            foreach_add_(marks, 0.0)
+            self._clear_signs(marks)
         if self.scatters and hook is None:
             assert self.reduction.scatter is not None
             scattering = self._buffer.reduce_scatter([self.reduction.scatter], op="sum", asker=self.asker)
@@ -293,8 +306,8 @@ class Bucket:
         """The reduced gradient: in the shape of the contribution, or this rank's part of it in ``own_region_shape``."""
         assert self._result is not None
         if slot.contribution.pieces is None:
-            offset = self._buffer.group.layout.offsets[slot.index]
-            return self._result[offset : offset + slot.contribution.numel].view(slot.contribution.local_shape)
+            offset = self._buffer.group.layout.offsets[slot.index] + self._result.storage_offset()
+            return self._result.as_strided(slot.contribution.local_shape, slot.strides, offset)
         start = sum(self._sizes[self._own][: slot.index])
         piece = slot.contribution.pieces[self._own]
         flat = self._result[start : start + piece.numel]

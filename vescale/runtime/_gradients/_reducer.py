@@ -71,6 +71,7 @@ class _Entry:
     rule: GradientRule
     known: dict[Arrival, Contribution] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
+    usual: Arrival | None = None  # how the last gradient came: the next one most likely comes the same way
     carry: torch.Tensor | None = None
 
 
@@ -252,10 +253,13 @@ class GradientReducer:
     def _take(self, entry: _Entry) -> None:
         """A gradient has been accumulated."""
         self._arrived = True
-        if self._syncs:
-            with torch.no_grad(), no_torch_function():
-                self._place(entry)
-                self._launch_full()
+        if not self._syncs:
+            return
+        if entry.home.mesh is None and not torch.is_grad_enabled():
+            self._place(entry)
+            return
+        with torch.no_grad(), no_torch_function():
+            self._place(entry)
 
     def _place(self, entry: _Entry) -> None:
         """Hand this rank's contribution over to its bucket."""
@@ -266,8 +270,10 @@ class GradientReducer:
         local = _local(gradient)
         for slot in entry.slots:
             assert slot.bucket is not None
-            if slot.arrival == arrival and not slot.bucket.is_launched:
+            if (slot.arrival is arrival or slot.arrival == arrival) and not slot.bucket.is_launched:
                 slot.bucket.arrive(slot, self._staged(entry, arrival, slot.contribution, local))
+                if slot.bucket.is_full:
+                    self._launch_full()
                 return
         way = self._contribution(entry, arrival)
         local = self._staged(entry, arrival, way, local)
@@ -508,15 +514,23 @@ def _ranks(entries: Sequence[_Entry], mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def _arrival(entry: _Entry, gradient: torch.Tensor) -> Arrival:
+    placements = _placements(entry, gradient)
+    usual = entry.usual
+    if usual is None or usual.placements != placements or usual.dtype != gradient.dtype:
+        entry.usual = usual = Arrival(placements, gradient.dtype)
+    return usual
+
+
+def _placements(entry: _Entry, gradient: torch.Tensor) -> tuple[Placement, ...] | None:
     if entry.home.mesh is None:
-        return Arrival(None, gradient.dtype)
+        return None
     if isinstance(gradient, DTensor):
         placements = tuple(gradient.placements)
     else:  # of one that is no DTensor every rank has the same
         placements = (Replicate(),) * len(entry.home.target)
     if entry.rule.source is not None:
         placements = tuple(f if s is None else s for f, s in zip(placements, entry.rule.source))
-    return Arrival(placements, gradient.dtype)
+    return placements
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
