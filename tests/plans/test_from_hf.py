@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.plans.tiny_hf import planned_configs, tiny_model
+from tests.plans.tiny_hf import planned_config, planned_configs, tiny_model
 from vescale import InterleavedShard, Plan, lower
 from vescale.ir import check
 from vescale.plans import HfImportWarning, LocalEntry, PlanError
@@ -35,7 +35,7 @@ SAMPLE = [
 
 
 def hf(name: str, **settings: Any) -> nn.Module:
-    return tiny_model(planned_configs()[name], meta=True, **settings)
+    return tiny_model(planned_config(name), meta=True, **settings)
 
 
 def shards(plan: Plan) -> dict[str, Any]:
@@ -124,6 +124,13 @@ def test_experts_by_features_and_by_expert() -> None:
     assert (region.kind, region.dispatch) == ("experts", "mask")
     assert shards(spread)[f"{experts}.(gate_up_proj|down_proj)"] == {"tp": Shard(0)}
     assert not any("Interleaved" in str(placements) for placements in shards(spread).values())
+
+
+def test_a_plan_that_cuts_packed_experts_in_two_is_mended() -> None:
+    """Inkling's cuts gate from up: the first rank would take all gates, the second all ups."""
+    with pytest.warns(HfImportWarning, match=r"gate_up_proj holds gate and up"):
+        plan = Plan.from_hf(hf("inkling:InklingTextConfig"), {"tp": 2})
+    assert shards(plan)[r"model.layers.1.mlp.experts.gate_up_proj"] == {"tp": InterleavedShard(1, 2)}
 
 
 def test_experts_that_every_rank_adds_stay_whole() -> None:

@@ -13,7 +13,7 @@ import regex
 import torch
 from torch import nn
 
-__all__ = ["planned_configs", "tiny_config", "tiny_inputs", "tiny_model"]
+__all__ = ["planned_config", "planned_configs", "tiny_config", "tiny_inputs", "tiny_model"]
 
 # The first expression that matches an attribute's whole name gives its value; None, 0, 1 and False stay as they are.
 _SIZES: tuple[tuple[str, int], ...] = (
@@ -85,19 +85,28 @@ def planned_configs() -> Mapping[str, type]:
     """``model directory:class`` -> every configuration class of transformers with a tensor-parallel plan of its own."""
     import transformers
 
-    found: dict[str, type] = {}
-    for package in pkgutil.iter_modules(transformers.models.__path__):
-        for name in _modules_of(package.name, "configuration"):
-            module = importlib.import_module(name)
-            for value in vars(module).values():
-                if (
-                    inspect.isclass(value)
-                    and issubclass(value, transformers.PreTrainedConfig)
-                    and value.__module__ == name
-                    and getattr(value, "base_model_tp_plan", None)
-                ):
-                    found[f"{package.name}:{value.__name__}"] = value
-    return found
+    packages = [package.name for package in pkgutil.iter_modules(transformers.models.__path__)]
+    return {f"{package}:{kind.__name__}": kind for package in packages for kind in _configs_of(package)}
+
+
+def planned_config(name: str) -> type:
+    """One of them, without importing the others."""
+    package, _, kind = name.partition(":")
+    return next(found for found in _configs_of(package) if found.__name__ == kind)
+
+
+def _configs_of(package: str) -> Iterator[type]:
+    import transformers
+
+    for name in _modules_of(package, "configuration"):
+        for value in vars(importlib.import_module(name)).values():
+            if (
+                inspect.isclass(value)
+                and issubclass(value, transformers.PreTrainedConfig)
+                and value.__module__ == name
+                and getattr(value, "base_model_tp_plan", None)
+            ):
+                yield value
 
 
 def _modules_of(package: str, kind: str) -> list[str]:

@@ -398,6 +398,13 @@ def test_kernels_with_other_bits_are_not_used(_helper: None) -> None:
     assert len(caught) == 1
 
 
+def test_probabilities_for_tensors_that_are_not_row_major_are_refused(_helper: None) -> None:
+    region = local_region((4, 6), [Shard(0)], (2,), (0,))
+    local, given = torch.empty(region.local_shape), torch.rand(region.local_shape)
+    with pytest.raises(NotImplementedError, match="expected a row-major tensor"):
+        generate(local, region, (1, 4), COINS, STATE, EmulatedGpu(SMALL).device, Quads(), given)
+
+
 def test_without_a_compiler(_helper: None) -> None:
     gpu = EmulatedGpu(SMALL, with_kernel=False)
     for op in (UNIFORM, NORMAL, RandomOp(DROPOUT_MASK, (0.4, False), torch.float32)):

@@ -170,6 +170,23 @@ HF_MODELS = {
     "vit": ("ViTForImageClassification", {"image_size": 32, "patch_size": 8}),
     "swin": ("SwinForImageClassification", {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "image_size": 32}),
     "mamba": ("MambaForCausalLM", {"state_size": 4}),
+    "qwen3 moe": ("Qwen3MoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+            "pad_token_id": 0,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "decoder_start_token_id": 0,
+        },
+    ),
     "deepseek": ("DeepseekV3ForCausalLM", {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 8}),
 }
 
@@ -268,6 +285,41 @@ def test_values_that_are_too_large_to_compute_name_the_line() -> None:
     line = int(str(caught.value).split("test_deferred.py:")[1].split(" ")[0])
     with open(__file__) as source:
         assert "the line to be named" in source.read().splitlines()[line - 1]
+
+
+QUESTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "bool": lambda w: bool(w.sum() > 0),
+    "item": lambda w: w.sum().item(),
+    "float": lambda w: float(w.detach().norm()),
+    "max": lambda w: w.max().item(),
+    "element": lambda w: w[0, 0].item(),
+    "tolist": lambda w: w.tolist(),
+    "numpy": lambda w: w.detach().numpy().tolist(),
+    "nonzero": lambda w: torch.nonzero(w > 0).tolist(),
+    "unique": lambda w: torch.unique(w).tolist(),
+    "mask": lambda w: w[w > 0].tolist(),
+    "equal": lambda w: torch.equal(w, w * 1.5),
+    "allclose": lambda w: torch.allclose(w, w + 1e-12),
+}
+
+
+@pytest.mark.parametrize("name", list(QUESTIONS))
+def test_every_way_to_ask_for_values(name: str) -> None:
+    """Small tensors answer, large ones name the line, whatever the question and however the values were made."""
+    question = QUESTIONS[name]
+    torch.manual_seed(4)
+    expected, after = question(nn.Parameter(torch.randn(5, 4))), torch.get_rng_state()
+    torch.manual_seed(4)
+    with deferred_init():
+        assert question(nn.Parameter(torch.randn(5, 4))) == expected
+        assert torch.equal(torch.get_rng_state(), after)
+        for weight in (
+            torch.randn(1100, 1100),
+            torch.empty(1100, 1100).uniform_(),
+            torch.rand(1100, 1).expand(1100, 1100) * 2,
+        ):
+            with pytest.raises(rng.DeferredValueError, match=r"test_deferred.py:\d+ in"):
+                question(nn.Parameter(weight))
 
 
 def test_small_values_are_computed_without_touching_generators() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 
 __all__ = ["Allocation"]
@@ -17,9 +20,10 @@ class Allocation:
     the allocator at once, on the stream it was allocated on: who frees must have made that stream wait for the last use.
     """
 
-    def __init__(self, device: torch.device | str, *, pin_memory: bool = False) -> None:
+    def __init__(self, device: torch.device | str, *, pin_memory: bool = False, pool: Any = None) -> None:
         self.device = torch.device(device)
         self.pin_memory = pin_memory
+        self.pool = pool
         self.num_bytes = 0
         self._storage: torch.UntypedStorage | None = None
 
@@ -44,6 +48,10 @@ class Allocation:
 
     def allocate(self) -> None:
         """Get the memory, uninitialized, from the current stream's pool; nothing happens when it is there."""
+        with contextlib.nullcontext() if self.pool is None else torch.cuda.use_mem_pool(self.pool):
+            self._allocate()
+
+    def _allocate(self) -> None:
         if self._storage is None:
             block = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pin_memory)
             self._storage = block.untyped_storage()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -105,12 +106,12 @@ class DBuffer:
     def local(self) -> torch.Tensor:
         """This rank's elements [begin, begin + numel) of the buffer, flat; RuntimeError before :meth:`allocate`."""
         if self._local is None:
-            self._local = self._alias(0, (self.numel,))
+            self._local = self.alias(0, (self.numel,))
         return self._local
 
-    def _alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor over the memory with a version counter of its own: what is written to the buffer by a collective
-        does not make tensors that autograd has saved look modified."""
+    def alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous tensor over the memory, ``offset`` elements in, with a version counter of its own: what a collective
+        writes to the buffer does not make tensors that autograd has saved look modified."""
         storage = self._allocation.storage
         first = self._byte_offset // self.dtype.itemsize + offset
         if self.device.type == "meta":
@@ -143,14 +144,12 @@ class DBuffer:
             if self.shard_axes:
                 held = {part.tensor: part for part in self.slices}
                 self._views = [
-                    self._alias(part.local_offset, (part.end - part.begin,))
-                    if part is not None
-                    else self._alias(0, (0,))
+                    self.alias(part.local_offset, (part.end - part.begin,)) if part is not None else self.alias(0, (0,))
                     for part in (held.get(i) for i in range(len(self.group)))
                 ]
             else:
                 offsets = self.group.layout.offsets
-                self._views = [self._alias(*at) for at in zip(offsets, self.group.shapes, strict=True)]
+                self._views = [self.alias(*at) for at in zip(offsets, self.group.shapes, strict=True)]
         return self._views
 
     def __len__(self) -> int:
@@ -284,12 +283,19 @@ class DBuffer:
         return PendingBuffer(out, all_gather_into(out.local, self.local, self._along(numbers), asker=asker))
 
     def reduce_scatter(
-        self, axes: Axes | None = None, *, op: str | None = None, out: DBuffer | None = None, asker: str = ""
+        self,
+        axes: Axes | None = None,
+        *,
+        op: str | None = None,
+        out: DBuffer | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        asker: str = "",
     ) -> PendingBuffer:
         """Reduce pending axes, by default all, and leave every rank its piece: one reduce-scatter over all of them.
 
         ``op`` is the axes' own (``Partial("avg")`` divides) unless given. ``out`` has memory of its own, or is this
         buffer's :meth:`piece` (in place); None: a new buffer. The rest of this buffer is left undefined.
+        ``process_group``: another group of the same ranks in the same order, to run beside other collectives.
         """
         numbers, op = self._pending(axes, op, "reduce_scatter")
         out = out if out is not None else self._placed(numbers, RaggedShard()).allocate()
@@ -299,7 +305,8 @@ class DBuffer:
                 f"reduce_scatter of {self.dtype} {self.placements} along {numbers} into {out.dtype} {out.placements}; "
                 "the dtypes must be equal and the axes sharded"
             )
-        return PendingBuffer(out, reduce_scatter_into(out.local, self.local, op, self._along(numbers), asker=asker))
+        along = process_group or self._along(numbers)
+        return PendingBuffer(out, reduce_scatter_into(out.local, self.local, op, along, asker=asker))
 
     def all_reduce(self, axes: Axes | None = None, *, op: str | None = None, asker: str = "") -> PendingBuffer:
         """Reduce pending axes, by default all, in place: one all-reduce over all of them. The result is a buffer over

@@ -14,7 +14,7 @@ from vescale.comm._cost import (
     ring_seconds,
 )
 from vescale.comm._flat import all_gather_into, all_reduce_, reduce_scatter_into
-from vescale.comm._groups import AxisGroup, axis_group
+from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
 from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "axis_group",
     "bucket_limits",
     "fused_bytes",
+    "group_of_ranks",
     "link_of",
     "per_axis_bytes",
     "plan_buckets",

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm._ledger import name_group
-from vescale.compat import make_group
+from vescale.compat import make_group, without_modes
 
-__all__ = ["AxisGroup", "axis_group"]
+__all__ = ["AxisGroup", "axis_group", "group_of_ranks"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def axis_group(mesh: DeviceMesh, axes: Sequence[int]) -> AxisGroup:
         known = _AXIS_GROUPS.setdefault(_world(), weakref.WeakKeyDictionary()).setdefault(mesh, {})
         found = known.get(key)
     if found is None:
-        found = known[key] = _build(mesh, axes, own, group)
+        with without_modes():  # the mesh is a tensor, and a program may be traced
+            found = known[key] = _build(mesh, axes, own, group)
     # Meshes share groups (the world is one axis of a mesh and several of another): the last to ask gives the name.
     name_group(found.group, found.axes)
     return found
@@ -89,14 +90,16 @@ def _world() -> dist.ProcessGroup:
 def _build(mesh: DeviceMesh, axes: tuple[int, ...], own: Sequence[int], group: dist.ProcessGroup | None) -> AxisGroup:
     choices = [range(mesh.size(axis)) if axis in axes else (own[axis],) for axis in range(mesh.ndim)]
     by_rank = {int(mesh.mesh[coordinate]): coordinate for coordinate in itertools.product(*choices)}
-    group = group if group is not None else _group_of(tuple(sorted(by_rank)))
+    group = group if group is not None else group_of_ranks(tuple(sorted(by_rank)))
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     order = dist.get_process_group_ranks(group)
     label = ",".join(names[axis] for axis in axes)
     return AxisGroup(group, tuple(by_rank[rank] for rank in order), order.index(dist.get_rank()), label)
 
 
-def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of these ranks, ascending: one for each set of ranks, made by its members on first use (a rendezvous), and
+    kept as long as the default group, which it is when the ranks are all there are."""
     if len(ranks) == dist.get_world_size():
         return _world()
     with _LOCK:

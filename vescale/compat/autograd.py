@@ -1,4 +1,4 @@
-"""The autograd engine: what runs when a backward has ended, and memory that nobody sees any more."""
+"""The autograd engine: what runs when a backward has ended, whether one is running, hooks, and who sees memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["at_end_of_backward", "is_captured", "num_storage_users"]
+__all__ = [
+    "at_end_of_backward",
+    "in_backward",
+    "is_captured",
+    "num_storage_users",
+    "queue_after_backward",
+    "run_post_accumulate_hooks",
+]
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -47,3 +54,21 @@ def is_captured(leaf: torch.Tensor) -> bool:
     except RuntimeError:  # the engine refuses to say so of leaves, under autograd.grad alone
         return True
     return False
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is running now has finished; RuntimeError when none is."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside of a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:
+    """What autograd does after it has accumulated into ``parameter.grad``, for a gradient that was put there."""
+    hooks = parameter._post_accumulate_grad_hooks
+    if hooks:
+        for hook in tuple(hooks.values()):
+            hook(parameter)

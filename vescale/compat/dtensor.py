@@ -29,6 +29,7 @@ __all__ = [
     "partial_reduce",
     "rank_in_mesh",
     "root_mesh",
+    "set_local",
     "spec_of",
 ]
 
@@ -40,6 +41,11 @@ def spec_of(dtensor: DTensor) -> DTensorSpec:
 def local_of(dtensor: DTensor) -> torch.Tensor:
     """The local tensor itself: no autograd node, no copy."""
     return dtensor._local_tensor
+
+
+def set_local(dtensor: DTensor, local: torch.Tensor) -> None:
+    """Put another local tensor, of the same shape and dtype, in place; the DTensor object stays the same."""
+    dtensor._local_tensor = local
 
 
 def make_spec(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["NEEDS", "Need", "UnsupportedTorchError", "self_check"]
+__all__ = ["NEEDS", "OPTIONAL", "Need", "UnsupportedTorchError", "self_check"]
 
 
 class UnsupportedTorchError(ImportError):
@@ -78,6 +78,21 @@ NEEDS: tuple[Need, ...] = (
         "DTensor._op_dispatcher._try_replicate_spec_for_scalar_tensor",
         ("op_call", "tensor_arg", "compute_mesh"),
     ),
+    Need(
+        _TENSOR,
+        "DTensor._op_dispatcher._dispatch_fast_path_python_tail",
+        (
+            "op_call",
+            "args",
+            "kwargs",
+            "compute_mesh",
+            "output_sharding",
+            "local_results",
+            "participating",
+            "is_inplace_op",
+            "is_out_variant_op",
+        ),
+    ),
     Need(_TENSOR, "DTensor._op_dispatcher._dispatch_get_local_results_slow_path", ("op_call", "args", "op_info")),
     Need(_TENSOR, "DTensor._op_dispatcher.wrap", ("res", "spec")),
     Need("torch._subclasses.fake_tensor", "DataDependentOutputException"),
@@ -92,6 +107,11 @@ NEEDS: tuple[Need, ...] = (
     Need("torch.utils._pytree", "tree_map_only"),
     Need("torch._C", "DisableTorchFunction"),
     Need("torch._C", "_current_autograd_node"),
+    Need("torch._C", "_current_graph_task_id"),
+    Need("torch.autograd", "Variable._execution_engine.queue_callback"),
+    Need("torch", "Tensor._post_accumulate_grad_hooks"),
+    Need("torch.distributed.device_mesh", "DeviceMesh._concatenate", ("device_mesh_list",)),
+    Need("torch.distributed.device_mesh", "DeviceMesh._flatten"),
     Need("torch._C._autograd", "_get_sequence_nr"),
     Need("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", ("fn",)),
     Need("torch.utils.checkpoint", "CheckpointFunction.forward", ("ctx", "run_function")),
@@ -163,7 +183,6 @@ NEEDS: tuple[Need, ...] = (
     Need("torch._C", "DispatchKey.CompositeImplicitAutograd"),
     Need("torch._C", "_clear_DTensor_sharding_propagator_cache"),
     Need("torch._C", "_dispatch_has_kernel_for_dispatch_key"),
-    Need("torch.autograd", "Variable._execution_engine"),
     Need("torch._C", "_storage_Use_Count"),
     Need("torch._C", "_will_engine_execute_node"),
     Need("torch.distributed.device_mesh", "DeviceMesh._get_root_mesh"),
@@ -172,10 +191,24 @@ NEEDS: tuple[Need, ...] = (
     Need("torch", "_foreach_mul_"),
     Need("torch", "_foreach_norm"),
     Need("torch._C._distributed_c10d", "_register_work"),
+    Need("torch._C", "_len_torch_dispatch_stack", ()),
+    Need("torch._guards", "detect_fake_mode", ("inputs",)),
+    Need(
+        "torch.distributed._functional_collectives",
+        "all_to_all_single",
+        ("self", "output_split_sizes", "input_split_sizes", "group"),
+    ),
+    Need("torch.distributed._functional_collectives", "wait_tensor", ("tensor",)),
     Need("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
     Need("torch.distributed", "_Work"),
     Need("torch.distributed", "all_gather_single|all_gather_into_tensor"),
     Need("torch.distributed", "reduce_scatter_single|reduce_scatter_tensor"),
+)
+
+# Where these are missing something is slower, and right all the same; whoever uses them falls back, and says so.
+OPTIONAL: tuple[Need, ...] = (
+    Need("torch.cuda._utils", "_cuda_load_module"),
+    Need("torch.cuda._utils", "_get_gpu_rtc_library|_get_nvrtc_library"),
 )
 
 

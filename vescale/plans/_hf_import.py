@@ -100,6 +100,20 @@ def _plan_of(model: nn.Module, name: str) -> dict[str, str]:
     return plan
 
 
+def _is_packed(module: nn.Module, attribute: str, dim: int) -> bool:
+    """Whether a parameter of stacked experts holds gate and up one after the other along ``dim``: twice what the
+    projection down takes."""
+    down = getattr(module, "down_proj", None)
+    parameter = getattr(module, attribute)
+    return (
+        attribute == "gate_up_proj"
+        and isinstance(down, nn.Parameter)
+        and down.ndim == parameter.ndim == 3
+        and dim == 1
+        and parameter.shape[dim] == 2 * down.shape[2]
+    )
+
+
 def _attribute(holder: Any, name: str) -> Any:
     """None where it is missing, or where a configuration refuses to say because layers differ in it."""
     try:
@@ -169,6 +183,11 @@ class _Draft:
             name = f"{path}.{attribute}" if path else attribute
             own = STYLES.get(plan.get(wildcard(name), ""), style)
             placement = own.placement(parameter.ndim) if own is not None else None
+            if isinstance(placement, Shard) and _is_packed(module, attribute, placement.dim):
+                self.notes.append(
+                    f"{wildcard(name)} holds gate and up: each is cut, where the model's plan cuts the pair"
+                )
+                placement = InterleavedShard(placement.dim, 2)
             if placement is not None:
                 placed[name] = placement
         return placed

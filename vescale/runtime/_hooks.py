@@ -56,7 +56,7 @@ class ModuleHooks:
             # The mode is not on for the outermost module yet, but it may be for an inner one.
             with no_torch_function():
                 args, kwargs = self._place_inputs(args, kwargs)
-        runtime.enter(module, (*args, *kwargs.values()))
+        runtime.enter(module, self.path, (*args, *kwargs.values()))
         for instruction in self._parameters:
             self._show_parameter(module, instruction)
         return args, kwargs

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from dataclasses import replace
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir import Annotate, Batch, Hook, Instruction, Local, Place, Program, Redistribute, lower
+from vescale.ir import Annotate, Hook, Instruction, Local, Place, Program, lower
 from vescale.placements import from_local
 from vescale.placements import install as install_placements
 from vescale.plans import MeshAxes, Plan, PlanError
@@ -20,17 +16,16 @@ from vescale.rng import enable as enable_rng
 from vescale.rng import has_deferred, is_deferred, materialize
 from vescale.runtime._agree import check_agreement
 from vescale.runtime._experts import ExpertRegion
-from vescale.runtime._gradients import GradientReducer, GradientRule, complete_captured
+from vescale.runtime._gradient_hooks import GradientHooks, full_name, single_instructions
+from vescale.runtime._gradients import GradientReducer
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._hooks import ModuleHooks
-from vescale.runtime._place import TensorSlots, place_tensor
+from vescale.runtime._place import TensorSlots, load_plain, place_tensor
 from vescale.runtime._region import LocalRegion
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._sites import ImplicitSite
 
 __all__ = ["gradient_reducer", "implicit_communication", "install", "parallelize"]
-
-_RUNTIMES: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
 
 
 def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None, strict: bool = False) -> nn.Module:
@@ -61,7 +56,7 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None,
         PlanError: everything that ``lower`` finds; ranks that disagree on plan or model; a model parallelized before.
             On every rank, before any communication but that of the agreement check.
     """
-    if model in _RUNTIMES:
+    if isinstance(model, nn.Module) and Runtime.of(model) is not None:
         raise PlanError(
             f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
             "parallelize"
@@ -74,18 +69,14 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
     """Carry out a lowered program; nothing of the plan is consulted afterwards. See :func:`parallelize`."""
     check_agreement(model, program, mesh)
     install_placements()
-    install_handlers()
     enable_rng()
-    runtime = Runtime(model, program, mesh, strict=strict)
+    install_handlers()
+    runtime = Runtime(program, mesh, GradientHooks.of(program, mesh), strict=strict)
     _materialize(model, program, mesh)
-    rules = _place_tensors(model, program, mesh)
-    if mesh.get_coordinate() is not None:
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and isinstance(parameter, DTensor):
-                complete_captured(parameter, name, rules.get(name, GradientRule()))
-        runtime.reducer = GradientReducer(model, mesh, rules=rules)
+    _place_tensors(model, program, mesh)
+    runtime.adopt(model, "")
     by_module: dict[str, list[Instruction]] = {}
-    for instruction in _single(program):
+    for instruction in single_instructions(program):
         by_module.setdefault(instruction.path, []).append(instruction)
     for path, module in model.named_modules():
         instructions = by_module.get(path, [])
@@ -94,7 +85,7 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
                 region = ExpertRegion if instruction.op.kind == "experts" else LocalRegion
                 region(runtime, module, path, instruction)
         ModuleHooks(runtime, module, path, instructions)
-    _RUNTIMES[model] = runtime
+    model.register_load_state_dict_pre_hook(load_plain)
     return model
 
 
@@ -103,18 +94,21 @@ def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:
 
     Raises KeyError for a model that was not given to :func:`parallelize`.
     """
-    return dict(_RUNTIMES[model].sites)
+    runtime = Runtime.of(model)
+    if runtime is None:
+        raise KeyError(f"this {type(model).__name__} has not been parallelized")
+    return dict(runtime.sites)
 
 
 def gradient_reducer(model: nn.Module) -> GradientReducer:
     """The reducer of a parallelized model's gradients: for ``no_sync()``, hooks and reports.
 
-    Raises KeyError for a model that was not given to :func:`parallelize`, on this rank's meshes.
+    Raises KeyError for a model that was not given to :func:`parallelize`, and on ranks outside of its mesh.
     """
-    reducer = _RUNTIMES[model].reducer
-    if reducer is None:
-        raise KeyError("this rank is not part of the model's mesh, so it has no gradients to reduce")
-    return reducer
+    runtime = Runtime.of(model)
+    if runtime is None or runtime.gradients.reducer is None:
+        raise KeyError(f"this {type(model).__name__} has not been parallelized, or this rank is not part of its mesh")
+    return runtime.gradients.reducer
 
 
 def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
@@ -129,14 +123,12 @@ def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMes
     return mesh
 
 
-def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh) -> dict[str, GradientRule]:
-    """Returns what the plan says of parameters' gradients."""
+def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
     slots = TensorSlots(model)
-    gradients = {_name(i): i for i in _single(program) if i.hook is Hook.BACKWARD}
     for instruction in program:
         if instruction.hook is not Hook.INIT or not isinstance(instruction.op, Place | Annotate):
             continue
-        name = _name(instruction)
+        name = full_name(instruction)
         old = slots[name]
         stage = tuple(Replicate() if p is None else p for p in instruction.op.placements)
         if isinstance(instruction.op, Annotate):
@@ -144,16 +136,6 @@ def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh) -> dict
         else:
             new = place_tensor(old, mesh, stage, name)
         slots.replace(name, new)
-    placed = {id(tensor): _gradient_rule(gradients[name]) for name, tensor in slots if name in gradients}
-    return {name: placed[id(p)] for name, p in model.named_parameters() if id(p) in placed}
-
-
-def _gradient_rule(instruction: Instruction) -> GradientRule:
-    """A gradient that the plan annotates is what it says on every rank, one that it redistributes goes there."""
-    if isinstance(instruction.op, Redistribute):
-        return GradientRule(target=instruction.op.dst)
-    assert isinstance(instruction.op, Annotate)
-    return GradientRule(source=instruction.op.placements)
 
 
 def _materialize(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
@@ -168,23 +150,9 @@ def _materialize(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
     for instruction in program:
         if instruction.hook is Hook.INIT and isinstance(instruction.op, Place):
             wanted = tuple(Replicate() if p is None else p for p in instruction.op.placements)
-            placements.setdefault(id(slots[_name(instruction)]), wanted)
+            placements.setdefault(id(slots[full_name(instruction)]), wanted)
 
     def placements_of(name: str, tensor: torch.Tensor) -> tuple[Placement, ...] | None:
         return placements.get(id(tensor)) if is_deferred(tensor) else None
 
     materialize(model, mesh, placements_of)
-
-
-def _single(program: Program) -> Iterator[Instruction]:
-    """The instructions, with batches taken apart: every part is a collective of its own here."""
-    for instruction in program:
-        if isinstance(instruction.op, Batch):
-            for target, index, op in instruction.op.parts:
-                yield replace(instruction, target=target, index=index, op=op)
-        else:
-            yield instruction
-
-
-def _name(instruction: Instruction) -> str:
-    return f"{instruction.path}.{instruction.target}" if instruction.path else instruction.target

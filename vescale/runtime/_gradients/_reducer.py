@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -128,7 +128,6 @@ class GradientReducer:
         reduce_dtype: torch.dtype | None = None,
         op: Literal["avg", "sum"] | None = None,
         timeout: timedelta | None = None,
-        rules: Mapping[str, GradientRule] | None = None,
     ) -> None:
         if op not in (None, "avg", "sum"):
             raise ValueError(f"GradientReducer: op={op!r}; use 'avg', 'sum', or None for what the gradients say")
@@ -147,17 +146,26 @@ class GradientReducer:
         self._has_reduced = False
         self._has_learned = False
         self._unplaced: dict[tuple[int, Arrival], tuple[torch.Tensor, int]] = {}
-        self._entries = _entries(module, mesh, dict(rules or {}))
-        self._consensus = Consensus(_ranks(self._entries, mesh), "GradientReducer", timeout)
-        agree_on_parameters(
-            [_described(entry) for entry in self._entries],
-            f"op={op} bucket_bytes={bucket_bytes} reduce_dtype={reduce_dtype}",
-            self._consensus,
-        )
+        self._entries: list[_Entry] = []
+        self._handles: list[Any] = [module.register_forward_pre_hook(lambda *_: self.recover())]
         bucket_limits(bucket_bytes, 1, link_of(mesh.device_type))  # refuses what is no size
-        self._handles: list[Any] = [module.register_forward_pre_hook(lambda *_: self._recover())]
-        for entry in self._entries:
-            setattr(entry.parameter, _OWNED, True)
+        parameters = [(name, p, GradientRule()) for name, p in module.named_parameters() if p.requires_grad]
+        entries = _entries(parameters, 0)
+        self._consensus = Consensus(_ranks(entries, mesh), "GradientReducer", timeout)
+        self._adopt(entries, f"op={op} bucket_bytes={bucket_bytes} reduce_dtype={reduce_dtype}")
+
+    def add(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> None:
+        """Reduce the gradients of more parameters (unfrozen since), on meshes of those known; the same on every rank.
+
+        Raises GradientMismatchError and ValueError as the constructor does.
+        """
+        self._adopt(_entries(parameters, len(self._entries)), "more parameters")
+
+    def _adopt(self, entries: list[_Entry], what: str) -> None:
+        agree_on_parameters([_described(entry) for entry in entries], what, self._consensus)
+        self._entries += entries
+        for entry in entries:
+            setattr(entry.parameter, _OWNED, id(entry.parameter))
             self._handles += [
                 entry.parameter.register_hook(lambda grad: self._begin()),
                 entry.parameter.register_post_accumulate_grad_hook(lambda _, entry=entry: self._take(entry)),
@@ -205,6 +213,7 @@ class GradientReducer:
             delattr(entry.parameter, _OWNED)
         self._handles.clear()
         self._entries.clear()
+        self._schedule = Schedule()
 
     def register_comm_hook(self, hook: CommHook) -> None:
         """Replace the all-reduces of buckets, to compress them for example; see :class:`GradientBucket`.
@@ -326,7 +335,7 @@ class GradientReducer:
         place.copy_(local)
         entry.parameter.grad = _wrapped(gradient, place) if isinstance(gradient, DTensor) else place
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """A forward begins outside of any backward: if one seems to be running, it ended by an exception."""
         if self._in_backward and current_autograd_node() is None:
             self._in_backward = False
@@ -472,17 +481,14 @@ class GradientReducer:
         return slots
 
 
-def _entries(module: nn.Module, mesh: DeviceMesh, rules: Mapping[str, GradientRule]) -> list[_Entry]:
+def _entries(parameters: Sequence[tuple[str, nn.Parameter, GradientRule]], first: int) -> list[_Entry]:
     entries: list[_Entry] = []
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if hasattr(parameter, _OWNED):
+    for name, parameter, rule in parameters:
+        if getattr(parameter, _OWNED, None) == id(parameter):  # a copy carries its original's
             raise ValueError(
                 f"{name} has a GradientReducer already, so that its gradient would be reduced twice; use that one "
                 "(gradient_reducer(model) of a parallelized model), or remove() it"
             )
-        rule = rules.get(name, GradientRule())
         home = Home(tuple(parameter.shape), None, ())
         if isinstance(parameter, DTensor):
             own = parameter.device_mesh
@@ -492,7 +498,7 @@ def _entries(module: nn.Module, mesh: DeviceMesh, rules: Mapping[str, GradientRu
             if rule.target is not None:
                 target = tuple(t if p is None else p for p, t in zip(rule.target, target))
             home = Home(tuple(parameter.shape), own, target)
-        entries.append(_Entry(len(entries), name, parameter, home, rule))
+        entries.append(_Entry(first + len(entries), name, parameter, home, rule))
     return entries
 
 

@@ -1,0 +1,23 @@
+"""``fully_shard``: parameters, gradients and optimizer state live sharded in planned buffers; call-compatible with FSDP2."""
+
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+
+from vescale.fsdp._api import fully_shard
+from vescale.fsdp._axes import DataParallelAxes
+from vescale.fsdp._group import GroupMember, ParameterGroup
+from vescale.fsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelAxes",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "GroupMember",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ParameterGroup",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

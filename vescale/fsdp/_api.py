@@ -1,0 +1,274 @@
+"""``fully_shard``: FSDP for a module, call-compatible with PyTorch's FSDP2."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES
+from vescale.fsdp._axes import DataParallelAxes
+from vescale.fsdp._group import BlockPolicy, GroupMember, ParameterGroup
+from vescale.fsdp._module import FSDPModule
+from vescale.fsdp._parameter import find_slots
+from vescale.fsdp._state import ModuleState, state_of
+from vescale.placements import install as install_placements
+
+__all__ = ["fully_shard"]
+
+_MANAGED_BY = "_vescale_managed_by"
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    orig_param_policy: BlockPolicy | None = ...,
+    alignment_bytes: int = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    orig_param_policy: BlockPolicy | None = ...,
+    alignment_bytes: int = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # without state
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    orig_param_policy: BlockPolicy | None = None,
+    alignment_bytes: int = COLLECTIVE_ALIGNMENT_BYTES,
+) -> Any:
+    """Shard the parameters of ``module`` over the data-parallel ranks, in place; call it bottom-up, block by block.
+
+    The parameters of ``module`` that no earlier call on a module below has taken become one group: gathered in one
+    collective before forward, freed after it, gathered again before backward, and their gradients reduced in one.
+
+    ==============  ======================================================  =======================================
+    of a parameter  at rest                                                 in forward and backward
+    ==============  ======================================================  =======================================
+    value           ``RaggedShard`` DTensor (``StridedRaggedShard`` where   a view of the gathered buffer: a plain
+                    tensor parallelism has cut dim 0), a slice of one       tensor, or a DTensor on the axes that are
+                    planned buffer                                          not data-parallel
+    gradient        DTensor placed like it; the average over the ranks      one copy into the unreduced buffer
+    ==============  ======================================================  =======================================
+
+    Args:
+        module: a module, or a list of modules whose parameters form one group.
+        mesh: 1 axis (FSDP), or 2 named ones, (replicate, shard) (HSDP); None: all ranks. With ``dp_mesh_dims``: the
+            whole mesh, on which the parameters are DTensors.
+        reshard_after_forward: True frees parameters after forward; False keeps them until backward; a number keeps a
+            piece on each of so many consecutive ranks; None: True, and False for the root.
+        shard_placement_fn: may return ``Shard(dim)`` for a parameter that must be cut so (gathering it costs copies), or a
+            ``ShardPlacementResult`` with a mesh of its own.
+        mp_policy, offload_policy: PyTorch's classes.
+        ignored_params: left as they are.
+        dp_mesh_dims: names of the data-parallel axes of ``mesh``.
+        orig_param_policy: ``policy(name, parameter)`` gives the elements that stay together on one rank (see
+            ``vescale.buffer.GranularityTable``); None for "anywhere". Names are relative to ``module``.
+        alignment_bytes: shards, and tensors in them, start at multiples of this.
+
+    Returns ``module``, whose class is now also an :class:`FSDPModule`.
+
+    Raises:
+        ValueError: a container without forward; a mesh that is neither FSDP's nor HSDP's; a parameter that a group of
+            another module has taken (tied weights); a module that was given before.
+        NotImplementedError: parameters that are tensor subclasses.
+    """
+    install_placements()
+    modules = _roots(module)
+    axes = _axes(mesh, dp_mesh_dims)
+    ignored = set(ignored_params or ())
+    named = _named_parameters(modules, ignored)
+    _move_to_device(modules, [parameter for _, parameter in named], axes.device)
+    for name, parameter in named:
+        taken = getattr(parameter, _MANAGED_BY, None)
+        if taken is not None:
+            raise ValueError(
+                f"parameter {name!r} of {type(modules[0]).__name__} is tied to {taken}, which fully_shard has put into "
+                "another group already; give the modules that share it to one call, fully_shard([a, b]), or leave the inner "
+                "one to the outer call"
+            )
+    groups = []
+    for group_axes, members in _by_mesh(modules, named, axes, shard_placement_fn, orig_param_policy):
+        after_forward = _checked_reshard(True if reshard_after_forward is None else reshard_after_forward, group_axes)
+        groups.append(
+            ParameterGroup(
+                members,
+                group_axes,
+                reshard_after_forward=after_forward,
+                mp_policy=mp_policy,
+                offload_policy=offload_policy,
+                alignment_bytes=alignment_bytes,
+                path=", ".join(type(m).__name__ for m in modules),
+            )
+        )
+    for name, parameter in named:
+        setattr(parameter, _MANAGED_BY, f"{name!r} of {type(modules[0]).__name__}")
+    ModuleState(
+        modules,
+        groups,
+        mp_policy=mp_policy,
+        device=axes.device,
+        reshard_root=None if reshard_after_forward is None else bool(reshard_after_forward),
+    )
+    for one in modules:
+        one.__class__ = _sharded_class(type(one))
+    return module
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def _sharded_class(original: type) -> type:
+    """``FSDP<name>``, one for each class."""
+    if original not in _CLASSES:
+        _CLASSES[original] = type(
+            f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__}
+        )
+    return _CLASSES[original]
+
+
+def _roots(module: Any) -> list[nn.Module]:
+    """The given modules without those that are inside of another one."""
+    given = [module] if isinstance(module, nn.Module) else list(module)
+    if not given:
+        raise ValueError("fully_shard got an empty list; give at least one module")
+    for one in given:
+        if isinstance(one, nn.ModuleList | nn.ModuleDict) and type(one).forward is nn.Module.forward:
+            raise ValueError(
+                f"fully_shard got a {type(one).__name__}, which has no forward to gather parameters before; give the "
+                "modules in it, one by one or as a list"
+            )
+        if state_of(one) is not None:
+            raise ValueError(f"fully_shard was given this {type(one).__name__} before; give each module once")
+    inside = {id(child) for one in given for child in one.modules() if child is not one}
+    return [one for one in dict.fromkeys(given) if id(one) not in inside]
+
+
+def _axes(mesh: DeviceMesh | None, named: DataParallelMeshDims | None) -> DataParallelAxes:
+    if mesh is None:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        mesh = init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
+    if named is None:
+        return DataParallelAxes.of_mesh(mesh)
+    return DataParallelAxes.of_named(mesh, named.shard_names, named.replicate_names)
+
+
+def _own_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose parameters belong to this call: not below one that was given to an earlier call."""
+    seen: set[int] = set()
+
+    def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen or state_of(module) is not None:
+            return
+        seen.add(id(module))
+        yield path, module
+        for name, child in module.named_children():
+            yield from visit(f"{path}.{name}" if path else name, child)
+
+    for number, root in enumerate(roots):
+        yield from visit("" if len(roots) == 1 else str(number), root)
+
+
+def _named_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    found: dict[nn.Parameter, str] = {}
+    for path, module in _own_modules(roots):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in ignored and parameter not in found:
+                found[parameter] = f"{path}.{name}" if path else name
+    return [(name, parameter) for parameter, name in found.items()]
+
+
+def _move_to_device(roots: Sequence[nn.Module], parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    buffers = (buffer for _, module in _own_modules(roots) for buffer in module.buffers(recurse=False))
+    for tensor in itertools.chain(parameters, buffers):
+        if tensor.device != device and not tensor.is_meta and not isinstance(tensor, DTensor):
+            tensor.data = tensor.to(device)
+
+
+def _by_mesh(
+    roots: Sequence[nn.Module],
+    named: Sequence[tuple[str, nn.Parameter]],
+    axes: DataParallelAxes,
+    placement_fn: Callable[[nn.Parameter], Any] | None,
+    policy: BlockPolicy | None,
+) -> list[tuple[DataParallelAxes, list[GroupMember]]]:
+    """The parameters by the axes they are sharded over."""
+    slots = find_slots(roots, [parameter for _, parameter in named])
+    found: dict[DataParallelAxes, list[GroupMember]] = {}
+    for name, parameter in named:
+        dim, own_axes = None, axes
+        if placement_fn is not None:
+            dim, own_axes = _placement(name, parameter, placement_fn(parameter), axes)
+        block = policy(name, parameter) if policy is not None else None
+        found.setdefault(own_axes, []).append(GroupMember(name, parameter, slots[parameter], block, dim))
+    return list(found.items())
+
+
+def _placement(
+    name: str, parameter: nn.Parameter, wanted: Any, axes: DataParallelAxes
+) -> tuple[int | None, DataParallelAxes]:
+    """(dim of ``Shard(dim)`` or None, axes) from what ``shard_placement_fn`` returned."""
+    info = getattr(wanted, "mesh_info", None)
+    if info is not None:
+        replicate = getattr(info, "replicate_mesh_dim", None)
+        if info.shard_mesh_dim is not None:
+            axes = DataParallelAxes(info.mesh, info.shard_mesh_dim, () if replicate is None else (replicate,))
+        wanted = wanted.placement
+    if wanted is None:
+        return None, axes
+    if not isinstance(wanted, Shard) or not -parameter.ndim <= wanted.dim < parameter.ndim:
+        raise ValueError(
+            f"shard_placement_fn returned {wanted!r} for {name!r} of shape {tuple(parameter.shape)}; expected None or "
+            "Shard(dim) with a dim of that tensor"
+        )
+    return wanted.dim % parameter.ndim, axes
+
+
+def _checked_reshard(wanted: bool | int, axes: DataParallelAxes) -> bool | int:
+    if isinstance(wanted, bool):
+        return wanted
+    size = axes.shard_size
+    if not isinstance(wanted, int) or wanted < 1 or size % wanted:
+        raise ValueError(
+            f"reshard_after_forward is {wanted!r}; expected True, False, or a number of ranks that divides the {size} "
+            "ranks of the shard axis"
+        )
+    if wanted == 1:
+        return False
+    return True if wanted == size else wanted

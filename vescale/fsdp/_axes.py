@@ -1,0 +1,117 @@
+"""``DataParallelAxes``: over which mesh axes a group of parameters is sharded and replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.comm import AxisGroup, axis_group
+from vescale.compat import concatenate_meshes, flatten_mesh
+from vescale.placements import RaggedShard
+
+__all__ = ["DataParallelAxes"]
+
+
+@dataclass(frozen=True)
+class DataParallelAxes:
+    """Axes of ``mesh``: parameters are cut over ``shard`` and equal along ``replicate`` (HSDP).
+
+    Axes of ``mesh`` that are neither are not data-parallel; along them every rank has parameters of its own (tensor
+    parallelism). Then parameters are DTensors on ``mesh`` itself, Replicate on ``shard`` and ``replicate``.
+    """
+
+    mesh: DeviceMesh
+    shard: int
+    replicate: tuple[int, ...] = ()
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> DataParallelAxes:
+        """A mesh of data-parallel axes only: ``(shard,)`` or ``(replicate, shard)``, as FSDP2 reads it.
+
+        Raises ValueError for more axes, or two without names.
+        """
+        if mesh.ndim == 1:
+            return cls(mesh, 0)
+        if mesh.ndim != 2:
+            raise ValueError(
+                f"fully_shard got a mesh of {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}; expected 1 (FSDP) "
+                "or 2 (HSDP: replicate, then shard). Pass the data-parallel sub-mesh, mesh['dp'], or name the axes with "
+                "dp_mesh_dims"
+            )
+        if mesh.mesh_dim_names is None:
+            raise ValueError(
+                "fully_shard got a mesh of 2 axes without names; for HSDP pass mesh_dim_names=('replicate', 'shard') to "
+                "init_device_mesh"
+            )
+        return cls(mesh, 1, (0,))
+
+    @classmethod
+    def of_named(cls, mesh: DeviceMesh, shard: Sequence[str], replicate: Sequence[str]) -> DataParallelAxes:
+        """Named axes of a larger mesh on which the parameters are DTensors. Several shard axes become one, flattened.
+
+        Raises ValueError for names that the mesh does not have, or no shard axis.
+        """
+        names = mesh.mesh_dim_names or ()
+        unknown = [name for name in (*shard, *replicate) if name not in names]
+        if unknown or not shard:
+            raise ValueError(
+                f"dp_mesh_dims names shard={tuple(shard)}, replicate={tuple(replicate)} for a mesh with axes {names}; name "
+                "at least one axis to shard over, from those of the mesh"
+            )
+        if len(shard) == 1:
+            return cls(mesh, names.index(shard[0]), tuple(names.index(name) for name in replicate))
+        others = [name for name in names if name not in shard]
+        flat = flatten_mesh(mesh, tuple(shard))
+        parts = [mesh[name] for name in others]
+        joined = concatenate_meshes([*parts, flat]) if parts else flat
+        return cls(joined, len(others), tuple(others.index(name) for name in replicate))
+
+    @property
+    def shard_size(self) -> int:
+        return self.mesh.size(self.shard)
+
+    @property
+    def num_replicas(self) -> int:
+        size = 1
+        for axis in self.replicate:
+            size *= self.mesh.size(axis)
+        return size
+
+    @property
+    def data_parallel(self) -> AxisGroup:
+        """All ranks that take part in a group's communication."""
+        return axis_group(self.mesh, sorted((*self.replicate, self.shard)))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group computes: the mesh's device type, the current device of it."""
+        kind = self.mesh.device_type
+        if kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+    def buffer_placements(self, shard: Placement, replicate: Placement | None = None) -> list[Placement | None]:
+        """Placements of a buffer with ``shard`` on the sharded axis, ``replicate`` on the replicated ones."""
+        found: list[Placement | None] = [None] * self.mesh.ndim
+        for axis in self.replicate:
+            found[axis] = replicate or Replicate()
+        found[self.shard] = shard
+        return found
+
+    def sharded(self) -> list[Placement | None]:
+        return self.buffer_placements(RaggedShard())
+
+    def gathered(self) -> list[Placement | None]:
+        return self.buffer_placements(Replicate())
+
+    def unreduced(self, op: str) -> list[Placement | None]:
+        return self.buffer_placements(Partial(op), Partial(op))
+
+    def on_this_mesh(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is a DTensor on :attr:`mesh` itself."""
+        return isinstance(parameter, DTensor) and parameter.device_mesh == self.mesh

@@ -1,0 +1,277 @@
+"""``Bucket``: the parameters of a group that have one dtype and one ``requires_grad``, in planned buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.buffer import Allocation, DBuffer, PendingBuffer, TensorGroup
+from vescale.comm import Pending
+from vescale.compat import DTensorSpec, local_of, make_dtensor, run_post_accumulate_hooks, set_local
+from vescale.fsdp._axes import DataParallelAxes
+from vescale.fsdp._parameter import ManagedParameter
+from vescale.placements import RaggedShard
+
+__all__ = ["Bucket"]
+
+
+class Bucket:
+    """Buffers of one kind of parameters, all over one :class:`TensorGroup`, so that their offsets are equal.
+
+    =============  ==================  ===========================================  ======================================
+    buffer         dtype               holds                                        allocated
+    =============  ==================  ===========================================  ======================================
+    ``shards``     the parameters'     this rank's piece; local tensors of the      always (on the host when offloaded)
+                                       sharded DTensors are slices of it
+    ``whole``      ``param_dtype``     all parameters; the unsharded parameters     while the group is unsharded
+                                       are views of it
+    ``gradients``  ``reduce_dtype``    unreduced gradients, one view a parameter    from the first gradient until reduced
+    (new each      the parameters'     this rank's piece of reduced gradients;      as long as ``.grad`` refers to it
+    time)                              ``.grad`` of the sharded DTensors
+    =============  ==================  ===========================================  ======================================
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ManagedParameter],
+        locals_: Sequence[torch.Tensor],
+        axes: DataParallelAxes,
+        *,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        alignment_bytes: int,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.axes = axes
+        self.dtype = locals_[0].dtype
+        self.requires_grad = any(p.requires_grad for p in parameters)
+        self.compute_dtype = param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
+        self.reduce_dtype = reduce_dtype or self.compute_dtype
+        self.alignment_bytes = alignment_bytes
+        self.group = self._plan()
+        self.device = locals_[0].device
+        self.shards = self._new_shards(Allocation(self.device))
+        self.whole: DBuffer
+        self.gradients: DBuffer
+        self._received = [False] * len(self.parameters)
+        self.has_gradients = False
+
+    # At rest
+
+    def _plan(self) -> TensorGroup:
+        return TensorGroup.plan(
+            {p.name: p.place for p in self.parameters},
+            self.axes.shard_size,
+            dtypes={self.dtype, self.compute_dtype, self.reduce_dtype},
+            blocks={p.name: p.block for p in self.parameters},
+            alignment_bytes=self.alignment_bytes,
+        )
+
+    def _new_shards(self, memory: Allocation) -> DBuffer:
+        return DBuffer(self.group, self.axes.mesh, self.axes.sharded(), dtype=self.dtype, allocation=memory)
+
+    @cached_property
+    def _runs(self) -> list[tuple[int, int, int]]:
+        """For each parameter (offset in the shards, elements there, first element of the flattened parameter)."""
+        held = {part.tensor: part for part in self.shards.slices}
+        found = []
+        for index, parameter in enumerate(self.parameters):
+            part = held.get(index)
+            if part is None:
+                found.append((0, 0, 0))
+                continue
+            numel = min(part.end, math.prod(parameter.shape)) - part.begin  # the place may be larger than the tensor
+            found.append((part.local_offset, max(0, numel), part.begin))
+        return found
+
+    def allocate_shards(self, device: torch.device, *, pin_memory: bool = False) -> None:
+        self.shards = self._new_shards(Allocation(device, pin_memory=pin_memory))
+        self.shards.allocate()
+
+    def shard(self, index: int) -> torch.Tensor:
+        """The slice of the shards that is one parameter's local tensor."""
+        offset, numel, _ = self._runs[index]
+        return self.shards.alias(offset, (numel,))
+
+    def part(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """One parameter's part of any flat piece that lies as the shards do."""
+        offset, numel, _ = self._runs[index]
+        return flat.narrow(0, offset, numel)
+
+    def placement(self, index: int) -> Placement:
+        """How one parameter's sharded form is cut along the shard axis."""
+        return self.shards.placement(index, self.parameters[index].split_factor)
+
+    def _own(self, index: int, whole_local: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole (local) parameter."""
+        _, numel, begin = self._runs[index]
+        return whole_local.reshape(-1)[begin : begin + numel]
+
+    def cut(self, whole_locals: Sequence[torch.Tensor]) -> None:
+        """Take this rank's part of each whole (local) tensor, and register the sharded forms."""
+        with torch.no_grad():
+            for index, (parameter, tensor) in enumerate(zip(self.parameters, whole_locals, strict=True)):
+                local = self.shard(index)
+                if not local.is_meta:
+                    local.copy_(self._own(index, tensor.detach()))
+                parameter.make_sharded(local, self.placement(index))
+
+    def adopt(self) -> None:
+        """Make the registered sharded DTensors, whose local tensors lie elsewhere, slices of the shards."""
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters):
+                sharded = parameter.sharded
+                assert isinstance(sharded, DTensor)
+                local = self.shard(index)
+                if not local.is_meta:
+                    local.copy_(local_of(sharded))
+                set_local(sharded, local)
+
+    @cached_property
+    def gradient_specs(self) -> list[DTensorSpec]:
+        return [p.sharded_spec(self.placement(i), self.dtype) for i, p in enumerate(self.parameters)]
+
+    # While the group computes
+
+    def prepare(
+        self,
+        device: torch.device,
+        whole: Allocation,
+        gradients: Allocation,
+        reduce_op: str,
+        make_room: Callable[[], None],
+    ) -> None:
+        """Reserve the buffers of the running group; ``make_room`` is called before gradients are allocated."""
+        self._make_room = make_room
+        mesh, axes = self.axes.mesh, self.axes
+        self.whole = DBuffer(self.group, mesh, axes.gathered(), dtype=self.compute_dtype, allocation=whole)
+        self._own_piece = self.whole.piece([axes.shard])
+        self.gradients = DBuffer(
+            self.group, mesh, axes.unreduced(reduce_op), dtype=self.reduce_dtype, allocation=gradients
+        )
+        self._gathers_as_is = self.compute_dtype == self.dtype and self.shards.device == device
+
+    def gather(self, asker: str, custom: Any = None) -> PendingBuffer:
+        """All-gather the parameters into ``whole``, from where they lie; only a cast or a device is crossed by a copy."""
+        source = self.shards if self._gathers_as_is else self._own_piece.copy_(self.shards)
+        if custom is None:
+            return source.all_gather((self.axes.shard,), out=self.whole, asker=asker)
+        group = self.axes.mesh.get_group(self.axes.shard)
+        work = custom(output_tensor=self.whole.local, input_tensor=source.local, group=group, async_op=True)
+        return PendingBuffer(self.whole, Pending(self.whole.local, [work]))
+
+    def reduce_scatter(self, op: str, group: dist.ProcessGroup | None, custom: Any, asker: str) -> PendingBuffer:
+        """Start to reduce ``gradients`` over the shard axis, in a piece of new memory that lies as the shards do."""
+        axes = self.axes
+        piece = DBuffer(
+            self.group,
+            axes.mesh,
+            axes.buffer_placements(RaggedShard(), Partial(op)),
+            dtype=self.reduce_dtype,
+            device=self.gradients.device,
+        ).allocate()
+        return self._reduce_into(piece, self.gradients, op, group, custom, asker)
+
+    def _reduce_into(
+        self, piece: DBuffer, gradients: DBuffer, op: str, group: dist.ProcessGroup | None, custom: Any, asker: str
+    ) -> PendingBuffer:
+        shard = (self.axes.shard,)
+        if custom is None:
+            return gradients.reduce_scatter(shard, op=op, out=piece, process_group=group, asker=asker)
+        group = group or self.axes.mesh.get_group(self.axes.shard)
+        how = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+        work = custom(output_tensor=piece.local, input_tensor=gradients.local, group=group, op=how, async_op=True)
+        return PendingBuffer(piece, Pending(piece.local, [work]))
+
+    def make_unsharded(self) -> None:
+        """The unsharded forms, once: views of ``whole``, which is allocated."""
+        for index, parameter in enumerate(self.parameters):
+            offset = self.group.layout.offsets[index]
+            view = self.whole.alias(offset, parameter.shape)
+            parameter.make_unsharded(view, self.receiver(index))
+
+    # Gradients
+
+    def receiver(self, index: int) -> Callable[[torch.Tensor], None]:
+        """The hook that takes a parameter's gradient."""
+        parameter = self.parameters[index]
+
+        def receive(unsharded: torch.Tensor) -> None:
+            """Move a gradient into its place: one copy into the buffer (with the cast to the reduction's dtype), or one
+            addition when an earlier backward has left one; nothing when it was computed there."""
+            gradient = unsharded.grad
+            unsharded.grad = None
+            if gradient is None:
+                return
+            with torch.no_grad():
+                local = parameter.local_gradient(gradient)
+                view = self.gradient_view(index)
+                if self._received[index]:
+                    view.add_(local)
+                elif local.data_ptr() != view.data_ptr() or local.dtype != view.dtype or not local.numel():
+                    view.copy_(local)
+                self._received[index] = True
+
+        return receive
+
+    def gradient_view(self, index: int) -> torch.Tensor:
+        """Where a parameter's unreduced gradient goes; allocates the buffer for the first one."""
+        if not self.has_gradients:
+            self._make_room()
+            self.gradients.allocate()
+            self.has_gradients = True
+        view = self.gradients.views[index]
+        shape = self.parameters[index].shape
+        return view if view.shape == shape else view[: shape[0]]
+
+    def complete_gradients(self) -> list[bool]:
+        """Zero what no gradient has come for, and start anew; which parameters had one."""
+        received = self._received
+        if not self.has_gradients:
+            self._make_room()
+            self.gradients.allocate().zero_()
+        elif not all(received):
+            with torch.no_grad():
+                for index, has in enumerate(received):
+                    if not has:
+                        self.gradients.views[index].zero_()
+        for index, parameter in enumerate(self.parameters):
+            if received[index] and parameter.shape != parameter.place:
+                self.gradients.views[index][parameter.shape[0] :].zero_()
+        self._received = [False] * len(self.parameters)
+        self.has_gradients = False
+        return received
+
+    def drop_gradients(self) -> None:
+        self._received = [False] * len(self.parameters)
+        self.has_gradients = False
+
+    def assign(self, index: int, reduced: torch.Tensor) -> None:
+        """Add one parameter's part of ``reduced``, this rank's piece, to the sharded gradient."""
+        parameter = self.parameters[index]
+        sharded = parameter.sharded
+        if not sharded.requires_grad:
+            return
+        part = self.part(reduced, index)
+        if sharded.grad is None:
+            sharded.grad = make_dtensor(part, self.gradient_specs[index])
+        else:
+            accumulated = sharded.grad
+            (local_of(accumulated) if isinstance(accumulated, DTensor) else accumulated).add_(part)
+        run_post_accumulate_hooks(sharded)
+
+    @property
+    def description(self) -> str:
+        """What must be equal on all ranks before the first collective."""
+        names = ",".join(p.name for p in self.parameters)
+        return (
+            f"layout {self.group.layout.digest}, {self.dtype} gathered as {self.compute_dtype}, reduced as "
+            f"{self.reduce_dtype}, requires_grad={self.requires_grad}, {names}"
+        )

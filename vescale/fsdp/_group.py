@@ -1,0 +1,430 @@
+"""``ParameterGroup``: parameters that are gathered and reduced together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
+
+from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES, Allocation, PendingBuffer
+from vescale.compat import backend_memory_pool, local_of
+from vescale.fsdp._axes import DataParallelAxes
+from vescale.fsdp._bucket import Bucket
+from vescale.fsdp._context import CommContext
+from vescale.fsdp._dim_bucket import DimBucket
+from vescale.fsdp._parameter import ManagedParameter, Slot
+from vescale.fsdp._partial_reshard import KeptPieces
+from vescale.fsdp._phase import Phase
+from vescale.fsdp._reduction import Reduction, ReductionOptions
+
+__all__ = ["BlockPolicy", "GroupMember", "ParameterGroup"]
+
+BlockPolicy = Callable[[str, nn.Parameter], int | None]
+
+
+class GroupMember(NamedTuple):
+    """One parameter to manage: its name, the object, where it hangs, elements that stay together, dim of ``Shard(dim)``."""
+
+    name: str
+    parameter: nn.Parameter
+    slots: Sequence[Slot]
+    block: int | None = None
+    dim: int | None = None
+
+
+class ParameterGroup:
+    """Parameters that are gathered and reduced together, over given mesh axes; it knows nothing of modules' hooks.
+
+    ====================  =====================  ==============================  =====================================
+    phase                 registered parameters  gathered buffer                 gradients
+    ====================  =====================  ==============================  =====================================
+    at rest               sharded DTensors       no memory                       sharded ``.grad``
+    forward               unsharded              all parameters                  -
+    forward to backward   as                     kept (``reshard_after_forward`` -
+                          reshard_after_forward  False), a part of it (a
+                                                 number), or freed (True)
+    backward              unsharded              all parameters                  each moves into the unreduced buffer
+                                                                                 when autograd has completed it
+    after backward        sharded DTensors       freed                           reduce-scattered, added to ``.grad``
+    ====================  =====================  ==============================  =====================================
+
+    Args:
+        members: the parameters, in an order that is the same on every rank.
+        axes: the mesh axes to shard and replicate over.
+        reshard_after_forward: True, False, or the number of ranks to reshard to.
+        mp_policy, offload_policy: PyTorch's.
+        reduce_op: ``avg`` (every rank has its own loss) or ``sum`` (gradients are contributions to one loss).
+        alignment_bytes: of shards and tensors.
+        path: of the module, for messages and profiles.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[GroupMember],
+        axes: DataParallelAxes,
+        *,
+        reshard_after_forward: bool | int = True,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: OffloadPolicy | None = None,
+        reduce_op: str = "avg",
+        alignment_bytes: int = COLLECTIVE_ALIGNMENT_BYTES,
+        path: str = "",
+    ) -> None:
+        self.axes = axes
+        self.device = axes.device
+        self.mp_policy = mp_policy or MixedPrecisionPolicy()
+        self.offload_policy = offload_policy or OffloadPolicy()
+        self.alignment_bytes = alignment_bytes
+        self.path = path
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.reduce_gradients = True
+        self.unshard_in_backward = True
+        self.options = ReductionOptions(op=reduce_op)
+        self.custom_all_gather: Any = None
+        self._memory_pool: Any = None
+        self.comm: CommContext | None = None
+        self.phase = Phase.IDLE
+        self.is_stale = False
+        """Parameters may have been replaced in the modules; looked into before they are gathered."""
+        self.parameters = [ManagedParameter(m.name, m.parameter, m.slots, axes, m.block, m.dim) for m in members]
+        self.buckets: list[Bucket] = []
+        self._build([_local(m.parameter) for m in members])
+        self._gathering: list[PendingBuffer] | None = None
+        self._gathered_event: object = None
+        self.is_unsharded = False
+        self._kept: KeptPieces | None = None
+        self._carried: dict[int, Reduction] = {}
+        self._forward_places: list[int] = []
+        self._calls_to_come_back = 0
+        self._gradients_are_due = False
+
+    # Building
+
+    @property
+    def offloads(self) -> bool:
+        return isinstance(self.offload_policy, CPUOffloadPolicy)
+
+    def _build(self, locals_: Sequence[torch.Tensor]) -> None:
+        """Buckets by dtype and requires_grad, filled from whole local tensors, whose memory can go afterwards."""
+        for indices in self._kinds([tensor.dtype for tensor in locals_]):
+            bucket = self._bucket(indices, [locals_[i] for i in indices])
+            bucket.cut([locals_[i] for i in indices])
+            self.buckets.append(bucket)
+
+    def _kinds(self, dtypes: Sequence[torch.dtype]) -> list[list[int]]:
+        found: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
+        for index, (parameter, dtype) in enumerate(zip(self.parameters, dtypes, strict=True)):
+            found.setdefault((dtype, parameter.requires_grad, parameter.dim is None), []).append(index)
+        return list(found.values())
+
+    def _bucket(self, indices: Sequence[int], locals_: Sequence[torch.Tensor]) -> Bucket:
+        parameters = [self.parameters[i] for i in indices]
+        bucket = (Bucket if parameters[0].dim is None else DimBucket)(
+            parameters,
+            locals_,
+            self.axes,
+            param_dtype=self.mp_policy.param_dtype,
+            reduce_dtype=self.mp_policy.reduce_dtype,
+            alignment_bytes=self.alignment_bytes,
+        )
+        device = bucket.device
+        if self.offloads and device.type != "meta":
+            device = torch.device("cpu")
+        # Pinned memory is for copies to a device; computing on the CPU copies none.
+        pin = device.type == "cpu" != self.device.type and getattr(self.offload_policy, "pin_memory", False)
+        bucket.allocate_shards(device, pin_memory=pin)
+        return bucket
+
+    def rebuild(self) -> None:
+        """Take up parameters that were replaced in modules (``to_empty``, ``load_state_dict(assign=True)``): their local
+        tensors become slices of one buffer again."""
+        self.is_stale = False
+        changed = False
+        for parameter in self.parameters:
+            slot = parameter.slots[0]
+            current = slot.module._parameters[slot.name]
+            if current is not None and current is not parameter.unsharded and current is not parameter.sharded:
+                parameter.sharded = current
+                parameter.register(current)
+                changed = True
+        places = [(bucket, i) for bucket in self.buckets for i in range(len(bucket.parameters))]
+        if not changed and all(_lies_at(b.parameters[i].sharded, b.shard(i)) for b, i in places):
+            return
+        self._drop_unsharded()
+        old = {p: _local(p.sharded) for p in self.parameters}
+        self.buckets = []
+        for indices in self._kinds([old[p].dtype for p in self.parameters]):
+            bucket = self._bucket(indices, [old[self.parameters[i]] for i in indices])
+            bucket.adopt()
+            self.buckets.append(bucket)
+
+    def use_backend_memory(self, enable: bool) -> None:
+        """Allocate communication buffers from the process group's own memory, where its backend has such."""
+        group = self.axes.mesh.get_group(self.axes.shard)
+        self._memory_pool = backend_memory_pool(group, self.device) if enable else None
+        self._drop_unsharded()
+
+    def _drop_unsharded(self) -> None:
+        self.reshard()
+        for parameter in self.parameters:
+            parameter.unsharded = None
+        self.__dict__.pop("_whole_memory", None)
+
+    def prepare(self) -> None:
+        """Before the first gather: the buffers of the running group.
+
+        Raises RuntimeError for parameters on the meta device, or elsewhere than where the group computes.
+        """
+        if "_whole_memory" in self.__dict__:
+            return
+        on_meta = [p.name for p in self.parameters if p.sharded.is_meta]
+        if on_meta:
+            raise RuntimeError(
+                f"parameters {', '.join(on_meta[:5])} of {self.path or 'the root'} are on the meta device; materialize them "
+                "before the first forward: model.to_empty(device=...), then initialize or load a state dict"
+            )
+        self._whole_memory = Allocation(self.device, pool=self._memory_pool)
+        self._gradient_memory: dict[int, Allocation] = {}
+        self.comm = self.comm or CommContext(self.device)
+        for bucket in self.buckets:
+            if bucket.shards.device.type != ("cpu" if self.offloads else self.device.type):
+                raise RuntimeError(
+                    f"parameters of {self.path or 'the root'} are on {bucket.shards.device}, and the group computes on "
+                    f"{self.device}{' with offload to cpu' if self.offloads else ''}; move the model with to_empty() or "
+                    "to(), or load a state dict from that device"
+                )
+            memory = self._gradient_memory[id(bucket)] = Allocation(self.device, pool=self._memory_pool)
+            bucket.prepare(self.device, self._whole_memory, memory, self.options.op, self._make_room)
+
+    def _make_room(self) -> None:
+        assert self.comm is not None
+        self.comm.make_room_for_gradients(self)
+
+    # Unshard and reshard
+
+    def unshard(self) -> None:
+        """Start the all-gathers; nothing happens when they are running, or done."""
+        if self._gathering is not None or self.is_unsharded:
+            return
+        if not self.unshard_in_backward and self.phase is Phase.BACKWARD:
+            return
+        if self.is_stale:
+            self.rebuild()
+        self.prepare()
+        comm = self.comm
+        assert comm is not None
+        with record_function(f"vescale.fsdp::all_gather ({self.path})"):
+            if comm.reclaim(self._whole_memory):
+                self._gathering = []
+                return
+            with comm.gather_lane(), torch.no_grad():
+                comm.make_room()
+                self._whole_memory.allocate()
+                if self._kept is not None:
+                    self._gathering = self._kept.gather(self.path)
+                else:
+                    self._gathering = [bucket.gather(self.path, self.custom_all_gather) for bucket in self.buckets]
+                if comm.gather_lane.is_stream:
+                    for pending in self._gathering:
+                        pending.wait()
+                    self._gathered_event = comm.gather_lane.done()
+
+    def wait_for_unshard(self) -> None:
+        """The gathered parameters are there for the current stream, and registered."""
+        if self._gathering is None:
+            return
+        assert self.comm is not None
+        if self.comm.gather_lane.is_stream:
+            self.comm.gather_lane.compute_waits(self._gathered_event)
+        else:
+            for pending in self._gathering:
+                pending.wait()
+        self._gathering = None
+        self._kept = None
+        for bucket in self.buckets:
+            if bucket.parameters[0].unsharded is None:
+                bucket.make_unsharded()
+            for parameter in bucket.parameters:
+                unsharded = parameter.unsharded
+                assert unsharded is not None
+                if unsharded.requires_grad != parameter.sharded.requires_grad:  # frozen or thawed in between
+                    self._change_requires_grad(bucket, parameter)
+                parameter.register(unsharded)
+        self.is_unsharded = True
+
+    def _change_requires_grad(self, bucket: Bucket, parameter: ManagedParameter) -> None:
+        assert parameter.unsharded is not None
+        parameter.requires_grad = parameter.sharded.requires_grad
+        bucket.requires_grad = any(p.requires_grad for p in bucket.parameters)
+        index = bucket.parameters.index(parameter)
+        view = bucket.whole.alias(bucket.group.layout.offsets[index], parameter.shape)
+        parameter.make_unsharded(view, bucket.receiver(index))
+
+    def reshard(self) -> None:
+        """Register the sharded parameters and free the gathered ones; in forward as ``reshard_after_forward`` says."""
+        if self.phase is Phase.FORWARD:
+            if self.reshard_after_forward is False:
+                return
+            if self.reshard_after_forward is not True and self.is_unsharded:
+                self._kept = KeptPieces.keep(self.buckets, self.reshard_after_forward)
+                self._release()
+                return
+        self._release()
+        self._kept = None
+
+    def _release(self) -> None:
+        if self._gathering is not None:
+            self.wait_for_unshard()
+        if not self.is_unsharded:
+            return
+        assert self.comm is not None
+        for parameter in self.parameters:
+            parameter.register(parameter.sharded)
+        self.is_unsharded = False
+        self.comm.retire(self._whole_memory)
+
+    # An iteration
+
+    def before_forward(self) -> None:
+        self.phase = Phase.FORWARD
+        self.unshard()
+        self.wait_for_unshard()
+
+    def after_forward(self, *, recomputing: bool) -> None:
+        """``recomputing``: this forward runs inside of a backward, which will free the parameters."""
+        if not recomputing:
+            self.reshard()
+            if torch.is_grad_enabled():
+                self._gradients_are_due = True
+                assert self.comm is not None
+                self._forward_places.append(len(self.comm.post_forward_order))
+                self.comm.post_forward_order.append(self)
+        self.phase = Phase.IDLE
+
+    def expect_backward(self) -> None:
+        """A forward call whose inputs need gradients: :meth:`after_backward` will be called for it."""
+        self._calls_to_come_back += 1
+
+    def before_backward(self, *, prefetch: bool) -> None:
+        if self.phase is Phase.BACKWARD:
+            return
+        with record_function(f"vescale.fsdp::before_backward ({self.path})"):
+            self.phase = Phase.BACKWARD
+            self._gradients_are_due = True
+            self.unshard()
+            self.wait_for_unshard()
+            if prefetch:
+                self._prefetch_previous()
+
+    def _prefetch_previous(self) -> None:
+        """Gather the group that ran before this one in forward, which backward needs next."""
+        if not self._forward_places:
+            return
+        assert self.comm is not None
+        place = self._forward_places.pop()
+        if 0 < place < len(self.comm.post_forward_order):
+            self.comm.post_forward_order[place - 1].prefetch(Phase.BACKWARD)
+
+    def prefetch(self, phase: Phase) -> None:
+        with self._in_phase(phase):
+            self.unshard()
+
+    @contextlib.contextmanager
+    def _in_phase(self, phase: Phase) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def after_backward(self) -> None:
+        """The gradients of one forward call's inputs are there: this call needs the parameters no more."""
+        self._calls_to_come_back = max(0, self._calls_to_come_back - 1)
+        if self._calls_to_come_back == 0:
+            self._reduce()
+        elif self.reshard_after_backward:
+            self.reshard()
+        self.phase = Phase.REDUCED
+
+    def conclude_backward(self) -> None:
+        """At the end of a backward: what no input's gradient has triggered."""
+        if self._gradients_are_due or any(bucket.has_gradients for bucket in self.buckets if self.reduce_gradients):
+            self._reduce()
+        elif self.reshard_after_backward:
+            self.reshard()
+        self._calls_to_come_back = 0
+        self.phase = Phase.IDLE
+
+    def forget_forward_order(self) -> None:
+        self._forward_places.clear()
+
+    def _reduce(self) -> None:
+        """Reshard, and reduce what this and earlier backwards have left; every rank does, whatever it has used."""
+        if self.reshard_after_backward:
+            with self._in_phase(Phase.REDUCED):
+                self.reshard()
+        self._gradients_are_due = False
+        if not self.reduce_gradients:
+            return
+        self.prepare()
+        comm = self.comm
+        assert comm is not None
+        with record_function(f"vescale.fsdp::reduce ({self.path})"):
+            reductions = [
+                Reduction(bucket, self.options, comm.reduce_lane, comm.replica_lane, self.path)
+                for bucket in self.buckets
+                if bucket.requires_grad
+            ]
+            if reductions:
+                comm.reduce(self, reductions)
+
+    def finish_reductions(self, reductions: Sequence[Reduction]) -> None:
+        assert self.comm is not None
+        for reduction in reductions:
+            key = id(reduction.bucket)
+            if reduction.finish(self._carried.pop(key, None)):
+                self.comm.finished.append(reduction)
+            else:
+                self._carried[key] = reduction
+
+    def free_gradients(self, reductions: Sequence[Reduction]) -> None:
+        for reduction in reductions:
+            self._gradient_memory[id(reduction.bucket)].free()
+
+    def abandon(self) -> None:
+        """After an exception: forget this iteration, gradients included, and go to rest."""
+        if self._gathering is not None:
+            self.wait_for_unshard()
+        self._carried.clear()
+        self._forward_places.clear()
+        self._calls_to_come_back = 0
+        self._gradients_are_due = False
+        self.phase = Phase.IDLE
+        self.reshard()
+        for bucket in self.buckets:
+            bucket.drop_gradients()
+            if "_gradient_memory" in self.__dict__:
+                self._gradient_memory[id(bucket)].free()
+
+    def __repr__(self) -> str:
+        return f"ParameterGroup({self.path!r}, {len(self.parameters)} parameters)"
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return local_of(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+def _lies_at(parameter: nn.Parameter, place: torch.Tensor) -> bool:
+    local = _local(parameter)
+    return (
+        local.dtype == place.dtype
+        and local.device == place.device
+        and (local.is_meta or local.numel() == 0 or local.data_ptr() == place.data_ptr())
+    )

@@ -1,0 +1,292 @@
+"""``FSDPModule``: the methods of a module that was given to ``fully_shard``, those of PyTorch's FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vescale.fsdp._group import ParameterGroup
+from vescale.fsdp._state import ModuleState, state_of
+
+__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
+
+
+class UnshardHandle:
+    """An unshard in flight, from ``module.unshard(async_op=True)``."""
+
+    def __init__(self, groups: Sequence[ParameterGroup] = ()) -> None:
+        self._groups = tuple(groups)
+
+    def wait(self) -> None:
+        """The unsharded parameters are registered, and the current stream can use them."""
+        for group in self._groups:
+            group.wait_for_unshard()
+        self._groups = ()
+
+
+class FSDPModule:
+    """Mixed into the class of a module by :func:`fully_shard`: ``FSDPLinear(FSDPModule, Linear)``.
+
+    Methods that take ``recurse`` act on all such modules below, too. What is set holds until it is set again.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """The original class, unsharded: what containers construct when they are sliced."""
+        original = cls.__mro__[2]
+        made = original.__new__(original, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
+
+    # Unshard and reshard
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own groups (not those of modules below), in ``param_dtype``.
+
+        With ``async_op`` returns a handle at once; forward waits by itself. One all-gather a bucket.
+        """
+        groups = self._state.groups
+        for group in groups:
+            group.unshard()
+        handle = UnshardHandle(groups)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's own gathered parameters and register the sharded ones."""
+        for group in self._state.groups:
+            group.reshard()
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: forget the iteration, its gradients included; on the root only.
+
+        Raises RuntimeError on a module that is not the root.
+        """
+        self._state.abandon_iteration()
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: this module's parameters are not needed in backward (an embedding's)."""
+        for group in self._state.groups:
+            group.unshard_in_backward = unshard_in_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Change ``reshard_after_forward``, the root's, too. Raises ValueError for anything but a bool."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"set_reshard_after_forward got {reshard_after_forward!r}; expected a bool (a number of ranks can be given "
+                "to fully_shard only)"
+            )
+        for state in self._states(recurse):
+            state.reshard_root = reshard_after_forward
+            for group in state.groups:
+                group.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """False keeps parameters gathered until the next forward, for gradient accumulation."""
+        for group in self._groups(recurse):
+            group.reshard_after_backward = reshard_after_backward
+
+    # Prefetch
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Start to gather these modules when this one's forward starts."""
+        self._state.forward_prefetch = _states_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Start to gather these modules when this one's backward starts, instead of the one that ran before it."""
+        self._state.backward_prefetch = _states_of(modules)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """What the next forward's gathers wait for, instead of all that the current stream has been given; used once."""
+        self._state.tree.post_optimizer_event = event
+
+    # Gradients
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False: the next backward does not wait for its reductions; more microbatches follow."""
+        self._state.tree.is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False: gradients accumulate unreduced, in ``reduce_dtype``, without communication."""
+        for group in self._groups(recurse):
+            group.reduce_gradients = requires_gradient_sync
+            group.options.all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """HSDP. False: gradients are reduce-scattered, and their sum over the replicas stays pending."""
+        for group in self._groups(recurse):
+            group.options.all_reduce = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients by this instead of the number of data-parallel ranks."""
+        for group in self._state.groups:
+            group.options.divide_factor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Communicate sums, and divide in a step of its own."""
+        for group in self._state.groups:
+            group.options.sum_only = enable
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """True: a parameter without a gradient gets zeros. False: it gets what other ranks contributed, None where no
+        rank did. Communication is the same on every rank either way."""
+        for group in self._groups(recurse):
+            group.options.unused_as_zero = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many groups' unreduced gradients may be in flight at once. Raises TypeError, or ValueError below 1."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers is {max_input_buffers!r}; expected an int of at least 1")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers is {max_input_buffers}; expected at least 1")
+        for state in self._states(recurse):
+            state.max_gradient_buffers = max_input_buffers
+            state.comm.max_gradient_buffers = max(state.comm.max_gradient_buffers, max_input_buffers)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """``hook(piece)`` is called with each bucket's reduced flat piece: after the all-reduce of HSDP, else after the
+        reduce-scatter, before division by a custom factor. ``stream``: where, without HSDP. Raises ValueError with it."""
+        groups = self._single_group("set_all_reduce_hook")
+        for group in groups:
+            if stream is not None and group.axes.replicate:
+                raise ValueError(
+                    "set_all_reduce_hook got a stream for HSDP, whose all-reduce has one; leave stream out"
+                )
+            group.options.hook, group.options.hook_stream = hook, stream
+
+    # How to communicate
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """``comm(output_tensor=, input_tensor=, group=, async_op=)`` gathers, between the buffers of this engine;
+        ``comm.allocate`` is not called, for parameters are views of the output."""
+        for group in self._single_group("set_custom_all_gather"):
+            group.custom_all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """``comm(output_tensor=, input_tensor=, group=, op=, async_op=)`` reduces, between the buffers of this engine;
+        ``comm.allocate`` is not called."""
+        for group in self._single_group("set_custom_reduce_scatter"):
+            group.options.custom_reduce_scatter = comm
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce-scatter on a process group of its own, so that it can run beside all-gathers. Collective: one rendezvous
+        for each distinct set of ranks."""
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for group in self._groups(recurse):
+            ranks = tuple(dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.shard)))
+            if not enable:
+                group.options.group = None
+            elif group.options.group is None:
+                if ranks not in made:
+                    made[ranks] = dist.new_group(
+                        list(ranks), use_local_synchronization=True, group_desc="reduce_scatter"
+                    )
+                group.options.group = made[ranks]
+            else:
+                made.setdefault(ranks, group.options.group)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take communication buffers from the process group's own memory where its backend has such (NCCL): a memory pool
+        on its allocator. Other backends have none, and nothing changes."""
+        for group in self._state.groups:
+            group.use_backend_memory(enable)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Symmetric memory is not supported: raises NotImplementedError."""
+        raise NotImplementedError(
+            f"set_symm_mem_for_comm({backend!r}): parameters are views of one buffer that is allocated and freed, and "
+            "symmetric memory is registered for good; use set_allocate_memory_from_process_group_for_comm(True)"
+        )
+
+    # Inside
+
+    @property
+    def _state(self) -> ModuleState:
+        state = state_of(self)  # type: ignore[arg-type]
+        assert state is not None
+        return state
+
+    def _states(self, recurse: bool) -> Iterator[ModuleState]:
+        seen: set[int] = set()
+        modules: Any = self.modules() if recurse else [self]  # type: ignore[attr-defined]
+        for module in modules:
+            state = state_of(module)
+            if state is not None and id(state) not in seen:
+                seen.add(id(state))
+                yield state
+
+    def _groups(self, recurse: bool) -> Iterator[ParameterGroup]:
+        for state in self._states(recurse):
+            yield from state.groups
+
+    def _single_group(self, what: str) -> list[ParameterGroup]:
+        groups = self._state.groups
+        if len(groups) > 1:
+            raise ValueError(
+                f"{what} on a module with {len(groups)} groups over different meshes (from shard_placement_fn), which it "
+                "would mean differently; give the modules of each mesh to fully_shard separately"
+            )
+        return groups
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.reshard()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for group in self._state.groups:
+            group.rebuild()
+        return result
+
+
+def _states_of(modules: Sequence[FSDPModule]) -> list[ModuleState]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"expected modules that were given to fully_shard, got {type(module).__name__}; shard it before, or "
+                "leave it out"
+            )
+    return [module._state for module in modules]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of ``module`` gather and reshard as ``forward`` does. Nothing happens for other modules.
+
+    Raises ValueError when there is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}; name one that it has")
+
+    def with_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._state
+        args, kwargs = state.before_forward(self, args, kwargs)
+        return state.after_forward(self, args, method(*args, **kwargs))
+
+    with_parameters.__name__, with_parameters.__doc__ = method_name, getattr(method, "__doc__", None)
+    setattr(module, method_name, with_parameters.__get__(module, type(module)))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots, such as the stages of a pipeline, share streams and memory in flight.
+
+    Raises ValueError for a module that was not given to ``fully_shard``.
+    """
+    if not modules:
+        return
+    first, *others = _states_of(modules)
+    for root in others:
+        for state in root.tree.states or [root]:
+            state.comm = first.comm
+            for group in state.groups:
+                group.comm = first.comm

@@ -1,0 +1,198 @@
+"""``ManagedParameter``: one parameter in its two forms, and the places in modules where it hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import DTensorSpec, concatenate_meshes, local_of, make_dtensor, make_spec, spec_of
+from vescale.fsdp._axes import DataParallelAxes
+from vescale.placements import RaggedShard, local_region, shard_dim
+
+__all__ = ["ManagedParameter", "Slot", "find_slots"]
+
+
+class Slot(NamedTuple):
+    """A place where a parameter hangs; a tied parameter has several."""
+
+    module: nn.Module
+    name: str
+
+
+class ManagedParameter:
+    """One parameter of a group.
+
+    ===========  ====================================  ===============================================================
+    form         object                                registered in the modules
+    ===========  ====================================  ===============================================================
+    sharded      DTensor over a slice of the shards    at rest: initialization, optimizer step, state dicts
+    unsharded    view of the gathered buffer: a plain  while the group computes
+                 tensor, or a DTensor on the axes
+                 that are not data-parallel
+    ===========  ====================================  ===============================================================
+
+    Both are ``nn.Parameter`` objects that live as long as the group. ``shape`` is what a rank computes with, ``place``
+    the shape that the buffer reserves: that of the largest rank, where tensor parallelism has cut unevenly. ``dim`` is None,
+    or that of the ``Shard(dim)`` which was asked for instead of a ragged cut.
+
+    Raises:
+        NotImplementedError: a tensor subclass other than DTensor, or tensor parallelism that has cut an inner dim unevenly.
+        ValueError: a DTensor that is already cut along a data-parallel axis.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        slots: Sequence[Slot],
+        axes: DataParallelAxes,
+        block: int | None = None,
+        dim: int | None = None,
+    ) -> None:
+        self.name = name
+        self.dim = dim
+        self.slots = list(slots)
+        self.axes = axes
+        self.original_dtype = parameter.dtype
+        self.requires_grad = parameter.requires_grad
+        self.global_shape = tuple(parameter.shape)
+        self.unsharded_spec: DTensorSpec | None = None
+        if isinstance(parameter, DTensor):
+            self.unsharded_spec = spec_of(parameter)
+        elif type(parameter.data) is not torch.Tensor:
+            raise NotImplementedError(
+                f"parameter {name!r} of shape {self.global_shape} is a {type(parameter.data).__name__}; fully_shard takes "
+                "plain tensors and DTensors. Pass it in ignored_params, or convert it before"
+            )
+        self.shape = tuple(_local(parameter).shape)
+        self._mesh, self._others, self._shard_position = self._placement_of_others()
+        self.place = self._largest_local_shape()
+        self.block = self._granule(block)
+        self.sharded: nn.Parameter
+        self.unsharded: nn.Parameter | None = None
+
+    # What the sharded form is
+
+    def _placement_of_others(self) -> tuple[DeviceMesh, list[Placement], int]:
+        """The sharded DTensor's mesh, its placements with Replicate on data-parallel axes, and which axis is sharded."""
+        axes, spec = self.axes, self.unsharded_spec
+        if spec is None:
+            return axes.mesh, [Replicate() for _ in range(axes.mesh.ndim)], axes.shard
+        if spec.mesh == axes.mesh:
+            for axis in (axes.shard, *axes.replicate):
+                if not spec.placements[axis].is_replicate():
+                    raise ValueError(
+                        f"parameter {self.name!r} of shape {self.global_shape} is placed as {tuple(spec.placements)}, and "
+                        f"fully_shard shards it over axis {axis}; it must be Replicate() there"
+                    )
+            return spec.mesh, list(spec.placements), axes.shard
+        joined = concatenate_meshes([axes.mesh, spec.mesh])
+        return joined, [Replicate() for _ in range(axes.mesh.ndim)] + list(spec.placements), axes.shard
+
+    def _largest_local_shape(self) -> tuple[int, ...]:
+        mesh_shape = tuple(self._mesh.shape)
+        largest = local_region(self.global_shape, self._others, mesh_shape, (0,) * len(mesh_shape)).shape
+        if largest[1:] != self.shape[1:]:
+            raise NotImplementedError(
+                f"parameter {self.name!r} of shape {self.global_shape} is placed as {tuple(self._others)}, which leaves "
+                f"{self.shape} to this rank and {largest} to the first; fully_shard needs inner dims that are cut evenly"
+            )
+        return tuple(largest)
+
+    def _granule(self, block: int | None) -> int:
+        """Elements that stay together: the policy's block, grown so that no dim that another axis cuts is cut again."""
+        inner = [dim for p in self._others if (dim := shard_dim(p)) is not None and dim > 0]
+        granule = RaggedShard((0,), block=block or 1).granule(self.place, inner)
+        return max(1, granule)
+
+    @property
+    def split_factor(self) -> int:
+        """Pieces into which ``Shard`` on axes behind the sharded one has cut dim 0 (or the ``dim`` asked for)."""
+        pieces = 1
+        for axis in range(self._shard_position + 1, self._mesh.ndim):
+            if shard_dim(self._others[axis]) == (self.dim or 0):
+                pieces *= self._mesh.size(axis)
+        return pieces
+
+    def sharded_spec(self, cut: Placement, dtype: torch.dtype) -> DTensorSpec:
+        placements = list(self._others)
+        placements[self._shard_position] = cut
+        stride, strides = 1, []
+        for size in reversed(self.global_shape):
+            strides.append(stride)
+            stride *= size
+        return make_spec(self._mesh, placements, self.global_shape, tuple(reversed(strides)), dtype)
+
+    # The two forms
+
+    def make_sharded(self, local: torch.Tensor, cut: Placement) -> None:
+        """The sharded form over ``local``, registered in the modules."""
+        spec = self.sharded_spec(cut, local.dtype)
+        self.sharded = nn.Parameter(make_dtensor(local, spec), requires_grad=self.requires_grad)
+        self.register(self.sharded)
+
+    def make_unsharded(self, view: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
+        """The unsharded form over ``view``; ``on_gradient`` runs after each accumulation of its gradient."""
+        with torch.inference_mode(False), torch.no_grad():
+            local = view if view.shape == self.shape else view[: self.shape[0]]
+            data = local
+            if self.unsharded_spec is not None:
+                spec = self.unsharded_spec
+                meta = spec.tensor_meta
+                assert meta is not None
+                data = make_dtensor(local, make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, local.dtype))
+            self.unsharded = nn.Parameter(data, requires_grad=self.requires_grad)
+            for key, value in self.sharded.__dict__.items():
+                self.unsharded.__dict__.setdefault(key, value)
+        if self.requires_grad:
+            self.unsharded.register_post_accumulate_grad_hook(on_gradient)
+
+    def register(self, parameter: nn.Parameter) -> None:
+        for module, name in self.slots:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[name] = parameter
+            else:  # nn.RNN keeps a list of its weights
+                setattr(module, name, parameter)
+
+    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The part of an unsharded gradient that this rank reduces; communicates what tensor parallelism left pending."""
+        if not isinstance(gradient, DTensor):
+            return gradient
+        spec = self.unsharded_spec
+        assert spec is not None
+        data_parallel = {self.axes.shard, *self.axes.replicate} if spec.mesh == self.axes.mesh else set()
+        wanted = [
+            g if axis in data_parallel else p for axis, (g, p) in enumerate(zip(gradient.placements, spec.placements))
+        ]
+        if tuple(wanted) != tuple(gradient.placements):
+            gradient = gradient.redistribute(placements=wanted)
+        local = local_of(gradient)
+        return local.wait() if hasattr(local, "wait") else local
+
+    def __repr__(self) -> str:
+        return f"ManagedParameter({self.name!r}, {self.global_shape})"
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return local_of(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+def find_slots(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, list[Slot]]:
+    """Every place in the trees of ``modules`` where each of ``parameters`` hangs; ties give several."""
+    found: dict[nn.Parameter, list[Slot]] = {parameter: [] for parameter in parameters}
+    seen: set[nn.Module] = set()
+    for root in modules:
+        for module in root.modules():
+            if module in seen:
+                continue
+            seen.add(module)
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter in found:
+                    found[parameter].append(Slot(module, name))
+    return found

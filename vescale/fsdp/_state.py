@@ -1,0 +1,346 @@
+"""``ModuleState``: the hooks that carry a module through an iteration, and the root of a tree of such modules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from vescale.buffer import check_same_buffers
+from vescale.compat import in_backward
+from vescale.fsdp._context import CommContext, TreeContext
+from vescale.fsdp._group import ParameterGroup
+from vescale.fsdp._nested import map_tensors, tensors_in
+from vescale.fsdp._phase import Phase
+
+__all__ = ["ModuleState", "state_of"]
+
+_STATES = "_vescale_fsdp_state"
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """The state of a module that was given to ``fully_shard``, else None."""
+    return module.__dict__.get(_STATES)
+
+
+class ModuleState:
+    """One call of ``fully_shard``: its modules and the groups of their parameters.
+
+    ==================  ============================================================================================
+    moment              what happens
+    ==================  ============================================================================================
+    before forward      (root: lanes wait for the optimizer) inputs are cast; groups are gathered; explicit prefetch;
+                        a hook waits for the gradients of the inputs
+    after forward       groups reshard; a hook waits for the first gradient of an output; outputs are cast
+    an output's         groups are gathered again; the group that ran before is prefetched
+    gradient is there
+    all inputs'         groups reshard, and their gradients are reduced
+    gradients are
+    end of backward     whatever has not been reduced is; sharded gradients are complete
+    ==================  ============================================================================================
+
+    The first state of a tree to run forward is its root: names, prefetch order and the end of backward are the root's.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[ParameterGroup],
+        *,
+        mp_policy: MixedPrecisionPolicy,
+        device: torch.device,
+        reshard_root: bool | None,
+    ) -> None:
+        self.modules = tuple(modules)
+        self.groups = list(groups)
+        self.mp_policy = mp_policy
+        self.device = device
+        self.phase = Phase.IDLE
+        self.is_root: bool | None = None
+        self.reshard_root = reshard_root
+        """What the user said of ``reshard_after_forward``; None: the root keeps its parameters."""
+        self.tree = TreeContext()
+        self.comm = CommContext(device)
+        self.forward_prefetch: list[ModuleState] = []
+        self.backward_prefetch: list[ModuleState] = []
+        self.max_gradient_buffers = 1
+        self._still_to_run: set[nn.Module] = set()
+        for module in modules:
+            module.__dict__[_STATES] = self
+        self._install_hooks()
+
+    # Hooks------
+
+    def _install_hooks(self) -> None:
+        together = len(self.modules) > 1
+        for module in self.modules:
+            module.register_forward_pre_hook(
+                self._before_one if together else self.before_forward, prepend=True, with_kwargs=True
+            )
+            if together:
+                module.register_forward_hook(self._after_one, always_call=True)
+            else:
+                module.register_forward_hook(self.after_forward)
+        owners = {slot.module for group in self.groups for p in group.parameters for slot in p.slots}
+        for owner in owners:
+            owner.register_state_dict_pre_hook(self._to_rest)
+            owner.register_load_state_dict_pre_hook(self._to_rest)
+            owner.register_load_state_dict_post_hook(self._parameters_may_be_new)
+
+    def _to_rest(self, *_: Any) -> None:
+        for group in self.groups:
+            group.phase, before = Phase.IDLE, group.phase
+            group.reshard()
+            group.phase = before
+
+    def _parameters_may_be_new(self, *_: Any) -> None:
+        for group in self.groups:
+            group.is_stale = True
+
+    def _before_one(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of several modules in one group: the first one of a pass begins for all."""
+        if not self._still_to_run:
+            self._still_to_run.update(self.modules)
+        return self.before_forward(module, args, kwargs)
+
+    def _after_one(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The last one of a pass ends for all; a module that runs once more is only cast."""
+        if module in self._still_to_run:
+            self._still_to_run.discard(module)
+            if not self._still_to_run:
+                return self.after_forward(module, args, output)
+        return self._cast_outputs(output)
+
+    # Forward
+
+    @torch.compiler.disable
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.phase is Phase.BACKWARD:  # activation checkpointing runs this forward anew inside of its backward
+            for group in self.groups:
+                group.unshard()
+                group.wait_for_unshard()
+            return self._cast_inputs(args, kwargs)
+        begins = self.phase is not Phase.FORWARD
+        self.phase = Phase.FORWARD
+        if begins:
+            args, kwargs = self._begin_iteration(args, kwargs)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        for group in self.groups:
+            group.before_forward()
+        if begins:
+            args, kwargs = self._watch_inputs(args, kwargs)
+            for other in self.forward_prefetch:
+                for group in other.groups:
+                    group.prefetch(Phase.FORWARD)
+        return args, kwargs
+
+    @torch.compiler.disable
+    def after_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+        if self.phase is Phase.BACKWARD:
+            return self._cast_outputs(output)
+        recomputing = in_backward()
+        for group in self.groups:
+            group.after_forward(recomputing=recomputing)
+        self._watch_outputs(output)
+        self.phase = Phase.IDLE
+        if self.tree.forward_root is self:
+            output = self._conclude_incomplete(output)
+            self.tree.forward_root = None
+            self.comm.make_room(keep=0)
+        return self._cast_outputs(output)
+
+    def _begin_iteration(self, args: Any, kwargs: Any) -> Any:
+        """What the outermost module of an iteration does once."""
+        self.become_root()
+        if self.tree.forward_root is not None:
+            return args, kwargs
+        self.tree.forward_root = self
+        lane, event = self.comm.gather_lane, self.tree.post_optimizer_event
+        if event is None:
+            lane.wait_for_compute()  # for the optimizer, which may still be writing parameters
+        else:
+            lane.wait_event(event)
+            self.tree.post_optimizer_event = None
+        if self.device.type != "cpu":
+            move = functools.partial(_to_device, self.device)
+            args, kwargs = map_tensors(move, args), map_tensors(move, kwargs)
+        return args, kwargs
+
+    def _conclude_incomplete(self, output: Any) -> Any:
+        """Groups of several modules of which only some have run end their forward with the root's."""
+        for state in reversed(self.tree.states):
+            if state is not self and state._still_to_run:
+                for group in state.groups:
+                    group.after_forward(recomputing=in_backward())
+                state._watch_outputs(output)
+                state.phase = Phase.IDLE
+                state._still_to_run.clear()
+                output = state._cast_outputs(output)
+        return output
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> Any:
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        cast = functools.partial(_cast, dtype)
+        return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+    def _cast_outputs(self, output: Any) -> Any:
+        dtype = self.mp_policy.output_dtype
+        return output if dtype is None else map_tensors(functools.partial(_cast, dtype), output)
+
+    # Backward
+
+    def _watch_inputs(self, args: Any, kwargs: Any) -> Any:
+        """Find out when the gradients of the inputs are complete. Inputs become views of themselves, so that what other
+        modules do with the same tensors does not count; a view may be written to like the tensor itself."""
+        if not self.groups or not torch.is_grad_enabled():
+            return args, kwargs
+        watched: list[torch.Tensor] = []
+
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            watched.append(tensor.view_as(tensor))
+            return watched[-1]
+
+        args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs)
+        if watched:
+            for group in self.groups:
+                group.expect_backward()
+            register_multi_grad_hook(watched, self._after_backward)
+        return args, kwargs
+
+    def _watch_outputs(self, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for tensor in tensors_in(output):
+            if not tensor.requires_grad:
+                continue
+            tensor.register_hook(self._before_backward)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                # An in-place op on a view drops the view's own history, and the hook with it; its base's stays.
+                base.grad_fn.register_prehook(self._before_backward)
+
+    @torch.compiler.disable
+    def _before_backward(self, *_: Any) -> None:
+        self.phase = Phase.BACKWARD
+        self.tree.at_end_of_backward(self.comm)
+        for group in self.groups:
+            group.before_backward(prefetch=not self.backward_prefetch)
+        for other in self.backward_prefetch:
+            for group in reversed(other.groups):
+                group.prefetch(Phase.BACKWARD)
+
+    @torch.compiler.disable
+    def _after_backward(self, *_: Any) -> None:
+        self.tree.at_end_of_backward(self.comm)
+        for group in reversed(self.groups):
+            group.after_backward()
+
+    def conclude_backward(self) -> None:
+        self._still_to_run.clear()
+        for group in reversed(self.groups):
+            group.conclude_backward()
+        self.phase = Phase.IDLE
+
+    def forget_forward_order(self) -> None:
+        for group in self.groups:
+            group.forget_forward_order()
+
+    # The root
+
+    def become_root(self) -> None:
+        """The first forward: this state's module is the root of all states below it. Compares with the other ranks.
+
+        Raises:
+            RuntimeError: a state below has been a root already, or the root is a list of modules.
+            BufferMismatchError: the ranks have built different groups; on every rank.
+        """
+        if self.is_root is not None:
+            return
+        if len(self.modules) > 1:
+            kinds = ", ".join(type(module).__name__ for module in self.modules)
+            raise RuntimeError(
+                f"the first forward ran a list of modules ({kinds}) that fully_shard was given together; run the module "
+                "that contains them, which must be given to fully_shard, too"
+            )
+        (root,) = self.modules
+        found: list[ModuleState] = []
+        for path, module in root.named_modules():
+            state = state_of(module)
+            if state is None:
+                continue
+            for group in state.groups:
+                group.path = f"{group.path}, {path}" if state in found else path
+            if state in found:
+                continue
+            if state is not self and state.is_root is not None:
+                raise RuntimeError(
+                    f"{path} has run forward as a root of its own before {type(root).__name__}, which contains it; run the "
+                    "outermost module that fully_shard was given first"
+                )
+            found.append(state)
+        for state in found:
+            state.is_root = state is self
+            state.tree, state.comm = self.tree, self.comm
+            for group in state.groups:
+                group.comm = self.comm
+        self.tree.states = found
+        self.comm.max_gradient_buffers = max(state.max_gradient_buffers for state in found)
+        if self.reshard_root is None:
+            for group in self.groups:
+                group.reshard_after_forward = False
+        self._name_parameters(root)
+        self._compare_ranks()
+        for state in found:
+            for group in state.groups:
+                group.rebuild()
+                group.prepare()
+
+    def _name_parameters(self, root: nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in root.named_parameters()}
+        for state in self.tree.states:
+            for group in state.groups:
+                for parameter in group.parameters:
+                    parameter.name = names.get(id(parameter.sharded), parameter.name)
+
+    def _compare_ranks(self) -> None:
+        described: dict[Any, dict[str, str]] = {}
+        for state in self.tree.states:
+            for group in state.groups:
+                along = group.axes.data_parallel.group
+                for number, bucket in enumerate(group.buckets):
+                    name = f"{group.path or 'the root'}[{number}]"
+                    described.setdefault(along, {})[name] = bucket.description
+        for along, buffers in described.items():
+            check_same_buffers(buffers, along, self.device)
+
+    def abandon_iteration(self) -> None:
+        """See :meth:`FSDPModule.reset_iter_state`."""
+        if self.is_root is False:
+            raise RuntimeError(
+                "reset_iter_state was called on a module that is not the root; call it on the outermost module that "
+                "fully_shard was given"
+            )
+        self.comm.abandon()
+        for state in self.tree.states or [self]:
+            state._still_to_run.clear()
+            state.phase = Phase.IDLE
+            for group in state.groups:
+                group.abandon()
+        self.tree.abandon()
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _to_device(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device, non_blocking=True)
