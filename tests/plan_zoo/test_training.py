@@ -22,7 +22,7 @@ MESHES: dict[int, list[dict[str, int]]] = {2: [{"dp": 1, "tp": 2}], 4: [{"dp": 2
 # of the latent vectors. T5 and Whisper compute a loss of their own too, which is 3 small all-reduces.
 SEQUENCE = {"reduce_scatter_v": 10, "all_gather_v": 10, "all_reduce": 4}
 COLLECTIVES = {
-    "llama": SEQUENCE,
+    "llama": {"reduce_scatter_v": 10, "all_gather_v": 10, "all_to_all_v": 2, "all_reduce": 1},  # logits by tokens
     "qwen3": SEQUENCE,
     "gpt2": SEQUENCE,
     "vit": {"all_reduce": 4 * 2 + 1 + 4},

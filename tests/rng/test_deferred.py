@@ -416,7 +416,7 @@ def resident():
 rank, kind = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("fake", rank=rank, world_size=64, store=FakeStore())
 mesh = init_device_mesh("cpu", (64,))
-config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=8, num_attention_heads=32,
                      num_key_value_heads=8, vocab_size=128256)
 with deferred_init():
     model = LlamaForCausalLM(config)
@@ -434,13 +434,14 @@ print(total, shards, peak - before)
 
 
 @pytest.mark.parametrize(("rank", "kind"), [(0, "shard"), (37, "ragged")])
-def test_llama_3_8b_on_one_of_64_ranks_holds_its_shards_only(rank: int, kind: str) -> None:
+def test_llama_on_one_of_64_ranks_holds_its_shards_only(rank: int, kind: str) -> None:
+    """The widths of Llama-3-8B, a quarter of its layers; all of it is in benchmarks/rng.py."""
     pytest.importorskip("transformers")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _LLAMA, str(rank), kind], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     total, shards, grown = map(int, done.stdout.split()[-3:])
-    assert total == 8_030_261_248
+    assert total == 2_795_573_248
     assert shards >= 4 * total // 64 * 0.99
     assert grown <= 1.10 * shards, f"{grown / shards:.3f} of the local shards"

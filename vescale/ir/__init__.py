@@ -1,5 +1,6 @@
 """The plan's intermediate representation: instructions, programs, and lowering."""
 
+from vescale.ir._coverage import Coverage, coverage
 from vescale.ir._diff import Change, ProgramDiff
 from vescale.ir._findings import Finding, LoweringError
 from vescale.ir._gradient_buckets import PredictedBucket
@@ -21,6 +22,7 @@ __all__ = [
     "Batch",
     "Change",
     "Collective",
+    "Coverage",
     "Factory",
     "Finding",
     "Hook",
@@ -39,6 +41,7 @@ __all__ = [
     "Wrap",
     "batch_redistributions",
     "check",
+    "coverage",
     "drop_noops",
     "fuse_redistributions",
     "lower",
