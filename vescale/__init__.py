@@ -22,6 +22,7 @@ _PUBLIC: dict[str, str] = {
     "plan_layout": "vescale.buffer",
     "rng": "vescale.rng",
     "suggest_num_shards": "vescale.buffer",
+    "GradientReducer": "vescale.runtime",
     "parallelize": "vescale.runtime",
     "implicit_communication": "vescale.runtime",
     "ImplicitCommunicationError": "vescale.runtime",

@@ -19,10 +19,12 @@ from tests.ranks import RankPools
 from tests.runtime.compare import assert_same_gradients, assert_same_step, pair
 from tests.runtime.llama import batch, double_loss, make_llama, make_mesh, make_plan, worst_gradient
 from vescale.comm import record_comms
+from vescale.placements import RaggedShard
 from vescale.plans import INIT, RUN, Plan, PlanError
 from vescale.runtime import (
     ImplicitCommunicationError,
     ImplicitCommunicationWarning,
+    gradient_reducer,
     implicit_communication,
     parallelize,
 )
@@ -402,7 +404,61 @@ def phases() -> None:
     reference, model = pair(Mlp, entries, {"dp": 2})
     with record_comms() as ledger:
         assert_same_step(reference, model, data(4, 8))
-    assert ledger.count("all_gather_v") == 2 and ledger.count("reduce_scatter_v") == 2
+    assert ledger.count("all_gather_v") == 2 and ledger.count("reduce_scatter_v") == 1  # both gradients in one bucket
+
+
+def hybrid() -> None:
+    """Ragged over dp at rest, a copy on each rank of sp: scattered over dp, the pieces added up over sp, in one bucket."""
+
+    def entries(plan: Plan) -> None:
+        plan.shard("<in:input>", Shard(0), mesh="dp")
+        plan.shard("<in:input>", Shard(1), mesh="sp")
+        plan.shard(".*weight", RaggedShard(), mesh="dp", phase=INIT)
+        plan.shard(".*weight", Replicate(), mesh="dp", phase=RUN)
+
+    def biased() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+
+    reference, model = pair(biased, entries, {"dp": 2, "sp": 2})
+    for _ in range(2):
+        with record_comms() as ledger:
+            assert_same_step(reference, model, data(4, 6, 8))
+        reducer = gradient_reducer(model)
+        found = [record for record in ledger.records if record.asker.startswith("bucket")]
+        assert len(found) == sum(bucket.num_collectives for bucket in reducer.buckets)
+        assert sum(record.bytes for record in found) == sum(bucket.moved_bytes for bucket in reducer.buckets)
+        for m in (reference, model):
+            m.zero_grad()
+
+
+def annotated() -> None:
+    """A region's local gradients, which nobody else knows to be parts of a sum."""
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(1, 2, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = Norm()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x) + 1
+
+    def entries(plan: Plan) -> None:
+        plan.shard("<in:x>", Shard(0), mesh="dp")
+        plan.local("norm", inputs={"dp": Shard(0)}, outputs={"dp": Shard(0)})
+        plan.annotate("norm.weight.grad", Partial(), mesh="dp")
+
+    reference, model = pair(Outer, entries, {"dp": 2})
+    with record_comms() as ledger:
+        assert_same_step(reference, model, data(4, 8))
+    assert [(r.op, r.axes) for r in ledger.records if r.asker.startswith("bucket")] == [("all_reduce", "dp")]
 
 
 def regions() -> None:
@@ -458,6 +514,8 @@ def test_phases_of_a_parameter(ranks: RankPools) -> None:
 
 def test_local_region(ranks: RankPools) -> None:
     ranks.run(regions, world_size=2)
+    ranks.run(annotated, world_size=2)
+    ranks.run(hybrid, world_size=4)
 
 
 def test_factory_entry(ranks: RankPools) -> None:

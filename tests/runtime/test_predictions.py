@@ -34,7 +34,9 @@ def measured_and_predicted(plan_name: str, dp: int, tp: int, options: dict[str, 
     found = [
         ((r.op.removesuffix("_v"), r.axes, ".grad:" in r.asker), r.bytes) for r in ledger.records if r.num_ranks > 1
     ]
-    expected = [((c.op or "", c.axis, c.target.endswith(".grad")), c.num_bytes or 0) for c in prediction.collectives]
+    expected = [((c.op or "", c.axis, c.target.endswith(".grad")), c.num_bytes or 0) for c in prediction.unbucketed]
+    for bucket in prediction.buckets:
+        expected += [((op, axes, True), num_bytes) for op, axes, num_bytes in bucket.collectives]
     return totals(found), totals(expected)
 
 

@@ -231,9 +231,39 @@ def _print_collectives(console: Console, prediction: Prediction | None, inputs: 
     if prediction.stopped is not None:
         console.print(f"the walk stopped before the model's output, what follows is missing: {prediction.stopped}")
     console.print(
-        "Gradients are listed one by one; a bucket reduces several at once. Not predicted: what ops themselves communicate, "
-        "such as a loss over a sharded vocabulary."
+        "Gradients are listed one by one, and reduced in buckets. Not predicted: what ops themselves communicate, such "
+        "as a loss over a sharded vocabulary."
     )
+    if prediction.buckets:
+        console.print()
+        console.print(_buckets_table(prediction))
+
+
+def _buckets_table(prediction: Prediction) -> Any:
+    """Each bucket's axes, bytes and cost by the ring model, beside a reduction axis by axis."""
+    table = new_table(
+        "bucket",
+        "gradients",
+        "axes",
+        "op",
+        "size",
+        "bytes",
+        "axis by axis",
+        "predicted",
+        right=("bucket", "gradients", "size", "bytes", "axis by axis", "predicted"),
+    )
+    for number, bucket in enumerate(prediction.buckets):
+        table.add_row(
+            str(number),
+            str(len(bucket.names)),
+            ",".join(bucket.axes),
+            " + ".join(op for op, _, _ in bucket.collectives),
+            bytes_text(bucket.num_bytes),
+            bytes_text(bucket.cost.num_bytes),
+            bytes_text(bucket.per_axis_bytes),
+            f"{bucket.cost.seconds * 1e3:.2f} ms",
+        )
+    return table
 
 
 def _merged(prediction: Prediction) -> list[tuple[str, Collective, int]]:
@@ -247,8 +277,16 @@ def _merged(prediction: Prediction) -> list[tuple[str, Collective, int]]:
 
 
 def _totals(prediction: Prediction) -> list[dict[str, Any]]:
+    """Calls as they are made: gradients in buckets."""
+    from vescale.ir import Collective
+
     totals: dict[tuple[str, str, str | None], list[Collective]] = {}
-    for collective in prediction.collectives:
+    reduced = [
+        Collective(bucket.names[0], ".grad", "backward", axes, op, num_bytes)
+        for bucket in prediction.buckets
+        for op, axes, num_bytes in bucket.collectives
+    ]
+    for collective in (*prediction.unbucketed, *reduced):
         totals.setdefault((collective.axis, collective.when, collective.op), []).append(collective)
     return [
         {
@@ -288,6 +326,18 @@ def _as_dict(plan: Plan, program: Program, model: nn.Module, prediction: Predict
         data["collectives"] = {
             "stopped": prediction.stopped,
             "totals": _totals(prediction),
+            "buckets": [
+                {
+                    "gradients": list(bucket.names),
+                    "axes": list(bucket.axes),
+                    "ops": [op for op, _, _ in bucket.collectives],
+                    "size_bytes": bucket.num_bytes,
+                    "bytes": bucket.cost.num_bytes,
+                    "axis_by_axis_bytes": bucket.per_axis_bytes,
+                    "seconds": bucket.cost.seconds,
+                }
+                for bucket in prediction.buckets
+            ],
             "by_module": [
                 {
                     "module": path,

@@ -1,16 +1,35 @@
 """Variable-size collectives, process groups over mesh axes, and the communication ledger."""
 
+from vescale.comm._buckets import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes, bucket_limits, plan_buckets
 from vescale.comm._collectives import MAX_PADDING, Pending, all_gather_v, all_reduce, all_to_all_v, reduce_scatter_v
+from vescale.comm._consensus import Consensus, ConsensusError
+from vescale.comm._cost import (
+    Link,
+    ReductionCost,
+    fused_bytes,
+    link_of,
+    per_axis_bytes,
+    reduction_cost,
+    ring_bytes,
+    ring_seconds,
+)
 from vescale.comm._flat import all_gather_into, all_reduce_, reduce_scatter_into
 from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
 from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms
 
 __all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "FIRST_BUCKET_BYTES",
     "MAX_PADDING",
     "AxisGroup",
+    "BucketBytes",
     "CommRecord",
+    "Consensus",
+    "ConsensusError",
     "Ledger",
+    "Link",
     "Pending",
+    "ReductionCost",
     "all_gather_into",
     "all_gather_v",
     "all_reduce",
@@ -18,9 +37,17 @@ __all__ = [
     "all_to_all_v",
     "asking",
     "axis_group",
+    "bucket_limits",
+    "fused_bytes",
     "group_of_ranks",
+    "link_of",
+    "per_axis_bytes",
+    "plan_buckets",
     "record",
     "record_comms",
     "reduce_scatter_into",
     "reduce_scatter_v",
+    "reduction_cost",
+    "ring_bytes",
+    "ring_seconds",
 ]

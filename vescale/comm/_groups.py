@@ -26,11 +26,13 @@ class AxisGroup:
         coordinates: the full mesh coordinate of each, in *group rank* order (the order of collectives), which need
             not be the order of coordinates when the mesh was built from unsorted ranks.
         index: this rank's position in that order.
+        axes: names of the mesh axes, joined with ``,``.
     """
 
     group: dist.ProcessGroup
     coordinates: tuple[tuple[int, ...], ...]
     index: int
+    axes: str = ""
 
     @property
     def size(self) -> int:
@@ -74,6 +76,8 @@ def axis_group(mesh: DeviceMesh, axes: Sequence[int]) -> AxisGroup:
     if found is None:
         with without_modes():  # the mesh is a tensor, and a program may be traced
             found = known[key] = _build(mesh, axes, own, group)
+    # Meshes share groups (the world is one axis of a mesh and several of another): the last to ask gives the name.
+    name_group(found.group, found.axes)
     return found
 
 
@@ -88,9 +92,9 @@ def _build(mesh: DeviceMesh, axes: tuple[int, ...], own: Sequence[int], group: d
     by_rank = {int(mesh.mesh[coordinate]): coordinate for coordinate in itertools.product(*choices)}
     group = group if group is not None else group_of_ranks(tuple(sorted(by_rank)))
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    name_group(group, ",".join(names[axis] for axis in axes))
     order = dist.get_process_group_ranks(group)
-    return AxisGroup(group, tuple(by_rank[rank] for rank in order), order.index(dist.get_rank()))
+    label = ",".join(names[axis] for axis in axes)
+    return AxisGroup(group, tuple(by_rank[rank] for rank in order), order.index(dist.get_rank()), label)
 
 
 def group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:

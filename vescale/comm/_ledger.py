@@ -52,7 +52,7 @@ class Ledger:
 _OPEN: list[tuple[int, Ledger]] = []
 _LOCK = threading.Lock()
 _ASKING = threading.local()
-# Group names are unique in a process and outlive their groups, so that a name never changes its meaning.
+# Group names are unique in a process and outlive their groups.
 _AXES: dict[str, str] = {}
 
 

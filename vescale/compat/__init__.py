@@ -3,7 +3,14 @@
 from vescale.compat.needs import UnsupportedTorchError, self_check
 
 try:
-    from vescale.compat.autograd import in_backward, queue_after_backward, run_post_accumulate_hooks
+    from vescale.compat.autograd import (
+        at_end_of_backward,
+        in_backward,
+        is_captured,
+        num_storage_users,
+        queue_after_backward,
+        run_post_accumulate_hooks,
+    )
     from vescale.compat.checkpoint import CheckpointHooks
     from vescale.compat.checkpointing import install_checkpointing
     from vescale.compat.collectives import (
@@ -51,6 +58,7 @@ try:
         partial_partition,
         partial_reduce,
         rank_in_mesh,
+        root_mesh,
         set_local,
         spec_of,
     )
@@ -58,6 +66,7 @@ try:
     from vescale.compat.groups import make_group
     from vescale.compat.install import DTensorHooks, install, stock
     from vescale.compat.meshes import concatenate_meshes, flatten_mesh
+    from vescale.compat.store import default_store, default_timeout
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
     raise
@@ -76,12 +85,15 @@ __all__ = [
     "UnsupportedTorchError",
     "all_gather_single",
     "as_async_tensor",
+    "at_end_of_backward",
     "backend_memory_pool",
     "clear_sharding_cache",
     "concatenate_meshes",
     "current_autograd_node",
     "current_mesh",
     "decompose",
+    "default_store",
+    "default_timeout",
     "flatten_mesh",
     "foreach_add_",
     "foreach_copy_",
@@ -93,6 +105,7 @@ __all__ = [
     "install",
     "install_checkpointing",
     "install_dispatch",
+    "is_captured",
     "is_traced",
     "is_view",
     "local_of",
@@ -102,6 +115,7 @@ __all__ = [
     "native_sharding",
     "no_torch_function",
     "node_sequence",
+    "num_storage_users",
     "observe_redistribution",
     "output_meta",
     "partial_partition",
@@ -109,6 +123,7 @@ __all__ = [
     "queue_after_backward",
     "rank_in_mesh",
     "reduce_scatter_single",
+    "root_mesh",
     "run_post_accumulate_hooks",
     "schema_arguments",
     "self_check",

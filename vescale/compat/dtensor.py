@@ -28,6 +28,7 @@ __all__ = [
     "partial_partition",
     "partial_reduce",
     "rank_in_mesh",
+    "root_mesh",
     "set_local",
     "spec_of",
 ]
@@ -61,6 +62,11 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool 
 def current_mesh() -> DeviceMesh:
     """The mesh of the innermost ``with mesh:``; RuntimeError outside of any."""
     return _mesh_resources.get_current_mesh()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one was sliced from; itself when from none."""
+    return mesh._get_root_mesh()
 
 
 def rank_in_mesh(mesh: DeviceMesh) -> bool:

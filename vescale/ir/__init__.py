@@ -3,6 +3,7 @@
 from vescale.ir._coverage import Coverage, coverage
 from vescale.ir._diff import Change, ProgramDiff
 from vescale.ir._findings import Finding, LoweringError
+from vescale.ir._gradient_buckets import PredictedBucket
 from vescale.ir._lower import check, lower
 from vescale.ir._ops import Annotate, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
 from vescale.ir._passes import (
@@ -30,6 +31,7 @@ __all__ = [
     "LoweringError",
     "Op",
     "Place",
+    "PredictedBucket",
     "Prediction",
     "Program",
     "ProgramDiff",

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale.ir._flow import Flow, Lie, is_elementwise, rule_for
+from vescale.ir._gradient_buckets import PartialGradient, PredictedBucket, predict_buckets
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._ops import Batch, Local, Place, Redistribute, Stage, Wrap
 from vescale.ir._program import Hook, Instruction, Program
@@ -52,10 +53,24 @@ class Collective:
 
 @dataclass(frozen=True)
 class Prediction:
-    """``stopped``: why the walk ended before the model's output, when it did; what would follow is missing then."""
+    """What one step communicates.
+
+    Attributes:
+        collectives: of boundaries and parameters; gradients are listed for each parameter and axis.
+        stopped: why the walk ended before the model's output, when it did; what would follow is missing then.
+        buckets: how those gradients are reduced that are known to be sums: several in one collective over all their axes,
+            in place of their ``collectives``.
+    """
 
     collectives: tuple[Collective, ...]
     stopped: str | None = None
+    buckets: tuple[PredictedBucket, ...] = ()
+
+    @property
+    def unbucketed(self) -> tuple[Collective, ...]:
+        """The collectives that are carried out one by one."""
+        bucketed = {name for bucket in self.buckets for name in bucket.names}
+        return tuple(c for c in self.collectives if f"{c.path}.{c.target}".lstrip(".") not in bucketed)
 
     def count(self, op: str, axis: str | None = None) -> int:
         return sum(c.op == op and axis in (None, c.axis) for c in self.collectives)
@@ -74,7 +89,7 @@ def predict(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> Pr
             model(**inputs)
         except Exception as error:  # whatever a model does on meta tensors: data-dependent code has no shapes there
             stopped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-    return Prediction(tuple(walk.collectives()), stopped)
+    return Prediction(tuple(walk.collectives()), stopped, predict_buckets(walk.partial_gradients(), walk.axes))
 
 
 @dataclass
@@ -303,6 +318,23 @@ class _Walk:
         return total
 
     # The outcome
+
+    def partial_gradients(self) -> list[PartialGradient]:
+        """Gradients that go through buckets, in about the order in which they get ready: the reverse of the model's."""
+        found = []
+        moves: dict[str, list[_Move]] = {}
+        for move in self.moves:
+            if move.is_parameter and move.has_gradient and self.axes.size(move.axis) > 1:
+                moves.setdefault(move.path, []).append(move)
+        for name, own in reversed(moves.items()):
+            summed = [move for move in own if isinstance(move.dst, Replicate) and move.uses.partial]
+            known = not any(isinstance(move.dst, Replicate) and move.uses.unknown for move in own)
+            num_bytes = summed[0].num_bytes if summed else None
+            cut = [move.axis for move in summed if not isinstance(move.src, Replicate)]
+            if num_bytes is not None and known and len(cut) <= 1:
+                axes, dtype = tuple(move.axis for move in summed), _state(self.index, name).dtype
+                found.append(PartialGradient(f"{name}.grad", axes, num_bytes, dtype, cut[0] if cut else None))
+        return found
 
     def collectives(self) -> Iterator[Collective]:
         for move in self.moves:

@@ -2,6 +2,7 @@
 
 from vescale.placements._api import distribute_tensor, full_tensor, redistribute
 from vescale.placements._custom import CustomPlacement
+from vescale.placements._exchange import Exchange, Piece, plan_exchange, unpack
 from vescale.placements._install import install
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._kinds import has_custom, ragged_axis, shard_dim
@@ -19,8 +20,10 @@ __all__ = [
     "Box",
     "CustomPlacement",
     "Decision",
+    "Exchange",
     "InterleavedShard",
     "OpCall",
+    "Piece",
     "PlacementFallbackError",
     "PlacementFallbackWarning",
     "RaggedShard",
@@ -34,12 +37,14 @@ __all__ = [
     "local_region",
     "move_local",
     "normalize_placements",
+    "plan_exchange",
     "ragged_axis",
     "redistribute",
     "register_rule",
     "shard_dim",
     "strict_placements",
     "to_local",
+    "unpack",
 ]
 
 allow_safe_load()

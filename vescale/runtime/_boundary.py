@@ -98,12 +98,14 @@ def convert(
     *,
     grad_source: Sequence[Placement | None] | None = None,
     grad_target: Sequence[Placement | None] | None = None,
+    passes_gradient: bool = False,
     who: str = "",
 ) -> DTensor:
     """Bring ``x`` to ``target`` (None on an axis: as it is), and its gradient back by the module's table.
 
     On axes where ``target`` is None the gradient passes as it arrives. An autograd node is inserted also when nothing
-    changes: the gradient may arrive Partial where the tensor is Replicate, and is reduced here.
+    changes: the gradient may arrive Partial where the tensor is Replicate, and is reduced here. ``passes_gradient``: it
+    goes back as it arrives, for someone else to reduce.
     """
     found = tuple(x.placements)
     complete = tuple(f if t is None else t for f, t in zip(found, target))
@@ -112,7 +114,7 @@ def convert(
         grad_target = back
     else:
         grad_target = [b if g is None else g for b, g in zip(back, grad_target)]
-    stages = [tuple(stage) for stage in (grad_source, grad_target) if stage is not None]
+    stages = [tuple(stage) for stage in (grad_source, grad_target) if stage is not None and not passes_gradient]
     with no_torch_function():
         return _Convert.apply(x, complete, tuple(stages), who)
 

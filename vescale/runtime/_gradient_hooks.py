@@ -1,4 +1,5 @@
-"""Which parameters have a gradient hook: all that need one, also those of a copy of the model, and those unfrozen later."""
+"""Which parameters have their gradients reduced: all that need it, also those of a copy of the model, and those unfrozen
+later."""
 
 from __future__ import annotations
 
@@ -8,33 +9,38 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale.ir import Annotate, Batch, Hook, Instruction, Program, Redistribute
-from vescale.runtime._gradients import label_gradient, reduce_gradient
+from vescale.runtime._gradients import GradientReducer, GradientRule, complete_captured
 
 __all__ = ["GradientHooks", "full_name", "single_instructions"]
 
 
 class GradientHooks:
-    """Puts a hook on each parameter that requires a gradient, once.
+    """Gives each parameter that requires a gradient to the model's reducer, once.
 
     ``copy.deepcopy`` copies parameters without their hooks, and a frozen tensor cannot have one, so that the slots of the
     model are looked through before each of its forwards.
+
+    Attributes:
+        reducer: None on ranks outside the mesh, and before there is a parameter.
     """
 
-    def __init__(self, instructions: Mapping[str, Instruction]) -> None:
-        self._instructions = instructions
+    def __init__(self, instructions: Mapping[str, Instruction], mesh: DeviceMesh) -> None:
+        self.reducer: GradientReducer | None = None
+        self._instructions, self._mesh = instructions, mesh
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @classmethod
-    def of(cls, program: Program) -> GradientHooks:
-        return cls({full_name(i): i for i in single_instructions(program) if i.hook is Hook.BACKWARD})
+    def of(cls, program: Program, mesh: DeviceMesh) -> GradientHooks:
+        return cls({full_name(i): i for i in single_instructions(program) if i.hook is Hook.BACKWARD}, mesh)
 
     def of_copy(self) -> GradientHooks:
         """For a copy of the model, of which nothing is known yet."""
-        return GradientHooks(self._instructions)
+        return GradientHooks(self._instructions, self._mesh)
 
     def adopt(self, module: nn.Module, path: str) -> None:
         """Look after the parameters of ``module``, called ``path`` in the model; tied ones under their first name."""
@@ -44,6 +50,8 @@ class GradientHooks:
             self._slots.append((module.get_submodule(owner), attribute, prefix + name))
 
     def attach(self) -> None:
+        """The same on every rank, and asked for by all of them."""
+        new = []
         for owner, attribute, name in self._slots:
             parameter = owner._parameters.get(attribute)
             if parameter is None or not parameter.requires_grad:
@@ -52,17 +60,26 @@ class GradientHooks:
             if known is None or known() is not parameter:
                 self._hooked[id(parameter)] = weakref.ref(parameter)
                 if isinstance(parameter, DTensor):
-                    _hook(parameter, name, self._instructions.get(name))
+                    new.append((name, parameter, _rule(self._instructions.get(name))))
+        if self._mesh.get_coordinate() is None:
+            return
+        if self.reducer is None:
+            self.reducer = GradientReducer(nn.Module(), self._mesh)
+        self.reducer.recover()
+        if new:
+            self.reducer.add(new)
+            for name, parameter, rule in new:
+                complete_captured(parameter, name, rule)
 
 
-def _hook(parameter: DTensor, name: str, instruction: Instruction | None) -> None:
+def _rule(instruction: Instruction | None) -> GradientRule:
+    """A gradient that the plan annotates is what it says on every rank, one that it redistributes goes there."""
     if instruction is None:
-        reduce_gradient(parameter, name)
-    elif isinstance(instruction.op, Redistribute):
-        reduce_gradient(parameter, name, instruction.op.dst)
-    else:
-        assert isinstance(instruction.op, Annotate)
-        label_gradient(parameter, instruction.op.placements)
+        return GradientRule()
+    if isinstance(instruction.op, Redistribute):
+        return GradientRule(target=instruction.op.dst)
+    assert isinstance(instruction.op, Annotate)
+    return GradientRule(source=instruction.op.placements)
 
 
 def single_instructions(program: Program) -> Iterator[Instruction]:

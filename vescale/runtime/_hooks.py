@@ -177,12 +177,20 @@ class ModuleHooks:
         return change(x, target, grad_source=grad_source, grad_target=grad_target, who=who)
 
     def _show_parameter(self, module: nn.Module, instruction: Instruction) -> None:
-        """The parameter as the forward needs it, in front of the one at rest; its gradient goes back the same way."""
+        """The parameter as the forward needs it, in front of the one at rest; its gradient goes to its bucket as it comes,
+        unless the plan says how it goes back."""
         op, (owner, name) = instruction.op, _owner(module, instruction.target)
         assert isinstance(op, Redistribute)
         with no_torch_function():
             who = f"{self.path}.{instruction.target}" if self.path else instruction.target
-            shown = convert(getattr(owner, name), op.dst, grad_source=op.grad_src, grad_target=op.grad_dst, who=who)
+            shown = convert(
+                getattr(owner, name),
+                op.dst,
+                grad_source=op.grad_src,
+                grad_target=op.grad_dst,
+                passes_gradient=op.grad_src is None and op.grad_dst is None,
+                who=who,
+            )
         owner.__dict__[name] = shown
 
     def _hide_parameters(self, module: nn.Module) -> None:

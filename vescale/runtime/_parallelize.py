@@ -17,6 +17,7 @@ from vescale.rng import has_deferred, is_deferred, materialize
 from vescale.runtime._agree import check_agreement
 from vescale.runtime._experts import ExpertRegion
 from vescale.runtime._gradient_hooks import GradientHooks, full_name, single_instructions
+from vescale.runtime._gradients import GradientReducer
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._hooks import ModuleHooks
 from vescale.runtime._place import TensorSlots, load_plain, place_tensor
@@ -24,7 +25,7 @@ from vescale.runtime._region import LocalRegion
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._sites import ImplicitSite
 
-__all__ = ["implicit_communication", "install", "parallelize"]
+__all__ = ["gradient_reducer", "implicit_communication", "install", "parallelize"]
 
 
 def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None, strict: bool = False) -> nn.Module:
@@ -70,7 +71,7 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
     install_placements()
     enable_rng()
     install_handlers()
-    runtime = Runtime(program, mesh, GradientHooks.of(program), strict=strict)
+    runtime = Runtime(program, mesh, GradientHooks.of(program, mesh), strict=strict)
     _materialize(model, program, mesh)
     _place_tensors(model, program, mesh)
     runtime.adopt(model, "")
@@ -97,6 +98,17 @@ def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:
     if runtime is None:
         raise KeyError(f"this {type(model).__name__} has not been parallelized")
     return dict(runtime.sites)
+
+
+def gradient_reducer(model: nn.Module) -> GradientReducer:
+    """The reducer of a parallelized model's gradients: for ``no_sync()``, hooks and reports.
+
+    Raises KeyError for a model that was not given to :func:`parallelize`, and on ranks outside of its mesh.
+    """
+    runtime = Runtime.of(model)
+    if runtime is None or runtime.gradients.reducer is None:
+        raise KeyError(f"this {type(model).__name__} has not been parallelized, or this rank is not part of its mesh")
+    return runtime.gradients.reducer
 
 
 def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:

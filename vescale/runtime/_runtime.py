@@ -52,6 +52,7 @@ class Runtime:
         program: what was installed.
         strict: raise at the first implicit communication.
         sites: how often each implicit site communicated.
+        gradients: of its parameters, and their reducer.
     """
 
     def __init__(self, program: Program, mesh: DeviceMesh, gradients: GradientHooks, *, strict: bool) -> None:
@@ -66,7 +67,7 @@ class Runtime:
             if isinstance(instruction.op, Factory)
         }
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._gradients = gradients
+        self.gradients = gradients
         self._numbers: list[int] = []  # autograd sequence numbers at which the running module changed ...
         self._paths: list[str | None] = []  # ... and to which; None: outside the model
         _RUNTIMES.add(self)
@@ -77,12 +78,12 @@ class Runtime:
             self._names[part] = f"{path}.{name}".strip(".")
         if not path:
             _BY_MODEL[module] = self
-        self._gradients.adopt(module, path)
-        self._gradients.attach()
+        self.gradients.adopt(module, path)
+        self.gradients.attach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """A copied model runs apart from the original; its modules are adopted when they are first called."""
-        runtime = Runtime(self.program, self.mesh, self._gradients.of_copy(), strict=self.strict)
+        runtime = Runtime(self.program, self.mesh, self.gradients.of_copy(), strict=self.strict)
         return memo.setdefault(id(self), runtime)
 
     def __reduce__(self) -> NoReturn:
@@ -123,7 +124,7 @@ class Runtime:
         if not stack or stack[-1].runtime is not self:
             if module not in self._names:
                 self.adopt(module, path)
-            self._gradients.attach()
+            self.gradients.attach()
             stack.append(Activation(self, self._contexts()))
         activation = stack[-1]
         activation.frames.append(Frame(module, path, arguments))

@@ -1,0 +1,253 @@
+"""Where reduced gradients go, over which meshes, and what ranks that disagree are told."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from tests.placements.on_ranks import Source, make_mesh
+from tests.ranks import RankPools
+from tests.simulate import simulate
+from vescale import GradientReducer
+from vescale.comm import fused_bytes, record_comms, ring_bytes
+from vescale.optim import clip_grad_norm_
+from vescale.placements import InterleavedShard, RaggedShard, from_local, normalize_placements
+from vescale.runtime import GradientMismatchError
+
+R, S, P = Replicate, Shard, Partial
+
+
+class Loss(torch.autograd.Function):
+    """A gradient that arrives as it is given, whatever the parameter is."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        return torch.zeros((), dtype=gradient.dtype, requires_grad=True)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.gradient, None
+
+
+CUBE = (((0, 1), (2, 3)), ((4, 5), (6, 7)))
+# shape, the parameter's placements, the gradient's
+DESTINATIONS: list[tuple[Any, ...]] = [
+    ((8, 6), (R(), R(), R()), (P(), P(), P())),
+    ((8, 6), (R(), R(), S(0)), (P(), P(), S(0))),
+    ((8, 6), (R(), R(), S(0)), (P(), P(), S(1))),  # brought to the target first
+    ((8, 6), (R(), R(), R()), (P("avg"), P("avg"), R())),
+    ((8, 6), (R(), R(), R()), (P("max"), P("max"), R())),
+    ((9, 5), (S(0), R(), R()), (P(), P(), R())),  # scattered, uneven
+    ((9, 5), (R(), S(1), R()), (P(), P(), R())),
+    ((9, 5), (S(0), R(), S(1)), (P(), P(), S(1))),
+    ((8, 6), (S(0), R(), S(0)), (P(), P(), S(0))),  # not within what a rank holds: all-reduced and cut
+    ((8, 6), (S(0), S(1), R()), (P(), P(), R())),  # scattered on two axes: all-reduced and cut
+    ((16, 3), (RaggedShard((0,), (1, 7)), R(), R()), (P(), P(), P())),
+    ((16, 3), (RaggedShard((0,), (0, 8)), R(), R()), (P(), R(), P())),  # an empty part
+    ((16, 3), (RaggedShard(), R(), S(0)), (P(), P(), S(0))),  # strided ragged
+    ((12, 2), (InterleavedShard(0, 3), R(), R()), (P(), R(), R())),
+    ((8, 6), (R(), R(), S(0)), (R(), R(), S(0))),  # complete as it comes
+    ((8, 6), (S(0), R(), R()), (R(), R(), R())),
+    ((), (R(), R(), R()), (P(), P(), R())),
+]
+
+
+def destinations(names: tuple[str, ...], mesh_ranks: Any, dtype: torch.dtype, huge: bool) -> None:
+    mesh = DeviceMesh("cpu", torch.tensor(mesh_ranks), mesh_dim_names=names)
+    module = nn.Module()
+    cases = list(DESTINATIONS)
+    if huge:
+        cases = [
+            ((4096, 64), (S(0), R(), R()), (P(), P(), R())),
+            ((4096, 64), (RaggedShard(), R(), R()), (P(), P(), P())),
+        ]
+    for index, (shape, own, _) in enumerate(cases):
+        placed = normalize_placements(own, shape, mesh)
+        zeros = from_local(torch.zeros(shape, dtype=dtype), mesh, [R()] * 3).redistribute(placements=list(placed))
+        module.register_parameter(f"p{index}", nn.Parameter(zeros))
+    reducer = GradientReducer(module, mesh, bucket_bytes=2**26 if huge else 2**20)
+    for step in range(3):
+        sources = [Source(mesh, shape, came, dtype, 100 * step + i) for i, (shape, _, came) in enumerate(cases)]
+        module.zero_grad()
+        with record_comms() as ledger:
+            losses = [
+                Loss.apply(p, from_local(s.local.clone(), mesh, s.placements, shape=s.shape, stride=s.logical.stride()))
+                for p, s in zip(module.parameters(), sources)
+            ]
+            torch.stack(losses).sum().backward()
+        for (shape, _, came), parameter, source in zip(cases, module.parameters(), sources):
+            assert parameter.grad.placements == parameter.placements
+            expected = source.expected(parameter.placements)
+            torch.testing.assert_close(
+                parameter.grad.to_local(), expected, msg=lambda m, c=came, s=shape: f"{s} {c}: {m}"
+            )
+        found = [record for record in ledger.records if record.asker.startswith("bucket")]
+        assert len(found) == sum(bucket.num_collectives for bucket in reducer.buckets)
+        for bucket in reducer.buckets:
+            moved = sum(r.bytes for r in found if r.asker.startswith(f"bucket {bucket.index}:"))
+            assert moved == bucket.moved_bytes
+    for bucket in reducer.buckets if huge else ():
+        # reduce-scatter on one axis, all-reduce of the piece on the rest: less than the all-reduce of everything
+        others = bucket.reduction.stages[0].axes.num_ranks // 2
+        assert bucket.scatters and bucket.num_collectives == 2
+        assert bucket.moved_bytes == bucket.num_bytes // 2 + ring_bytes("all_reduce", bucket.num_bytes // 2, others)
+        assert bucket.moved_bytes < fused_bytes(bucket.num_bytes, bucket.reduction.stages[0].axes.sizes)
+    norm = clip_grad_norm_(module.parameters(), 1.0)
+    logical = torch.cat([source.logical.flatten() for source in sources])
+    torch.testing.assert_close(norm, logical.norm(), rtol=1e-5, atol=0)
+
+
+def test_destinations(ranks: RankPools) -> None:
+    for dtype in (torch.float64, torch.float32):
+        ranks.run(destinations, ("dp", "cp", "tp"), CUBE, dtype, False, world_size=8)
+
+
+def test_reduce_scatter_with_all_reduce_of_the_piece(ranks: RankPools) -> None:
+    ranks.run(destinations, ("dp", "cp", "tp"), CUBE, torch.float64, True, world_size=8)
+
+
+def several_meshes(flattenable: bool) -> None:
+    """Tensor-parallel DTensors on a mesh of their own, plain parameters, reduced over dp as well."""
+    rank = dist.get_rank()
+    if flattenable:
+        root = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        dp, tp = root["dp"], root["tp"]
+    else:  # sliced from no common mesh
+        dp = [make_mesh((0, 2, 4, 6)), make_mesh((1, 3, 5, 7))][rank % 2]
+        tp = [make_mesh((first, first + 1)) for first in range(0, 8, 2)][rank // 2]
+    for given in (dp, root) if flattenable else (dp,):
+        module = nn.Module()
+        module.cut = nn.Parameter(from_local(torch.zeros(3), tp, [S(0)]))
+        module.norm = nn.Parameter(from_local(torch.zeros(5), tp, [R()]))
+        module.plain = nn.Parameter(torch.zeros(2))
+        reducer = GradientReducer(module, given, op="sum")
+        for step in range(2):
+            module.zero_grad()
+            values = [torch.full((n,), float(rank + 1 + step)) for n in (3, 5, 2)]
+            gradients = [from_local(values[0], tp, [S(0)]), from_local(values[1], tp, [P()]), values[2]]
+            losses = [Loss.apply(p, g) for p, g in zip(module.parameters(), gradients)]
+            with record_comms() as ledger:
+                torch.stack(losses).sum().backward()
+            along_dp = sum(r + 1 + step for r in range(rank % 2, 8, 2))
+            everyone = sum(r + 1 + step for r in range(8))
+            assert torch.equal(module.cut.grad.to_local(), torch.full((3,), float(along_dp)))
+            assert torch.equal(module.norm.grad.to_local(), torch.full((5,), float(everyone)))
+            assert module.norm.grad.placements == (R(),)
+            plain = everyone if given is not dp else along_dp
+            assert torch.equal(module.plain.grad, torch.full((2,), float(plain)))
+            expected = {tuple(s.axes.num_ranks for s in b.reduction.stages) for b in reducer.buckets}
+            assert expected == ({(4,), (8,)} if flattenable else {(4,), (2, 4)})
+            assert len(ledger.records) == sum(b.num_collectives for b in reducer.buckets)
+        assert ("then" in " ".join(reducer.describe())) is not flattenable
+
+
+@pytest.mark.parametrize("flattenable", [True, False])
+def test_axes_of_several_meshes(ranks: RankPools, flattenable: bool) -> None:
+    ranks.run(several_meshes, flattenable, world_size=8)
+
+
+def disagreements() -> None:
+    mesh, rank = make_mesh(((0, 1), (2, 3))), dist.get_rank()
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
+    if rank == 2:
+        module[1].bias.requires_grad_(False)
+    with pytest.raises(GradientMismatchError, match=r"rank 2 has .* where rank 0 has '1\.bias \(3,\)"):
+        GradientReducer(module, mesh)
+    module[1].bias.requires_grad_(True)
+    if rank == 1:
+        module[0].weight = nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(GradientMismatchError, match=r"rank 1 has '0\.weight \(3, 3\).*rank 0 has '0\.weight \(3, 2\)"):
+        GradientReducer(module, mesh)
+    module = nn.Linear(2, 3)
+    with pytest.raises(GradientMismatchError, match=r"op=(sum|avg)"):
+        GradientReducer(module, mesh, op="sum" if rank == 3 else "avg")
+
+    module = nn.Module()
+    module.first = nn.Parameter(from_local(torch.zeros(4), mesh, [R(), R()]))
+    module.second = nn.Parameter(from_local(torch.zeros(4), mesh, [R(), R()]))
+    reducer = GradientReducer(module, mesh)
+    whole, part = (from_local(torch.ones(4), mesh, [P(), q]) for q in (R(), P()))
+    losses = [Loss.apply(module.first, part), Loss.apply(module.second, part if rank == 3 else whole)]
+    with pytest.raises(GradientMismatchError, match=r"second\.grad comes as .*on rank 3, and as .*on rank 0"):
+        torch.stack(losses).sum().backward()
+
+    with pytest.raises(ValueError, match="first has a GradientReducer already"):
+        GradientReducer(module, mesh)
+    reducer.remove()
+    module.zero_grad()
+    reducer = GradientReducer(module, mesh, timeout=timedelta(seconds=3))
+    for step in range(2):
+        gradient = part if rank == 1 and step == 1 else whole
+        loss = Loss.apply(module.first, whole) + Loss.apply(module.second, gradient)
+        if gradient is part:
+            with pytest.raises(RuntimeError, match=r"second\.grad comes as .*did not come to compare"):
+                loss.backward()
+        else:
+            loss.backward()
+    assert reducer.num_buckets == 1
+
+
+def test_ranks_that_disagree_are_told(ranks: RankPools) -> None:
+    ranks.run(disagreements)
+
+
+def mistakes() -> None:
+    mesh = make_mesh(((0, 1), (2, 3)))
+    with pytest.raises(ValueError, match="op='mean'"):
+        GradientReducer(nn.Linear(2, 2), mesh, op="mean")  # type: ignore[arg-type]
+    for wrong in (0, [], [3, -1], "large"):
+        with pytest.raises(ValueError, match="bucket_bytes"):
+            GradientReducer(nn.Linear(2, 2), mesh, bucket_bytes=wrong)  # type: ignore[arg-type]
+    small = make_mesh((0, 1))
+    if dist.get_rank() > 1:
+        with pytest.raises(ValueError, match="not part of"):
+            GradientReducer(nn.Linear(2, 2), small)
+
+
+def test_mistakes(ranks: RankPools) -> None:
+    ranks.run(mistakes)
+
+
+def on_64() -> tuple[int, int]:
+    nested = torch.arange(64).view(4, 4, 4)
+    mesh = DeviceMesh("cpu", nested, mesh_dim_names=("dp", "cp", "tp"))
+    module = nn.Module()
+    kinds = [
+        ((R(), R(), R()), (P(), P(), P())),
+        ((R(), R(), S(0)), (P(), P(), S(0))),
+        ((RaggedShard(), R(), R()), (P(), P(), R())),
+    ]
+    cases = [(shape, *kind) for shape in ((8, 3), (5,), (16, 2)) for kind in kinds]
+    for index, (shape, own, _) in enumerate(cases):
+        zeros = from_local(torch.zeros(shape, dtype=torch.float64), mesh, [R()] * 3)
+        placed = zeros.redistribute(placements=list(normalize_placements(own, shape, mesh)))
+        module.register_parameter(f"p{index}", nn.Parameter(placed))
+    reducer = GradientReducer(module, mesh)
+    for step in range(2):
+        module.zero_grad()
+        sources = [Source(mesh, shape, came, torch.float64, 100 * step + i) for i, (shape, _, came) in enumerate(cases)]
+        with record_comms() as ledger:
+            losses = [
+                Loss.apply(p, from_local(s.local.clone(), mesh, s.placements, shape=s.shape, stride=s.logical.stride()))
+                for p, s in zip(module.parameters(), sources)
+            ]
+            torch.stack(losses).sum().backward()
+        for parameter, source in zip(module.parameters(), sources):
+            torch.testing.assert_close(parameter.grad.to_local(), source.expected(parameter.placements))
+    assert len(ledger.records) == sum(bucket.num_collectives for bucket in reducer.buckets)
+    assert ledger.bytes() == sum(bucket.moved_bytes for bucket in reducer.buckets)
+    assert {bucket.reduction.stages[0].axes.num_ranks for bucket in reducer.buckets} == {64, 16}
+    return reducer.num_buckets, len(ledger.records)
+
+
+def test_64_simulated_ranks() -> None:
+    # one of the buckets is scattered over dp, and its pieces all-reduced over cp
+    assert set(simulate(on_64, 64, timeout=300)) == {(3, 4)}

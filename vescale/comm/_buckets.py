@@ -1,0 +1,63 @@
+"""Which tensors share a collective: pure, so that all ranks and ``explain`` come to the same answer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Literal
+
+from vescale.comm._cost import Link
+
+__all__ = ["DEFAULT_BUCKET_BYTES", "FIRST_BUCKET_BYTES", "BucketBytes", "bucket_limits", "plan_buckets"]
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket is at most this large, so that communication starts early in backward."""
+
+BucketBytes = int | Sequence[int] | Literal["auto"]
+
+# An automatic bucket spends at most this share of its time on latency.
+_LATENCY_SHARE = 0.1
+_DOUBLINGS = 4
+
+
+def bucket_limits(bucket_bytes: BucketBytes, num_ranks: int, link: Link) -> tuple[int, ...]:
+    """The most bytes of the first, second, ... bucket of a kind; the last limit holds for all that follow.
+
+    ``bucket_bytes`` is the limit of all but the small first bucket; or the limits themselves; or ``"auto"``: each bucket
+    is twice the one before, from small ones that start early to the size at which latency no longer counts on the link.
+
+    Raises ValueError for sizes that are not positive.
+    """
+    if bucket_bytes == "auto":
+        step = num_ranks * link.latency_seconds * link.bytes_per_second
+        largest = max(FIRST_BUCKET_BYTES, int(step / _LATENCY_SHARE))
+        return tuple(max(1, largest >> (_DOUBLINGS - i)) for i in range(_DOUBLINGS + 1))
+    if isinstance(bucket_bytes, str):
+        raise ValueError(f"bucket_bytes={bucket_bytes!r}; give bytes, a list of bytes, or 'auto'")
+    limits = (min(FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes) if isinstance(bucket_bytes, int) else bucket_bytes
+    if not limits or any(int(limit) < 1 for limit in limits):
+        raise ValueError(f"bucket_bytes={bucket_bytes!r}; a bucket holds at least one byte")
+    return tuple(int(limit) for limit in limits)
+
+
+def plan_buckets(items: Sequence[tuple[Hashable, int]], limits: Sequence[int]) -> list[tuple[int, ...]]:
+    """Group ``(key, bytes)`` items, given in the order in which they get ready, into buckets of equal keys.
+
+    A bucket takes items in order until the next would exceed its limit; an item larger than a limit has a bucket of its
+    own. Returns the items' indices, buckets in the order in which they are full.
+    """
+    open_: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    num_buckets: dict[Hashable, int] = {}
+    buckets: list[tuple[int, ...]] = []
+    for index, (key, num_bytes) in enumerate(items):
+        count = num_buckets.get(key, 0)
+        limit = limits[min(count, len(limits) - 1)]
+        if open_.get(key) and filled[key] + num_bytes > limit:
+            buckets.append(tuple(open_.pop(key)))
+            num_buckets[key] = count + 1
+            filled[key] = 0
+        open_.setdefault(key, []).append(index)
+        filled[key] = filled.get(key, 0) + num_bytes
+    buckets += [tuple(indices) for indices in open_.values() if indices]
+    return sorted(buckets, key=lambda indices: indices[-1])

@@ -1,0 +1,21 @@
+"""The key-value store that the ranks met in, for messages that must not be collectives."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["default_store", "default_timeout"]
+
+
+def default_store() -> dist.Store:
+    """The default process group's store."""
+    return c10d._world.pg_map[c10d._get_default_group()][1]
+
+
+def default_timeout() -> timedelta:
+    """How long the default group's backend waits for other ranks."""
+    backend = c10d._world.pg_map[c10d._get_default_group()][0]
+    return c10d._get_default_timeout(dist.Backend(backend))

@@ -1,0 +1,246 @@
+"""What an arriving gradient still needs to be complete: a pure function of how it arrives and where it belongs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.comm import axis_group
+from vescale.placements import Piece, RaggedShard, local_region, plan_exchange, ragged_axis, shard_dim
+from vescale.runtime._gradients._axes import AxisSet, Union, unite
+
+__all__ = ["Arrival", "Contribution", "Home", "Policy", "Reduction", "Stage", "contribution"]
+
+Op = Literal["avg", "sum"]
+_REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """How a gradient leaves backward: placements and dtype. ``placements`` is None for a plain tensor."""
+
+    placements: tuple[Placement, ...] | None
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a parameter lives and its gradient belongs.
+
+    Attributes:
+        shape: the global shape.
+        mesh: None for a plain tensor.
+        target: placements that the complete gradient has; () for a plain tensor.
+    """
+
+    shape: tuple[int, ...]
+    mesh: DeviceMesh | None
+    target: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What holds for all gradients of one reducer: see :class:`~vescale.runtime.GradientReducer`."""
+
+    mesh: DeviceMesh
+    op: Op | None
+    reduce_dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One collective: ``op`` over the union of some axes."""
+
+    axes: AxisSet
+    op: str
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What gradients must have in common to be reduced together.
+
+    Attributes:
+        stages: collectives, one after the other; one wherever the axes span a group that can be named.
+        divisor: what the sum is divided by.
+        dtype, reduce_dtype: of the gradient, and of the buffer.
+        scatter: the axis (of the first stage's mesh) that the result may be scattered along, or None.
+    """
+
+    stages: tuple[Stage, ...]
+    divisor: int
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    scatter: int | None
+
+    @property
+    def num_pieces(self) -> int:
+        return 1 if self.scatter is None else self.stages[0].axes.mesh.size(self.scatter)
+
+    def text(self) -> str:
+        """For people, and to compare ranks: axes, op, dtype and destination."""
+        stages = ", then ".join(
+            f"{stage.op} over {'x'.join(f'{n}={s}' for n, s in zip(stage.axes.names, stage.axes.sizes))}"
+            for stage in self.stages
+        )
+        average = f", divided by {self.divisor}" if self.divisor > 1 else ""
+        where = "replicated"
+        if self.scatter is not None:
+            names = self.stages[0].axes.mesh.mesh_dim_names
+            where = f"scattered over {names[self.scatter] if names else self.scatter}"
+        cast = f" in {self.reduce_dtype}" if self.reduce_dtype != self.dtype else ""
+        return f"{stages}{average}, {self.dtype}{cast}, {where}"
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """The way of a gradient from its arrival to its home.
+
+    ===========  =====================================================================================
+    ``staged``   axes that are not pending are brought to the target first; None for a plain tensor
+    bucket       the pending axes are reduced with those of others: ``reduction``; None: nothing to do
+    ``reduced``  what the reduction leaves
+    ``target``   what is left to do is local: cutting, where it was not scattered
+    ===========  =====================================================================================
+
+    Attributes:
+        local_shape: of this rank's contribution, and of the result unless it is scattered.
+        pieces: what every rank along the scattered axis gets of it, in group rank order; None: everything.
+    """
+
+    staged: tuple[Placement, ...] | None
+    reduction: Reduction | None
+    reduced: tuple[Placement, ...]
+    local_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.local_shape)
+
+
+def contribution(arrival: Arrival, home: Home, policy: Policy) -> Contribution:
+    """Raises ValueError where the reducer's mesh and the parameter's overlap without being axes of one mesh."""
+    wide = policy.reduce_dtype or arrival.dtype
+    if home.mesh is None:
+        axes = _nontrivial(policy.mesh, range(policy.mesh.ndim))
+        averaged = axes if policy.op in (None, "avg") else ()
+        divisor = math.prod(policy.mesh.size(axis) for axis in averaged)
+        every = (Stage(AxisSet(policy.mesh, axes), "sum"),)
+        reduction = Reduction(every, divisor, arrival.dtype, wide, None) if axes else None
+        return Contribution(None, reduction, (), home.shape)
+    assert arrival.placements is not None
+    mesh, target = home.mesh, home.target
+    pending = tuple(
+        axis
+        for axis, (found, wanted) in enumerate(zip(arrival.placements, target))
+        if type(found) is Partial and found.reduce_op in _REDUCE_OPS and not wanted.is_partial()
+    )
+    staged = tuple(
+        found if axis in pending or wanted.is_partial() else wanted
+        for axis, (found, wanted) in enumerate(zip(arrival.placements, target))
+    )
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    local_shape = local_region(home.shape, staged, tuple(mesh.shape), coordinate).local_shape
+    reduced = tuple(Replicate() if axis in pending else p for axis, p in enumerate(staged))
+    stages, divisor = _stages(arrival.placements, _nontrivial(mesh, pending), mesh, policy)
+    if not stages:
+        return Contribution(staged, None, reduced, local_shape)
+    scattered = _scattered_axis(staged, target, pending, stages, mesh)
+    if scattered is None:
+        return Contribution(staged, Reduction(stages, divisor, arrival.dtype, wide, None), reduced, local_shape)
+    reduced = tuple(target[axis] if axis == scattered else p for axis, p in enumerate(reduced))
+    group = axis_group(mesh, (scattered,))
+    held = tuple(target[axis] if axis == scattered else p for axis, p in enumerate(staged))
+    plan = plan_exchange(home.shape, tuple(mesh.shape), staged, held, coordinate, group.coordinates)
+    reduction = Reduction(stages, divisor, arrival.dtype, wide, scattered)
+    return Contribution(staged, reduction, reduced, local_shape, plan.sends)
+
+
+def _nontrivial(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(axis for axis in axes if mesh.size(axis) > 1)
+
+
+def _stages(
+    placements: Sequence[Placement], pending: tuple[int, ...], mesh: DeviceMesh, policy: Policy
+) -> tuple[tuple[Stage, ...], int]:
+    """The collectives over pending axes of the tensor's mesh and over those of the reducer's mesh that the tensor does
+    not have, and the divisor."""
+    union = unite(mesh, policy.mesh)
+    ops = {p.reduce_op for axis in pending if isinstance(p := placements[axis], Partial)}
+    adds = ops <= {"sum", "avg"}
+    op = "sum" if adds else ops.pop()
+    outside = _outside(mesh, policy.mesh, union)
+    divisor = 1
+    for axis in pending if adds else ():
+        own = placements[axis]
+        asked = policy.op if union is not None and _shared(union, axis) else None
+        if asked == "avg" or (asked is None and own.is_partial("avg")):
+            divisor *= mesh.size(axis)
+    if policy.op in (None, "avg"):
+        divisor *= math.prod(policy.mesh.size(axis) for axis in outside)
+    if not pending and not outside:
+        return (), 1
+    if union is not None and (adds or not outside or not pending):
+        own_axes = {home for axis in pending for home in union.first[axis]}
+        other = {home for axis in outside for home in union.second[axis]}
+        return (Stage(AxisSet(union.home, tuple(sorted(own_axes | other))), op if pending else "sum"),), divisor
+    # No mesh is known that has axes of both, or the two are reduced by different ops: one collective for each.
+    first = (Stage(AxisSet(mesh, pending), op),) if pending else ()
+    second = (Stage(AxisSet(policy.mesh, outside), "sum"),) if outside else ()
+    return first + second, divisor
+
+
+def _shared(union: Union, axis: int) -> bool:
+    """Whether an axis of the tensor's mesh is one of the reducer's."""
+    return bool(set(union.first[axis]) & {home for homes in union.second for home in homes})
+
+
+def _outside(mesh: DeviceMesh, other: DeviceMesh, union: Union | None) -> tuple[int, ...]:
+    """Axes of the reducer's mesh ``other`` along which the tensor's mesh does not reach: every rank contributes there."""
+    axes = _nontrivial(other, range(other.ndim))
+    if union is not None:
+        own = {home for homes in union.first for home in homes}
+        return tuple(axis for axis in axes if not own & set(union.second[axis]))
+    common = set(mesh.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
+    if len(common) > 1:
+        raise ValueError(
+            f"a parameter lies on {mesh}, and the gradients are to be reduced over {other}: they share ranks "
+            f"{sorted(common)[:8]}, but are not axes of one mesh; build both by slicing one DeviceMesh"
+        )
+    return axes
+
+
+def _scattered_axis(
+    staged: Sequence[Placement],
+    target: Sequence[Placement],
+    pending: Sequence[int],
+    stages: Sequence[Stage],
+    mesh: DeviceMesh,
+) -> int | None:
+    """The one pending axis that the result is sharded on, when a reduce-scatter can leave it so.
+
+    A rank's part of the result must lie within what it contributes to: a ragged cut comes last, so it does when nothing
+    else changes; a shard-like one does unless a later axis cuts the same dim.
+    """
+    wanted = [axis for axis in pending if not target[axis].is_replicate() and mesh.size(axis) > 1]
+    if len(wanted) != 1 or len(stages) != 1 or stages[0].axes.mesh != mesh or stages[0].op != "sum":
+        return None
+    (axis,) = wanted
+    others = [p for a, p in enumerate(staged) if a != axis]
+    if ragged_axis(others) is not None:
+        return None
+    if isinstance(target[axis], RaggedShard):
+        after = [p for a, p in enumerate(target) if a != axis]
+        fits = all(s == t or (s.is_partial() and t.is_replicate()) for s, t in zip(others, after))
+    else:
+        fits = all(shard_dim(later) != shard_dim(target[axis]) for later in staged[axis + 1 :])
+    coordinates = axis_group(mesh, (axis,)).coordinates
+    return axis if fits and list(coordinates) == sorted(coordinates) else None

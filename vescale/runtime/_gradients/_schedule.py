@@ -1,0 +1,123 @@
+"""Which buckets there are, and in which order they are reduced: learned, and the same on every rank."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vescale.comm import BucketBytes, Consensus, bucket_limits, link_of, plan_buckets
+from vescale.runtime._gradients._bucket import Bucket, Slot
+from vescale.runtime._gradients._reduction import Arrival
+
+__all__ = ["GradientMismatchError", "Observed", "Schedule", "agree_on_arrivals", "agree_on_parameters"]
+
+
+class GradientMismatchError(RuntimeError):
+    """Ranks bring different gradients, so that their collectives would not match."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A gradient that has come without having a place: the parameter's index, how it came, and how often."""
+
+    index: int
+    arrival: Arrival
+    count: int
+
+
+@dataclass
+class Schedule:
+    """Buckets in the order in which every rank launches them; it only grows."""
+
+    buckets: list[Bucket] = field(default_factory=list)
+    num_launched: int = 0
+
+    def extend(self, slots: Sequence[Slot], bucket_bytes: BucketBytes, device_type: str) -> list[Bucket]:
+        """Give slots, in the order in which their gradients arrive, places in new buckets."""
+        new = make_buckets(slots, bucket_bytes, device_type, len(self.buckets))
+        self.buckets += new
+        return new
+
+
+def make_buckets(slots: Sequence[Slot], bucket_bytes: BucketBytes, device_type: str, first: int = 0) -> list[Bucket]:
+    """Pure but for the buckets, which have no memory yet."""
+    items = []
+    num_ranks = 1
+    for slot in slots:
+        reduction = slot.contribution.reduction
+        assert reduction is not None
+        num_ranks = max(num_ranks, *(stage.axes.num_ranks for stage in reduction.stages))
+        items.append((reduction, slot.num_bytes))
+    if not items:
+        return []
+    limits = bucket_limits(bucket_bytes, num_ranks, link_of(device_type))
+    return [
+        Bucket(first + number, items[indices[0]][0], [slots[index] for index in indices])
+        for number, indices in enumerate(plan_buckets(items, limits))
+    ]
+
+
+def agree_on_parameters(described: Sequence[str], what: str, consensus: Consensus) -> None:
+    """Compare the parameters' descriptions, and the reducers' settings, over all ranks.
+
+    Raises GradientMismatchError on every rank, naming the first parameter that differs.
+    """
+    text = "\n".join([what, *described])
+    messages = [m.decode().split("\n") for m in consensus.exchange(text.encode(), lambda: "making a GradientReducer")]
+    for rank, lines in zip(consensus.ranks, messages):
+        if lines == messages[0]:
+            continue
+        for own, first in zip(
+            lines + [""] * (len(messages[0]) - len(lines)), messages[0] + [""] * (len(lines) - len(messages[0]))
+        ):
+            if own != first:
+                raise GradientMismatchError(
+                    f"rank {rank} has {own or 'no such parameter'!r} where rank {consensus.ranks[0]} has "
+                    f"{first or 'no such parameter'!r}; build the same model with the same requires_grad, and the same "
+                    "reducer, on every rank"
+                )
+
+
+def agree_on_arrivals(
+    observed: Sequence[Observed],
+    name_of: Callable[[int], str],
+    describe: Callable[[Observed], str],
+    consensus: Consensus,
+) -> list[Observed]:
+    """The gradients that need places on any rank, in the order of the first rank that has them; the same on every rank.
+
+    Ranks may have used different parameters, not the same one in different ways: GradientMismatchError on every rank,
+    naming the parameter.
+    """
+    first = f"{name_of(observed[0].index)}.grad comes as {describe(observed[0])} for the first time" if observed else ""
+
+    def about() -> str:
+        return first or "no gradient came in this backward"
+
+    payload: Any = [(o.index, o.arrival.placements, o.arrival.dtype, o.count) for o in observed]
+    found: list[list[Observed]] = []
+    for message in consensus.exchange(pickle.dumps(payload), about):
+        rows = pickle.loads(message)
+        found.append([Observed(index, Arrival(placements, dtype), count) for index, placements, dtype, count in rows])
+    merged: dict[tuple[int, Arrival], Observed] = {}
+    kinds: dict[int, tuple[int, frozenset[Arrival]]] = {}
+    for rank, list_ in zip(consensus.ranks, found):
+        own: dict[int, set[Arrival]] = {}
+        for item in list_:
+            own.setdefault(item.index, set()).add(item.arrival)
+            known = merged.get((item.index, item.arrival))
+            if known is None or known.count < item.count:
+                merged[item.index, item.arrival] = item
+        for index, arrivals in own.items():
+            other, expected = kinds.setdefault(index, (rank, frozenset(arrivals)))
+            if arrivals != expected:
+                texts = [
+                    " and ".join(sorted(describe(Observed(index, a, 1)) for a in some)) for some in (arrivals, expected)
+                ]
+                raise GradientMismatchError(
+                    f"{name_of(index)}.grad comes as {texts[0]} on rank {rank}, and as {texts[1]} on rank {other}; run the "
+                    "same model code on inputs that are placed alike on every rank"
+                )
+    return list(merged.values())
