@@ -243,8 +243,8 @@ def simulate() -> None:
     print(f"  ratio {(medians[OURS] - medians['plain']) / (medians[STOCK] - medians['plain']):.2f}")
 
     print("\nmemory of a rank at rest, parameters in float32, meta device (blocks of rows for GPT-OSS's experts)")
-    for title, ranks, layer, num_layers, policy in (
-        ("GPT-OSS-120B layer", 256, gpt_oss_layer, 1, None),
+    for title, ranks, layer, policy in (
+        ("GPT-OSS-120B layer", 256, gpt_oss_layer, None),
         (
             "GPT-OSS-120B layer, 16 rows stay together",
             256,
@@ -252,8 +252,8 @@ def simulate() -> None:
             1,
             GranularityTable([(r"experts\..*", Rows(16))]),
         ),
-        ("Llama-3-70B layer", 64, lambda: llama_layer(8192, 28672, 8), 1, None),
-        ("Llama-3-70B layer", 1024, lambda: llama_layer(8192, 28672, 8), 1, None),
+        ("Llama-3-70B layer", 64, lambda: llama_layer(8192, 28672, 8), None),
+        ("Llama-3-70B layer", 1024, lambda: llama_layer(8192, 28672, 8), None),
     ):
         mesh = with_ranks(ranks)
         sizes = {}
