@@ -318,7 +318,8 @@ def simulate() -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     print(
-        f"\nwrapping 126 layers of Llama-3-405B on the meta device for 1024 ranks: {time.perf_counter() - start:.1f} s (asked 10)"
+        "\nwrapping 126 layers of Llama-3-405B on the meta device for 1024 ranks: "
+        f"{time.perf_counter() - start:.1f} s (asked 10)"
     )
     dist.destroy_process_group()
 
