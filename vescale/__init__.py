@@ -18,6 +18,7 @@ _PUBLIC: dict[str, str] = {
     "ShardedBatchSampler": "vescale.rng",
     "deferred_init": "vescale.rng",
     "materialize": "vescale.rng",
+    "optim": "vescale.optim",
     "plan_layout": "vescale.buffer",
     "rng": "vescale.rng",
     "suggest_num_shards": "vescale.buffer",

@@ -225,10 +225,13 @@ def operations() -> None:
         a, b = values(1), values(2)
         assert_holds(x, {name: 3 * (a[name] + 0.5 * b[name]) for name in SHAPES})
         flat = torch.cat([value.reshape(-1) for value in b.values()])
-        for order in (2.0, 1.0, 3.0, 0.0, math.inf, -math.inf):
-            if order == -math.inf:
-                continue  # padding is zero, and so is the smallest value
+        for order in (2.0, 1.0, 3.0, 0.0, math.inf):
             torch.testing.assert_close(y.norm(order), torch.linalg.vector_norm(flat, order))
+        for name, value in b.items():
+            y.load(name, value + 20)  # without zeros, so that negative orders would see the padding's
+        for order in (-1.0, -2.0, -math.inf):
+            torch.testing.assert_close(y.norm(order), torch.linalg.vector_norm(flat + 20, order))
+        y.copy_(filled(mesh, placements, 2))
         torch.testing.assert_close(half.norm(), torch.linalg.vector_norm(flat))
         assert y.zero_().norm() == 0
     with pytest.raises(ValueError, match="must have one layout and hold the same"):

@@ -162,7 +162,7 @@ def test_explain(run: Run) -> None:
     code, out, err = run("explain", "llama", *LLAMA, "--batch", "4", "--seq", "16")
     assert (code, err) == (0, "")
     for line in (
-        "Plan llama: 15 entries on dp=2, tp=2",
+        "Plan llama: 16 entries on dp=2, tp=2",
         "model.layers.0-1.mlp.forward_pre:<in>:*:redist(->tp=R)",
         "for input_ids 4x16, labels 4x16",
     ):

@@ -64,6 +64,41 @@ def test_groups_outlive_their_mesh(ranks: RankPools) -> None:
     ranks.run(equal_meshes, world_size=8)
 
 
+def one_axis_of_equal_meshes() -> None:
+    """Equal meshes have groups of their own for each axis; a rank must not take another mesh's because it is still there."""
+    first = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    held = axis_group(first, (0,)).group
+    second = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    assert second == first and second.get_group(0) is not held
+    if dist.get_rank() % 2:
+        del first
+        gc.collect()
+    found = axis_group(second, (0,))
+    assert found.group is second.get_group(0) and axis_group(second, (0,)) is found
+    total = torch.ones(1)
+    dist.all_reduce(total, group=found.group)
+    assert total.item() == 2
+
+
+def test_equal_meshes_keep_their_own_groups(ranks: RankPools) -> None:
+    ranks.run(one_axis_of_equal_meshes, world_size=4)
+
+
+def timeouts() -> None:
+    """A member that never comes is an error as soon as in the default group, not after half an hour."""
+    mesh = make_mesh((((0, 1), (2, 3)),))
+    assert dist.get_process_group_ranks(axis_group(mesh, (1, 2)).group) == [0, 1, 2, 3]
+    small = axis_group(make_mesh((((0, 1),), ((2, 3),))), (1, 2)).group
+    (world_timeout, own_timeout) = (
+        group._get_backend(torch.device("cpu")).options._timeout for group in (dist.group.WORLD, small)
+    )
+    assert own_timeout == world_timeout and own_timeout.total_seconds() < 1800
+
+
+def test_timeout_of_made_groups(ranks: RankPools) -> None:
+    ranks.run(timeouts, world_size=4)
+
+
 def outside() -> None:
     mesh = make_mesh((0, 1))
     if dist.get_rank() > 1:

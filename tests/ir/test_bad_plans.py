@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,19 @@ def test_every_mistake_is_collected() -> None:
     text = str(caught.value)
     assert text.startswith("3 mistakes in the plan:\n") and text.count(__file__) == 3
     assert isinstance(caught.value, PlanError) and caught.value.source == caught.value.findings[0].source
+
+
+def test_errors_cross_processes() -> None:
+    with pytest.raises(LoweringError) as caught:
+        lower(Plan({"tp": 3}).shard("fc1.weight", Shard(0)).shard("fc3.weight", Shard(0)), model("mlp"))
+    back = pickle.loads(pickle.dumps(caught.value))
+    assert str(back) == str(caught.value) and back.findings == caught.value.findings
+
+
+def test_a_forward_without_a_signature_takes_any_input() -> None:
+    module = nn.Module()
+    module.forward = max  # type: ignore[assignment]
+    assert check(Plan({"tp": 2}).shard("<in:anything>", Replicate()), module) == ()
 
 
 def test_uneven_cuts_at_rest_are_fine() -> None:

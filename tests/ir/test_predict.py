@@ -43,7 +43,10 @@ def test_tensor_parallel_llama_has_megatrons_eight_all_reduces() -> None:
 def test_sequence_parallel_llama_has_ten_gathers_and_ten_scatters() -> None:
     prediction = predict_llama(plan_zoo.load("llama", {"dp": 1, "tp": 2}))
     expected = {("tp", op, when): 5 for op in ("all_gather", "reduce_scatter") for when in ("forward", "backward")}
-    assert boundaries(prediction) == expected
+    loss = {
+        ("tp", "all_to_all", when): 1 for when in ("forward", "backward")
+    }  # whole tokens instead of vocabulary parts
+    assert boundaries(prediction) == {**expected, **loss}
     norms = [c for c in prediction.collectives if c.target.endswith(".grad")]
     assert len(norms) == 5 and all("norm" in c.path and c.op == "all_reduce" for c in norms)
 
@@ -55,7 +58,12 @@ def test_bytes_count_what_the_other_axes_leave() -> None:
     assert gathers == {activation // 2}  # each rank of tp lacks the other's half
     lm_head = [c for c in prediction.collectives if c.path == "lm_head"]
     half_weight = 128 * 64 * 4 // 2
-    assert lm_head == [Collective("lm_head", "weight.grad", "backward", "dp", "all_reduce", half_weight)]
+    quarter = 4 * 16 * 128 * 4 // 2 // 2 // 2  # half the batch, half the vocabulary, half of it for the other rank
+    assert lm_head == [
+        Collective("lm_head", "weight.grad", "backward", "dp", "all_reduce", half_weight),
+        Collective("lm_head", "<out>", "forward", "tp", "all_to_all", quarter),
+        Collective("lm_head", "<out>", "backward", "tp", "all_to_all", quarter),
+    ]
 
 
 def test_data_parallel_gradients_are_reduced_once_each() -> None:

@@ -195,6 +195,52 @@ def refuse_on_every_rank(mesh_ranks: Any) -> list[str]:
     return messages
 
 
+def run_checks() -> None:
+    """``from_local(run_check=True)``: one rank's mistake, and ranks that differ, are errors on every rank."""
+    mesh, rank = make_mesh((0, 1, 2, 3)), dist.get_rank()
+    units = (2, 3, 0, 1)
+    good, part = RaggedShard((0,), units), torch.zeros(units[rank] * 2)
+
+    def pick(odd: Any, other: Any) -> Any:
+        return odd if rank == 2 else other
+
+    mistakes: list[tuple[dict[str, Any], str]] = [
+        ({"placements": pick((RaggedShard((0,), (1, 1, 1, 1)),), (good,))}, r"^rank 2: .*does not divide the 6 rows"),
+        ({"placements": pick((RaggedShard((0,), (3, 3)),), (good,))}, r"^rank 2: .*one unit count"),
+        ({"local": pick(torch.zeros(7), part)}, r"^rank 2: .*coordinate \(2,\), but the one given has shape \(7,\)"),
+        ({"shape": pick((5, 2), (6, 2))}, "^rank 2: .*does not divide the 5 rows"),
+        ({"shape": pick(None, (6, 2))}, "^rank 2: .*pass shape="),
+        (
+            {"local": torch.zeros(units[rank] * 2, dtype=pick(torch.float64, torch.float32))},
+            "the ranks differ.*rank 2: .*64",
+        ),
+        ({"grad_placements": pick((Replicate(),), None)}, "^rank 2: .*other elements than"),
+        ({"local": torch.zeros(0), "shape": (pick(1, 2) - 1, 0)}, r"the ranks differ.*rank 2: shape \(0, 0\)"),
+    ]
+    for mistake, message in mistakes:
+        options = {"placements": (good,), "local": part, "shape": (6, 2)} | mistake
+        if options["shape"] and 0 in options["shape"]:
+            options["placements"] = (RaggedShard(),)
+        local, placements = options.pop("local"), options.pop("placements")
+        with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+            from_local(local, mesh, placements, run_check=True, **options)
+    assert from_local(part, mesh, (good,), shape=(6, 2), run_check=True).placements == (good,)
+    with pytest.raises(RuntimeError, match="plain tensor, but got a DTensor"):
+        from_local(distribute_tensor(torch.zeros(6, 2), mesh, (good,)), mesh, (good,), shape=(6, 2))
+    # As in stock from_local, the first rank's values are those of its replicas.
+    grid = make_mesh(((3, 1), (2, 0)))
+    row, column = grid.get_coordinate()
+    local = torch.full((2 + 2 * row * 2,), float(10 * row + column), requires_grad=True)
+    placed = from_local(local, grid, (RaggedShard((0,), (1, 3)), Replicate()), shape=(4, 2), run_check=True)
+    assert torch.equal(placed.to_local(), torch.full((2 + 4 * row,), 10.0 * row))
+    placed.sum().backward()
+    assert torch.equal(local.grad, torch.ones_like(local))
+
+
+def test_run_check(ranks: RankPools) -> None:
+    ranks.run(run_checks, world_size=4)
+
+
 @pytest.mark.parametrize(("mesh_ranks", "world_size"), [((0, 1, 2, 3), 4), ((6, 1, 3, 2), 8)])
 def test_every_rank_raises(ranks: RankPools, mesh_ranks: Any, world_size: int) -> None:
     messages = ranks.run(refuse_on_every_rank, mesh_ranks, world_size=world_size)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tests.placements.layouts import (
@@ -117,6 +118,7 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add_": lambda x, y: x.clone().add_(y, alpha=0.5),
     "lerp_": lambda x, y: x.clone().lerp_(y, 0.1),
     "out": lambda x, y: torch.add(x, y, out=torch.zeros_like(x)),
+    "where out": lambda x, y: torch.where(x > 0, x, y, out=torch.zeros_like(x)),
 }
 
 REDUCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -419,6 +421,166 @@ def on_rank_views(world: int) -> int:
 @pytest.mark.parametrize("world", [1, 4])
 def test_views(ranks: RankPools, world: int) -> None:
     ranks.run(on_rank_views, world, world_size=world)
+
+
+ROWS: dict[str, Callable[[Any], Any]] = {
+    "select": lambda x: x[3],
+    "last": lambda x: x[-1],
+    "slice": lambda x: x[2:5],
+    "nothing": lambda x: x[4:4],
+    "split": lambda x: x.split([3, 5])[1],
+    "chunk": lambda x: x.chunk(3)[2],
+    "unbind": lambda x: x.unbind(0)[6],
+    "narrow": lambda x: x.narrow(0, 1, 6),
+    "one element": lambda x: x[2][3],
+}
+
+
+def check_rows(name: str, layout: Layout) -> None:
+    """Rows of a ragged tensor are local views, whoever holds them, unless another axis cuts dim 0."""
+    x, full = place(data(), layout), data()
+    before = ROWS[name](full.clone())
+    with record_comms() as comms, strict_placements():
+        rows = ROWS[name](x)
+    assert not comms.records
+    assert_same(rows, before)
+    rows.mul_(3)
+    ROWS[name](full).mul_(3)
+    assert_same(x, full)
+
+
+def on_rank_rows(world: int) -> int:
+    where = [layout for layout in ragged_layouts(world) if not any(isinstance(p, Shard) for p in layout[1])]
+    where = [layout for layout in where if not any(isinstance(p, InterleavedShard) for p in layout[1])]
+    count = run_cases(check_rows, list(itertools.product(ROWS, where)))
+    if world == 2:  # units that fit the rows that are taken, and would mean others of them
+        x = place(data(), ((2,), (RaggedShard((0,), (1, 3)),)))
+        for rows in (slice(2, 6), slice(0, 4), slice(4, 8)):
+            with strict_placements():
+                assert_same(x[rows], data()[rows])
+        narrow = place(data()[:, :4].contiguous(), ((2,), (RaggedShard((0, 1), (1, 1)),)))
+        with strict_placements():
+            assert_same(narrow[1:5], data()[1:5, :4])
+            assert_same(narrow[6:], data()[6:, :4])
+    if world == 4:  # columns are cut by another axis: rows are not
+        columns = ((2, 2), (RaggedShard((0,), (3, 5)), Shard(1)))
+        count += run_cases(check_rows, [(name, columns) for name in ROWS if name != "one element"])
+        with strict_placements(), pytest.raises(PlacementFallbackError, match="slice"):
+            place(data(), ((2, 2), (RaggedShard(), Shard(0))))[2:6]  # two rows of each half, but not the same two
+    return count
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_are_local_views(ranks: RankPools, world: int) -> None:
+    ranks.run(on_rank_rows, world, world_size=world)
+
+
+def check_assignment(name: str, layout: Layout) -> None:
+    """An assignment reaches the tensor, or is refused on every rank: it is never written to a copy."""
+    assign = ASSIGNMENTS[name]
+    x, full = place(data(), layout), data()
+    assign(full)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assign(x)
+    except RuntimeError as error:  # stock DTensor has no fill_ with a tensor: rows of one chunk are Shard(0)
+        assert "an assignment to it would be lost" in str(error) or "fill_.Tensor" in str(error), error
+        assert_same(x, data())
+        assert not isinstance(layout[1][0], RaggedShard) or len(layout[0]) > 1 or name == "column"
+    else:
+        assert_same(x, full)
+
+
+ASSIGNMENTS: dict[str, Callable[[Any], None]] = {
+    "row": lambda x: x.__setitem__(0, 2.0),
+    "rows": lambda x: x.__setitem__(slice(1, 4), -1.0),
+    "column": lambda x: x.__setitem__((slice(None), 1), 5.0),
+    "element": lambda x: x.__setitem__((2, 3), 7.0),
+    "everything": lambda x: x.__setitem__(slice(None), 4.0),
+    "row by row": lambda x: x.__setitem__(5, x[6]),
+}
+
+
+def on_rank_assignments(world: int) -> int:
+    count = run_cases(check_assignment, list(itertools.product(ASSIGNMENTS, layouts(world))))
+    x = place(torch.ones(1), ((world,), (InterleavedShard(0, 1),)))
+    with pytest.raises(RuntimeError, match="would be lost"):  # a single number is moved without a warning
+        x[0] = 2.0
+    return count
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_assignments_are_not_lost(ranks: RankPools, world: int) -> None:
+    ranks.run(on_rank_assignments, world, world_size=world)
+
+
+def on_rank_arguments() -> None:
+    """Arguments that decide the dtype of a result are told apart, although the dispatcher's cache leaves them out."""
+    for layout in (ragged_layouts(2)[0], interleaved_layouts(2)[0]):
+        full, other = (data() * 9).long(), (data(1) * 4).long().abs() + 1
+        x, y = place(full, layout), place(other, layout)
+        modes: tuple[Any, ...] = (None, "floor", "trunc")
+        for mode in (*modes, *modes[::-1]):
+            with strict_placements():
+                assert_same(torch.div(x, y, rounding_mode=mode), torch.div(full, other, rounding_mode=mode))
+        for alpha in (1, 2, 1):
+            with strict_placements():
+                assert_same(torch.add(x, y, alpha=alpha), torch.add(full, other, alpha=alpha))
+        for number in (2, 2.5, 2, True):
+            with strict_placements():
+                assert_same(x * number, full * number)
+                assert_same(torch._foreach_mul([x], number)[0], full * number)
+        for dtype in (torch.float64, torch.int32, None, torch.float64):
+            with strict_placements():
+                assert_same(torch.ones_like(x, dtype=dtype), torch.ones_like(full, dtype=dtype))
+                assert_same(x.sum(dtype=dtype), full.sum(dtype=dtype))
+
+
+def test_arguments_that_decide_a_dtype(ranks: RankPools) -> None:
+    ranks.run(on_rank_arguments, world_size=2)
+
+
+def on_rank_refusals() -> None:
+    """What one device refuses for a dtype is refused on every rank alike, also where a rank holds nothing."""
+    ops: dict[str, Callable[[Any], Any]] = {
+        "norm": lambda x: torch.linalg.vector_norm(x, 1),
+        "foreach norm": lambda x: torch._foreach_norm([x], 1),
+        "max": lambda x: x.max(),
+        "amax of rows": lambda x: x.amax(1),
+        "argmax": lambda x: x.argmax(),
+        "var": lambda x: x.var(),
+        "std of rows": lambda x: x.std(1),
+        "foreach max": lambda x: torch._foreach_max([x]),
+    }
+    refused = 0
+    for placement in (RaggedShard((), (0, 0, 1, 0)), RaggedShard((0,), (0, 3, 0, 3)), InterleavedShard(0, 3)):
+        for dtype, (name, op) in itertools.product((torch.uint8, torch.bool, torch.complex64), ops.items()):
+            full = data(0, (6, 2)).abs().to(dtype)
+            outcomes: list[Any] = [None] * 4
+            x = place(full, ((4,), (placement,)))
+            try:
+                expected = op(full)
+            except (RuntimeError, NotImplementedError, TypeError):
+                expected = None
+            try:
+                found, outcome = op(x), "a result"
+            except (RuntimeError, NotImplementedError, TypeError) as error:
+                found, outcome = None, f"{type(error).__name__}: {error}"
+            dist.all_gather_object(outcomes, outcome)
+            assert len(set(outcomes)) == 1, (name, dtype, placement, outcomes)
+            assert (expected is None) == (found is None), (name, dtype, placement, outcome)
+            refused += expected is None
+            if expected is not None:
+                assert_same(found, expected)
+    assert refused > 12
+    empty = place(torch.ones(0, 3), ((4,), (RaggedShard(),)))
+    with pytest.raises((RuntimeError, IndexError)):
+        empty.max()
+
+
+def test_every_rank_refuses_what_one_device_refuses(ranks: RankPools) -> None:
+    ranks.run(on_rank_refusals, world_size=4)
 
 
 def _backward(fn: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:

@@ -58,8 +58,15 @@ def tensor_parallel(mesh: DeviceMesh, *, replicated_kv: bool = False) -> Plan:
 
 
 def make_plan(name: str, mesh: DeviceMesh) -> Plan:
+    """``zoo``: tensor, sequence and vocabulary parallel, the logits of whole tokens; or another end of the same plan."""
     if name == "zoo":
         return plan_zoo.load("llama", mesh)
+    if name in ("zoo, gathered logits", "zoo, logits by vocabulary"):
+        plan = Plan(mesh)
+        for entry in plan_zoo.load("llama", mesh).entries:
+            if entry.path.text != "lm_head.<out>":
+                plan.add(entry)
+        return plan.shard("lm_head.<out>", Replicate(), mesh="tp") if name == "zoo, gathered logits" else plan
     return tensor_parallel(mesh, replicated_kv=name == "tp, replicated kv")
 
 

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -116,11 +115,37 @@ def test_uneven_heads(ranks: RankPools) -> None:
     ranks.run(uneven_heads)
 
 
-def dropout() -> None:
-    mesh = make_mesh(dp=2, tp=2)
-    with pytest.raises(NotImplementedError, match="dropout_p"):
-        attend(mesh, [(BATCH, HEADS)] * 3, 4, 4, "", {"dropout_p": 0.5}, True)
+def attend_with_dropout(mesh: Any, placed: Sequence[Any], heads: int, kv_heads: int, mask: str, options: Any) -> None:
+    """Values, gradients and the generator afterwards are those of one device, also where a rank has no heads."""
+    options = {"dropout_p": 0.4, **options}
+    reference, model = Attend(options), Attend(options)
+    plan = Plan(mesh)
+    for name, placements in zip(("q", "k", "v", "mask"), placed):
+        plan.shard(f"<in:{name}>", dict(zip(("dp", "tp"), placements)))
+    parallelize(model, plan)
+    expected_in, found_in = tensors(heads, kv_heads, mask), tensors(heads, kv_heads, mask)
+    torch.manual_seed(3)
+    expected = reference(*expected_in)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    found = model(*found_in)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(found.full_tensor(), expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    torch.testing.assert_close(model.scale.grad.full_tensor(), reference.scale.grad)
 
 
-def test_dropout_is_refused(ranks: RankPools) -> None:
-    ranks.run(dropout)
+def dropout() -> int:
+    square, line = make_mesh(dp=2, tp=2), make_mesh(dp=1, tp=4)
+    layouts = [(BATCH, HEADS), (R, HEADS), (BATCH, R), (R, R), (BATCH, BATCH), (HEADS, HEADS)]
+    cases: list[Any] = [(square, [p] * 3, heads, heads, "", {}) for p in layouts for heads in (3, 4)]
+    cases += [(square, [p] * 3, 4, 4, "", {"is_causal": True}) for p in layouts]
+    cases.append((line, [(R, HEADS), (R, R), (R, R)], 6, 2, "", {"enable_gqa": True}))
+    cases.append((line, [(R, HEADS)] * 3, 2, 2, "", {}))  # two ranks without heads
+    cases.append((square, [(BATCH, HEADS)] * 3 + [(R, R)], 4, 4, "both", {}))
+    return run_cases(attend_with_dropout, cases)
+
+
+def test_dropout_on_split_axes_is_that_of_one_device(ranks: RankPools) -> None:
+    assert set(ranks.run(dropout)) == {21}

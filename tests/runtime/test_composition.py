@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 import warnings
 from typing import Any
 
@@ -236,6 +239,97 @@ def test_hooks_of_the_user(ranks: RankPools) -> None:
 
 def test_a_failing_forward(ranks: RankPools) -> None:
     ranks.run(failing_forward)
+
+
+# Copies, checkpoints, other containers
+
+
+def copies() -> None:
+    """A deep copy is a model of its own: complete gradients, its own reports, factories where the plan says."""
+    reference, model = pair(Mlp, megatron, MESH)
+    copied = copy.deepcopy(model)
+    for m in (reference, copied):
+        m(data(4, 8)).square().sum().backward()
+    assert_same_gradients(reference, copied)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert implicit_communication(copied) == {} and copied.up is not model.up
+    part = copy.deepcopy(model).down  # a part of a copy, called alone
+    hidden = DTensor.from_local(data(4, 8), part.weight.device_mesh, [Replicate(), Shard(1)])
+    part(hidden).sum().backward()
+    assert part.weight.grad.placements == part.weight.placements
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(model)
+
+
+def unfrozen() -> None:
+    """Parameters that need a gradient only later, as in fine-tuning."""
+    torch.manual_seed(0)
+    reference = Mlp().double()
+    reference.up.requires_grad_(False)
+    model = copy.deepcopy(reference)
+    plan = Plan(make_mesh(**MESH))
+    megatron(plan)
+    parallelize(model, plan)
+    for m in (reference, model):
+        m(data(4, 8)).sum().backward()
+        m.up.requires_grad_(True)
+        m(data(4, 8)).square().sum().backward()
+    assert_same_gradients(reference, model)
+
+
+def loads_plain_state() -> None:
+    """A state dict of one device goes into the shards; a wrong shape is torch's own error."""
+    reference, model = pair(Mlp, megatron, MESH)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(2).add_(1)
+    state = reference.state_dict()
+    assert model.load_state_dict(state).missing_keys == []
+    assert not isinstance(state["up.weight"], DTensor)
+    assert_same_step(reference, model, data(4, 8))
+    with pytest.raises(RuntimeError, match=r"size mismatch for up\.weight"):
+        model.load_state_dict({**state, "up.weight": data(3, 8)})
+    back = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    torch.testing.assert_close(back, dict(state))
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    more: dict[str, Any]
+
+
+class Contained(Mlp):
+    def forward(self, x: Batch) -> Any:  # type: ignore[override]
+        y = super().forward(x.x) * x.more["scale"]
+        return Batch(y, {"loss": y.square().mean()})
+
+
+def dataclasses_in_and_out() -> None:
+    reference, model = pair(Contained, megatron, MESH)
+    found = model(Batch(data(4, 8), {"scale": data(4, 8)}))
+    expected = reference(Batch(data(4, 8), {"scale": data(4, 8)}))
+    assert type(found) is Batch and tuple(found.x.placements) == (Shard(0), Replicate())
+    assert tuple(found.more["loss"].placements) == (Replicate(), Replicate())
+    found.more["loss"].backward()
+    expected.more["loss"].backward()
+    assert_same_gradients(reference, model)
+
+
+def test_copies(ranks: RankPools) -> None:
+    ranks.run(copies)
+
+
+def test_unfrozen_parameters(ranks: RankPools) -> None:
+    ranks.run(unfrozen)
+
+
+def test_loading_a_plain_state_dict(ranks: RankPools) -> None:
+    ranks.run(loads_plain_state)
+
+
+def test_dataclasses(ranks: RankPools) -> None:
+    ranks.run(dataclasses_in_and_out)
 
 
 # Llama with its cache

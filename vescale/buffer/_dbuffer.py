@@ -229,15 +229,19 @@ class DBuffer:
         if self.partial_axes:
             raise ValueError(f"norm of a buffer placed as {self.placements}: the sum is pending; reduce it first")
         wide = torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
-        part = torch.linalg.vector_norm(self.local, order, dtype=wide)
+        part = _norm(self.local if order >= 0 else self._without_padding(), order, wide)
         if not self.shard_axes:
             return part
         along = axis_group(self.mesh, self.shard_axes).group
         if math.isinf(order):
             return all_reduce_(part.view(1), "max" if order > 0 else "min", along).wait().view(())
-        power = part if order in (0, 1) else part.pow(order)
+        power = part if order in (0, 1) else part.pow(order)  # of an empty part and a negative order: inf ** order = 0
         total = all_reduce_(power.view(1), "sum", along).wait().view(())
         return total if order in (0, 1) else total.pow(1 / order)
+
+    def _without_padding(self) -> torch.Tensor:
+        """A copy of the tensors' elements: padding is zero, which negative orders would count."""
+        return torch.cat([self.local[:0], *(self.local[s.local_offset :][: s.end - s.begin] for s in self.slices)])
 
     def _must_match(self, other: DBuffer, what: str) -> None:
         if other.group.layout != self.group.layout or other.begin != self.begin or other.numel != self.numel:
@@ -421,6 +425,13 @@ def _piece(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, int]:
             "the mesh; build the mesh from ascending ranks"
         )
     return found.size, found.index
+
+
+def _norm(flat: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
+    """The vector norm; of no elements what leaves a reduction over ranks unchanged, where torch raises or says 0."""
+    if flat.numel() == 0 and order < 0:
+        return torch.full((), math.inf, dtype=dtype, device=flat.device)
+    return torch.linalg.vector_norm(flat, order, dtype=dtype)
 
 
 def _kinds(placements: Sequence[Placement | None]) -> list[type]:

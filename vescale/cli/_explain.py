@@ -67,13 +67,11 @@ def run(args: argparse.Namespace) -> int:
         "memory": lambda: _print_memory(console, program, model),
         "collectives": lambda: _print_collectives(console, prediction, inputs),
     }
-    for name, section in sections.items():
+    for number, (name, section) in enumerate(sections.items()):
         if args.only in (None, name):
             if args.only is None:
-                console.print(_title(name, plan, args), style="bold")
+                console.print("\n" * bool(number) + _title(name, plan, args), style="bold")
             section()
-            if args.only is None:
-                console.print()
     return 0
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm._ledger import name_group
-from vescale.compat import make_group
+from vescale.compat import make_group, without_modes
 
 __all__ = ["AxisGroup", "axis_group", "group_of_ranks"]
 
@@ -43,8 +43,10 @@ class AxisGroup:
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
+# Equal meshes are one key here, and each has process groups of its own for its axes: which of them a rank gets must not
+# depend on its garbage collector either, so one-axis groups are told apart by name.
 _AXIS_GROUPS: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], AxisGroup]]
+    dist.ProcessGroup, weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[tuple[int, ...], str], AxisGroup]]
 ] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -58,11 +60,20 @@ def axis_group(mesh: DeviceMesh, axes: Sequence[int]) -> AxisGroup:
     Raises ValueError on a rank outside the mesh.
     """
     axes = tuple(axes)
+    own = mesh.get_coordinate()
+    if own is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} asks for its group on axes {axes} of {mesh}, but is not part of that mesh; call "
+            "this on the mesh's ranks only"
+        )
+    group = mesh.get_group(axes[0]) if len(axes) == 1 else None
+    key = axes, group.group_name if group is not None else ""
     with _LOCK:
         known = _AXIS_GROUPS.setdefault(_world(), weakref.WeakKeyDictionary()).setdefault(mesh, {})
-        found = known.get(axes)
+        found = known.get(key)
     if found is None:
-        found = known[axes] = _build(mesh, axes)
+        with without_modes():  # the mesh is a tensor, and a program may be traced
+            found = known[key] = _build(mesh, axes, own, group)
     return found
 
 
@@ -72,16 +83,10 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-def _build(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
-    own = mesh.get_coordinate()
-    if own is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} asks for its group on axes {axes} of {mesh}, but is not part of that mesh; call "
-            "this on the mesh's ranks only"
-        )
+def _build(mesh: DeviceMesh, axes: tuple[int, ...], own: Sequence[int], group: dist.ProcessGroup | None) -> AxisGroup:
     choices = [range(mesh.size(axis)) if axis in axes else (own[axis],) for axis in range(mesh.ndim)]
     by_rank = {int(mesh.mesh[coordinate]): coordinate for coordinate in itertools.product(*choices)}
-    group = mesh.get_group(axes[0]) if len(axes) == 1 else group_of_ranks(tuple(sorted(by_rank)))
+    group = group if group is not None else group_of_ranks(tuple(sorted(by_rank)))
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     name_group(group, ",".join(names[axis] for axis in axes))
     order = dist.get_process_group_ranks(group)

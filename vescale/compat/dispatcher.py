@@ -6,6 +6,7 @@ looks up the model that the running op belongs to.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,15 @@ class DispatchListener:
     def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, DTensorSpec, DTensorSpec]]) -> None:
         """Before an op brings operands (position, local tensor, from, to) to other placements on its own account."""
 
+    def viewed_copies(
+        self, op: Any, moves: Sequence[tuple[torch.Tensor, DTensorSpec, torch.Tensor, DTensorSpec]]
+    ) -> None:
+        """After operands of a view were brought elsewhere (local tensor and spec, before and now): the result is a view of
+        the new ones, and what is written to it does not reach the old ones by itself."""
+
+    def wrote(self, tensor: DTensor) -> None:
+        """After an op has written to ``tensor`` in place."""
+
     def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stock DTensor has no rule for ``op``, or one that refuses: return its result, or NotImplemented to let the error
         out."""
@@ -62,6 +72,7 @@ def install_dispatch(handlers: Mapping[Any, Handler], listener: DispatchListener
             dispatcher._custom_op_handlers[op] = handler  # type: ignore[assignment]
         _listen_to_redistributions(dispatcher, listener)
         _listen_to_missing_strategies(dispatcher, listener)
+        _listen_to_writes(dispatcher, listener)
         _listen_to_plain_operands(dispatcher, listener)
         _format_scalars()
 
@@ -92,26 +103,85 @@ def _listen_to_redistributions(dispatcher: Any, listener: DispatchListener) -> N
         if moves:
             listener.redistribution(schema.op, moves)
         original(op_info, schema, use_val)
+        if moves and schema.op._schema._is_view_op():
+            copies = [(local, found, op_info.local_args[position], to) for position, local, found, to in moves]
+            listener.viewed_copies(schema.op, copies)
 
     dispatcher.redistribute_local_args = redistribute_local_args
+
+
+def _listen_to_writes(dispatcher: Any, listener: DispatchListener) -> None:
+    original = dispatcher._dispatch_fast_path_python_tail
+
+    def tail(
+        op_call: Any,
+        args: Any,
+        kwargs: Any,
+        mesh: Any,
+        sharding: Any,
+        results: Any,
+        participating: bool,
+        is_inplace_op: bool,
+        is_out_variant_op: bool,
+    ) -> Any:
+        result = original(
+            op_call, args, kwargs, mesh, sharding, results, participating, is_inplace_op, is_out_variant_op
+        )
+        if participating and (is_inplace_op or is_out_variant_op):
+            for written in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(written, DTensor):
+                    listener.wrote(written)
+        return result
+
+    dispatcher._dispatch_fast_path_python_tail = tail
+
+    def telling(handler: Handler) -> Handler:
+        @functools.wraps(handler)
+        def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            result = handler(op, args, kwargs)
+            if args and isinstance(args[0], DTensor):
+                listener.wrote(args[0])
+            return result
+
+        return handle
+
+    for op, handler in dispatcher._custom_op_handlers.items():
+        if op._schema.is_mutable and not op._schema.name.startswith("aten::_foreach"):
+            dispatcher._custom_op_handlers[op] = telling(handler)
 
 
 def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -> None:
     original = dispatcher._propagate_op_sharding_dispatch_slow_path
 
     def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
+        # The C++ caller takes anything that is no OutputSharding as the op's own result.
         try:
-            return original(op_call, args, kwargs, op_info, try_cache)
+            sharding = original(op_call, args, kwargs, op_info, try_cache)
         except RuntimeError as error:
             if not _lacks_rule(error):
                 raise
-            # The C++ caller takes anything that is no OutputSharding as the op's own result.
             result = listener.no_strategy(op_call, args, kwargs)
             if result is NotImplemented:
                 raise
             return result
+        if op_call._schema.is_mutable and _moves_written(sharding, op_info.schema):
+            result = listener.no_strategy(op_call, args, kwargs)
+            return sharding if result is NotImplemented else result
+        return sharding
 
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagate
+
+
+def _moves_written(sharding: Any, schema: Any) -> bool:
+    """Whether a rule wants what an in-place op writes to elsewhere: stock DTensor would write to a copy, and label the
+    tensor, which stays where it is, with the copy's placements."""
+    wanted = getattr(sharding, "redistribute_schema", None)
+    if wanted is None or not isinstance(schema.args_schema[0], DTensorSpec):
+        return False
+    written = schema.op._schema.arguments[0].alias_info
+    if written is None or not written.is_write or not isinstance(wanted.args_schema[0], DTensorSpec):
+        return False
+    return schema.args_schema[0].placements != wanted.args_schema[0].placements
 
 
 def _lacks_rule(error: BaseException | None) -> bool:
@@ -150,6 +220,8 @@ def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     info.output_sharding = sharding
     local = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
     if op._schema.is_mutable:  # the rule of an in-place op keeps the placements of what it writes to, or raises
+        for listener in _INSTALLED:
+            listener.wrote(args[0])
         return args[0]
     return dispatcher.wrap(local, sharding.output_spec)
 

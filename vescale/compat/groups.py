@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -15,7 +16,8 @@ def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 
     ``dist.new_group(use_local_synchronization=True)`` promises the same, but names the group after the *number* of
     groups that the calling rank knows; ranks that know different numbers (a pipeline stage with a mesh of its own)
-    wait for each other for ever. Here the name follows from the ranks, so one group can be made for each set of ranks.
+    wait for each other for ever. Here the name follows from the ranks, so one group can be made for each set of ranks. A
+    member that never comes is an error after the default group's timeout, where stock groups wait half an hour.
     """
     world = c10d._get_default_group()
     backend, store = c10d._world.pg_map[world]
@@ -26,9 +28,19 @@ def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
         backend,
         store,
         f"vescale ranks {'_'.join(map(str, ranks))}",  # type: ignore[arg-type]  # GroupName is str at run time
-        timeout=c10d._get_default_timeout(dist.Backend(backend)),
+        timeout=_timeout_of(world, backend),
         device_id=world.bound_device_id,
         group_desc="vescale",
     )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+def _timeout_of(group: dist.ProcessGroup, backend: str) -> timedelta:
+    """How long a group's collectives wait; the default of the backend where it does not tell."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        found = getattr(options, "_timeout", None)
+        if found is not None:
+            return timedelta(seconds=found.total_seconds())
+    return c10d._get_default_timeout(dist.Backend(backend))

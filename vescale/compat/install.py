@@ -32,19 +32,23 @@ __all__ = ["DTensorHooks", "install", "stock"]
 class DTensorHooks:
     """What runs instead of stock DTensor once a custom placement is involved.
 
-    ``has_custom(placements)`` decides; the others have the signatures of what they replace, except
-    ``run_op(op, args, kwargs, schema)``, which runs an op or gives the sharding decision that the dispatcher caches.
+    ``has_custom(placements)`` decides; the others have the signatures of what they replace (``set_item`` gets the original
+    first), except
+    ``local_gradient(grad, spec, grad_placements)``, the DTensor that ``to_local``'s backward gives for the gradient of the
+    local tensor of a DTensor with ``spec``, and ``run_op(op, args, kwargs, schema)``, which runs an op or gives the
+    sharding decision that the dispatcher caches.
     """
 
     has_custom: Callable[..., bool]
     redistribute: Callable[..., Any]
     redistribute_local: Callable[..., Any]
-    to_local: Callable[..., Any]
+    local_gradient: Callable[..., Any]
     full_tensor: Callable[..., Any]
     from_local: Callable[..., Any]
     distribute_tensor: Callable[..., Any]
     checkpoint: CheckpointHooks
     run_op: Callable[..., Any]
+    set_item: Callable[..., None]
 
 
 _LOCK = threading.Lock()
@@ -53,7 +57,6 @@ _INSTALLED: list[DTensorHooks] = []
 # The originals, whether or not install() has run.
 _STOCK = SimpleNamespace(
     redistribute=DTensor.redistribute,
-    to_local=DTensor.to_local,
     full_tensor=DTensor.full_tensor,
     from_local=DTensor.from_local,
     distribute_tensor=tensor_api.distribute_tensor,
@@ -62,7 +65,7 @@ _STOCK = SimpleNamespace(
 
 
 def stock() -> Any:
-    """PyTorch's own ``redistribute``, ``to_local``, ``full_tensor``, ``from_local`` and ``distribute_tensor``."""
+    """PyTorch's own ``redistribute``, ``full_tensor``, ``from_local`` and ``distribute_tensor``."""
     return _STOCK
 
 
@@ -77,6 +80,7 @@ def install(hooks: DTensorHooks) -> None:
         self_check()
         _INSTALLED.append(hooks)
         _wrap_methods(hooks)
+        _wrap_local_gradient(hooks)
         _wrap_redistribute_local(hooks)
         _wrap_distribute_tensor(hooks)
         wrap_checkpoint(hooks.has_custom, hooks.checkpoint)
@@ -84,37 +88,56 @@ def install(hooks: DTensorHooks) -> None:
 
 
 def _wrap_methods(hooks: DTensorHooks) -> None:
-    has_custom, stock_to_local = hooks.has_custom, _STOCK.to_local
+    has_custom, stock_redistribute, stock_from_local = hooks.has_custom, _STOCK.redistribute, _STOCK.from_local
 
     @functools.wraps(_STOCK.redistribute)
     def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
         if placements is None or not (has_custom(self._spec.placements) or has_custom(placements)):
-            return _STOCK.redistribute(self, device_mesh, placements, **options)
+            return stock_redistribute(self, device_mesh, placements, **options)
         return hooks.redistribute(self, device_mesh, placements, **options)
-
-    @functools.wraps(_STOCK.to_local)
-    def to_local(self: Any, *, grad_placements: Any = None) -> Any:
-        if has_custom(self._spec.placements) or (grad_placements and has_custom(grad_placements)):
-            return hooks.to_local(self, grad_placements=grad_placements)
-        return stock_to_local(self, grad_placements=grad_placements)
 
     @functools.wraps(_STOCK.full_tensor)
     def full_tensor(self: Any, *, grad_placements: Any = None) -> Any:
-        if not (hooks.has_custom(self._spec.placements) or (grad_placements and hooks.has_custom(grad_placements))):
+        if not (has_custom(self._spec.placements) or (grad_placements and has_custom(grad_placements))):
             return _STOCK.full_tensor(self, grad_placements=grad_placements)
         return hooks.full_tensor(self, grad_placements=grad_placements)
 
     @functools.wraps(_STOCK.from_local)
     def from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        if not options and placements is not None and not has_custom(placements):  # most calls; the rest costs more
+            return stock_from_local(local_tensor, device_mesh, placements)
         gradient = options.get("grad_placements")
         if not ((placements and has_custom(placements)) or (gradient and has_custom(gradient))):
-            return _STOCK.from_local(local_tensor, device_mesh, placements, **options)
+            return stock_from_local(local_tensor, device_mesh, placements, **options)
         return hooks.from_local(local_tensor, device_mesh, placements, **options)
 
+    set_item = DTensor.__setitem__
+
+    @functools.wraps(set_item)
+    def __setitem__(self: Any, index: Any, value: Any) -> None:
+        if not has_custom(self._spec.placements):
+            return set_item(self, index, value)
+        return hooks.set_item(set_item, self, index, value)
+
+    DTensor.__setitem__ = __setitem__  # type: ignore[method-assign]
     DTensor.redistribute = redistribute  # type: ignore[method-assign]
-    DTensor.to_local = to_local  # type: ignore[method-assign]
     DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
     DTensor.from_local = staticmethod(from_local)  # type: ignore[method-assign]
+
+
+def _wrap_local_gradient(hooks: DTensorHooks) -> None:
+    """``to_local`` itself does what it should for every placement, and is too cheap to be wrapped; only its backward
+    asks what the placements mean."""
+    original, has_custom = tensor_api._ToTorchTensor.backward, hooks.has_custom
+
+    @functools.wraps(original)
+    def backward(ctx: Any, grad_output: Any) -> Any:
+        spec, wanted = ctx.dtensor_spec, ctx.grad_placements
+        if grad_output is None or not (has_custom(spec.placements) or (wanted and has_custom(wanted))):
+            return original(ctx, grad_output)
+        return hooks.local_gradient(grad_output, spec, wanted), None
+
+    tensor_api._ToTorchTensor.backward = staticmethod(backward)  # type: ignore[method-assign]
 
 
 def _wrap_redistribute_local(hooks: DTensorHooks) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["NEEDS", "Need", "UnsupportedTorchError", "self_check"]
+__all__ = ["NEEDS", "OPTIONAL", "Need", "UnsupportedTorchError", "self_check"]
 
 
 class UnsupportedTorchError(ImportError):
@@ -28,11 +28,13 @@ class Need:
         module: where it is.
         path: its name there; ``Class.method`` for members, ``a|b`` where either will do.
         parameters: parameters that it must have, in this order among its own.
+        uses: names that its code must mention: what a function that is not replaced leaves for one that is.
     """
 
     module: str
     path: str
     parameters: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
 
 
 _TENSOR = "torch.distributed.tensor"
@@ -50,7 +52,9 @@ NEEDS: tuple[Need, ...] = (
         "DTensor.redistribute",
         ("device_mesh", "placements", "async_op", "forward_dtype", "backward_dtype"),
     ),
-    Need(_TENSOR, "DTensor.to_local", ("grad_placements",)),
+    Need(_TENSOR, "DTensor.to_local", ("grad_placements",), uses=("_ToTorchTensor",)),
+    Need(f"{_TENSOR}._api", "_ToTorchTensor.forward", uses=("dtensor_spec", "grad_placements")),
+    Need(f"{_TENSOR}._api", "_ToTorchTensor.backward", ("ctx", "grad_output")),
     Need(
         _TENSOR,
         "DTensor.from_local",
@@ -73,6 +77,21 @@ NEEDS: tuple[Need, ...] = (
         _TENSOR,
         "DTensor._op_dispatcher._try_replicate_spec_for_scalar_tensor",
         ("op_call", "tensor_arg", "compute_mesh"),
+    ),
+    Need(
+        _TENSOR,
+        "DTensor._op_dispatcher._dispatch_fast_path_python_tail",
+        (
+            "op_call",
+            "args",
+            "kwargs",
+            "compute_mesh",
+            "output_sharding",
+            "local_results",
+            "participating",
+            "is_inplace_op",
+            "is_out_variant_op",
+        ),
     ),
     Need(_TENSOR, "DTensor._op_dispatcher._dispatch_get_local_results_slow_path", ("op_call", "args", "op_info")),
     Need(_TENSOR, "DTensor._op_dispatcher.wrap", ("res", "spec")),
@@ -131,6 +150,8 @@ NEEDS: tuple[Need, ...] = (
     Need("torch.distributed.device_mesh", "_mesh_resources.get_current_mesh"),
     Need("torch.distributed.distributed_c10d", "_get_default_group"),
     Need("torch.distributed.distributed_c10d", "_get_default_timeout"),
+    Need("torch.distributed", "ProcessGroup._device_types"),
+    Need("torch.distributed", "ProcessGroup._get_backend"),
     Need("torch.distributed.distributed_c10d", "_world.pg_map"),
     Need(
         "torch.distributed.distributed_c10d",
@@ -162,11 +183,29 @@ NEEDS: tuple[Need, ...] = (
     Need("torch._C", "DispatchKey.CompositeImplicitAutograd"),
     Need("torch._C", "_clear_DTensor_sharding_propagator_cache"),
     Need("torch._C", "_dispatch_has_kernel_for_dispatch_key"),
+    Need("torch", "_foreach_add_"),
+    Need("torch", "_foreach_copy_"),
+    Need("torch", "_foreach_mul_"),
+    Need("torch", "_foreach_norm"),
     Need("torch._C._distributed_c10d", "_register_work"),
+    Need("torch._C", "_len_torch_dispatch_stack", ()),
+    Need("torch._guards", "detect_fake_mode", ("inputs",)),
+    Need(
+        "torch.distributed._functional_collectives",
+        "all_to_all_single",
+        ("self", "output_split_sizes", "input_split_sizes", "group"),
+    ),
+    Need("torch.distributed._functional_collectives", "wait_tensor", ("tensor",)),
     Need("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
     Need("torch.distributed", "_Work"),
     Need("torch.distributed", "all_gather_single|all_gather_into_tensor"),
     Need("torch.distributed", "reduce_scatter_single|reduce_scatter_tensor"),
+)
+
+# Where these are missing something is slower, and right all the same; whoever uses them falls back, and says so.
+OPTIONAL: tuple[Need, ...] = (
+    Need("torch.cuda._utils", "_cuda_load_module"),
+    Need("torch.cuda._utils", "_get_gpu_rtc_library|_get_nvrtc_library"),
 )
 
 
@@ -198,6 +237,9 @@ def _lack(need: Need) -> str | None:
             break
     if found is None:
         return name
+    unused = [word for word in need.uses if word not in inspect.unwrap(found).__code__.co_names]
+    if unused:
+        return f"{name}: code that uses {', '.join(unused)}"
     return _parameters_lacking(found, name, need.parameters)
 
 

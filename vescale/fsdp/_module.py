@@ -272,8 +272,8 @@ def _states_of(modules: Sequence[FSDPModule]) -> list[ModuleState]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(
-                f"expected modules that were given to fully_shard, got {type(module).__name__}; shard it before, or leave "
-                "it out"
+                f"expected modules that were given to fully_shard, got {type(module).__name__}; shard it before, or "
+                "leave it out"
             )
     return [module._state for module in modules]
 

@@ -47,6 +47,9 @@ class LoweringError(PlanError):
             lines = "".join(f"\n  {finding}" for finding in findings)
             self.args = (f"{len(findings)} mistakes in the plan:{lines}",)
 
+    def __reduce__(self) -> tuple[type[LoweringError], tuple[tuple[Finding, ...]]]:
+        return LoweringError, (self.findings,)  # errors cross processes
+
 
 class Findings:
     """Collects findings; those that say the same of several layers become one."""

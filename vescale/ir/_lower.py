@@ -39,7 +39,7 @@ def lower(plan: Plan, model: nn.Module) -> Program:
             of range, uneven cuts, cuts inside attention heads, inputs that no forward takes. Nothing has been
             communicated then.
     """
-    index = _index(model)
+    index = _index(plan, model)
     findings = Findings()
     resolution = _resolve(plan, index, findings)
     errors = [finding for finding in findings.collect() if finding.severity == "error"]
@@ -50,7 +50,7 @@ def lower(plan: Plan, model: nn.Module) -> Program:
 
 def check(plan: Plan, model: nn.Module) -> tuple[Finding, ...]:
     """Everything wrong or doubtful in ``plan`` for ``model``: the errors that :func:`lower` raises, then warnings."""
-    index = _index(model)
+    index = _index(plan, model)
     findings = Findings()
     try:
         resolution = _resolve(plan, index, findings)
@@ -61,7 +61,9 @@ def check(plan: Plan, model: nn.Module) -> tuple[Finding, ...]:
     return findings.collect()
 
 
-def _index(model: nn.Module) -> ModelIndex:
+def _index(plan: Plan, model: nn.Module) -> ModelIndex:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is a {type(plan).__name__}; pass a vescale.Plan (Plan.from_yaml reads a file)")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     return ModelIndex(model)

@@ -117,7 +117,10 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 def _forward_inputs(forward: Callable[..., object]) -> ForwardInputs:
     kinds = inspect.Parameter
-    parameters = list(inspect.signature(forward).parameters.values())
+    try:
+        parameters = list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):  # compiled and scripted forwards have none: any input may be one
+        return ForwardInputs((), (), True, True)
     by_position = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
     return ForwardInputs(
         tuple(p.name for p in parameters if p.kind in by_position),

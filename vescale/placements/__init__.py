@@ -1,10 +1,11 @@
 """Placements beyond stock DTensor's, on exact-type DTensors, and the index arithmetic of all placements."""
 
-from vescale.placements._api import distribute_tensor, from_local, full_tensor, redistribute, to_local
+from vescale.placements._api import distribute_tensor, full_tensor, redistribute
 from vescale.placements._custom import CustomPlacement
 from vescale.placements._install import install
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._kinds import has_custom, ragged_axis, shard_dim
+from vescale.placements._local import from_local, to_local
 from vescale.placements._move import move_local
 from vescale.placements._normalize import normalize_placements
 from vescale.placements._ops import register_rule

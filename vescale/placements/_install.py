@@ -18,7 +18,7 @@ def install() -> None:
     global _DONE
     if _DONE:
         return
-    from vescale.placements import _api, _checkpoint, _ops
+    from vescale.placements import _api, _checkpoint, _local, _ops
     from vescale.placements._kinds import has_custom
 
     install_hooks(
@@ -26,12 +26,13 @@ def install() -> None:
             has_custom=has_custom,
             redistribute=_api.redistribute,
             redistribute_local=_api.redistribute_local,
-            to_local=_api.to_local,
+            local_gradient=_local.local_gradient,
             full_tensor=_api.full_tensor,
-            from_local=_api.from_local,
+            from_local=_local.from_local,
             distribute_tensor=_api.distribute_tensor,
             checkpoint=_checkpoint.HOOKS,
             run_op=_ops.run_op,
+            set_item=_ops.set_item,
         )
     )
     _DONE = True

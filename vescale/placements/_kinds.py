@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import StridedShard
-from vescale.placements._custom import CustomPlacement
+from vescale.placements._custom import has_custom
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._ragged import RaggedShard
 
 __all__ = ["has_custom", "is_replicated", "is_sharded", "ragged_axis", "shard_dim", "split_factor"]
-
-
-def has_custom(placements: Sequence[Any]) -> bool:
-    """Whether any axis has a placement that stock DTensor does not know."""
-    for placement in placements:  # noqa: SIM110  # a plain loop: every wrapper of a stock entry point asks this first
-        if isinstance(placement, CustomPlacement):
-            return True
-    return False
 
 
 def shard_dim(placement: Placement) -> int | None:

@@ -8,7 +8,9 @@ here: operands are moved, a local function runs, results are wrapped. Rules are 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +40,10 @@ from vescale.placements._rules import register_rule as add_rule
 from vescale.placements._rules._call import spec_for, with_placements
 from vescale.placements._strict import report_fallback
 
-__all__ = ["register_rule", "run_op"]
+__all__ = ["register_rule", "run_op", "set_item"]
+
+# Threads that run an assignment to items of a DTensor.
+_ASSIGNING = threading.local()
 
 # Keyword arguments that decide what results look like; others (alpha, value, ...) only do for integers.
 _FORMATS = frozenset(["dtype", "layout", "device", "pin_memory", "memory_format"])
@@ -82,6 +87,19 @@ def run_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
     if _runs_as_it_is(call, decision):
         return OutputSharding(_output_specs(call, decision))
     return _execute(call, decision, args, kwargs)
+
+
+def set_item(original: Callable[..., None], dtensor: DTensor, index: Any, value: Any) -> None:
+    """``dtensor[index] = value`` by PyTorch's ``original``: a view of the tensor, then a write to the view.
+
+    Raises RuntimeError when the view would be a copy.
+    """
+    before = getattr(_ASSIGNING, "now", False)
+    _ASSIGNING.now = True
+    try:
+        original(dtensor, index, value)
+    finally:
+        _ASSIGNING.now = before
 
 
 @functools.lru_cache(maxsize=8192)
@@ -152,6 +170,12 @@ def _execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: di
         for index, (spec, wanted) in enumerate(zip(call.operands, decision.inputs))
         if spec.placements != wanted
     ]
+    if moves and is_view(call.op) and getattr(_ASSIGNING, "now", False):
+        raise RuntimeError(
+            f"{call.op} of {_describe(call, moves[0][0])} is a copy, so an assignment to it would be lost; assign through a "
+            "mask of the tensor's own shape (x[mask] = value) or to rows of a ragged tensor (x[2:5] = value), use "
+            "torch.where, or call redistribute() first"
+        )
     for index, spec, target in moves:  # refuse before the first communication
         if _is_reported(spec, target):
             report_fallback(str(call.op), _describe(call, index), _text(target.placements), is_view(call.op))
@@ -216,7 +240,7 @@ def _placeholder(specs: Any) -> Any:
 
 def _is_reported(source: DTensorSpec, target: DTensorSpec) -> bool:
     """Whether a move gives up our placements and gathers; a single number does not count."""
-    if source.shape.numel() <= 1 or has_custom(target.placements):
+    if math.prod(source.shape) <= 1 or has_custom(target.placements):
         return False
     pairs = zip(source.placements, target.placements)
     return any(isinstance(before, CustomPlacement) and after.is_replicate() for before, after in pairs)

@@ -11,7 +11,12 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-__all__ = ["PlacementFallbackError", "PlacementFallbackWarning", "report_fallback", "strict_placements"]
+__all__ = [
+    "PlacementFallbackError",
+    "PlacementFallbackWarning",
+    "report_fallback",
+    "strict_placements",
+]
 
 
 class PlacementFallbackWarning(UserWarning):

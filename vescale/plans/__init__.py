@@ -11,6 +11,7 @@ from vescale.plans._entries import (
     UnitEntry,
 )
 from vescale.plans._errors import MissingMeshError, PlanError, Source, did_you_mean
+from vescale.plans._hf_import import HfImportWarning
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, BWD, FWD, INIT, RUN, Phase, phase_text
@@ -27,6 +28,7 @@ __all__ = [
     "AxisPlacements",
     "Entry",
     "FactoryEntry",
+    "HfImportWarning",
     "LocalEntry",
     "MeshAxes",
     "MissingMeshError",

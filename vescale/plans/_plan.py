@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
@@ -19,7 +20,7 @@ from vescale.plans._entries import (
     ShardEntry,
     UnitEntry,
 )
-from vescale.plans._errors import PlanError, Source, calling_line
+from vescale.plans._errors import PlanError, Source, calling_line, did_you_mean
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, Phase, parse_phase
@@ -208,6 +209,49 @@ class Plan:
         from vescale.plans._yaml_reader import read_plan
 
         return read_plan(file, mesh)
+
+    @classmethod
+    def from_hf(
+        cls,
+        model: nn.Module,
+        mesh: DeviceMesh | Mapping[str, int] | MeshAxes,
+        axis: str = "tp",
+        *,
+        expert_axis: str | None = None,
+        dispatch: Literal["mask", "all_to_all"] = "mask",
+        batch_axis: str | None = "dp",
+        sequence_parallel: bool = False,
+    ) -> Plan:
+        """The plan that a Hugging Face model carries (``model.tp_plan``, ``model.ep_plan``), as an ordinary plan.
+
+        Args:
+            model: a transformers model, on any device, also the meta device; only names and shapes are read.
+            axis: the mesh axis of tensor parallelism.
+            expert_axis: the axis over which whole experts are spread (``ep_plan``), which may be ``axis`` itself or the
+                one of the batch; None: experts are cut as ``tp_plan`` says.
+            dispatch: how tokens meet experts on other ranks, with ``expert_axis``.
+            batch_axis: the axis over which the batch of the model's inputs is cut, when the mesh has it.
+            sequence_parallel: shard the sequence over ``axis`` between the parts of each layer (transformers' plans do
+                not): derived from where the plan sums.
+
+        Rules that match nothing in this model say nothing. What ``axis`` cannot cut evenly, or only inside attention
+        heads, stays whole, with one :class:`HfImportWarning`; ``vescale.ir.coverage`` tells how much is cut.
+
+        Raises:
+            PlanError: a model without a plan, an unknown style, an axis that the mesh does not have.
+        """
+        from vescale.plans._hf_import import add_hf_entries
+
+        plan = cls(mesh)
+        for name in (axis, expert_axis):
+            if name is not None and name not in plan.axes:
+                raise PlanError(
+                    f"Plan.from_hf: the mesh has no axis {name!r} (axes: {', '.join(plan.axes.names)})"
+                    f"{did_you_mean(name, plan.axes.names)}; pass axis= or expert_axis=",
+                    calling_line(),
+                )
+        add_hf_entries(plan, model, axis, expert_axis, dispatch, batch_axis, sequence_parallel)
+        return plan
 
     def to_yaml(self) -> str:
         """The plan as YAML text; ``Plan.from_yaml(plan.to_yaml()) == plan``."""

@@ -8,7 +8,8 @@ same for a model's initialization, without ever holding the whole model. Ops, ru
 from vescale.rng._data import SampleSeeds, ShardedBatchSampler
 from vescale.rng._deferred import DeferredTensor, DeferredValueError, is_deferred
 from vescale.rng._init import rand, randint, randn
-from vescale.rng._materialize import PlacementFn, materialize, materialize_tensor
+from vescale.rng._local import drawing_part_of
+from vescale.rng._materialize import PlacementFn, fingerprint, has_deferred, materialize, materialize_tensor
 from vescale.rng._switch import deferred_init, disable, enable, is_enabled
 
 __all__ = [
@@ -19,7 +20,10 @@ __all__ = [
     "ShardedBatchSampler",
     "deferred_init",
     "disable",
+    "drawing_part_of",
     "enable",
+    "fingerprint",
+    "has_deferred",
     "is_deferred",
     "is_enabled",
     "materialize",

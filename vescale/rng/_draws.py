@@ -17,6 +17,9 @@ from vescale.rng._mt19937 import Mt19937State
 
 __all__ = ["Cursor", "DrawRule", "NativeFill", "NormalBlocks", "NormalPairs", "WordsPerElement"]
 
+# Up to so many words drawing them costs less than reading the generator's state, skipping and writing it back.
+DISCARDED_WORDS = 1 << 14
+
 # The native op: fills a contiguous 1-D tensor from a generator.
 NativeFill = Callable[[torch.Tensor, torch.Generator], object]
 
@@ -33,7 +36,10 @@ class Cursor:
 
     def at(self, word: int, drawing: int) -> torch.Generator:
         """The generator, ``word`` words after the start; the caller draws ``drawing`` words from it."""
-        if word != self._word:
+        ahead = word - self._word
+        if 0 < ahead <= DISCARDED_WORDS:
+            torch.empty(ahead, dtype=torch.uint8).random_(generator=self._generator)  # a word each
+        elif ahead:
             self.state(word).write_to(self._generator)
         self._word = word + drawing
         return self._generator

@@ -13,11 +13,6 @@ from vescale.rng._ops import RandomOp
 
 __all__ = ["advance", "default_generator", "fill_region", "generator_at", "saved_state"]
 
-_NOT_YET = (
-    "random numbers on {device}: one device's numbers are implemented for cpu only so far; call vescale.rng.disable() to "
-    "use PyTorch's own on this device, or generate on cpu and move the result"
-)
-
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that random ops on a device use unless told otherwise."""
@@ -27,7 +22,10 @@ def default_generator(device: torch.device) -> torch.Generator:
         index = device.index if device.index is not None else torch.cuda.current_device()
         torch.cuda.init()
         return torch.cuda.default_generators[index]
-    raise NotImplementedError(_NOT_YET.format(device=device))
+    raise NotImplementedError(
+        f"random numbers on device {device}: single-device semantics are implemented for cpu and cuda; "
+        "generate on one of those and move the result"
+    )
 
 
 def fill_region(
@@ -48,7 +46,9 @@ def fill_region(
     if local.device.type == "cpu":
         _cpu.fill_region(local, region, global_strides, op, generator, parameter)
     else:
-        raise NotImplementedError(_NOT_YET.format(device=local.device))
+        from vescale.rng import _cuda  # compiles nothing, but programs without a GPU need not read it
+
+        _cuda.fill_region(local, region, global_strides, op, generator, parameter)
 
 
 def advance(

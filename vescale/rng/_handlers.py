@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.compat import local_of, make_dtensor, make_spec, spec_of
+from vescale.compat.kernels import fused_dropout
 from vescale.compat.random import (
     Handler,
     call_stock,
@@ -24,7 +25,8 @@ from vescale.compat.random import (
 )
 from vescale.rng._dtensor import empty, empty_like, fill, outside_mesh, part_of_whole, region_of, replicated, whole_of
 from vescale.rng._multinomial import multinomial
-from vescale.rng._ops import RandomOp, inplace_overloads
+from vescale.rng._ops import DROPOUT_MASK, RandomOp, inplace_overloads
+from vescale.rng._spans import is_contiguous, stream_order
 
 __all__ = ["handlers"]
 
@@ -120,12 +122,41 @@ def _native_dropout(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
         mask: Any = torch.ones_like(source, dtype=torch.bool)
         return source.clone(), mask
     spec = spec_of(source)
+    if local_of(source).device.type == "cuda":
+        return _native_dropout_cuda(source, p)
     if _dropout_mask_keeps_strides():
         mask = empty_like(source, torch.bool)
     else:
         mask = empty(spec.shape, torch.bool, spec.mesh, spec.placements)
     fill(mask, RandomOp("bernoulli_", (1.0 - p,)))
     return source.mul(mask).mul_(0.0 if p == 1 else 1.0 / (1.0 - p)), mask
+
+
+def _native_dropout_cuda(source: Any, p: float) -> Any:
+    """There the kernel depends on how the input lies in memory: element by element in the order of the dims where it
+    cannot take neighbours together, else in memory order."""
+    if p == 1:  # draws nothing
+        return torch.zeros_like(source), empty_like(source, torch.bool).fill_(False)
+    spec = spec_of(source)
+    assert spec.tensor_meta is not None
+    shape, strides = tuple(spec.shape), spec.tensor_meta.stride
+    order = stream_order(shape, strides)
+    has_holes = not is_contiguous([shape[dim] for dim in order], [strides[dim] for dim in order])
+    if has_holes or source.numel() % 2:
+        mask: Any = empty(shape, torch.bool, spec.mesh, spec.placements)
+    else:
+        mask = empty_like(source, torch.bool)
+    fill(mask, RandomOp(DROPOUT_MASK, (p, has_holes), source.dtype))
+    accumulated = torch.float64 if source.dtype == torch.float64 else torch.float32
+    return source.mul(mask).mul_(_cuda_dropout_scale(p, accumulated, local_of(source).device)), mask
+
+
+@functools.lru_cache(maxsize=64)
+def _cuda_dropout_scale(p: float, dtype: torch.dtype, device: torch.device) -> float:
+    """What the kernel multiplies kept elements by: 1 / (1 - p), with the device's roundings."""
+    ones = torch.ones(4096, dtype=dtype, device=device)
+    kept, _ = fused_dropout(ones, 1.0 - p, torch.Generator(device).manual_seed(0))
+    return float(kept.max().item()) or 1.0 / (1.0 - p)
 
 
 @functools.cache

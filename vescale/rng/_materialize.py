@@ -15,14 +15,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import make_dtensor, make_spec
+from vescale.compat.deferred import tree_leaves
 from vescale.placements import Region, local_region, normalize_placements
 from vescale.rng._deferred import DeferredTensor, view_of
 from vescale.rng._dtensor import part_of_whole
-from vescale.rng._graph import Record, View, needed_ops, next_time
+from vescale.rng._graph import Constant, Record, View, needed_ops, next_time
 from vescale.rng._ops import RandomOp
 from vescale.rng._replay import part_values, whole_values
 
-__all__ = ["PlacementFn", "materialize", "materialize_tensor"]
+__all__ = ["PlacementFn", "fingerprint", "has_deferred", "materialize", "materialize_tensor"]
 
 # (qualified name, deferred tensor) -> one placement per mesh axis, or None: a plain tensor, whole on every rank.
 PlacementFn = Callable[[str, torch.Tensor], Sequence[Placement] | None]
@@ -228,13 +229,23 @@ def _own_part(whole: torch.Tensor, region: Region) -> torch.Tensor:
     return part.clone() if part is whole else part
 
 
-def _check_all_ranks_recorded_the_same(mesh: DeviceMesh, tensors: Sequence[DeferredTensor]) -> None:
-    """Raises on every rank of the mesh when their constructors ran from different generator states or did other ops."""
-    if mesh.get_coordinate() is None:
-        return
+def has_deferred(module: nn.Module) -> bool:
+    """Whether a parameter or buffer of a module waits for :func:`materialize`."""
+    return any(isinstance(tensor, DeferredTensor) for _, tensor in _named_tensors(module))
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """A number of 56 bits that tells deferred tensors of different values apart, without computing them: of the recorded
+    ops, their arguments and the generator states. Raises TypeError for a tensor that has values."""
+    return _fingerprint([tensor])
+
+
+def _fingerprint(tensors: Sequence[torch.Tensor]) -> int:
     digest = hashlib.sha256()
     records: dict[int, Record] = {}
     for tensor in tensors:
+        if not isinstance(tensor, DeferredTensor):
+            raise TypeError(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}; expected a deferred tensor")
         view = view_of(tensor)
         digest.update(repr((view.shape, view.strides, view.offset, view.dtype)).encode())
         records[id(view.record)] = view.record
@@ -242,7 +253,27 @@ def _check_all_ranks_recorded_the_same(mesh: DeviceMesh, tensors: Sequence[Defer
     for record in records.values():
         for op in needed_ops(record, time):
             digest.update(f"{op.func} {op.draws if isinstance(op.draws, RandomOp) else ''}".encode() + op.state)
-    number = int.from_bytes(digest.digest()[:7], "little")
+            for leaf in tree_leaves((op.args, op.kwargs)):
+                if isinstance(leaf, Constant):
+                    leaf = (tuple(leaf.tensor.shape), _sum_of_bits(leaf.value()))
+                elif isinstance(leaf, View):
+                    leaf = (leaf.shape, leaf.strides, leaf.offset)
+                digest.update(f"{leaf}\n".encode())
+    return int.from_bytes(digest.digest()[:7], "little")
+
+
+def _sum_of_bits(values: torch.Tensor) -> int:
+    """Changes with any one element."""
+    if values.is_meta or values.numel() == 0:
+        return 0
+    return int(values.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64))
+
+
+def _check_all_ranks_recorded_the_same(mesh: DeviceMesh, tensors: Sequence[DeferredTensor]) -> None:
+    """Raises on every rank of the mesh when their constructors ran from different generator states or did other ops."""
+    if mesh.get_coordinate() is None:
+        return
+    number = _fingerprint(tensors)
     extremes = torch.tensor([number, -number], device=mesh.device_type)
     for axis in range(mesh.ndim):
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))

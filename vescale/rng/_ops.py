@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from vescale.compat.kernels import fused_dropout
 from vescale.rng._draws import DrawRule, NormalBlocks, NormalPairs, WordsPerElement
 from vescale.rng._mt19937 import Mt19937State
 
-__all__ = ["RandomOp", "half_normal_tail_follows_last_block", "inplace_overloads", "words_drawn"]
+__all__ = ["DROPOUT_MASK", "RandomOp", "half_normal_tail_follows_last_block", "inplace_overloads", "words_drawn"]
 
+DROPOUT_MASK = "native_dropout's mask"
 _HALVES = (torch.bfloat16, torch.float16)
 _FULL_RANGE_DRAWS_64 = (torch.int64, torch.float64, torch.float32, torch.bfloat16)
 
@@ -23,19 +25,57 @@ class RandomOp:
     """One in-place random op with its scalar arguments, say ``RandomOp("normal_", (0.0, 0.02))``.
 
     ``name`` is the method of ``torch.Tensor``. ``bernoulli_`` with a tensor of probabilities takes it at each call, as
-    ``parameter``, of the shape of the filled tensor.
+    ``parameter``, of the shape of the filled tensor. ``DROPOUT_MASK`` fills a boolean tensor with the elements that
+    ``native_dropout`` on CUDA keeps, for an input of ``dtype``; its arguments are the probability to drop, and whether
+    the input has holes between its elements in memory (its kernel then takes one element at a time).
     """
 
     name: str
     arguments: tuple[float | int | None, ...] = ()
+    dtype: torch.dtype | None = None
 
     def fill(
         self, out: torch.Tensor, generator: torch.Generator | None, parameter: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The native op."""
+        if self.name == DROPOUT_MASK:
+            return self._fill_dropout_mask(out, generator)
         arguments = self.arguments if parameter is None else (parameter,)
         result: torch.Tensor = getattr(torch.Tensor, self.name)(out, *arguments, generator=generator)
         return result
+
+    def telling(self, dtype: torch.dtype) -> RandomOp:
+        """The op with arguments at which it shows when an element is made of other draws, or rounded otherwise."""
+        general: dict[str, tuple[float, ...]] = {
+            "uniform_": (-0.37, 1.91),
+            "normal_": (0.3, 1.7),
+            "log_normal_": (0.1, 0.7),
+            "exponential_": (1.3,),
+            "cauchy_": (0.2, 1.1),
+            "geometric_": (0.3,),
+        }
+        match self.name, self.arguments:
+            case name, _ if name in general:
+                arguments: tuple[Any, ...] = general[name]
+            case "bernoulli_", (_,):
+                arguments = (0.37,)
+            case name, (_, has_holes) if name == DROPOUT_MASK:
+                arguments = (0.37, has_holes)
+            case "random_", (*low, int(_)) if self._random_words(dtype) == 1:
+                high = min(2**27, _integers_up_to(dtype))
+                arguments = (1, high) if low and high > 2 else (high,)
+            case _:
+                arguments = self.arguments
+        return RandomOp(self.name, arguments, self.dtype)
+
+    def _fill_dropout_mask(self, out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        p, has_holes = self.arguments
+        if has_holes:
+            source = torch.empty(2 * out.numel(), dtype=self.dtype, device=out.device)[::2]
+        else:
+            source = torch.empty_strided(out.shape, out.stride(), dtype=self.dtype, device=out.device)
+        _, mask = fused_dropout(source, 1.0 - float(p or 0.0), generator)
+        return out.copy_(mask.view(out.shape) if has_holes else mask)
 
     @classmethod
     def of_call(cls, overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RandomOp:

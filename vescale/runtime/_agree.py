@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from vescale.comm import all_gather_v, asking, axis_group
 from vescale.ir import Program
 from vescale.plans import PlanError
+from vescale.rng import fingerprint, is_deferred
 
 __all__ = ["check_agreement"]
 
@@ -21,7 +22,7 @@ def check_agreement(model: nn.Module, program: Program, mesh: DeviceMesh) -> Non
 
     Raises:
         PlanError: on every rank, when the programs, the parameters' shapes or their values differ. Values on the meta
-            device, and of DTensors, are not compared.
+            device, and of DTensors, are not compared; of deferred tensors, how they would be computed.
     """
     if mesh.size() == 1 or mesh.get_coordinate() is None:
         return
@@ -62,6 +63,8 @@ def _hash(text: str) -> int:
 
 def _fingerprint(tensor: torch.Tensor) -> int:
     """A number that changes with any one element; sums of bit patterns, so that it costs one pass."""
+    if is_deferred(tensor):
+        return fingerprint(tensor)
     if tensor.is_meta or isinstance(tensor, DTensor) or tensor.numel() == 0:
         return 0
     with torch.no_grad():

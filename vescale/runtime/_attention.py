@@ -21,12 +21,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, no_torch_function
 from vescale.placements import local_region, shard_dim
+from vescale.rng import drawing_part_of
 from vescale.runtime._boundary import convert, enter_local, leave_local
 from vescale.runtime._runtime import locate
 
@@ -56,25 +58,26 @@ _SIGNATURE = inspect.Signature(
 def attention(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Scaled dot product attention; see the module's table. Shapes as in torch: ``(..., heads, length, head size)``.
 
-    Raises:
-        NotImplementedError: dropout on a split axis; the kernels draw a mask of their own on each rank.
+    With dropout, each rank draws its part of the mask of one device; fused kernels, which draw by local index, are refused
+    where the work is split.
     """
     call = _SIGNATURE.bind(*args, **kwargs)
     call.apply_defaults()
     options = call.arguments
     query, key, value, mask = (options.pop(name) for name in ("query", "key", "value", "attn_mask"))
     work = _Work.of(query, key, value, mask)
-    if options["dropout_p"] > 0 and any(split is not None for split in work.splits):
-        raise NotImplementedError(
-            f"{_OP}: dropout_p={options['dropout_p']} with a query of shape {tuple(query.shape)} and placements "
-            f"{tuple(query.placements)}: the kernel would draw another mask on every rank than one device does; set the "
-            "attention's dropout to 0"
-        )
     q, k, v = (work.operand(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
     m = work.operand(mask, "attn_mask") if mask is not None else None
     options["enable_gqa"] = options["enable_gqa"] and q.ndim > 3 and q.shape[-3] != k.shape[-3]
     with no_torch_function():
-        out = func(q, k, v, attn_mask=m, **options)
+        if options["dropout_p"] > 0 and any(split is not None for split in work.splits):
+            weights = (*query.shape[:-1], key.shape[-2])
+            with drawing_part_of(runtime.mesh, work.placements, weights) as draws:
+                out = func(q, k, v, attn_mask=m, **options)
+            if not draws.count:  # no queries here: the kernel skips the dropout
+                draws.advance(lambda weights: F.dropout(weights, options["dropout_p"]), q.dtype, q.device)
+        else:
+            out = func(q, k, v, attn_mask=m, **options)
     return leave_local(out, runtime.mesh, work.placements, (*query.shape[:-1], value.shape[-1]), _OP)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vescale.runtime._assignment import assign_item
 from vescale.runtime._attention import attention
 from vescale.runtime._concat import concat
 from vescale.runtime._embedding import embedding
 from vescale.runtime._escapes import escape
+from vescale.runtime._indexing import index_item
+from vescale.runtime._smoothed_loss import cross_entropy
 from vescale.runtime._splitting import SPLITS, split
 
 __all__ = ["FUNCTIONS"]
@@ -20,12 +21,14 @@ __all__ = ["FUNCTIONS"]
 # function -> rule(runtime, function, args, kwargs); called when an argument is a DTensor, with plain tensors made global.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: attention,
+    F.cross_entropy: cross_entropy,
     F.embedding: embedding,
     torch.embedding: embedding,
     **dict.fromkeys(SPLITS, split),
     torch.cat: concat,
     torch.concat: concat,
     torch.concatenate: concat,
-    torch.Tensor.__setitem__: assign_item,
+    torch.Tensor.__getitem__: index_item,
+    torch.Tensor.__setitem__: index_item,
     **{getattr(torch.Tensor, name): escape for name in ("tolist", "numpy", "__array__")},
 }

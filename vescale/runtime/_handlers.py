@@ -13,18 +13,23 @@ from vescale.compat import (
     DispatchListener,
     install_checkpointing,
     install_dispatch,
+    is_view,
     local_of,
     make_dtensor,
     make_spec,
     no_torch_function,
+    spec_of,
     stock_dispatch,
 )
-from vescale.runtime._boundary import bring, cut, stride_like
+from vescale.placements import move_local
+from vescale.runtime._boundary import bring, wrap_global
 from vescale.runtime._containers import map_tensors
 from vescale.runtime._elementwise_loss import ELEMENTWISE_LOSS_HANDLERS
 from vescale.runtime._loss import LOSS_HANDLERS
 from vescale.runtime._norm import NORM_HANDLERS
 from vescale.runtime._runtime import checkpointed, locate
+from vescale.runtime._sums import accumulated, where
+from vescale.runtime._views import remember_copy, write_through
 
 __all__ = ["install_handlers"]
 
@@ -33,13 +38,22 @@ _aten = torch.ops.aten
 
 def install_handlers() -> None:
     """Teach DTensor's dispatcher; idempotent. Ops without a handler, and DTensors of other code, are not affected."""
-    own = {_aten.fill_.Tensor: _fill, _aten.clone.default: _clone, _aten.masked_fill_.Scalar: _masked_fill}
+    own = {
+        _aten.as_strided.default: _as_strided,
+        _aten.fill_.Tensor: _fill,
+        _aten.fill_.Scalar: _fill,
+        _aten.index_put.default: _index_put,
+        _aten.index_put_.default: _index_put,
+        _aten.clone.default: _clone,
+        _aten.masked_fill_.Scalar: _masked_fill,
+        _aten.where.self: where,
+    }
     install_dispatch({**own, **NORM_HANDLERS, **LOSS_HANDLERS, **ELEMENTWISE_LOSS_HANDLERS}, _Listener())
     install_checkpointing(checkpointed)
 
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.fill_(scalar tensor)``, what ``x[index] = number`` comes to. On a Partial x, one rank holds the value."""
+    """``x.fill_(number)``, what ``x[index] = number`` comes to, too. On a Partial x, one rank holds the value."""
     x, value = args
     with no_torch_function():
         if isinstance(value, DTensor):
@@ -53,12 +67,42 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x
 
 
+def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Strides count in the global tensor: a view of all of it (``fill_diagonal_``), which stock DTensor refuses."""
+    x, size, stride = args[:3]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    if tuple(size) == tuple(x.shape) and tuple(stride) == x.stride() and not offset:
+        return _aten.alias.default(x)
+    whole = make_spec(x.device_mesh, (Replicate(),) * x.device_mesh.ndim, x.shape, x.stride(), x.dtype)
+    with no_torch_function():
+        local = local_of(bring(x, whole.placements, str(op), "self"))
+        if local.stride() != x.stride():
+            local = local.new_empty_strided(x.shape, x.stride()).copy_(local)
+        remember_copy(local_of(x), spec_of(x), local, whole)
+        viewed = local.as_strided(size, stride, local.storage_offset() + (offset or 0))
+        return make_dtensor(viewed, make_spec(whole.mesh, whole.placements, viewed.shape, viewed.stride(), x.dtype))
+
+
+def _index_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Values may be plain, the same on every rank: the backward of ``x[positions] = values`` puts plain zeros there."""
+    found = accumulated(op, args, kwargs)
+    if found is not None:
+        return found
+    x, indices, values, *more = args
+    if isinstance(x, DTensor) and not isinstance(values, DTensor):
+        values = wrap_global(values, x.device_mesh, (Replicate(),) * x.device_mesh.ndim, str(op))
+    return stock_dispatch(op, (x, indices, values, *more), kwargs)
+
+
 def _clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """A copy of each rank's part; stock DTensor reduces a Partial tensor to copy it."""
     x = args[0]
     with no_torch_function():
         local = op(local_of(x), **kwargs)
-        spec = make_spec(x.device_mesh, x.placements, x.shape, stride_like(local, x.shape), local.dtype)
+        # Of the whole tensor, not of this rank's part: an empty part has no order of its own.
+        looks = torch.empty_strided(x.shape, x.stride(), device="meta")
+        strides = torch.empty_like(looks, memory_format=kwargs.get("memory_format") or torch.preserve_format).stride()
+        spec = make_spec(x.device_mesh, x.placements, x.shape, strides, local.dtype)
         return make_dtensor(local, spec)
 
 
@@ -84,6 +128,13 @@ class _Listener(DispatchListener):
             name = names[position] if position < len(names) else f"argument {position}"
             where.runtime.implicit(where, str(op), name, local, source.placements, target.placements)
             _enter_in_ledger(str(op), local, source, target)
+
+    def viewed_copies(self, op: Any, moves: Sequence[tuple[torch.Tensor, Any, torch.Tensor, Any]]) -> None:
+        for local, source, copy, target in moves:
+            remember_copy(local, source, copy, target)
+
+    def wrote(self, tensor: DTensor) -> None:
+        write_through(tensor)
 
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
         """In backward too: the zeros that stand for outputs of ``split`` without a gradient are plain."""
@@ -119,28 +170,28 @@ def _replicated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mesh = next(x for x in found if isinstance(x, DTensor)).device_mesh
     whole = (Replicate(),) * mesh.ndim
 
-    def gathered(value: Any) -> Any:
-        return map_tensors(
-            lambda x: local_of(bring(x, whole, str(op), "an operand")) if isinstance(x, DTensor) else x, value
-        )
+    def whole_part(x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return x
+        gathered = bring(x, whole, str(op), "an operand")
+        if is_view(op):
+            remember_copy(local_of(x), spec_of(x), local_of(gathered), spec_of(gathered))
+        return local_of(gathered)
 
     def wrapped(x: torch.Tensor) -> DTensor:
         return make_dtensor(x, make_spec(mesh, whole, x.shape, x.stride(), x.dtype))
 
     with no_torch_function():
-        new_args, new_kwargs = gathered(tuple(args)), gathered(dict(kwargs))
+        new_args, new_kwargs = map_tensors(whole_part, tuple(args)), map_tensors(whole_part, dict(kwargs))
         result = op(*new_args, **new_kwargs)
         written = None
         for position, argument in enumerate(op._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 old = args[position] if position < len(args) else kwargs[argument.name]
                 new = new_args[position] if position < len(args) else new_kwargs[argument.name]
-                if isinstance(old, DTensor) and new is not local_of(old):
-                    if any(p.is_partial() for p in old.placements):
-                        raise NotImplementedError(
-                            f"{op} writes to a tensor that is {tuple(old.placements)}; add a plan entry that reduces it "
-                            "before"
-                        )
-                    local_of(old).copy_(cut(new, mesh, old.placements))
+                if isinstance(old, DTensor):
+                    if new is not local_of(old):
+                        local_of(old).copy_(move_local(new, mesh, old.shape, whole, old.placements).wait())
+                    write_through(old)
                 written = old
         return written if written is not None else map_tensors(wrapped, result)

@@ -18,6 +18,7 @@ from vescale.plans import PlanError
 from vescale.runtime._boundary import convert, enter_local, wrap_global
 from vescale.runtime._containers import map_tensors
 from vescale.runtime._runtime import Runtime
+from vescale.runtime._sharing import convert_once
 from vescale.runtime._sites import placements_text
 
 __all__ = ["ModuleHooks"]
@@ -55,7 +56,7 @@ class ModuleHooks:
             # The mode is not on for the outermost module yet, but it may be for an inner one.
             with no_torch_function():
                 args, kwargs = self._place_inputs(args, kwargs)
-        runtime.enter(module, (*args, *kwargs.values()))
+        runtime.enter(module, self.path, (*args, *kwargs.values()))
         for instruction in self._parameters:
             self._show_parameter(module, instruction)
         return args, kwargs
@@ -172,7 +173,8 @@ class ModuleHooks:
         stages = (_front(stage, x.ndim) for stage in (op.dst, op.grad_src, op.grad_dst))
         target, grad_source, grad_target = stages
         assert target is not None
-        return convert(x, target, grad_source=grad_source, grad_target=grad_target, who=who)
+        change = convert_once if instruction.target == "<in>" else convert
+        return change(x, target, grad_source=grad_source, grad_target=grad_target, who=who)
 
     def _show_parameter(self, module: nn.Module, instruction: Instruction) -> None:
         """The parameter as the forward needs it, in front of the one at rest; its gradient goes back the same way."""

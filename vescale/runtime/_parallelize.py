@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import weakref
-from collections.abc import Iterator
-from dataclasses import replace
-
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir import Annotate, Batch, Hook, Instruction, Local, Place, Program, Redistribute, lower
+from vescale.ir import Annotate, Hook, Instruction, Local, Place, Program, lower
 from vescale.placements import from_local
 from vescale.placements import install as install_placements
 from vescale.plans import MeshAxes, Plan, PlanError
+from vescale.rng import enable as enable_rng
+from vescale.rng import has_deferred, is_deferred, materialize
 from vescale.runtime._agree import check_agreement
-from vescale.runtime._gradients import label_gradient, reduce_gradient
+from vescale.runtime._experts import ExpertRegion
+from vescale.runtime._gradient_hooks import GradientHooks, full_name, single_instructions
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._hooks import ModuleHooks
-from vescale.runtime._place import TensorSlots, place_tensor
+from vescale.runtime._place import TensorSlots, load_plain, place_tensor
 from vescale.runtime._region import LocalRegion
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._sites import ImplicitSite
 
 __all__ = ["implicit_communication", "install", "parallelize"]
-
-_RUNTIMES: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
 
 
 def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None, strict: bool = False) -> nn.Module:
@@ -46,7 +43,8 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None,
     Build the optimizer afterwards. The model must be the same on every rank (the same seed); that is checked.
 
     Args:
-        model: on one device or the meta device, not parallelized before.
+        model: on one device, built under ``deferred_init`` (each rank then computes only its part of the values), or on
+            the meta device (its parameters become meta DTensors); not parallelized before.
         plan: for the mesh it was written on, or over axis names and sizes (from a YAML file).
         mesh: the DeviceMesh, when the plan has only names and sizes; made from them when left out.
         strict: raise at the first communication that no plan entry asked for, instead of counting it.
@@ -57,7 +55,7 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None,
         PlanError: everything that ``lower`` finds; ranks that disagree on plan or model; a model parallelized before.
             On every rank, before any communication but that of the agreement check.
     """
-    if model in _RUNTIMES:
+    if isinstance(model, nn.Module) and Runtime.of(model) is not None:
         raise PlanError(
             f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
             "parallelize"
@@ -70,20 +68,23 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
     """Carry out a lowered program; nothing of the plan is consulted afterwards. See :func:`parallelize`."""
     check_agreement(model, program, mesh)
     install_placements()
+    enable_rng()
     install_handlers()
-    _enable_rng()
-    runtime = Runtime(model, program, mesh, strict=strict)
+    runtime = Runtime(program, mesh, GradientHooks.of(program), strict=strict)
+    _materialize(model, program, mesh)
     _place_tensors(model, program, mesh)
+    runtime.adopt(model, "")
     by_module: dict[str, list[Instruction]] = {}
-    for instruction in _single(program):
+    for instruction in single_instructions(program):
         by_module.setdefault(instruction.path, []).append(instruction)
     for path, module in model.named_modules():
         instructions = by_module.get(path, [])
         for instruction in instructions:
             if isinstance(instruction.op, Local):
-                LocalRegion(runtime, module, path, instruction)
+                region = ExpertRegion if instruction.op.kind == "experts" else LocalRegion
+                region(runtime, module, path, instruction)
         ModuleHooks(runtime, module, path, instructions)
-    _RUNTIMES[model] = runtime
+    model.register_load_state_dict_pre_hook(load_plain)
     return model
 
 
@@ -92,15 +93,10 @@ def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:
 
     Raises KeyError for a model that was not given to :func:`parallelize`.
     """
-    return dict(_RUNTIMES[model].sites)
-
-
-def _enable_rng() -> None:
-    """Random ops with one device's numbers, where that package is there."""
-    if importlib.util.find_spec("vescale.rng") is not None:
-        enable = getattr(importlib.import_module("vescale.rng"), "enable", None)
-        if enable is not None:
-            enable()
+    runtime = Runtime.of(model)
+    if runtime is None:
+        raise KeyError(f"this {type(model).__name__} has not been parallelized")
+    return dict(runtime.sites)
 
 
 def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
@@ -117,41 +113,34 @@ def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMes
 
 def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
     slots = TensorSlots(model)
-    gradients = {_name(i): i for i in _single(program) if i.hook is Hook.BACKWARD}
     for instruction in program:
         if instruction.hook is not Hook.INIT or not isinstance(instruction.op, Place | Annotate):
             continue
-        name = _name(instruction)
+        name = full_name(instruction)
         old = slots[name]
         stage = tuple(Replicate() if p is None else p for p in instruction.op.placements)
         if isinstance(instruction.op, Annotate):
             new = from_local(old.detach(), mesh, stage)
         else:
             new = place_tensor(old, mesh, stage, name)
-        placed = slots.replace(name, new)
-        if isinstance(placed, DTensor) and placed.requires_grad:
-            _attach_gradient(placed, name, gradients.get(name))
+        slots.replace(name, new)
 
 
-def _attach_gradient(parameter: DTensor, name: str, instruction: Instruction | None) -> None:
-    if instruction is None:
-        reduce_gradient(parameter, name)
-    elif isinstance(instruction.op, Redistribute):
-        reduce_gradient(parameter, name, instruction.op.dst)
-    else:
-        assert isinstance(instruction.op, Annotate)
-        label_gradient(parameter, instruction.op.placements)
+def _materialize(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
+    """Gives a model built under ``deferred_init`` its values: each rank computes the part that it is to hold.
 
-
-def _single(program: Program) -> Iterator[Instruction]:
-    """The instructions, with batches taken apart: every part is a collective of its own here."""
+    A parameter whose values are "local" by the plan, and tensors that the program does not place, are computed whole.
+    """
+    if not has_deferred(model):
+        return
+    slots = TensorSlots(model)
+    placements: dict[int, tuple[Placement, ...]] = {}
     for instruction in program:
-        if isinstance(instruction.op, Batch):
-            for target, index, op in instruction.op.parts:
-                yield replace(instruction, target=target, index=index, op=op)
-        else:
-            yield instruction
+        if instruction.hook is Hook.INIT and isinstance(instruction.op, Place):
+            wanted = tuple(Replicate() if p is None else p for p in instruction.op.placements)
+            placements.setdefault(id(slots[full_name(instruction)]), wanted)
 
+    def placements_of(name: str, tensor: torch.Tensor) -> tuple[Placement, ...] | None:
+        return placements.get(id(tensor)) if is_deferred(tensor) else None
 
-def _name(instruction: Instruction) -> str:
-    return f"{instruction.path}.{instruction.target}" if instruction.path else instruction.target
+    materialize(model, mesh, placements_of)

@@ -16,7 +16,7 @@ from vescale.placements import distribute_tensor, local_region, normalize_placem
 from vescale.plans import PlanError
 from vescale.runtime._boundary import contiguous_stride
 
-__all__ = ["TensorSlots", "place_tensor"]
+__all__ = ["TensorSlots", "load_plain", "place_tensor"]
 
 
 def place_tensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], name: str) -> DTensor:
@@ -83,3 +83,13 @@ class TensorSlots:
                 self._names[other] = placed
         self._slots[id(placed)] = []
         return placed
+
+
+def load_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before ``load_state_dict``: plain tensors of one device, the same on every rank, become parts. Nothing moves."""
+    for name, own in (*module.named_parameters(prefix.rstrip(".")), *module.named_buffers(prefix.rstrip("."))):
+        given = state.get(name)
+        if not isinstance(own, DTensor) or not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
+            continue
+        if given.shape == own.shape:  # torch reports another one
+            state[name] = place_tensor(given.to(own.device), own.device_mesh, own.placements, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,12 +14,11 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import no_torch_function
 from vescale.ir import Instruction, Local
 from vescale.placements import shard_dim
-from vescale.plans import PlanError
 from vescale.runtime._boundary import convert, enter_local, leave_local, reduced
 from vescale.runtime._containers import map_tensors, tensors_in
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["LocalRegion"]
+__all__ = ["LocalRegion", "local_state"]
 
 
 class LocalRegion:
@@ -40,12 +39,6 @@ class LocalRegion:
     def __init__(self, runtime: Runtime, module: nn.Module, path: str, instruction: Instruction) -> None:
         op = instruction.op
         assert isinstance(op, Local)
-        if op.kind is not None:
-            raise PlanError(
-                f"local region on {path!r} has kind={op.kind!r}, which this version does not run; leave kind out and "
-                "give inputs and outputs",
-                instruction.source,
-            )
         self.runtime, self.module, self.path = runtime, module, path
         self.inputs, self.outputs = op.inputs, tuple(Replicate() if p is None else p for p in op.outputs)
         self._forward = module.forward
@@ -67,19 +60,9 @@ class LocalRegion:
             def entered(x: torch.Tensor) -> torch.Tensor:
                 return enter_local(x, _gradient(x.placements, differs)) if isinstance(x, DTensor) else x
 
-            with self._local_parameters(entered):
+            with local_state(self.module, entered):
                 result = self._forward(*map_tensors(entered, args), **map_tensors(entered, kwargs))
             return map_tensors(self._leave, result)
-
-    @contextmanager
-    def _local_parameters(self, entered: Any) -> Iterator[None]:
-        with ExitStack() as shown:
-            for module in self.module.modules():
-                for name, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-                    if name not in module.__dict__:
-                        module.__dict__[name] = entered(value)
-                        shown.callback(module.__dict__.pop, name)
-            yield
 
     def _leave(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, DTensor):
@@ -90,6 +73,21 @@ class LocalRegion:
             if dim is not None:
                 shape[dim] *= self.runtime.mesh.size(axis)
         return leave_local(x, self.runtime.mesh, self.outputs, shape, f"local region {self.path}")
+
+
+@contextmanager
+def local_state(module: nn.Module, entered: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Show ``entered`` of every parameter and buffer of a module and its submodules in its place."""
+    with ExitStack() as undo:
+        for owner in module.modules():
+            for name, resting in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)):
+                hidden = owner.__dict__.get(name)  # a parameter shown with another placement than the one at rest
+                owner.__dict__[name] = entered(resting if hidden is None else hidden)
+                if hidden is None:
+                    undo.callback(owner.__dict__.pop, name)
+                else:
+                    undo.callback(owner.__dict__.__setitem__, name, hidden)
+        yield
 
 
 def _gradient(placements: Sequence[Placement], differs: Sequence[bool]) -> tuple[Placement, ...]:

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ from vescale.runtime._sites import (
     one_placement_text,
 )
 
+if TYPE_CHECKING:
+    from vescale.runtime._gradient_hooks import GradientHooks
+
 __all__ = ["Runtime", "Where", "checkpointed", "locate"]
 
 # Backward looks a node up by its number; older steps than this many module entries are forgotten.
@@ -51,7 +54,7 @@ class Runtime:
         sites: how often each implicit site communicated.
     """
 
-    def __init__(self, model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool) -> None:
+    def __init__(self, program: Program, mesh: DeviceMesh, gradients: GradientHooks, *, strict: bool) -> None:
         self.mesh = mesh
         self.program = program
         self.strict = strict
@@ -63,11 +66,35 @@ class Runtime:
             if isinstance(instruction.op, Factory)
         }
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        for name, module in model.named_modules():
-            self._names[module] = name
+        self._gradients = gradients
         self._numbers: list[int] = []  # autograd sequence numbers at which the running module changed ...
         self._paths: list[str | None] = []  # ... and to which; None: outside the model
         _RUNTIMES.add(self)
+
+    def adopt(self, module: nn.Module, path: str) -> None:
+        """Take ``module``, called ``path`` in the model, with all that is in it: the model, a copy, or a part of one."""
+        for name, part in module.named_modules():
+            self._names[part] = f"{path}.{name}".strip(".")
+        if not path:
+            _BY_MODEL[module] = self
+        self._gradients.adopt(module, path)
+        self._gradients.attach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        """A copied model runs apart from the original; its modules are adopted when they are first called."""
+        runtime = Runtime(self.program, self.mesh, self._gradients.of_copy(), strict=self.strict)
+        return memo.setdefault(id(self), runtime)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a parallelized model cannot be pickled: its hooks belong to this process and its mesh; save "
+            "model.state_dict() (torch.distributed.checkpoint), and parallelize a fresh model before loading"
+        )
+
+    @staticmethod
+    def of(model: nn.Module) -> Runtime | None:
+        """The runtime of a parallelized model."""
+        return _BY_MODEL.get(model)
 
     @property
     def axes(self) -> MeshAxes:
@@ -90,13 +117,15 @@ class Runtime:
 
     # Where the thread is
 
-    def enter(self, module: nn.Module, arguments: tuple[Any, ...]) -> Activation:
+    def enter(self, module: nn.Module, path: str, arguments: tuple[Any, ...]) -> Activation:
         """A module of this model starts its forward; the outermost one switches the model's function mode on."""
         stack = activations()
         if not stack or stack[-1].runtime is not self:
+            if module not in self._names:
+                self.adopt(module, path)
+            self._gradients.attach()
             stack.append(Activation(self, self._contexts()))
         activation = stack[-1]
-        path = self.name_of(module)
         activation.frames.append(Frame(module, path, arguments))
         self._mark(path)
         return activation
@@ -193,7 +222,7 @@ class Runtime:
         if seen == 0:
             site = _with_line(site)
             if all(c == 0 for c in self.mesh.get_coordinate() or (1,)):
-                warnings.warn(site.message(self.axes), ImplicitCommunicationWarning, stacklevel=2)
+                _warn(site, self.axes)
         self.sites[site] = seen + 1
 
     def _name_operand(
@@ -270,5 +299,13 @@ def _with_line(site: ImplicitSite) -> ImplicitSite:
     return ImplicitSite(**{**values, "line": calling_line() if site.phase == "forward" else ""})
 
 
+def _warn(site: ImplicitSite, axes: MeshAxes) -> None:
+    """A warning at the model's line; each site is its own, so that Python's once-a-line rule hides none."""
+    file, _, line = site.line.rpartition(":")
+    message = ImplicitCommunicationWarning(site.message(axes))
+    warnings.warn_explicit(message, ImplicitCommunicationWarning, file or "<backward>", int(line or 0))
+
+
+_BY_MODEL: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
 # Only for finding the model that a backward node belongs to.
 _RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()

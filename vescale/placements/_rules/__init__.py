@@ -17,6 +17,7 @@ from vescale.placements._rules.masked import masked_rule
 from vescale.placements._rules.norms import foreach_norm_rule, norm_rule
 from vescale.placements._rules.random import random_rule
 from vescale.placements._rules.reductions import reduction_rule
+from vescale.placements._rules.rows import rows_rule
 from vescale.placements._rules.rowwise import rowwise_rule
 from vescale.placements._rules.stand_ins import stand_in_rule
 from vescale.placements._rules.views import view_rule
@@ -37,6 +38,7 @@ _RULES: tuple[Rule, ...] = (
     rowwise_rule,
     chunk_rule,
     view_rule,
+    rows_rule,
     stand_in_rule,
 )
 _REGISTERED: dict[Any, list[Rule]] = {}

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec
 from vescale.placements._kinds import ragged_axis
+from vescale.placements._normalize import normalize_placements
 from vescale.placements._ragged import RaggedShard
 from vescale.placements._region import Interval, Region, local_region
 from vescale.placements._rules._call import Placements
 
-__all__ = ["coordinates", "refit_ragged", "regions"]
+__all__ = ["coordinates", "refit_ragged", "regions", "runs_of"]
 
 
 def coordinates(mesh_shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -27,10 +28,16 @@ def regions(spec: DTensorSpec) -> list[Region]:
     return [local_region(spec.shape, spec.placements, mesh_shape, where) for where in coordinates(mesh_shape)]
 
 
+def runs_of(spec: DTensorSpec) -> list[Interval]:
+    """What every rank holds of the line that the ragged axis of the spec divides, in the order of :func:`coordinates`."""
+    return [region.flat for region in regions(spec) if region.flat is not None]
+
+
 def refit_ragged(
-    spec: DTensorSpec, shape: Sequence[int], others: Sequence[Placement], runs: Callable[[Interval], Interval]
+    spec: DTensorSpec, shape: Sequence[int], others: Sequence[Placement], runs: Sequence[Interval]
 ) -> Placements | None:
-    """Placements of a tensor of ``shape`` whose ragged runs are ``runs`` of the spec's.
+    """Normalized placements of a tensor of ``shape`` in which the ranks of the spec's mesh hold ``runs``, in the order of
+    :func:`coordinates`.
 
     ``others`` are the placements on the other axes (its entry on the ragged axis is ignored). A candidate is taken only
     when it gives every rank of the mesh exactly its run; None when there is none.
@@ -40,10 +47,11 @@ def refit_ragged(
     placement = spec.placements[axis]
     assert isinstance(placement, RaggedShard)
     mesh_shape = tuple(spec.mesh.shape)
-    expected = [runs(region.flat) for region in regions(spec) if region.flat is not None]
-    for candidate in _candidates(placement, axis, shape, mesh_shape, expected):
-        placements = (*others[:axis], candidate, *others[axis + 1 :])
+    expected = list(runs)
+    plain = RaggedShard(placement.dims, placement.local_units, placement.block)  # what it is elsewhere, others decide
+    for candidate in _candidates(plain, axis, shape, mesh_shape, expected):
         try:
+            placements = normalize_placements((*others[:axis], candidate, *others[axis + 1 :]), shape, mesh_shape)
             found = [local_region(shape, placements, mesh_shape, where).flat for where in coordinates(mesh_shape)]
         except ValueError:  # units that do not fit the new shape
             continue
@@ -55,7 +63,7 @@ def refit_ragged(
 def _candidates(
     placement: RaggedShard, axis: int, shape: Sequence[int], mesh_shape: tuple[int, ...], expected: list[Interval]
 ) -> Iterator[RaggedShard]:
-    """The placement itself, then the same units as blocks, then one unit a granule of the runs."""
+    """The placement itself, then the same units as blocks, then one unit a granule of the runs; anything for nothing."""
     yield placement
     assert placement.local_units is not None
     first = [where for where in range(len(expected)) if _others_are_zero(where, axis, mesh_shape)]
@@ -71,6 +79,8 @@ def _candidates(
         if granule:
             sizes = [(expected[where][1] - expected[where][0]) // granule for where in first]
             yield flattened.with_units(sizes, granule)
+    if not math.prod(shape):
+        yield RaggedShard()
 
 
 def _others_are_zero(where: int, axis: int, mesh_shape: tuple[int, ...]) -> bool:

@@ -18,7 +18,7 @@ from vescale.placements._region import Interval, local_region
 from vescale.placements._rules._call import Decision, OpCall, Placements
 from vescale.placements._rules._refit import coordinates
 
-__all__ = ["chunk_rule"]
+__all__ = ["chunk_rule", "cut_ranges"]
 
 
 def chunk_rule(call: OpCall) -> Decision | None:
@@ -32,7 +32,7 @@ def chunk_rule(call: OpCall) -> Decision | None:
     dim = int(call.argument("dim", 0)) % spec.ndim
     if not any(isinstance(p, InterleavedShard) and p.dim == dim for p in spec.placements):
         return None
-    ranges = _ranges(call, spec.shape[dim])
+    ranges = cut_ranges(call, spec.shape[dim])
     if ranges is None:
         return None
     found = [_held(spec, dim, cut) for cut in ranges]
@@ -43,8 +43,9 @@ def chunk_rule(call: OpCall) -> Decision | None:
     return Decision((spec.placements,), tuple(outputs), cuts)
 
 
-def _ranges(call: OpCall, size: int) -> list[Interval] | None:
-    """The index ranges of the results."""
+def cut_ranges(call: OpCall, size: int) -> list[Interval] | None:
+    """The index ranges of a dim of ``size`` that the results of ``slice``, ``split`` or ``split_with_sizes`` are; None for
+    a slice with steps."""
     if call.name == "slice":
         start, stop = call.argument("start"), call.argument("end")
         if call.argument("step", 1) != 1:

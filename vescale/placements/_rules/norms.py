@@ -40,8 +40,9 @@ def norm_rule(call: OpCall) -> Decision | None:
         return None
     order = call.argument("ord", call.argument("p", 2))
     spec, inputs = call.operands[0], without_partials(call.operands[0].placements)
-    if spec.shape.numel() == 0:
+    if math.prod(spec.shape) == 0:
         return None  # what orders an empty tensor has is torch's business
+    call.try_out()
     scope = (spec.mesh, reduction_axes(inputs))
     norms = functools.partial(_norms, _order(order), (scope,), (call.meta,), call.name == "linalg__powsum")
     return Decision((inputs,), ((Replicate(),) * spec.mesh.ndim,), lambda local, *_, **__: norms([local])[0])
@@ -52,16 +53,17 @@ def foreach_norm_rule(call: OpCall) -> Decision | None:
     reduced here, all those on the same axes in one collective. Replicate."""
     if call.name not in ("_foreach_norm", "_foreach_powsum", "_foreach_max"):
         return None
-    if any(spec.shape.numel() == 0 for spec in call.operands):
+    if any(math.prod(spec.shape) == 0 for spec in call.operands):
         return None
+    call.try_out()
     inputs = tuple(without_partials(spec.placements) for spec in call.operands)
     scopes = tuple((spec.mesh, reduction_axes(placements)) for spec, placements in zip(call.operands, inputs))
     outputs = tuple((Replicate(),) * spec.mesh.ndim for spec in call.operands)
-    metas = tuple(call.meta)
     if call.name == "_foreach_max":
         maxima = functools.partial(_combined, "max", scopes)
         return Decision(inputs, outputs, lambda locals_: maxima([_largest(local) for local in locals_]))
-    norms = functools.partial(_norms, _order(call.argument("ord", 2)), scopes, metas, call.name == "_foreach_powsum")
+    order = _order(call.argument("ord", 2))
+    norms = functools.partial(_norms, order, scopes, tuple(call.meta), call.name == "_foreach_powsum")
     return Decision(inputs, outputs, lambda locals_, *_, **__: norms(locals_))
 
 

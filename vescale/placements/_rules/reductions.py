@@ -33,10 +33,11 @@ def reduction_rule(call: OpCall) -> Decision | None:
     kernel = _KERNELS.get(call.name)
     if kernel is None or len(call.operands) != 1 or call.mutated or not reduces_everything(call):
         return None
+    call.try_out()
     spec = call.operands[0]
     inputs = without_partials(spec.placements)
     metas = (call.meta,) if isinstance(call.meta, TensorMeta) else tuple(call.meta)
-    reduction = _Reduction(kernel, spec.mesh, reduction_axes(inputs), spec.shape.numel(), metas, call)
+    reduction = _Reduction(kernel, spec.mesh, reduction_axes(inputs), math.prod(spec.shape), metas, call)
     return Decision((inputs,), ((Replicate(),) * spec.mesh.ndim,) * len(metas), reduction)
 
 

@@ -12,7 +12,7 @@ from vescale.compat import TensorMeta
 from vescale.placements._kinds import ragged_axis, shard_dim
 from vescale.placements._rules._call import Decision, OpCall, names, with_placements
 from vescale.placements._rules._combine import without_partials
-from vescale.placements._rules._refit import refit_ragged, regions
+from vescale.placements._rules._refit import refit_ragged, runs_of
 
 __all__ = ["rowwise_rule"]
 
@@ -40,13 +40,13 @@ def rowwise_rule(call: OpCall) -> Decision | None:
         return None
     row = math.prod(spec.shape[first:])
     settled = with_placements(spec, inputs)
-    if row == 0 or any(edge % row for region in regions(settled) for edge in region.flat or ()):
+    if row == 0 or any(edge % row for run in runs_of(settled) for edge in run):
         return None
+    call.try_out()
     metas = (call.meta,) if isinstance(call.meta, TensorMeta) else tuple(call.meta)
     result_row = math.prod(size for dim, size in enumerate(spec.shape) if dim >= first and dim not in reduced)
-    outputs = refit_ragged(
-        settled, metas[0].shape, inputs, lambda run: (run[0] // row * result_row, run[1] // row * result_row)
-    )
+    runs = [(begin // row * result_row, end // row * result_row) for begin, end in runs_of(settled)]
+    outputs = refit_ragged(settled, metas[0].shape, inputs, runs)
     if outputs is None:
         return None
     new_dims = [dim - first + 1 for dim in reduced]

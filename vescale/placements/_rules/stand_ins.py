@@ -38,6 +38,8 @@ def stand_in_rule(call: OpCall) -> Decision | None:
     known = call.name in _INDEPENDENT or call.name in _REDUCTIONS or call.name in _SUMS or is_elementwise(call.op)
     if not known or any(ragged_axis(spec.placements) is not None for spec in call.operands):
         return None
+    if call.name in _REDUCTIONS or call.name in _SUMS:
+        call.try_out()
     stand_ins = [tuple(map(_stand_in, spec.placements)) for spec in call.operands]
     native = call.native(stand_ins)
     if native is None or native.use_val_from_redistribute_schema:

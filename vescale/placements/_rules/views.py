@@ -19,7 +19,7 @@ from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim, split_
 from vescale.placements._ragged import RaggedShard
 from vescale.placements._region import local_region
 from vescale.placements._rules._call import Decision, OpCall, Placements, names, with_placements
-from vescale.placements._rules._refit import coordinates, refit_ragged
+from vescale.placements._rules._refit import coordinates, refit_ragged, runs_of
 
 __all__ = ["view_rule"]
 
@@ -35,7 +35,7 @@ def view_rule(call: OpCall) -> Decision | None:
     if call.name not in _RESHAPES or call.mutated or isinstance(call.argument("dtype"), torch.dtype):
         return None
     spec, shape = call.operands[0], tuple(call.meta.shape)
-    if math.prod(shape) != spec.shape.numel():
+    if math.prod(shape) != math.prod(spec.shape):
         return None
     if ragged_axis(spec.placements) is not None:
         outputs = _ragged_view(spec, shape)
@@ -55,7 +55,7 @@ def _ragged_view(spec: DTensorSpec, shape: tuple[int, ...]) -> Placements | None
         if found is None:
             return None
         others = found
-    return refit_ragged(spec, shape, others, lambda run: run)
+    return refit_ragged(spec, shape, others, runs_of(spec))
 
 
 def _viewed(spec: DTensorSpec, shape: tuple[int, ...]) -> Iterator[Placements]:

@@ -1,0 +1,117 @@
+"""One training step of a tiny Hugging Face model on a mesh against one device."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from tests.runtime.compare import whole
+from vescale.comm import record_comms
+from vescale.plans import Plan
+from vescale.runtime import implicit_communication, parallelize
+
+__all__ = ["Step", "one_step", "quiet"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward, backward and optimizer step on a mesh came to.
+
+    Attributes:
+        loss: relative difference to one device's.
+        gradient: the worst gradient's largest difference, relative to its largest element, and its parameter.
+        parameter: the same after a step of SGD, absolute.
+        collectives: how many, by op and axes, beside the reductions of parameters' gradients.
+        implicit: how many sites communicated without an entry.
+    """
+
+    loss: float
+    gradient: tuple[float, str]
+    parameter: float
+    collectives: Counter[tuple[str, str]]
+    implicit: int
+
+    def is_same(self, tolerance: float) -> bool:
+        return self.loss <= tolerance and self.gradient[0] <= tolerance and self.parameter <= tolerance
+
+
+def quiet() -> None:
+    """Warnings about what a test does on purpose, and transformers' advice."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+
+
+def one_step(
+    build: Callable[[], nn.Module],
+    inputs: Mapping[str, Any],
+    make_plan: Callable[[nn.Module, DeviceMesh], Plan],
+    sizes: Mapping[str, int],
+    *,
+    strict: bool = False,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> Step:
+    """A float64 step with a loss that reads every element of the output, or the given one of the model's output."""
+    quiet()
+    model = build().double()
+    reference = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    parallelize(model, make_plan(model, mesh), strict=strict)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+    take = loss or (lambda output: _every_element(_main(output), mesh))
+    expected = take(reference(**inputs))
+    expected.backward()
+    with record_comms() as ledger:
+        found = take(model(**inputs))
+        found.backward()
+    gradient = _worst_gradient(model, reference)
+    for optimizer in optimizers:
+        optimizer.step()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return Step(
+        abs(whole(found.detach()).item() - expected.item()) / abs(expected.item()),
+        gradient,
+        max((whole(own.detach()) - other.detach()).abs().max().item() for own, other in pairs if own.numel()),
+        Counter((r.op, r.axes) for r in ledger.records if ".grad:" not in r.asker),
+        len(implicit_communication(model)),
+    )
+
+
+def _main(output: Any) -> torch.Tensor:
+    for name in ("logits", "last_hidden_state", "sample"):
+        if getattr(output, name, None) is not None:
+            return getattr(output, name)
+    return output[0]
+
+
+def _every_element(y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).mul(7).sin().view(y.shape)
+    if isinstance(y, DTensor):
+        weights = DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim)
+    return (y * weights).square().mean()
+
+
+def _worst_gradient(model: nn.Module, reference: nn.Module) -> tuple[float, str]:
+    """Relative to each gradient's own largest element; to a millionth of the largest of all where it is nearly zero."""
+    gradients = [p.grad for p in reference.parameters() if p.grad is not None]
+    floor = 1e-6 * max(gradient.abs().max().item() for gradient in gradients)
+    worst = (0.0, "")
+    for (name, own), (_, other) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        if other.grad is None:
+            assert own.grad is None or not whole(own.grad).any(), name  # an expert without tokens has zeros
+            continue
+        assert own.grad is not None, name
+        assert own.grad.placements == own.placements, (name, own.grad.placements)
+        difference = (whole(own.grad) - other.grad).abs().max().item() / max(other.grad.abs().max().item(), floor)
+        worst = max(worst, (difference, name))
+    return worst

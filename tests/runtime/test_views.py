@@ -1,0 +1,141 @@
+"""Writing in place to tensors and to views of them, and indexing, on sharded and pending tensors, against one device."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.ranks import RankPools, run_cases
+from tests.runtime.compare import assert_same_gradients, whole
+from tests.runtime.llama import make_mesh
+from vescale.plans import Plan
+from vescale.runtime import ImplicitCommunicationWarning, parallelize
+
+ONES = torch.ones(4, 6, dtype=torch.float64)
+
+
+def at(*index: Any) -> Any:
+    return index if len(index) > 1 else index[0]
+
+
+ALL = slice(None)
+
+# What is done to y, a (4, 6) tensor; y itself is the result.
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "row.fill_": lambda y: y[0].fill_(3.0),
+    "column.fill_": lambda y: y[:, 0].fill_(3.0),
+    "rows.mul_": lambda y: y[:2].mul_(2),
+    "columns.mul_": lambda y: y[..., :3].mul_(2),
+    "select.add_": lambda y: y.select(0, 1).add_(1),
+    "narrow.mul_": lambda y: y.narrow(0, 0, 3).mul_(2),
+    "view of a view": lambda y: y[1:3][0].add_(1),
+    "row +=": lambda y: y.__setitem__(1, y[1].__iadd__(2)),
+    "column +=": lambda y: y.__setitem__(at(ALL, 1), y[:, 1].__iadd__(2)),
+    "row = number": lambda y: y.__setitem__(1, 2.0),
+    "rows = rows": lambda y: y.__setitem__(slice(1, None), y[:-1].clone()),
+    "columns = columns": lambda y: y.__setitem__(at(ALL, slice(1, None)), y[:, :-1].clone()),
+    "mask = number": lambda y: y.__setitem__(y > 0, 0.5),
+    "mask of rows = number": lambda y: y.__setitem__(y.sum(1) > 0, 0.5),
+    "mask of rows, column = number": lambda y: y.__setitem__(at(y.sum(1) > 0, 2), 0.5),
+    "mask = values": lambda y: y.__setitem__(torch.arange(24).view(4, 6) % 5 == 0, ONES[0, :5]),
+    "positions = number": lambda y: y.__setitem__(torch.tensor([0, 2]), 1.0),
+    "list = number": lambda y: y.__setitem__(at(ALL, [0, 2]), 1.0),
+    "two lists = values": lambda y: y.__setitem__(at([0, 3], [1, 2]), ONES[0, :2]),
+    "flat.mul_": lambda y: y.view(-1)[:7].mul_(2),
+    "transposed.mul_": lambda y: y.t()[0].mul_(2),
+    "diagonal.zero_": lambda y: y[:4, :4].diagonal().zero_(),
+    "fill_diagonal_": lambda y: y.fill_diagonal_(1.0),
+    "columns.copy_": lambda y: y[:, :2].copy_(ONES[:, :2]),
+    "row.copy_": lambda y: y[0].copy_(ONES[0]),
+    "relu of rows": lambda y: F.relu(y[:2], inplace=True),
+    "row.masked_fill_": lambda y: y[0].masked_fill_(y[0] > 0, 0.0),
+    "clamp_": lambda y: y.clamp_(-0.1, 0.1),
+    "index_fill_": lambda y: y.index_fill_(1, torch.tensor([0, 2]), 5.0),
+    "index_add_": lambda y: y.index_add_(0, torch.tensor([0, 2]), ONES[:2]),
+    "index_copy_": lambda y: y.index_copy_(1, torch.tensor([0, 2]), ONES[:, :2]),
+    "scatter_": lambda y: y.scatter_(1, torch.tensor([[0], [1], [2], [3]]), 9.0),
+    "scatter_add_": lambda y: y.scatter_add_(0, torch.zeros(1, 6, dtype=torch.long), ONES[:1]),
+    "index_put_": lambda y: y.index_put_((torch.tensor([0, 2]), torch.tensor([1, 1])), ONES[0, 0]),
+    "row of detached.zero_": lambda y: y.detach()[0].zero_(),
+    "out=": lambda y: torch.mul(y.detach()[0], 2, out=y.detach()[0]),
+}
+# These write to parts that autograd makes read-only.
+WITHOUT_GRADIENTS: dict[str, Callable[[Any], Any]] = {
+    "chunk.mul_": lambda y: y.chunk(2, 0)[0].mul_(2),
+    "split.mul_": lambda y: y.split(2, 1)[0].mul_(2),
+    "unbind.mul_": lambda y: y.unbind(1)[0].mul_(2),
+    "iterate": lambda y: next(iter(y)).mul_(2),
+}
+READS: dict[str, Callable[[Any], Any]] = {
+    "list": lambda y: y[[0, 2]],
+    "list of columns": lambda y: y[:, [0, 2]],
+    "two lists": lambda y: y[[0, 1], [1, 2]],
+    "list of flags": lambda y: y[[True, False, True, False]],
+    "array": lambda y: y[:, np.array([0, 2])],
+    "range": lambda y: y[range(2)],
+    "positions": lambda y: y[torch.tensor([0, 1]), 1:],
+    "mask": lambda y: y[y.sum(1) > 0],
+    "new dims": lambda y: y[None, :, None, 1],
+    "steps": lambda y: y[::2, ..., -1],
+    "a view, then a write to it": lambda y: y[0].add_(1) * y[0],
+}
+
+
+class Apply(nn.Module):
+    def __init__(self, change: Callable[[Any], Any], returns: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.change, self.returns = change, returns
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).clone()
+        changed = self.change(y)
+        return changed if self.returns else y
+
+
+def same(mesh: Any, name: str, returns: bool, cut: str, grad: bool) -> None:
+    change = {**WRITES, **WITHOUT_GRADIENTS, **READS}[name]
+    torch.manual_seed(0)
+    reference = Apply(change, returns).double()
+    model = copy.deepcopy(reference)
+    plan = Plan(mesh)
+    if cut == "rows":
+        plan.shard("<in:x>", Shard(0))
+    elif cut == "columns":
+        plan.shard("linear.(weight|bias)", Shard(0)).shard("linear.<in>", Replicate())
+    else:
+        plan.shard("linear.weight", Shard(1))
+    parallelize(model, plan)
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.set_grad_enabled(grad):
+        expected, found = reference(x), model(x)
+    assert isinstance(found, DTensor)
+    torch.testing.assert_close(whole(found.detach()), expected.detach())
+    if grad and expected.requires_grad:
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        assert_same_gradients(reference, model)
+
+
+def writes(cut: str) -> None:
+    mesh = make_mesh(tp=2)
+    cases: list[Any] = [(mesh, name, False, cut, True) for name in WRITES]
+    cases += [(mesh, name, False, cut, False) for name in (*WITHOUT_GRADIENTS, "row.fill_", "columns.copy_", "clamp_")]
+    cases += [(mesh, name, True, cut, True) for name in READS]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ImplicitCommunicationWarning)
+        run_cases(same, cases)
+
+
+@pytest.mark.parametrize("cut", ["rows", "columns", "pending"])
+def test_writes_reach_what_was_viewed(ranks: RankPools, cut: str) -> None:
+    ranks.run(writes, cut, world_size=2)

@@ -1,0 +1,34 @@
+"""Multi-tensor kernels, which have underscores in their names and documentation under them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["foreach_add_", "foreach_copy_", "foreach_mul_", "foreach_norm", "has_foreach"]
+
+
+def has_foreach(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernels take these tensors: dense ones of exactly ``torch.Tensor`` on a native device."""
+    return all(
+        t.device.type in ("cpu", "cuda", "xpu") and type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_sparse
+        for t in tensors
+    )
+
+
+def foreach_norm(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The vector norm of each tensor, accumulated and returned in ``dtype``."""
+    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+
+
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_add_(tensors: Sequence[torch.Tensor], value: Sequence[torch.Tensor] | float) -> None:
+    torch._foreach_add_(list(tensors), value if isinstance(value, float) else list(value))
+
+
+def foreach_copy_(tensors: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    torch._foreach_copy_(list(tensors), list(sources))

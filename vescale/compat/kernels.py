@@ -1,0 +1,66 @@
+"""Compiling CUDA C++ at run time (NVRTC), where this build of torch can, and native CUDA ops without a public name."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["compile_kernel", "fused_dropout"]
+
+
+def compile_kernel(source: str, name: str) -> Callable[..., Any]:
+    """A launcher ``kernel(grid=, block=, args=)`` for tensors of the current device.
+
+    ``source`` includes nothing: ``torch.cuda._compile_kernel`` asks for the headers of a CUDA toolkit, which a machine
+    with only PyTorch's wheels lacks, so NVRTC is called directly here. Raises whatever is missing: no NVRTC, an unknown
+    architecture, a torch without a loader.
+    """
+    from torch.cuda import _utils
+
+    loaded: Any = _utils._cuda_load_module(_compiled(source, name), [name])
+    kernel: Callable[..., Any] = loaded[name]
+    return kernel
+
+
+def _compiled(source: str, name: str) -> bytes:
+    """The machine code of an ``extern "C"`` kernel for the current device. Raises RuntimeError with NVRTC's log."""
+    from torch.cuda import _utils
+
+    find = getattr(_utils, "_get_gpu_rtc_library", None) or _utils._get_nvrtc_library
+    nvrtc = find()
+    major, minor = torch.cuda.get_device_capability()
+    options = [f"--gpu-architecture=sm_{major}{minor}".encode()]
+    program = ctypes.c_void_p()
+
+    def check(code: int) -> None:
+        if code != 0:
+            raise RuntimeError(f"NVRTC error {code} compiling {name}:\n{log()}")
+
+    def log() -> str:
+        size = ctypes.c_size_t()
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(max(size.value, 1))
+        nvrtc.nvrtcGetProgramLog(program, text)
+        return text.value.decode(errors="replace")
+
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None))
+    try:
+        check(nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)))
+        size = ctypes.c_size_t()
+        check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        code = ctypes.create_string_buffer(size.value)
+        check(nvrtc.nvrtcGetCUBIN(program, code))
+        return code.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def fused_dropout(
+    source: torch.Tensor, keep: float, generator: torch.Generator | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(result, mask of uint8): ``native_dropout`` on CUDA, with a generator, by the probability to keep."""
+    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._fused_dropout.default(source, keep, generator)
+    return result

@@ -1,0 +1,152 @@
+"""``clip_grad_norm_`` for gradients on any meshes, in any placements: the norm and the gradients of one device."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale.compat import AsyncCollectiveTensor, foreach_mul_, has_foreach, local_of
+from vescale.optim._pending import complete
+from vescale.optim._total_norm import Part, part_of, result_dtype, total_norm
+
+__all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
+
+_Tensors = torch.Tensor | Iterable[torch.Tensor]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: _Tensors,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale all gradients so that their norm, taken together as one vector, is at most ``max_norm``; in place.
+
+    Does to the gradients what ``torch.nn.utils.clip_grad_norm_`` does to those of the same model on one device. They may
+    lie on several meshes and in any placements; a plain tensor is taken for one that every rank has the same.
+
+    ====================  =======================================================================================
+    gradient              communication
+    ====================  =======================================================================================
+    plain, Replicate      none
+    sharded in any way    one reduction of one number for each distinct set of ranks that hold different parts
+    Partial               is reduced first, all with the same axes, op and dtype in one all-reduce, and ``grad`` is
+                          then the reduced gradient, Replicate where it was Partial
+    ====================  =======================================================================================
+
+    The host waits for the device once with ``error_if_nonfinite``, and never without.
+
+    Args:
+        parameters: a tensor or an iterable of tensors; those without a gradient are skipped.
+        max_norm: the largest norm that stays as it is.
+        norm_type: the order p, any number, or ``inf`` and ``-inf``. As in PyTorch, 0 counts the *gradients* that have an
+            element other than zero.
+        error_if_nonfinite: raise when the norm is nan or inf; the gradients are then as they were (Partial ones are
+            reduced).
+        foreach: multi-tensor kernels; None: where there are such.
+
+    Returns the norm before clipping: a plain 0-dim tensor, the same on every rank, that needs no ``full_tensor()``.
+
+    Raises:
+        RuntimeError: a norm that is not finite, if asked to; foreach kernels where there are none.
+        ValueError: a gradient on a mesh that this rank is not part of, whose part of the norm it could not learn.
+    """
+    listed = _listed(parameters, "clip_grad_norm_")
+    owners = [parameter for parameter in listed if parameter.grad is not None]
+    gradients = complete([_gradient(parameter) for parameter in owners])
+    for parameter, gradient in zip(owners, gradients):
+        if parameter.grad is not gradient:
+            parameter.grad = gradient
+    norm = _norm(gradients, norm_type, error_if_nonfinite, foreach)
+    _scale(gradients, max_norm, norm, foreach)
+    return norm.to(result_dtype(gradients))
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: _Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> torch.Tensor:
+    """The norm of all tensors (gradients, not parameters) together; they stay as they are.
+
+    Arguments, result, errors and communication as in :func:`clip_grad_norm_`. A copy of Partial tensors is reduced.
+    """
+    gradients = complete(_listed(tensors, "get_total_norm"))
+    return _norm(gradients, norm_type, error_if_nonfinite, foreach).to(result_dtype(gradients))
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: _Tensors, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
+) -> None:
+    """Scale gradients by ``min(1, max_norm / (total_norm + 1e-6))`` in place, with a norm taken before.
+
+    Communicates nothing: Partial gradients stay so, scaled. Takes the ``total_norm`` of :func:`get_total_norm`, so that
+    one may be computed over several sets of parameters. Raises RuntimeError for foreach kernels where there are none.
+    """
+    listed = _listed(parameters, "clip_grads_with_norm_")
+    if isinstance(total_norm, DTensor):
+        total_norm = total_norm.full_tensor()
+    _scale([_gradient(parameter) for parameter in listed if parameter.grad is not None], max_norm, total_norm, foreach)
+
+
+def _listed(tensors: _Tensors, caller: str) -> list[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    was_iterator = isinstance(tensors, Iterator)
+    listed = list(tensors)
+    if was_iterator and not listed:
+        warnings.warn(
+            f"{caller} got an iterator that has nothing left, so that no gradient is clipped; pass "
+            "`model.parameters()` anew each time, or a list",
+            UserWarning,
+            stacklevel=4,
+        )
+    return listed
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _norm(
+    gradients: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+) -> torch.Tensor:
+    order = float(norm_type)
+    parts: list[Part] = [part_of(gradient) for gradient in gradients]
+    _check_foreach([part.local for part in parts], foreach)
+    norm = total_norm(parts, order, foreach)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. To "
+            "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    return norm
+
+
+def _scale(gradients: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor, foreach: bool | None) -> None:
+    """Multiplies by 1 too, as PyTorch does: asking whether it is needed would make the host wait."""
+    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+        kinds[local.device, local.dtype].append(local.wait() if isinstance(local, AsyncCollectiveTensor) else local)
+    for (device, _), locals_ in kinds.items():
+        _check_foreach(locals_, foreach)
+        if foreach is not False and has_foreach(locals_):
+            foreach_mul_(locals_, factor.to(device))
+        else:
+            for local in locals_:
+                local.mul_(factor.to(device))
+
+
+def _check_foreach(locals_: Sequence[torch.Tensor], foreach: bool | None) -> None:
+    if foreach and not has_foreach(locals_):
+        kinds = sorted({f"{type(t).__name__} on {t.device.type}" for t in locals_ if not has_foreach([t])})
+        raise RuntimeError(f"foreach=True, but there are no multi-tensor kernels for {kinds}; leave foreach out")

@@ -1,0 +1,66 @@
+"""Lists of concrete module names to short path expressions that match exactly them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import takewhile
+
+import regex
+
+__all__ = ["expressions", "wildcard"]
+
+_NUMBER = regex.compile(r"(?<=^|\.)\d+(?=\.|$)")
+
+
+def wildcard(name: str) -> str:
+    """``layers.3.mlp`` to ``layers.*.mlp``: numbers between dots, as Hugging Face's plans write them."""
+    return _NUMBER.sub("*", name)
+
+
+def expressions(chosen: Iterable[str], every: Collection[str]) -> list[str]:
+    """Path expressions that match all of ``chosen`` and nothing else of ``every``, in the order of ``chosen``.
+
+    Layers become ``\\d+``, or the numbers that are meant; siblings of the same layers become ``(a|b)``.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in chosen:
+        groups.setdefault(wildcard(name), []).append(name)
+    alike: dict[str, set[str]] = {}
+    for name in every:
+        alike.setdefault(wildcard(name), set()).add(name)
+    children: dict[str, list[str]] = {}
+    for generic, names in groups.items():
+        for expression in _over_layers(generic, names, alike.get(generic, set()) - set(names)):
+            parent, _, child = expression.rpartition(".")
+            children.setdefault(parent, []).append(child)
+    return [f"{parent}.{_either(names)}" if parent else _either(names) for parent, names in children.items()]
+
+
+def _over_layers(generic: str, names: Sequence[str], others: Collection[str]) -> list[str]:
+    """One expression for names that differ in their numbers only, and for none of ``others``, which differ likewise;
+    the names themselves when no one number tells them from the others."""
+    if not others:
+        return [generic.replace("*", r"\d+")]
+    for position in range(generic.count("*")):
+        numbers = list(dict.fromkeys(_NUMBER.findall(name)[position] for name in names))
+        if not any(_NUMBER.findall(other)[position] in numbers for other in others):
+            before, after = _around(generic, position)
+            return [f"{before}{_either(numbers)}{after}".replace("*", r"\d+")]
+    return list(names)
+
+
+def _around(generic: str, position: int) -> tuple[str, str]:
+    """What stands before and after the star at ``position``."""
+    parts = generic.split("*")
+    return "*".join(parts[: position + 1]), "*".join(parts[position + 1 :])
+
+
+def _either(names: Sequence[str]) -> str:
+    """``(q|k|v)_proj`` for ``q_proj``, ``k_proj``, ``v_proj``; one name as it is."""
+    if len(names) == 1:
+        return names[0]
+    words = [tuple(reversed(name.split("_"))) for name in names]
+    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*words)))
+    shared = min(shared, min(map(len, words)) - 1)
+    heads = ["_".join(reversed(parts[shared:])) for parts in words]
+    return f"({'|'.join(heads)})" + "".join(f"_{word}" for word in reversed(words[0][:shared]))
