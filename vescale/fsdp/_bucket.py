@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
@@ -19,11 +21,15 @@ from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._parameter import ManagedParameter
 from vescale.placements import RaggedShard
 
-__all__ = ["Bucket"]
+__all__ = ["GRADIENT_PLACE", "Bucket"]
+
+GRADIENT_PLACE = "_vescale_gradient_place"
+"""Attribute of unsharded parameters: (bucket, index), for ops that write gradients where they belong."""
 
 
 class Bucket:
-    """Buffers of one kind of parameters, all over one :class:`TensorGroup`, so that their offsets are equal.
+    """Buffers of one kind of parameters, all over one :class:`TensorGroup`, so that their offsets are equal: that of
+    ``like``, when the same parameters have been converted to another dtype.
 
     =============  ==================  ===========================================  ======================================
     buffer         dtype               holds                                        allocated
@@ -47,6 +53,7 @@ class Bucket:
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         alignment_bytes: int,
+        like: Bucket | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.axes = axes
@@ -55,13 +62,13 @@ class Bucket:
         self.compute_dtype = param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
         self.reduce_dtype = reduce_dtype or self.compute_dtype
         self.alignment_bytes = alignment_bytes
-        self.group = self._plan()
+        self.group: TensorGroup = like.group if like is not None else self._plan()
         self.device = locals_[0].device
         self.shards = self._new_shards(Allocation(self.device))
         self.whole: DBuffer
         self.gradients: DBuffer
-        self._received = [False] * len(self.parameters)
         self.has_gradients = False
+        self.drop_gradients()
 
     # At rest
 
@@ -123,16 +130,39 @@ class Bucket:
                     local.copy_(self._own(index, tensor.detach()))
                 parameter.make_sharded(local, self.placement(index))
 
+    def copy(self, parameters: Sequence[ManagedParameter]) -> Bucket:
+        """A bucket of the same values in memory of its own, for copies of the parameters; not registered."""
+        twin = copy.copy(self)
+        twin.parameters = list(parameters)
+        twin.drop_gradients()
+        memory = Allocation(self.shards.device, pin_memory=self.shards.is_pinned)
+        twin.shards = twin._new_shards(memory).allocate()
+        twin.shards.local.copy_(self.shards.local)
+        for index, (parameter, original) in enumerate(zip(twin.parameters, self.parameters, strict=True)):
+            data = make_dtensor(twin.shard(index), parameter.sharded_spec(twin.placement(index), twin.dtype))
+            parameter.sharded = nn.Parameter(data, requires_grad=original.sharded.requires_grad)
+        return twin
+
     def adopt(self) -> None:
-        """Make the registered sharded DTensors, whose local tensors lie elsewhere, slices of the shards."""
-        with torch.no_grad():
-            for index, parameter in enumerate(self.parameters):
-                sharded = parameter.sharded
-                assert isinstance(sharded, DTensor)
-                local = self.shard(index)
+        """Make the registered parameters, whose memory lies elsewhere, slices of the shards. They stay the same objects
+        unless they are placed otherwise; then they are redistributed, on all ranks."""
+        for index, parameter in enumerate(self.parameters):
+            with torch.no_grad():
+                found: torch.Tensor = parameter.sharded
+                local, cut = self.shard(index), self.placement(index)
+                spec = parameter.sharded_spec(cut, self.dtype)
+                if not isinstance(found, DTensor):  # a whole parameter, the same on every rank
+                    source = self._own(index, found.detach())
+                elif tuple(found.placements) == tuple(spec.placements):
+                    source = local_of(found)
+                else:
+                    source = local_of(found.redistribute(placements=spec.placements))
                 if not local.is_meta:
-                    local.copy_(local_of(sharded))
-                set_local(sharded, local)
+                    local.copy_(source)
+            if isinstance(found, DTensor) and tuple(found.placements) == tuple(spec.placements):
+                set_local(found, local)
+            else:
+                parameter.make_sharded(local, cut)
 
     @cached_property
     def gradient_specs(self) -> list[DTensorSpec]:
@@ -190,12 +220,12 @@ class Bucket:
         work = custom(output_tensor=piece.local, input_tensor=gradients.local, group=group, op=how, async_op=True)
         return PendingBuffer(piece, Pending(piece.local, [work]))
 
-    def make_unsharded(self) -> None:
-        """The unsharded forms, once: views of ``whole``, which is allocated."""
-        for index, parameter in enumerate(self.parameters):
-            offset = self.group.layout.offsets[index]
-            view = self.whole.alias(offset, parameter.shape)
-            parameter.make_unsharded(view, self.receiver(index))
+    def make_unsharded(self, index: int) -> None:
+        """A parameter's unsharded form: a view of ``whole``, which is allocated."""
+        parameter = self.parameters[index]
+        view = self.whole.alias(self.group.layout.offsets[index], parameter.shape)
+        unsharded = parameter.make_unsharded(view, self.receiver(index))
+        unsharded.__dict__[GRADIENT_PLACE] = (self, index)
 
     # Gradients
 
@@ -218,6 +248,7 @@ class Bucket:
                 elif local.data_ptr() != view.data_ptr() or local.dtype != view.dtype or not local.numel():
                     view.copy_(local)
                 self._received[index] = True
+                self._claimed[index] = False
 
         return receive
 
@@ -230,6 +261,16 @@ class Bucket:
         view = self.gradients.views[index]
         shape = self.parameters[index].shape
         return view if view.shape == shape else view[: shape[0]]
+
+    def place_for(self, index: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Where an op may write a parameter's whole gradient in place of returning one of its own; None when something is
+        there already, or the reduction has another dtype. Autograd must be given exactly this tensor: it then keeps it,
+        and :meth:`receiver` finds the gradient where it belongs."""
+        if self._received[index] or self._claimed[index] or dtype != self.reduce_dtype:
+            return None
+        self.gradient_view(index)  # allocates
+        self._claimed[index] = True
+        return self.gradients.alias(self.group.layout.offsets[index], self.parameters[index].shape)
 
     def complete_gradients(self) -> list[bool]:
         """Zero what no gradient has come for, and start anew; which parameters had one."""
@@ -245,12 +286,12 @@ class Bucket:
         for index, parameter in enumerate(self.parameters):
             if received[index] and parameter.shape != parameter.place:
                 self.gradients.views[index][parameter.shape[0] :].zero_()
-        self._received = [False] * len(self.parameters)
-        self.has_gradients = False
+        self.drop_gradients()
         return received
 
     def drop_gradients(self) -> None:
         self._received = [False] * len(self.parameters)
+        self._claimed = [False] * len(self.parameters)
         self.has_gradients = False
 
     def assign(self, index: int, reduced: torch.Tensor) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -124,7 +126,7 @@ class ParameterGroup:
             found.setdefault((dtype, parameter.requires_grad, parameter.dim is None), []).append(index)
         return list(found.values())
 
-    def _bucket(self, indices: Sequence[int], locals_: Sequence[torch.Tensor]) -> Bucket:
+    def _bucket(self, indices: Sequence[int], locals_: Sequence[torch.Tensor], like: Bucket | None = None) -> Bucket:
         parameters = [self.parameters[i] for i in indices]
         bucket = (Bucket if parameters[0].dim is None else DimBucket)(
             parameters,
@@ -133,6 +135,7 @@ class ParameterGroup:
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
             alignment_bytes=self.alignment_bytes,
+            like=like,
         )
         device = bucket.device
         if self.offloads and device.type != "meta":
@@ -154,16 +157,43 @@ class ParameterGroup:
                 parameter.sharded = current
                 parameter.register(current)
                 changed = True
+        on_meta = [parameter.sharded.is_meta for parameter in self.parameters]
+        if any(on_meta) and not all(
+            on_meta
+        ):  # of several modules in one group, the others are still to be materialized
+            self.is_stale = True
+            return
         places = [(bucket, i) for bucket in self.buckets for i in range(len(bucket.parameters))]
         if not changed and all(_lies_at(b.parameters[i].sharded, b.shard(i)) for b, i in places):
             return
         self._drop_unsharded()
         old = {p: _local(p.sharded) for p in self.parameters}
+        before = {tuple(map(id, bucket.parameters)): bucket for bucket in self.buckets}
         self.buckets = []
         for indices in self._kinds([old[p].dtype for p in self.parameters]):
-            bucket = self._bucket(indices, [old[self.parameters[i]] for i in indices])
+            like = before.get(tuple(id(self.parameters[i]) for i in indices))
+            bucket = self._bucket(indices, [old[self.parameters[i]] for i in indices], like)
             bucket.adopt()
             self.buckets.append(bucket)
+
+    def copy(self) -> ParameterGroup:
+        """A group at rest with the same values in memory of its own. Its sharded parameters hang nowhere yet: the caller
+        puts them, and the slots, into copies of the modules."""
+        self.reshard()
+        if self.is_stale:
+            self.rebuild()
+        twin = copy.copy(self)
+        twin.__dict__.pop("_whole_memory", None)
+        twin.options = dataclasses.replace(self.options)
+        twins = {id(p): copy.copy(p) for p in self.parameters}
+        twin.parameters = list(twins.values())
+        twin.buckets = [bucket.copy([twins[id(p)] for p in bucket.parameters]) for bucket in self.buckets]
+        for parameter in twin.parameters:
+            parameter.unsharded = None
+        twin.comm, twin.phase = None, Phase.IDLE
+        twin._carried, twin._forward_places = {}, []
+        twin._calls_to_come_back, twin._gradients_are_due = 0, False
+        return twin
 
     def use_backend_memory(self, enable: bool) -> None:
         """Allocate communication buffers from the process group's own memory, where its backend has such."""
@@ -224,6 +254,8 @@ class ParameterGroup:
             if comm.reclaim(self._whole_memory):
                 self._gathering = []
                 return
+            if self._kept is not None:
+                comm.gather_lane.wait_event(self._kept.copied)
             with comm.gather_lane(), torch.no_grad():
                 comm.make_room()
                 self._whole_memory.allocate()
@@ -249,23 +281,15 @@ class ParameterGroup:
         self._gathering = None
         self._kept = None
         for bucket in self.buckets:
-            if bucket.parameters[0].unsharded is None:
-                bucket.make_unsharded()
-            for parameter in bucket.parameters:
-                unsharded = parameter.unsharded
-                assert unsharded is not None
-                if unsharded.requires_grad != parameter.sharded.requires_grad:  # frozen or thawed in between
-                    self._change_requires_grad(bucket, parameter)
-                parameter.register(unsharded)
+            for index, parameter in enumerate(bucket.parameters):
+                unsharded, sharded = parameter.unsharded, parameter.sharded
+                if unsharded is None or unsharded.requires_grad != sharded.requires_grad:  # frozen or thawed in between
+                    parameter.requires_grad = sharded.requires_grad
+                    bucket.make_unsharded(index)
+                assert parameter.unsharded is not None
+                parameter.register(parameter.unsharded)
+            bucket.requires_grad = any(p.requires_grad for p in bucket.parameters)
         self.is_unsharded = True
-
-    def _change_requires_grad(self, bucket: Bucket, parameter: ManagedParameter) -> None:
-        assert parameter.unsharded is not None
-        parameter.requires_grad = parameter.sharded.requires_grad
-        bucket.requires_grad = any(p.requires_grad for p in bucket.parameters)
-        index = bucket.parameters.index(parameter)
-        view = bucket.whole.alias(bucket.group.layout.offsets[index], parameter.shape)
-        parameter.make_unsharded(view, bucket.receiver(index))
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the gathered ones; in forward as ``reshard_after_forward`` says."""
@@ -273,7 +297,9 @@ class ParameterGroup:
             if self.reshard_after_forward is False:
                 return
             if self.reshard_after_forward is not True and self.is_unsharded:
+                assert self.comm is not None
                 self._kept = KeptPieces.keep(self.buckets, self.reshard_after_forward)
+                self._kept.copied = self.comm.gather_lane.compute_done()
                 self._release()
                 return
         self._release()
