@@ -82,6 +82,10 @@ class DBuffer:
         return self._allocation.device
 
     @property
+    def is_pinned(self) -> bool:
+        return self._allocation.pin_memory
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the local part, padding included."""
         return self.numel * self.dtype.itemsize

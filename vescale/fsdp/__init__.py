@@ -6,6 +6,7 @@ from vescale.fsdp._api import fully_shard
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._group import GroupMember, ParameterGroup
 from vescale.fsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from vescale.fsdp._report import GroupReport, format_report, report
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -13,11 +14,14 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPModule",
     "GroupMember",
+    "GroupReport",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParameterGroup",
     "UnshardHandle",
+    "format_report",
     "fully_shard",
     "register_fsdp_forward_method",
+    "report",
     "share_comm_ctx",
 ]

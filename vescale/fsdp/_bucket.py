@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
@@ -19,7 +21,10 @@ from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._parameter import ManagedParameter
 from vescale.placements import RaggedShard
 
-__all__ = ["Bucket"]
+__all__ = ["GRADIENT_PLACE", "Bucket"]
+
+GRADIENT_PLACE = "_vescale_gradient_place"
+"""Attribute of unsharded parameters: (bucket, index), for ops that write gradients where they belong."""
 
 
 class Bucket:
@@ -60,8 +65,8 @@ class Bucket:
         self.shards = self._new_shards(Allocation(self.device))
         self.whole: DBuffer
         self.gradients: DBuffer
-        self._received = [False] * len(self.parameters)
         self.has_gradients = False
+        self.drop_gradients()
 
     # At rest
 
@@ -122,6 +127,19 @@ class Bucket:
                 if not local.is_meta:
                     local.copy_(self._own(index, tensor.detach()))
                 parameter.make_sharded(local, self.placement(index))
+
+    def copy(self, parameters: Sequence[ManagedParameter]) -> Bucket:
+        """A bucket of the same values in memory of its own, for copies of the parameters; not registered."""
+        twin = copy.copy(self)
+        twin.parameters = list(parameters)
+        twin.drop_gradients()
+        memory = Allocation(self.shards.device, pin_memory=self.shards.is_pinned)
+        twin.shards = twin._new_shards(memory).allocate()
+        twin.shards.local.copy_(self.shards.local)
+        for index, (parameter, original) in enumerate(zip(twin.parameters, self.parameters, strict=True)):
+            data = make_dtensor(twin.shard(index), parameter.sharded_spec(twin.placement(index), twin.dtype))
+            parameter.sharded = nn.Parameter(data, requires_grad=original.sharded.requires_grad)
+        return twin
 
     def adopt(self) -> None:
         """Make the registered sharded DTensors, whose local tensors lie elsewhere, slices of the shards."""
@@ -194,8 +212,9 @@ class Bucket:
         """The unsharded forms, once: views of ``whole``, which is allocated."""
         for index, parameter in enumerate(self.parameters):
             offset = self.group.layout.offsets[index]
-            view = self.whole.alias(offset, parameter.shape)
-            parameter.make_unsharded(view, self.receiver(index))
+            parameter.make_unsharded(self.whole.alias(offset, parameter.shape), self.receiver(index))
+            assert parameter.unsharded is not None
+            parameter.unsharded.__dict__[GRADIENT_PLACE] = (self, index)
 
     # Gradients
 
@@ -218,6 +237,7 @@ class Bucket:
                 elif local.data_ptr() != view.data_ptr() or local.dtype != view.dtype or not local.numel():
                     view.copy_(local)
                 self._received[index] = True
+                self._claimed[index] = False
 
         return receive
 
@@ -230,6 +250,16 @@ class Bucket:
         view = self.gradients.views[index]
         shape = self.parameters[index].shape
         return view if view.shape == shape else view[: shape[0]]
+
+    def place_for(self, index: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Where an op may write a parameter's whole gradient in place of returning one of its own; None when something is
+        there already, or the reduction has another dtype. Autograd must be given exactly this tensor: it then keeps it,
+        and :meth:`receiver` finds the gradient where it belongs."""
+        if self._received[index] or self._claimed[index] or dtype != self.reduce_dtype:
+            return None
+        self.gradient_view(index)  # allocates
+        self._claimed[index] = True
+        return self.gradients.alias(self.group.layout.offsets[index], self.parameters[index].shape)
 
     def complete_gradients(self) -> list[bool]:
         """Zero what no gradient has come for, and start anew; which parameters had one."""
@@ -245,12 +275,12 @@ class Bucket:
         for index, parameter in enumerate(self.parameters):
             if received[index] and parameter.shape != parameter.place:
                 self.gradients.views[index][parameter.shape[0] :].zero_()
-        self._received = [False] * len(self.parameters)
-        self.has_gradients = False
+        self.drop_gradients()
         return received
 
     def drop_gradients(self) -> None:
         self._received = [False] * len(self.parameters)
+        self._claimed = [False] * len(self.parameters)
         self.has_gradients = False
 
     def assign(self, index: int, reduced: torch.Tensor) -> None:

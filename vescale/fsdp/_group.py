@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -164,6 +166,25 @@ class ParameterGroup:
             bucket = self._bucket(indices, [old[self.parameters[i]] for i in indices])
             bucket.adopt()
             self.buckets.append(bucket)
+
+    def copy(self) -> ParameterGroup:
+        """A group at rest with the same values in memory of its own. Its sharded parameters hang nowhere yet: the caller
+        puts them, and the slots, into copies of the modules."""
+        self.reshard()
+        if self.is_stale:
+            self.rebuild()
+        twin = copy.copy(self)
+        twin.__dict__.pop("_whole_memory", None)
+        twin.options = dataclasses.replace(self.options)
+        twins = {id(p): copy.copy(p) for p in self.parameters}
+        twin.parameters = list(twins.values())
+        twin.buckets = [bucket.copy([twins[id(p)] for p in bucket.parameters]) for bucket in self.buckets]
+        for parameter in twin.parameters:
+            parameter.unsharded = None
+        twin.comm, twin.phase = None, Phase.IDLE
+        twin._carried, twin._forward_places = {}, []
+        twin._calls_to_come_back, twin._gradients_are_due = 0, False
+        return twin
 
     def use_backend_memory(self, enable: bool) -> None:
         """Allocate communication buffers from the process group's own memory, where its backend has such."""

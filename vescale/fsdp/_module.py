@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from vescale.fsdp._direct import use_direct_gradients
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._state import ModuleState, state_of
 
@@ -165,6 +167,13 @@ class FSDPModule:
                 )
             group.options.hook, group.options.hook_stream = hook, stream
 
+    def set_direct_linear_gradients(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """True: ``nn.Linear`` layers compute the gradient of their weight where the reduce-scatter takes it from, instead
+        of copying it there. No effect where ``reduce_dtype`` is not the dtype of the computation, and on gradients that
+        are added to earlier ones (accumulation without sync, a layer used twice)."""
+        for group in self._groups(recurse):
+            use_direct_gradients(group, enable)
+
     # How to communicate
 
     def set_custom_all_gather(self, comm: Any) -> None:
@@ -239,6 +248,18 @@ class FSDPModule:
             )
         return groups
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A sharded copy with buffers of its own, at rest, without gradients: for an EMA of the weights."""
+        states = [state for state in self._states(True) if id(state) not in memo]
+        made = ModuleState.copy_into(states, memo)
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for key, value in self.__dict__.items():
+            twin.__dict__[key] = copy.deepcopy(value, memo)
+        for state in made:
+            state.take_place(memo)
+        return twin
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
@@ -268,10 +289,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if method is None:
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}; name one that it has")
 
+    function = getattr(method, "__func__", None)  # of whichever module it is called on: modules can be copied
+
     def with_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._state
         args, kwargs = state.before_forward(self, args, kwargs)
-        return state.after_forward(self, args, method(*args, **kwargs))
+        output = function(self, *args, **kwargs) if function is not None else method(*args, **kwargs)
+        return state.after_forward(self, args, output)
 
     with_parameters.__name__, with_parameters.__doc__ = method_name, getattr(method, "__doc__", None)
     setattr(module, method_name, with_parameters.__get__(module, type(module)))

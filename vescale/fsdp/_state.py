@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from vescale.compat import in_backward
 from vescale.fsdp._context import CommContext, TreeContext
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._nested import map_tensors, tensors_in
+from vescale.fsdp._parameter import Slot
 from vescale.fsdp._phase import Phase
 
 __all__ = ["ModuleState", "state_of"]
@@ -253,6 +255,35 @@ class ModuleState:
     def forget_forward_order(self) -> None:
         for group in self.groups:
             group.forget_forward_order()
+
+    # Copies
+
+    @staticmethod
+    def copy_into(states: Sequence[ModuleState], memo: dict[int, Any]) -> list[ModuleState]:
+        """Copies of the states at rest, and of their parameters, entered in a deepcopy's memo. :meth:`take_place` completes
+        them when the modules have been copied."""
+        made = []
+        for state in states:
+            twin = copy.copy(state)
+            memo[id(state)] = twin
+            twin.groups = [group.copy() for group in state.groups]
+            for group, copied in zip(state.groups, twin.groups, strict=True):
+                for parameter, other in zip(group.parameters, copied.parameters, strict=True):
+                    memo[id(parameter.sharded)] = other.sharded
+            twin.phase, twin.is_root = Phase.IDLE, None
+            twin.tree, twin.comm = TreeContext(), CommContext(state.device)
+            twin._still_to_run = set()
+            made.append(twin)
+        return made
+
+    def take_place(self, memo: dict[int, Any]) -> None:
+        """Belong to the copies of the modules."""
+        self.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
+        self.forward_prefetch = [memo.get(id(state), state) for state in self.forward_prefetch]
+        self.backward_prefetch = [memo.get(id(state), state) for state in self.backward_prefetch]
+        for group in self.groups:
+            for parameter in group.parameters:
+                parameter.slots = [Slot(copy.deepcopy(module, memo), name) for module, name in parameter.slots]
 
     # The root
 

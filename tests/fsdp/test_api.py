@@ -1,0 +1,342 @@
+"""The public surface: every method of the installed FSDP2, settings, errors, copies, and what is where in each phase."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as StockFSDPModule
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import DTensor
+
+import vescale
+from tests.fsdp.compare import by_block, full, mesh_of
+from tests.fsdp.models import Net, net_loss, tokens
+from tests.ranks import RankPools, run_cases
+from vescale.buffer import BufferMismatchError
+from vescale.comm import record_comms
+from vescale.fsdp import (
+    FSDPModule,
+    UnshardHandle,
+    format_report,
+    fully_shard,
+    register_fsdp_forward_method,
+    report,
+    share_comm_ctx,
+)
+from vescale.placements import RaggedShard
+
+# Names that a stock method has and ours need not: private ones.
+_METHODS = [name for name, _ in inspect.getmembers(StockFSDPModule, inspect.isfunction) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", _METHODS)
+def test_every_public_method_of_fsdp2_is_there(name: str) -> None:
+    stock, ours = getattr(StockFSDPModule, name), getattr(FSDPModule, name, None)
+    assert ours is not None, f"FSDPModule.{name} is missing"
+    stock_parameters = inspect.signature(inspect.unwrap(stock)).parameters
+    our_parameters = inspect.signature(ours).parameters
+    assert [(p.name, p.kind, p.default) for p in stock_parameters.values()] == [
+        (p.name, p.kind, p.default) for p in our_parameters.values()
+    ]
+
+
+def test_functions_of_fsdp2_are_there() -> None:
+    assert len(_METHODS) >= 20
+    stock = inspect.signature(inspect.unwrap(stock_fully_shard)).parameters
+    assert set(stock) <= set(inspect.signature(fully_shard).parameters)
+    for name in ("fully_shard", "FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"):
+        assert getattr(vescale, name) is getattr(vescale.fsdp, name)
+        assert hasattr(torch.distributed.fsdp, name)
+    assert callable(UnshardHandle.wait)
+
+
+def sharded(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Net()
+    by_block(model, fully_shard, mesh_of(), **options)
+    return model
+
+
+def phases() -> None:
+    """Which parameters are registered, what memory there is, and how many collectives there are."""
+    torch.manual_seed(0)
+    plain = Net()
+    model = sharded()
+    assert type(model).__name__ == "FSDPNet" and isinstance(model, Net) and isinstance(model, FSDPModule)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    weight = model.blocks[0].up.weight
+    assert isinstance(weight, DTensor) and isinstance(weight.placements[0], RaggedShard)
+    group = model.blocks[0]._state.groups[0]
+    shards = group.buckets[0].shards
+    owned = sum(p.to_local().numel() for p in model.blocks[0].parameters())
+    assert owned <= shards.numel
+    assert {p.to_local().untyped_storage().data_ptr() for p in model.blocks[0].parameters()} == {
+        shards.local.untyped_storage().data_ptr()
+    }
+    seen: list[bool] = []
+    model.blocks[1].up.register_forward_hook(
+        lambda *_: seen.append(
+            not isinstance(model.blocks[1].up.weight, DTensor)
+            and isinstance(model.blocks[0].up.weight, DTensor)
+            and not group.buckets[0].whole.is_allocated
+        )
+    )
+    with record_comms() as ledger:
+        loss = net_loss(model, 0, dist.get_rank())
+    assert seen == [True]
+    assert [r.op for r in ledger.records if r.asker] and ledger.count("all_gather_v") == 4 + 1  # and the preflight
+    assert isinstance(model.blocks[0].up.weight, DTensor) and not isinstance(model.head.weight, DTensor)
+    with record_comms() as ledger:
+        loss.backward()
+    assert ledger.count("all_gather_v") == 3 and ledger.count("reduce_scatter_v") == 4
+    assert isinstance(model.head.weight, DTensor) and model.blocks[0].up.weight is weight
+    for bucket in [b for state in model._states(True) for g in state.groups for b in g.buckets]:
+        assert not bucket.whole.is_allocated and not bucket.gradients.is_allocated
+    assert all(isinstance(p.grad, DTensor) and p.grad.placements == p.placements for p in model.parameters())
+    with torch.no_grad(), record_comms() as ledger:
+        with torch.inference_mode():
+            model(tokens(0, 0))
+        model(tokens(0, 0))
+    assert ledger.count("all_gather_v") == 7  # the root stays unsharded after forward
+    net_loss(model, 1, dist.get_rank()).backward()
+
+
+def unshard_by_hand() -> None:
+    model = sharded()
+    whole = {name: full(p) for name, p in model.named_parameters()}
+    handle = model.blocks[0].unshard(async_op=True)
+    assert isinstance(handle, UnshardHandle)
+    handle.wait()
+    assert not isinstance(model.blocks[0].up.weight, DTensor)
+    assert torch.equal(model.blocks[0].up.weight, whole["blocks.0.up.weight"])
+    assert model.blocks[0].unshard() is None
+    model.blocks[0].reshard()
+    assert isinstance(model.blocks[0].up.weight, DTensor)
+    model.unshard()
+    state = model.state_dict()  # state dicts are of the sharded parameters, whatever the phase
+    assert all(isinstance(value, DTensor) for value in state.values())
+    model.head.weight  # noqa: B018
+    twin = copy.deepcopy(model)
+    assert isinstance(twin, FSDPModule) and twin.blocks[0]._state is not model.blocks[0]._state
+    loss = net_loss(model, 0, dist.get_rank())
+    loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    for name, p in twin.named_parameters():
+        assert torch.equal(full(p.detach()), whole[name]) and p.grad is None
+    assert net_loss(twin, 0, dist.get_rank()) == loss
+    twin.reshard()  # the root keeps its parameters until backward
+    with torch.no_grad():
+        for average, p in zip(twin.parameters(), model.parameters(), strict=True):
+            average.lerp_(p, 0.5)
+    for name, p in twin.named_parameters():
+        expected = whole[name].lerp(full(model.get_parameter(name).detach()), 0.5)  # type: ignore[union-attr]
+        torch.testing.assert_close(full(p.detach()), expected)
+    net_loss(twin, 0, dist.get_rank()).backward()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    assert isinstance(averaged.module, FSDPModule)
+    assert type(model.blocks[:2]) is nn.ModuleList and type(type(model.blocks[0])(7)).__name__ == "Block"
+
+
+def recovery() -> None:
+    """An exception in forward and in backward; then the iteration is forgotten and training goes on."""
+    model, same = sharded(), sharded()
+
+    def fail(*_: Any) -> None:
+        raise KeyError("on purpose")
+
+    for where in ("forward", "backward"):
+        for m in (model,):
+            if where == "forward":
+                handle = m.blocks[1].up.register_forward_hook(fail)
+                with pytest.raises(KeyError, match="on purpose"):
+                    m(tokens(0, 0))
+            else:
+                handle = m.blocks[1].up.register_full_backward_hook(fail)
+                with pytest.raises(KeyError, match="on purpose"):
+                    net_loss(m, 0, dist.get_rank()).backward()
+            handle.remove()
+            with pytest.raises(RuntimeError, match="not the root"):
+                m.blocks[0].reset_iter_state()
+            m.reset_iter_state()
+            m.zero_grad()
+    for m in (model, same):
+        net_loss(m, 1, dist.get_rank()).backward()
+    for p, q in zip(model.parameters(), same.parameters(), strict=True):
+        assert torch.equal(full(p.grad), full(q.grad))  # type: ignore[arg-type]
+
+
+def settings() -> None:
+    model = sharded()
+    calls: list[int] = []
+    model.blocks[0].set_all_reduce_hook(lambda piece: calls.append(piece.numel()))
+    model.set_gradient_divide_factor(1.0)
+    for block in model.blocks:
+        block.set_gradient_divide_factor(1.0)
+    plain = sharded()
+    for m in (model, plain):
+        net_loss(m, 0, dist.get_rank()).backward()
+    assert len(calls) == 1
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), 4 * full(q.grad))  # type: ignore[operator]
+
+    order: list[str] = []
+
+    class Gather:
+        def allocate(self, *_: Any, **__: Any) -> Any: ...
+
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+            order.append("gather")
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    class Scatter(Gather):
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+            order.append("reduce")
+            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+    custom = sharded()
+    custom.blocks[0].set_custom_all_gather(Gather())
+    custom.blocks[0].set_custom_reduce_scatter(Scatter())
+    net_loss(custom, 0, dist.get_rank()).backward()
+    assert order == ["gather", "gather", "reduce"]
+    for p, q in zip(custom.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), full(q.grad))
+
+    def predict(self: Any, ids: torch.Tensor) -> torch.Tensor:
+        return self(ids).argmax(-1)
+
+    Net.scores = lambda self, ids: self.head(self.embed(ids))  # type: ignore[attr-defined]
+    other = sharded()
+    register_fsdp_forward_method(other, "scores")
+    register_fsdp_forward_method(nn.Linear(2, 2), "anything")
+    with pytest.raises(ValueError, match="no method 'nothing'"):
+        register_fsdp_forward_method(other, "nothing")
+    other.scores(tokens(0, dist.get_rank())).sum().backward()
+    assert other.head.weight.grad is not None and other.blocks[0].up.weight.grad is None
+    share_comm_ctx([model, other])
+    share_comm_ctx([])
+    assert other.blocks[0]._state.comm is model._state.comm
+    for m in (model, other):
+        net_loss(m, 1, dist.get_rank()).backward()
+
+
+def optimizer_in_backward() -> None:
+    """Hooks on sharded parameters run when their gradient is complete."""
+    model, plain = sharded(), sharded()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda q: (torch.optim.SGD([q], 0.1).step(), q.__setattr__("grad", None)))
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for step in range(2):
+        for m in (model, plain):
+            net_loss(m, step, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.grad is None and torch.equal(full(p.detach()), full(q.detach()))  # type: ignore[arg-type]
+
+
+def direct_gradients() -> None:
+    models = [sharded(), sharded()]
+    models[0].set_direct_linear_gradients()
+    kept: list[int] = []
+    for step in range(2):
+        for m in models:
+            m.zero_grad()
+            if m is models[0] and step:
+                bucket = m.blocks[0]._state.groups[0].buckets[0]
+                index = [p.name for p in bucket.parameters].index("blocks.0.up.weight")
+                parameter = bucket.parameters[index].unsharded
+                parameter.register_hook(
+                    lambda g, b=bucket, i=index: kept.append(g.data_ptr() - b.gradients.views[i].data_ptr())
+                )
+            net_loss(m, step, dist.get_rank()).backward()
+    assert kept == [0]
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(full(p.grad), full(q.grad))  # type: ignore[arg-type]
+    models[0].set_direct_linear_gradients(False)
+    assert "forward" not in models[0].head.__dict__
+
+
+def reports() -> None:
+    model = sharded()
+    model.blocks[0].up.bias.requires_grad_(False)
+    found = report(model)
+    assert [one.path for one in found] == ["", "blocks.0", "blocks.1", "blocks.2"]
+    block = found[1]
+    assert block.num_elements == sum(p.numel() for p in model.blocks[0].parameters())
+    assert block.resting_bytes * 4 == block.whole_bytes == 4 * (block.num_elements + block.padding_elements)
+    with record_comms() as ledger:
+        net_loss(model, 0, dist.get_rank())
+    assert block.all_gather_bytes in [r.bytes for r in ledger.records if r.asker == "blocks.0"]
+    assert len(format_report(found).splitlines()) == 5
+
+
+PARTS = {
+    f.__name__: f
+    for f in (phases, unshard_by_hand, recovery, settings, optimizer_in_backward, direct_gradients, reports)
+}
+
+
+def run_part(name: str) -> None:
+    PARTS[name]()
+
+
+def run_parts() -> int:
+    return run_cases(run_part, [(name,) for name in PARTS])
+
+
+def test_engine(ranks: RankPools) -> None:
+    assert ranks.run(run_parts, world_size=4) == [len(PARTS)] * 4
+
+
+def errors() -> None:
+    mesh = mesh_of()
+    with pytest.raises(ValueError, match="has no forward to gather"):
+        fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=mesh)
+    model = Net(tied=True)
+    fully_shard(model.embed, mesh=mesh)
+    with pytest.raises(ValueError, match=r"'head.weight' of Net is tied to 'weight' of Embedding"):
+        fully_shard(model, mesh=mesh)
+    linear = nn.Linear(3, 3)
+    fully_shard(linear, mesh=mesh)
+    with pytest.raises(ValueError, match="before; give each module once"):
+        fully_shard(linear, mesh=mesh)
+    with pytest.raises(ValueError, match="divides the 4 ranks"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=3)
+    with pytest.raises(ValueError, match="expected None or Shard"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda p: RaggedShard())
+    with pytest.raises(NotImplementedError, match="uneven chunks"):
+        fully_shard(nn.Linear(3, 3, bias=False), mesh=mesh, shard_placement_fn=lambda p: vescale_shard(1))
+    with pytest.raises(ValueError, match="expected a bool"):
+        linear.set_reshard_after_forward(2)  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="expected an int"):
+        linear.set_reduce_scatter_max_input_buffers(True)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="expected at least 1"):
+        linear.set_reduce_scatter_max_input_buffers(0)  # type: ignore[attr-defined]
+    with pytest.raises(NotImplementedError, match="symmetric memory"):
+        linear.set_symm_mem_for_comm()  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="given to fully_shard, got Linear"):
+        linear.set_modules_to_forward_prefetch([nn.Linear(1, 1)])  # type: ignore[attr-defined, list-item]
+    with torch.device("meta"):
+        on_meta = Net()
+    by_block(on_meta, fully_shard, mesh)
+    with pytest.raises(RuntimeError, match="on the meta device; materialize"):
+        on_meta(tokens(0, 0))
+    wrong = Net(7 if dist.get_rank() != 2 else 8)
+    by_block(wrong, fully_shard, mesh)
+    with pytest.raises(BufferMismatchError, match=r"ranks \[2\] and rank 0 disagree on buffer 'the root\[0\]'"):
+        wrong(tokens(0, 0))
+
+
+def vescale_shard(dim: int) -> Any:
+    return torch.distributed.tensor.Shard(dim)
+
+
+def test_errors_are_raised_on_every_rank(ranks: RankPools) -> None:
+    ranks.run(errors, world_size=4)

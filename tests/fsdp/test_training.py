@@ -1,0 +1,263 @@
+"""Training with fully_shard against one device and PyTorch's FSDP2: gradients, losses and parameters of every step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+
+from tests.fsdp.compare import by_block, compare
+from tests.fsdp.models import Block, Net, dense_loss, net_loss
+from tests.ranks import RankPools, run_cases
+from vescale.fsdp import CPUOffloadPolicy as OurCPUOffloadPolicy
+
+assert OurCPUOffloadPolicy is CPUOffloadPolicy  # the same class: policies of a user's script are taken as they are
+
+
+def options(**given: Any) -> Callable[..., None]:
+    return functools.partial(by_block, **given)
+
+
+def prefetching(model: Any, fully_shard: Callable[..., Any], mesh: DeviceMesh) -> None:
+    by_block(model, fully_shard, mesh)
+    blocks = list(model.blocks)
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+    model.set_modules_to_forward_prefetch(blocks[:2])
+
+
+def frozen(build: Callable[[], Any], *names: str) -> nn.Module:
+    model = build()
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in names):
+            parameter.requires_grad_(False)
+    return model
+
+
+class Strange(nn.Module):
+    """A parameter that is never used; with ``scalar`` also a 0-dim and an empty one, which FSDP2 does not take."""
+
+    def __init__(self, dim: int, scalar: bool = True) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5) if scalar else torch.tensor([1.5]))
+        self.empty = nn.Parameter(torch.zeros(0, dim)) if scalar else None
+        self.unused = nn.Parameter(torch.randn(3, 5))
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * self.scale
+        return y if self.empty is None else y + self.empty.sum()
+
+
+class Experts(nn.Module):
+    """Each rank and step routes to one of three experts; the last one is never chosen."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.experts[int(x.detach().sum().abs() * 100) % 3](x)
+
+
+class Ios(nn.Module):
+    """Takes and gives nested containers, keyword arguments, views, and writes to its input and to its output."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, pair: tuple[torch.Tensor, dict[str, Any]], *, scale: torch.Tensor) -> dict[str, Any]:
+        x, more = pair
+        y = self.first(x * scale) + more["y"][0]
+        y.add_(1)
+        return {"out": [self.second(y)[:, 1:-1]], "number": 3, "none": None}
+
+
+class UsesIos(nn.Module):
+    def __init__(self, dim: int = 7) -> None:
+        super().__init__()
+        self.lift = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList([Ios(dim), Ios(dim)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lift(x)
+        for block in self.blocks:
+            out = block((x.t().t(), {"y": [x[:, :]]}), scale=x.mean())["out"][0]
+            out += 1  # a view: its own hooks are lost with its history
+            x = nn.functional.pad(out, (1, 1))
+        return x
+
+
+class Siblings(nn.Module):
+    def __init__(self, dim: int = 7) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(dim)])
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks[0](x)))
+
+
+def siblings(model: Any, fully_shard: Callable[..., Any], mesh: DeviceMesh) -> None:
+    fully_shard([model.norm, model.head], mesh=mesh)
+    by_block(model, fully_shard, mesh)
+
+
+def only_root(model: Any, fully_shard: Callable[..., Any], mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh=mesh)
+
+
+def nested(model: Any, fully_shard: Callable[..., Any], mesh: DeviceMesh) -> None:
+    for block in model.blocks:
+        fully_shard(block.up, mesh=mesh)
+        fully_shard(block.down, mesh=mesh, reshard_after_forward=False)
+    by_block(model, fully_shard, mesh)
+
+
+def no_sync(model: Any, micro: int) -> None:
+    model.set_requires_gradient_sync(micro == 2)
+
+
+def no_sync_keeping(model: Any, micro: int) -> None:
+    model.set_requires_gradient_sync(micro == 2)
+    model.set_reshard_after_backward(micro == 2)
+    model.set_is_last_backward(micro == 2)
+
+
+def no_all_reduce(model: Any, micro: int) -> None:
+    model.set_requires_all_reduce(micro == 2)
+
+
+def zeros_for_unused(model: Any, fully_shard: Callable[..., Any], mesh: DeviceMesh) -> None:
+    by_block(model, fully_shard, mesh)
+    model.set_reduce_scatter_unused_params(True)
+
+
+def setters(model: Any, fully_shard: Callable[..., Any], mesh: DeviceMesh) -> None:
+    by_block(model, fully_shard, mesh)
+    model.set_reshard_after_forward(True)
+    model.set_reduce_scatter_max_input_buffers(3)
+    model.set_force_sum_reduction_for_comms(True)
+    model.blocks[0].set_unshard_in_backward(True)
+    model.set_separate_reduce_scatter_group(True)
+    model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+def mixed_dtypes() -> nn.Module:
+    model = Net()
+    model.blocks[1].double()
+    model.blocks[1].norm.float()
+
+    class Cast(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.inner.down(torch.relu(self.inner.up(self.inner.norm(x).double()))).float()
+
+    model.blocks[1] = Cast(model.blocks[1])
+    return model
+
+
+def cast_at_the_end(model: Any, fully_shard: Callable[..., Any], mesh: DeviceMesh) -> None:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32))
+    assert model.blocks[0].up.weight.dtype == torch.float32
+
+
+class Case(NamedTuple):
+    name: str
+    arguments: dict[str, Any]
+
+
+def case(
+    name: str, build: Callable[..., nn.Module] = Net, loss: Any = net_loss, shard: Any = by_block, **rest: Any
+) -> Case:
+    return Case(name, {"build": build, "loss": loss, "shard": shard, **rest})
+
+
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+CASES = [
+    case("by block"),
+    case("only the root", shard=only_root),
+    case("modules in modules", shard=nested),
+    case("keep after forward", shard=options(reshard_after_forward=False)),
+    case("reshard to two ranks", shard=options(reshard_after_forward=2)),
+    case("explicit prefetch", shard=prefetching),
+    case("SGD with momentum", optimizer=functools.partial(torch.optim.SGD, momentum=0.9)),
+    case("HSDP", mesh_shape=(2, 2)),
+    case("HSDP, reshard to one rank less", mesh_shape=(2, 2), shard=options(reshard_after_forward=True)),
+    case("only replicas", mesh_shape=(4, 1)),
+    case("setters", shard=setters),
+    case("frozen block", functools.partial(frozen, Net, "blocks.1.")),
+    case("frozen parts of blocks", functools.partial(frozen, Net, "up.weight", "norm.bias", "embed")),
+    case("accumulation without sync", microbatches=3, around=no_sync),
+    case("accumulation, parameters kept", microbatches=3, around=no_sync_keeping),
+    case("accumulation with sync", microbatches=3),
+    case("accumulation without all-reduce", microbatches=3, around=no_all_reduce, mesh_shape=(2, 2)),
+    case("bfloat16", shard=options(mp_policy=BFLOAT16), tolerance=2e-2, reference=False),
+    case("bfloat16, output", shard=cast_at_the_end, tolerance=2e-2, reference=False),
+    case("bfloat16, no sync", shard=options(mp_policy=BFLOAT16), tolerance=2e-2, microbatches=3, around=no_sync,
+         reference=False),
+    case("offload", shard=options(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    case("scalar, empty and unused parameters", functools.partial(Net, block=Strange), stock=False),
+    case("unused parameters", functools.partial(Net, block=functools.partial(Strange, scalar=False))),
+    case("unused as zeros", functools.partial(Net, block=functools.partial(Strange, scalar=False)), shard=zeros_for_unused,
+         reference=False),
+    case("experts that some ranks use", functools.partial(Net, block=Experts), stock=False, steps=5),
+    case("experts, two microbatches", functools.partial(Net, block=Experts), stock=False, microbatches=3, around=no_sync),
+    case("experts, HSDP", functools.partial(Net, block=Experts), stock=False, microbatches=3, around=no_all_reduce,
+         mesh_shape=(2, 2)),
+    case("tied weights in one group", functools.partial(Net, tied=True)),
+    case("modules that run twice", functools.partial(Net, repeat=2)),
+    case("modules that run twice, kept", functools.partial(Net, repeat=2), shard=options(reshard_after_forward=False)),
+    case("checkpointing, non-reentrant", functools.partial(Net, recompute=False)),
+    case("checkpointing, reentrant", functools.partial(Net, recompute=True)),
+    case("checkpointing, run twice", functools.partial(Net, recompute=False, repeat=2)),
+    case("checkpointing, reentrant, run twice", functools.partial(Net, recompute=True, repeat=2), stock=False),
+    case("nested inputs and outputs, views, writes", UsesIos, dense_loss, stock=False),
+    case("siblings in one group", Siblings, dense_loss, siblings),
+    case("Shard(0)", shard=options(shard_placement_fn=lambda p: Shard(0))),
+    case("Shard(last) for matrices", functools.partial(Net, 8), shard=options(
+        shard_placement_fn=lambda p: Shard(-1) if p.ndim == 2 and p.shape[-1] % 4 == 0 else None)),
+    case("mixed dtypes", mixed_dtypes, stock=False),
+    case("LSTM", functools.partial(Net, block=lambda dim: Recurrent(dim))),
+]  # fmt: skip
+
+
+class Recurrent(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(dim, dim, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]
+
+
+def run(name: str) -> None:
+    found = {one.name: one for one in CASES}[name]
+    compare(**found.arguments)
+
+
+def run_all(names: list[str]) -> int:
+    return run_cases(run, [(name,) for name in names])
+
+
+@pytest.mark.parametrize("start", range(0, len(CASES), 10))
+def test_trains_like_one_device_and_fsdp2(ranks: RankPools, start: int) -> None:
+    names = [one.name for one in CASES[start : start + 10]]
+    assert len({one.name for one in CASES}) == len(CASES)
+    assert ranks.run(run_all, names, world_size=4, timeout=600) == [len(names)] * 4
