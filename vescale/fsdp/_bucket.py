@@ -28,7 +28,8 @@ GRADIENT_PLACE = "_vescale_gradient_place"
 
 
 class Bucket:
-    """Buffers of one kind of parameters, all over one :class:`TensorGroup`, so that their offsets are equal.
+    """Buffers of one kind of parameters, all over one :class:`TensorGroup`, so that their offsets are equal: that of
+    ``like``, when the same parameters have been converted to another dtype.
 
     =============  ==================  ===========================================  ======================================
     buffer         dtype               holds                                        allocated
@@ -52,6 +53,7 @@ class Bucket:
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         alignment_bytes: int,
+        like: Bucket | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.axes = axes
@@ -60,7 +62,7 @@ class Bucket:
         self.compute_dtype = param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
         self.reduce_dtype = reduce_dtype or self.compute_dtype
         self.alignment_bytes = alignment_bytes
-        self.group = self._plan()
+        self.group: TensorGroup = like.group if like is not None else self._plan()
         self.device = locals_[0].device
         self.shards = self._new_shards(Allocation(self.device))
         self.whole: DBuffer
@@ -142,15 +144,25 @@ class Bucket:
         return twin
 
     def adopt(self) -> None:
-        """Make the registered sharded DTensors, whose local tensors lie elsewhere, slices of the shards."""
-        with torch.no_grad():
-            for index, parameter in enumerate(self.parameters):
-                sharded = parameter.sharded
-                assert isinstance(sharded, DTensor)
-                local = self.shard(index)
+        """Make the registered parameters, whose memory lies elsewhere, slices of the shards. They stay the same objects
+        unless they are placed otherwise; then they are redistributed, on all ranks."""
+        for index, parameter in enumerate(self.parameters):
+            with torch.no_grad():
+                found: torch.Tensor = parameter.sharded
+                local, cut = self.shard(index), self.placement(index)
+                spec = parameter.sharded_spec(cut, self.dtype)
+                if not isinstance(found, DTensor):  # a whole parameter, the same on every rank
+                    source = self._own(index, found.detach())
+                elif tuple(found.placements) == tuple(spec.placements):
+                    source = local_of(found)
+                else:
+                    source = local_of(found.redistribute(placements=spec.placements))
                 if not local.is_meta:
-                    local.copy_(local_of(sharded))
-                set_local(sharded, local)
+                    local.copy_(source)
+            if isinstance(found, DTensor) and tuple(found.placements) == tuple(spec.placements):
+                set_local(found, local)
+            else:
+                parameter.make_sharded(local, cut)
 
     @cached_property
     def gradient_specs(self) -> list[DTensorSpec]:

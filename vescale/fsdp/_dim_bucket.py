@@ -31,6 +31,9 @@ class DimBucket(Bucket):
     Raises NotImplementedError for a dim above 0 that the ranks do not divide.
     """
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "like": None})
+
     def _plan(self) -> TensorGroup:
         self._chunks = [self._chunk_shape(p.name, p.shape, p.dim or 0) for p in self.parameters]
         num_ranks = self.axes.shard_size

@@ -126,7 +126,7 @@ class ParameterGroup:
             found.setdefault((dtype, parameter.requires_grad, parameter.dim is None), []).append(index)
         return list(found.values())
 
-    def _bucket(self, indices: Sequence[int], locals_: Sequence[torch.Tensor]) -> Bucket:
+    def _bucket(self, indices: Sequence[int], locals_: Sequence[torch.Tensor], like: Bucket | None = None) -> Bucket:
         parameters = [self.parameters[i] for i in indices]
         bucket = (Bucket if parameters[0].dim is None else DimBucket)(
             parameters,
@@ -135,6 +135,7 @@ class ParameterGroup:
             param_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
             alignment_bytes=self.alignment_bytes,
+            like=like,
         )
         device = bucket.device
         if self.offloads and device.type != "meta":
@@ -161,9 +162,11 @@ class ParameterGroup:
             return
         self._drop_unsharded()
         old = {p: _local(p.sharded) for p in self.parameters}
+        before = {tuple(map(id, bucket.parameters)): bucket for bucket in self.buckets}
         self.buckets = []
         for indices in self._kinds([old[p].dtype for p in self.parameters]):
-            bucket = self._bucket(indices, [old[self.parameters[i]] for i in indices])
+            like = before.get(tuple(id(self.parameters[i]) for i in indices))
+            bucket = self._bucket(indices, [old[self.parameters[i]] for i in indices], like)
             bucket.adopt()
             self.buckets.append(bucket)
 

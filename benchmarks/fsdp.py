@@ -1,0 +1,330 @@
+"""``fully_shard`` against PyTorch's FSDP2 and DDP: ``python -m benchmarks.fsdp [--ranks 2 4] [--simulate]``.
+
+Every figure is a ratio of runs that take turns in one process group, so that the machine's load hits them alike. On CPU the
+ranks are gloo processes of this machine; with GPUs, one NCCL process each. ``--simulate`` adds what one rank of a large job
+would do, on a fake process group: memory and wrapping time of large models, host time of hooks and bookkeeping.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from vescale.buffer import GranularityTable, Rows
+from vescale.fsdp import fully_shard
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*[Block(512) for _ in range(6)]), torch.randn(32, 512)
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    layers = [nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True) for _ in range(4)]
+    return nn.Sequential(*layers), torch.randn(4, 32, 256)
+
+
+MODELS = {"MLP": mlp, "Transformer": transformer}
+OURS, DIRECT, STOCK, DDP = "ours", "ours, direct gradients", "FSDP2", "DDP"
+
+
+def build(kind: str, model: str, device: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    module, x = MODELS[model]()
+    module, x = module.to(device), x.to(device)
+    if kind == DDP:
+        return DistributedDataParallel(module), x
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    shard: Callable[..., Any] = stock_fully_shard if kind == STOCK else fully_shard
+    for block in module.children():
+        shard(block, mesh=mesh)
+    shard(module, mesh=mesh)
+    if kind == DIRECT:
+        module.set_direct_linear_gradients()  # type: ignore[operator]
+    return module, x
+
+
+def train_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator(device=x.device).manual_seed(100 * step + dist.get_rank())
+    loss = module(x + torch.randn(x.shape, generator=generator, device=x.device)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+class Peak:
+    """Bytes above the start: the allocator's on a GPU, the resident set's (sampled) on the CPU."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.bytes = device, 0
+
+    def __enter__(self) -> Peak:
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self._start = torch.cuda.memory_allocated()
+            return self
+        self._start, self._stop = _resident(), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            self.bytes = max(self.bytes, _resident() - self._start)
+            time.sleep(0.0005)
+
+    def __exit__(self, *_: Any) -> None:
+        if self.device == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated() - self._start
+            return
+        self._stop.set()
+        self._thread.join()
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def losses(kind: str, model: str, device: str, steps: int = 20) -> list[float]:
+    module, x = build(kind, model, device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    found = []
+    for step in range(steps):
+        found.append(train_step(module, optimizer, x, step).item())
+    return found
+
+
+def measure(rank: int, ranks: int, store: str, device: str, rounds: int, queue: Any) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    found: dict[str, Any] = {}
+    for model in MODELS:
+        kinds = {kind: build(kind, model, device) for kind in (OURS, DIRECT, STOCK)}
+        num_bytes = sum(p.numel() * p.element_size() for p in MODELS[model]()[0].parameters())
+        optimizers = {kind: torch.optim.AdamW(module.parameters(), 1e-4) for kind, (module, _) in kinds.items()}
+        wall: dict[str, list[float]] = {kind: [] for kind in kinds}
+        cpu: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for turn in range(rounds + 2):
+            for kind, (module, x) in kinds.items():
+                dist.barrier()
+                start, start_cpu = time.perf_counter(), time.process_time()
+                train_step(module, optimizers[kind], x)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                if turn >= 2:
+                    wall[kind].append(time.perf_counter() - start)
+                    cpu[kind].append(time.process_time() - start_cpu)
+        peaks, copied = {}, {}
+        for kind, (module, x) in kinds.items():
+            best = []
+            for _ in range(3):
+                dist.barrier()
+                with Peak(device) as peak:
+                    train_step(module, optimizers[kind], x)
+                best.append(peak.bytes)
+            peaks[kind] = statistics.median(best)
+            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+                module(x).square().mean().backward()
+            module.zero_grad()
+            copied[kind] = _copied(profiled)
+        found[model] = {
+            "bytes": num_bytes,
+            "wall": {kind: statistics.median(times) for kind, times in wall.items()},
+            "cpu": {kind: statistics.median(times) for kind, times in cpu.items()},
+            "peak": peaks,
+            "copied": copied,
+            "losses": {kind: losses(kind, model, device) for kind in (OURS, DDP)},
+        }
+    if rank == 0:
+        queue.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# Copies that engines make; ops of the models (t, view, add, mm, relu, norms) are none of them.
+_COPIES = {"aten::copy_", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy", "aten::_foreach_copy_"}
+
+
+def _copied(profiled: Any) -> dict[str, int]:
+    """Bytes written by copy ops, by name; float32 is what the models are in."""
+    found: dict[str, int] = {}
+    for event in profiled.events():
+        if event.name in _COPIES and event.input_shapes:
+            shapes = event.input_shapes[0]
+            shapes = [shapes] if not shapes or isinstance(shapes[0], int) else shapes
+            found[event.name] = found.get(event.name, 0) + sum(4 * _product(shape) for shape in shapes)
+    return found
+
+
+def _product(shape: Any) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def show(ranks: int, found: dict[str, Any]) -> None:
+    for model, one in found.items():
+        size = one["bytes"]
+        print(f"\n{model}, {ranks} ranks, {size / 2**20:.1f} MiB of parameters")
+        for kind in (OURS, DIRECT):
+            for what, bound in (("wall", 0.85), ("cpu", 0.8), ("peak", 0.65)):
+                ratio = one[what][kind] / one[what][STOCK]
+                print(
+                    f"  {kind:<24} {what:>5} / FSDP2: {ratio:.2f}  (asked {bound})  {'ok' if ratio <= bound else 'MISSED'}"
+                )
+        for kind, copied in one["copied"].items():
+            total = ", ".join(f"{name} {count / size:.2f} P" for name, count in sorted(copied.items()))
+            print(f"  {kind:<24} copies: {total or 'none'}")
+        worst = max(abs(a - b) for a, b in zip(one["losses"][OURS], one["losses"][DDP], strict=True))
+        print(f"  largest difference of a loss from DDP in 20 steps: {worst:g}")
+
+
+def simulate() -> None:
+    """One rank of a large job, on a fake process group: nothing moves, all else is done."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def with_ranks(count: int) -> Any:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+        return init_device_mesh("cpu", (count,))
+
+    print("\nhost time of a step, 16 groups of 8 parameters, fake process group of 64 ranks")
+    mesh = with_ranks(64)
+    module = nn.Sequential(*[nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]) for _ in range(16)])
+    kinds = {}
+    for name, shard in ((OURS, fully_shard), (STOCK, stock_fully_shard)):
+        twin = copy.deepcopy(module)
+        for block in twin:
+            shard(block, mesh=mesh)
+        shard(twin, mesh=mesh)
+        kinds[name] = twin
+    x = torch.randn(1, 64)
+    times: dict[str, list[float]] = {"plain": [], **{name: [] for name in kinds}}
+    for _ in range(40):
+        for name, twin in {"plain": module, **kinds}.items():
+            start = time.process_time()
+            twin(x).sum().backward()
+            times[name].append(time.process_time() - start)
+            twin.zero_grad()
+    medians = {name: statistics.median(one[5:]) for name, one in times.items()}
+    for name in kinds:
+        print(f"  {name:<8} {(medians[name] - medians['plain']) / 17 * 1e6:8.0f} us a group and step")
+    print(f"  ratio {(medians[OURS] - medians['plain']) / (medians[STOCK] - medians['plain']):.2f}")
+
+    print("\nmemory of a rank at rest, parameters in float32, meta device (blocks of rows for GPT-OSS's experts)")
+    for title, ranks, layer, policy in (
+        ("GPT-OSS-120B layer", 256, gpt_oss_layer, None),
+        (
+            "GPT-OSS-120B layer, 16 rows stay together",
+            256,
+            gpt_oss_layer,
+            1,
+            GranularityTable([(r"experts\..*", Rows(16))]),
+        ),
+        ("Llama-3-70B layer", 64, lambda: llama_layer(8192, 28672, 8), None),
+        ("Llama-3-70B layer", 1024, lambda: llama_layer(8192, 28672, 8), None),
+    ):
+        mesh = with_ranks(ranks)
+        sizes = {}
+        for name, shard in ((OURS, fully_shard), (STOCK, stock_fully_shard)):
+            with torch.device("meta"):
+                made = layer()
+            total = sum(p.numel() for p in made.parameters()) * 4
+            options = {"orig_param_policy": policy} if policy is not None and shard is fully_shard else {}
+            shard(made, mesh=mesh, **options)
+            if name == OURS:
+                sizes[name] = made._state.groups[0].buckets[0].shards.num_bytes  # type: ignore[union-attr, operator]
+            else:
+                group = made._get_fsdp_state()._fsdp_param_group
+                sizes[name] = sum(p._sharded_param_data.numel() * 4 for p in group.fsdp_params)
+        shown = ", ".join(f"{name} {size * ranks / total - 1:+.2%}" for name, size in sizes.items())
+        print(f"  {title:<44} {ranks:>5} ranks: {total / ranks / 2**20:8.2f} MiB a rank; over that: {shown}")
+
+    mesh = with_ranks(1024)
+    with torch.device("meta"):
+        model = nn.Sequential(*[llama_layer(16384, 53248, 8) for _ in range(126)])
+    start = time.perf_counter()
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    print(
+        f"\nwrapping 126 layers of Llama-3-405B on the meta device for 1024 ranks: {time.perf_counter() - start:.1f} s (asked 10)"
+    )
+    dist.destroy_process_group()
+
+
+def llama_layer(dim: int, hidden: int, num_kv_heads: int) -> nn.Module:
+    kv = num_kv_heads * 128
+    sizes = {"q": (dim, dim), "k": (dim, kv), "v": (dim, kv), "o": (dim, dim)}
+    sizes |= {"gate": (dim, hidden), "up": (dim, hidden), "down": (hidden, dim)}
+    layer = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+    layer["norm1"], layer["norm2"] = nn.RMSNorm(dim), nn.RMSNorm(dim)
+    block = nn.Module()
+    block.layer = layer
+    return block
+
+
+def gpt_oss_layer() -> nn.Module:
+    block, experts = nn.Module(), nn.Module()
+    experts.gate_up_proj = nn.Parameter(torch.empty(128, 2880, 5760))
+    experts.gate_up_proj_bias = nn.Parameter(torch.empty(128, 5760))
+    experts.down_proj = nn.Parameter(torch.empty(128, 2880, 2880))
+    experts.down_proj_bias = nn.Parameter(torch.empty(128, 2880))
+    block.experts = experts
+    block.router = nn.Linear(2880, 128)
+    block.q, block.k, block.v = nn.Linear(2880, 4096), nn.Linear(2880, 512), nn.Linear(2880, 512)
+    block.o, block.norm1, block.norm2 = nn.Linear(4096, 2880), nn.RMSNorm(2880), nn.RMSNorm(2880)
+    return block
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--simulate", action="store_true")
+    given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for ranks in given.ranks:
+        context = multiprocessing.get_context("spawn")
+        queue = context.SimpleQueue()
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (ranks, os.path.join(folder, "store"), device, given.rounds, queue)
+            multiprocessing.spawn(measure, arguments, nprocs=ranks)
+            show(ranks, queue.get())
+    if given.simulate:
+        simulate()
+
+
+if __name__ == "__main__":
+    main()
