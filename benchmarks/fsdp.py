@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale.buffer import GranularityTable, Rows
 from vescale.fsdp import fully_shard
@@ -111,6 +111,34 @@ def _resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+class CopiedBytes(TorchDispatchMode):
+    """Bytes written by ops that only copy, as the engines call them; what a backend does inside is its own business."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_op: dict[str, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function._schema.name
+        written: Any = None
+        if name in ("aten::copy_", "aten::_foreach_copy_", "fsdp::all_gather_copy_in"):
+            written = args[0]
+        elif name in ("aten::_to_copy", "aten::clone", "aten::cat"):
+            written = result
+        elif name in ("fsdp::split_with_sizes_copy", "fsdp::chunk_cat"):
+            written = (kwargs or {}).get("out")
+        if written is not None:
+            self.by_op[name] = self.by_op.get(name, 0) + _bytes(written)
+        return result
+
+
+def _bytes(tensors: Any) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(map(_bytes, tensors))
+
+
 def losses(kind: str, model: str, device: str, steps: int = 20) -> list[float]:
     module, x = build(kind, model, device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
@@ -120,14 +148,14 @@ def losses(kind: str, model: str, device: str, steps: int = 20) -> list[float]:
     return found
 
 
-def measure(rank: int, ranks: int, store: str, device: str, rounds: int, queue: Any) -> None:
+def measure(rank: int, ranks: int, store: str, device: str, rounds: int, models: list[str], queue: Any) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     found: dict[str, Any] = {}
-    for model in MODELS:
+    for model in models:
         kinds = {kind: build(kind, model, device) for kind in (OURS, DIRECT, STOCK)}
         num_bytes = sum(p.numel() * p.element_size() for p in MODELS[model]()[0].parameters())
         optimizers = {kind: torch.optim.AdamW(module.parameters(), 1e-4) for kind, (module, _) in kinds.items()}
@@ -143,24 +171,16 @@ def measure(rank: int, ranks: int, store: str, device: str, rounds: int, queue: 
                 if turn >= 2:
                     wall[kind].append(time.perf_counter() - start)
                     cpu[kind].append(time.process_time() - start_cpu)
-        peaks, copied = {}, {}
+        copied = {}
         for kind, (module, x) in kinds.items():
-            best = []
-            for _ in range(3):
-                dist.barrier()
-                with Peak(device) as peak:
-                    train_step(module, optimizers[kind], x)
-                best.append(peak.bytes)
-            peaks[kind] = statistics.median(best)
-            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+            with CopiedBytes() as copies:
                 module(x).square().mean().backward()
             module.zero_grad()
-            copied[kind] = _copied(profiled)
+            copied[kind] = copies.by_op
         found[model] = {
             "bytes": num_bytes,
             "wall": {kind: statistics.median(times) for kind, times in wall.items()},
             "cpu": {kind: statistics.median(times) for kind, times in cpu.items()},
-            "peak": peaks,
             "copied": copied,
             "losses": {kind: losses(kind, model, device) for kind in (OURS, DDP)},
         }
@@ -170,32 +190,48 @@ def measure(rank: int, ranks: int, store: str, device: str, rounds: int, queue: 
     dist.destroy_process_group()
 
 
-# Copies that engines make; ops of the models (t, view, add, mm, relu, norms) are none of them.
-_COPIES = {"aten::copy_", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy", "aten::_foreach_copy_"}
+def measure_memory(rank: int, ranks: int, store: str, device: str, steps: int, models: list[str], queue: Any) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    found: dict[str, Any] = {}
+    for model in models:
+        found[model] = {}
+        for kind in (OURS, DIRECT, STOCK):
+            module, x = build(kind, model, device)
+            optimizer = torch.optim.SGD(module.parameters(), 1e-4)
+            peaks = []
+            for step in range(steps + 1):
+                dist.barrier()
+                with Peak(device) as peak:
+                    train_step(module, optimizer, x)
+                if step:
+                    peaks.append(peak.bytes)
+            found[model][kind] = statistics.median(peaks)
+            del module, optimizer
+    if rank == 0:
+        queue.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def _copied(profiled: Any) -> dict[str, int]:
-    """Bytes written by copy ops, by name; float32 is what the models are in."""
-    found: dict[str, int] = {}
-    for event in profiled.events():
-        if event.name in _COPIES and event.input_shapes:
-            shapes = event.input_shapes[0]
-            shapes = [shapes] if not shapes or isinstance(shapes[0], int) else shapes
-            found[event.name] = found.get(event.name, 0) + sum(4 * _product(shape) for shape in shapes)
+def launch(function: Callable[..., None], ranks: int, device: str, rounds: int, models: list[str]) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (ranks, os.path.join(folder, "store"), device, rounds, models, queue)
+        multiprocessing.spawn(function, arguments, nprocs=ranks)
+        found: dict[str, Any] = queue.get()
     return found
-
-
-def _product(shape: Any) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def show(ranks: int, found: dict[str, Any]) -> None:
     for model, one in found.items():
         size = one["bytes"]
-        print(f"\n{model}, {ranks} ranks, {size / 2**20:.1f} MiB of parameters")
+        formula = 2 / ranks + 3
+        print(f"\n{model}, {ranks} ranks, {size / 2**20:.1f} MiB of parameters (FSDP2 copies {formula:g} P)")
         for kind in (OURS, DIRECT):
             for what, bound in (("wall", 0.85), ("cpu", 0.8), ("peak", 0.65)):
                 ratio = one[what][kind] / one[what][STOCK]
@@ -207,6 +243,9 @@ def show(ranks: int, found: dict[str, Any]) -> None:
             print(f"  {kind:<24} copies: {total or 'none'}")
         worst = max(abs(a - b) for a, b in zip(one["losses"][OURS], one["losses"][DDP], strict=True))
         print(f"  largest difference of a loss from DDP in 20 steps: {worst:g}")
+
+
+ROWS = GranularityTable([(r"experts\..*", Rows(16))])
 
 
 def simulate() -> None:
@@ -250,7 +289,7 @@ def simulate() -> None:
             256,
             gpt_oss_layer,
             1,
-            GranularityTable([(r"experts\..*", Rows(16))]),
+            ROWS,
         ),
         ("Llama-3-70B layer", 64, lambda: llama_layer(8192, 28672, 8), None),
         ("Llama-3-70B layer", 1024, lambda: llama_layer(8192, 28672, 8), None),
@@ -279,7 +318,8 @@ def simulate() -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     print(
-        f"\nwrapping 126 layers of Llama-3-405B on the meta device for 1024 ranks: {time.perf_counter() - start:.1f} s (asked 10)"
+        "\nwrapping 126 layers of Llama-3-405B on the meta device for 1024 ranks: "
+        f"{time.perf_counter() - start:.1f} s (asked 10)"
     )
     dist.destroy_process_group()
 
@@ -312,16 +352,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--simulate", action="store_true")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for ranks in given.ranks:
-        context = multiprocessing.get_context("spawn")
-        queue = context.SimpleQueue()
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = (ranks, os.path.join(folder, "store"), device, given.rounds, queue)
-            multiprocessing.spawn(measure, arguments, nprocs=ranks)
-            show(ranks, queue.get())
+        found = launch(measure, ranks, device, given.rounds, given.models)
+        # Freed tensors go back to the system at once, so that the resident set shows what is alive.
+        settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+        os.environ.update(settings)
+        for model, peaks in launch(measure_memory, ranks, device, 3, given.models).items():
+            found[model]["peak"] = peaks
+        for name in settings:
+            del os.environ[name]
+        show(ranks, found)
     if given.simulate:
         simulate()
 
