@@ -212,20 +212,31 @@ def reduce_scatter_v(
     return Pending(out, [pending], lambda: _reduce_rows(pending.out.view(num_ranks, own), op, out))
 
 
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+
+
 def _reduce_rows(rows: torch.Tensor, op: str, out: torch.Tensor) -> None:
     """Reduce dim 0 one row after the other into ``out``, in float32 for half precision."""
-    half = rows.dtype in (torch.float16, torch.bfloat16)
-    result = rows[0].float() if half else out.copy_(rows[0])
-    for row in rows[1:]:
-        if op in ("sum", "avg"):
-            result.add_(row)
-        elif op == "product":
-            result.mul_(row)
-        else:
-            (torch.maximum if op == "max" else torch.minimum)(result, row.to(result.dtype), out=result)
+    combine = _COMBINE[op]
+    if rows.dtype in (torch.float16, torch.bfloat16):
+        result = rows[0].float()
+        for row in rows[1:]:
+            combine(result, row, out=result)
+    elif len(rows) == 1:
+        result = out.copy_(rows[0])
+    else:
+        result = combine(rows[0], rows[1], out=out)
+        for row in rows[2:]:
+            combine(result, row, out=result)
     if op == "avg":
         result.div_(len(rows))
-    if half:
+    if result is not out:
         out.copy_(result)
 
 

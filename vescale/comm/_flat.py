@@ -1,8 +1,11 @@
 """Collectives over equal pieces that write where they are told to: what buffers of whole groups of tensors are moved by.
 
 All tensors are flat and contiguous. Nothing is allocated for a result and, where the backend reduces by itself, nothing
-at all. On gloo a reduce-scatter exchanges the contributions and adds them up on the receiver, in rank order and half
-precision in float32 (a third of the time of gloo's own); that needs memory for one more input while it runs.
+at all. On gloo, whose own versions go through buffers as large as the result,
+
+* an all-gather of few ranks is a broadcast from each of them, in place (two thirds of the time, and no memory);
+* a reduce-scatter exchanges the contributions and adds them up on the receiver, in rank order and half precision in
+  float32 (a third of the time); that needs memory for one more input while it runs.
 """
 
 from __future__ import annotations
@@ -11,12 +14,20 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from vescale.comm._collectives import _GLOO_REDUCES, _OPS, Pending, _bytes, _is_nccl, _reduce_rows
 from vescale.comm._ledger import record
 from vescale.compat import all_gather_single, reduce_scatter_single
 
 __all__ = ["all_gather_into", "all_reduce_", "reduce_scatter_into"]
+
+_FEW_RANKS = 8
+"""Up to here a broadcast from each rank is faster than gloo's all-gather, whatever the size."""
+
+
+def _is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    return tensor.device.type == "cpu" and dist.Backend.GLOO in dist.get_backend_config(group)
 
 
 def all_gather_into(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup, *, asker: str = "") -> Pending:
@@ -29,7 +40,22 @@ def all_gather_into(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessG
     num_ranks = group.size()
     moved = (num_ranks - 1) * piece.numel() * piece.element_size()
     record("all_gather_v", num_ranks, moved, asker=asker, group=group)
+    if num_ranks <= _FEW_RANKS and _is_gloo(out, group):
+        return _all_gather_by_broadcasts(out, piece, group)
     return Pending(out, [all_gather_single(_bytes(out), _bytes(piece), group=group, async_op=True)])
+
+
+def _all_gather_by_broadcasts(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    slots = out.view(group.size(), -1)
+    own = slots[group.rank()]
+    with torch.no_grad(), record_function("gloo:all_gather_by_broadcasts"):
+        if own.data_ptr() != piece.data_ptr():
+            own.copy_(piece)
+        works = [
+            dist.broadcast(_bytes(slot), group=group, group_src=source, async_op=True)
+            for source, slot in enumerate(slots)
+        ]
+    return Pending(out, works)
 
 
 def reduce_scatter_into(

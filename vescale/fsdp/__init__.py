@@ -6,7 +6,7 @@ from vescale.fsdp._api import fully_shard
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._group import GroupMember, ParameterGroup
 from vescale.fsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from vescale.fsdp._report import GroupReport, format_report, report
+from vescale.fsdp._report import GroupReport, Report, report
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -18,8 +18,8 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParameterGroup",
+    "Report",
     "UnshardHandle",
-    "format_report",
     "fully_shard",
     "register_fsdp_forward_method",
     "report",

@@ -16,10 +16,12 @@ __all__ = ["use_direct_gradients"]
 
 
 def use_direct_gradients(group: ParameterGroup, enable: bool) -> None:
-    """Switch the ``nn.Linear`` layers whose weight is in the group; subclasses and patched ones are left alone."""
+    """Switch the layers that run ``nn.Linear``'s forward and whose weight is in the group; others are left alone."""
     for parameter in group.parameters:
         for module, name in parameter.slots:
-            if type(module) is not nn.Linear or name != "weight" or parameter.unsharded_spec is not None:
+            if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+                continue  # a class that fully_shard has made of Linear does run it
+            if name != "weight" or parameter.unsharded_spec is not None:
                 continue
             own = module.__dict__.get("forward")
             if enable and own is None:

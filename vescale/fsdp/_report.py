@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import overload
 
 from torch import nn
 
@@ -10,7 +14,9 @@ from vescale.fsdp._bucket import Bucket
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._state import state_of
 
-__all__ = ["GroupReport", "format_report", "report"]
+__all__ = ["GroupReport", "Report", "report"]
+
+_FORMAT, _VERSION = "vescale.fsdp.report", 1
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class GroupReport:
     gradient_bytes: int
     all_gather_bytes: int
     reduce_scatter_bytes: int
+    num_all_gathers: int
+    """In a forward and backward: 2 when the group is resharded in between."""
 
     @property
     def padding_ratio(self) -> float:
@@ -42,13 +50,81 @@ class GroupReport:
         return self.padding_elements / self.num_elements if self.num_elements else 0.0
 
     @property
+    def padding_bytes(self) -> int:
+        """This rank's even share of the padding."""
+        total = self.num_elements + self.padding_elements
+        return self.resting_bytes * self.padding_elements // total if total else 0
+
+    @property
+    def step_bytes(self) -> int:
+        return self.num_all_gathers * self.all_gather_bytes + self.reduce_scatter_bytes
+
+    @property
     def peak_bytes(self) -> int:
         reduced = self.gradient_bytes // self.num_ranks
         return self.whole_bytes + self.gradient_bytes + reduced
 
 
-def report(module: nn.Module) -> list[GroupReport]:
-    """Every bucket of every group in the tree of ``module``, outer groups first. No communication."""
+@dataclass(frozen=True)
+class Report:
+    """The buckets of all groups of a model, outer groups first; ``str()`` is a table for people."""
+
+    buckets: tuple[GroupReport, ...]
+
+    def __iter__(self) -> Iterator[GroupReport]:
+        return iter(self.buckets)
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    @overload
+    def __getitem__(self, index: int) -> GroupReport: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[GroupReport, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> GroupReport | tuple[GroupReport, ...]:
+        return self.buckets[index]
+
+    @property
+    def resting_bytes(self) -> int:
+        """Of all shards on this rank, padding included."""
+        return sum(one.resting_bytes for one in self.buckets)
+
+    @property
+    def padding_bytes(self) -> int:
+        """The padding in :attr:`resting_bytes`, evenly shared by the ranks."""
+        return sum(one.padding_bytes for one in self.buckets)
+
+    @property
+    def step_bytes(self) -> int:
+        """What this rank receives and sends in one forward and backward, without the sum over replicas."""
+        return sum(one.step_bytes for one in self.buckets)
+
+    def to_json(self) -> str:
+        """One JSON object: ``format``, ``version``, the totals, and ``buckets`` with the fields of each."""
+        totals = {name: getattr(self, name) for name in ("resting_bytes", "padding_bytes", "step_bytes")}
+        buckets = [dataclasses.asdict(one) | {"peak_bytes": one.peak_bytes} for one in self.buckets]
+        return json.dumps({"format": _FORMAT, "version": _VERSION, **totals, "buckets": buckets})
+
+    def __str__(self) -> str:
+        """Sizes in MiB: ``rest`` is always there, ``peak`` comes on top, ``gather`` and ``reduce`` are of one collective."""
+        header = ("group", "params", "dtype", "grad", "elements", "padding", "rest", "peak", "gather", "reduce")
+        rows = [header, *(_row(one) for one in self.buckets)]
+        elements = sum(one.num_elements for one in self.buckets)
+        padding = sum(one.padding_elements for one in self.buckets)
+        total = ("total", "", "", "", f"{elements:,}", _percent(padding, elements), _mib(self.resting_bytes))
+        rows.append((*total, "", "", ""))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = [
+            f"{row[0]:<{widths[0]}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:]))
+            for row in rows
+        ]
+        return "\n".join([*lines, f"communicated by a rank in a step: {_mib(self.step_bytes)} MiB"])
+
+
+def report(module: nn.Module) -> Report:
+    """Every bucket of every group in the tree of ``module``. No communication."""
     found, seen = [], set()
     for path, one in module.named_modules():
         state = state_of(one)
@@ -56,7 +132,7 @@ def report(module: nn.Module) -> list[GroupReport]:
             continue
         seen.add(id(state))
         found += [_bucket_report(path, group, bucket) for group in state.groups for bucket in group.buckets]
-    return found
+    return Report(tuple(found))
 
 
 def _bucket_report(path: str, group: ParameterGroup, bucket: Bucket) -> GroupReport:
@@ -79,32 +155,27 @@ def _bucket_report(path: str, group: ParameterGroup, bucket: Bucket) -> GroupRep
         gradient_bytes=gradients,
         all_gather_bytes=whole // ranks * (ranks - 1),
         reduce_scatter_bytes=gradients // ranks * (ranks - 1),
+        num_all_gathers=1 if group.reshard_after_forward is False else 2,
     )
 
 
-def format_report(reports: list[GroupReport]) -> str:
-    """A table for people; sizes in MiB."""
-    columns = ("params", "dtype", "grad", "elements", "padding", "rest", "peak", "gather")
-    widths = (6, 9, 5, 13, 8, 9, 9, 9)
-    rows = [
-        (
-            f"{len(one.parameters)}",
-            one.dtype,
-            "yes" if one.requires_grad else "no",
-            f"{one.num_elements:,}",
-            f"{one.padding_ratio:.2%}",
-            _mib(one.resting_bytes),
-            _mib(one.peak_bytes),
-            _mib(one.all_gather_bytes),
-        )
-        for one in reports
-    ]
-    names = ["group", *((one.path or "(root)")[-28:] for one in reports)]
-    lines = [
-        f"{name:<28} " + " ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-        for name, row in zip(names, [columns, *rows], strict=True)
-    ]
-    return "\n".join(lines)
+def _row(one: GroupReport) -> tuple[str, ...]:
+    return (
+        one.path or "(root)",
+        f"{len(one.parameters)}",
+        one.dtype,
+        "yes" if one.requires_grad else "no",
+        f"{one.num_elements:,}",
+        _percent(one.padding_elements, one.num_elements),
+        _mib(one.resting_bytes),
+        _mib(one.peak_bytes),
+        _mib(one.all_gather_bytes),
+        _mib(one.reduce_scatter_bytes),
+    )
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part / whole if whole else 0:.2%}"
 
 
 def _mib(num_bytes: int) -> str:
