@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["MODELS", "ZooModel"]
+__all__ = ["MODELS", "ZooModel", "labels"]
 
 _IGNORED = -100
 
@@ -28,18 +28,18 @@ def _tokens(rows: int = 4, length: int = 8, seed: int = 1) -> torch.Tensor:
     return torch.randint(4, 60, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def _labels() -> torch.Tensor:
+def labels() -> torch.Tensor:
     """Many more ignored labels in the first half of the batch than in the second."""
-    labels = _tokens(seed=2)
-    labels[:2, 3:] = _IGNORED
-    return labels
+    found = _tokens(seed=2)
+    found[:2, 3:] = _IGNORED
+    return found
 
 
 def _cross_entropy(output: Any) -> torch.Tensor:
     """In the logits' own precision, where transformers computes losses in float32."""
     logits = output.logits
-    labels = _labels() if logits.ndim == 3 else torch.tensor([0, 3, 1, 2])
-    return F.cross_entropy(logits.flatten(0, -2), labels.reshape(-1), ignore_index=_IGNORED)
+    wanted = labels() if logits.ndim == 3 else torch.tensor([0, 3, 1, 2])
+    return F.cross_entropy(logits.flatten(0, -2), wanted.reshape(-1), ignore_index=_IGNORED)
 
 
 def _model(name: str, sizes: dict[str, Any], **settings: Any) -> Callable[[], nn.Module]:
@@ -132,12 +132,12 @@ MODELS: dict[str, ZooModel] = {
     ),
     "t5": ZooModel(
         _model("T5ForConditionalGeneration", _T5),
-        lambda: {"input_ids": _tokens(length=12), "labels": _labels()},
+        lambda: {"input_ids": _tokens(length=12), "labels": labels()},
         _cross_entropy,
     ),
     "whisper": ZooModel(
         _model("WhisperForConditionalGeneration", _WHISPER),
-        lambda: {"input_features": torch.randn(4, 8, 32, dtype=torch.float64), "labels": _labels()},
+        lambda: {"input_features": torch.randn(4, 8, 32, dtype=torch.float64), "labels": labels()},
         _cross_entropy,
     ),
     "mixtral": _causal("MixtralForCausalLM", _EXPERTS, **_EAGER),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.plan_zoo.models import MODELS
+from tests.plan_zoo.models import MODELS, labels
 from tests.ranks import RankPools
 from tests.runtime.hf import Step, one_step
 from vescale import plan_zoo
@@ -60,3 +60,21 @@ def test_step_equals_one_device(ranks: RankPools, name: str, world_size: int) ->
             assert step.implicit == 0
             if world_size == 2:
                 assert {op: count for (op, _), count in step.collectives.items()} == COLLECTIVES[name]
+
+
+def balanced(name: str, sizes: dict[str, int]) -> Step:
+    """With the model's own loss, in float32, and its load-balancing loss."""
+    model = MODELS[name]
+    inputs = {**model.inputs(), "labels": labels(), "output_router_logits": True}
+    return one_step(
+        model.build, inputs, lambda _, mesh: plan_zoo.load(name, mesh), sizes, loss=lambda output: output.loss
+    )
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_load_balancing_losses(ranks: RankPools, name: str) -> None:
+    """Means over all tokens of all ranks; with the batch cut, their three small reductions are implicit."""
+    for sizes, most_implicit in (({"dp": 1, "tp": 2}, 0), ({"dp": 2, "tp": 1}, 3)):
+        for found in ranks.run(balanced, name, sizes, world_size=2):
+            assert found.is_same(1e-6), found
+            assert found.implicit <= most_implicit
