@@ -82,6 +82,14 @@ def is_private(module: str) -> bool:
     return parts[0] == "torch" and any(part.startswith("_") and not part.startswith("__") for part in parts[1:])
 
 
+def dotted(node: ast.Attribute) -> str:
+    """``a.b.c`` of an attribute of names alone; of calls and subscripts, which have arguments, nothing."""
+    inner: ast.expr = node
+    while isinstance(inner, ast.Attribute):
+        inner = inner.value
+    return ast.unparse(node) if isinstance(inner, ast.Name) else ""
+
+
 def test_private_torch_names_live_in_compat() -> None:
     wrong = []
     for path in sources():
@@ -91,7 +99,7 @@ def test_private_torch_names_live_in_compat() -> None:
             f"{path.relative_to(ROOT)}:{line}: imports {module}" for line, module in imports(path) if is_private(module)
         ]
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and is_private(ast.unparse(node)):
+            if isinstance(node, ast.Attribute) and is_private(dotted(node)):
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: uses {ast.unparse(node)}")
     assert not wrong, "\n".join(wrong)
 
@@ -115,7 +123,10 @@ def test_files_are_short() -> None:
 
 _SNAPSHOT = """
 import sys, time, types
-import torch, torch.distributed.tensor, torch.distributed.checkpoint, torch.nn.functional
+import torch, torch._dynamo, torch.distributed.tensor, torch.distributed.checkpoint, torch.distributed.fsdp
+
+import warnings
+warnings.simplefilter("ignore")  # looking at a deprecated name warns
 
 def attributes():
     found = {}
@@ -127,22 +138,33 @@ def attributes():
                     found.update({(name, key, k): id(v) for k, v in vars(value).items()})
     return found
 
+def compare(when):
+    after = attributes()
+    changed = [key for key in before if before[key] != after.get(key) and key not in allowed]
+    known = {key[:2] for key in before}  # modules that are new give their packages names; classes must not get any
+    added = [key for key in after if key not in before and len(key) == 3 and key[:2] in known]
+    assert not changed and not added, (when, changed[:20], added[:20])
+
+# Placements tell torch.load that they are safe to read, by torch's own function for that.
+allowed = {("torch._weights_only_unpickler", "_marked_safe_globals_set")}
 before = attributes()
-start = time.perf_counter()
+start = time.process_time()
 import vescale
-seconds = time.perf_counter() - start
-after = attributes()
-changed = [key for key in before if before[key] != after.get(key)]
-assert not changed, changed[:20]
+seconds = time.process_time() - start
+compare("import vescale")
+for name in vescale.__all__:
+    getattr(vescale, name)
+compare("every public name")
 print(seconds)
 """
 
 
 def test_import_changes_nothing_in_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", _SNAPSHOT], capture_output=True, text=True, check=False)
+    """Neither does importing the package nor any public name; ``parallelize`` is what installs. Half a second at most,
+    of processor time, so that a loaded machine does not turn this red."""
+    done = subprocess.run([sys.executable, "-c", _SNAPSHOT], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    # Generous: a loaded machine must not turn this red; the figure itself (0.5 s) is a ratio of import times.
-    assert float(done.stdout) < 5.0
+    assert float(done.stdout) < 0.5
 
 
 @pytest.mark.parametrize("statement", ["import vescale", "import vescale.cli"])

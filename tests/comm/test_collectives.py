@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -193,6 +194,88 @@ def nccl_branches(sizes: tuple[int, ...]) -> None:
 def test_nccl_branches(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
     monkeypatch.setattr(_collectives, "_is_nccl", lambda tensor, group: True)
     simulate(nccl_branches, 4, sizes)
+
+
+class LateWork:
+    """A work object as on a device: nothing has happened before somebody waits for it."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self._start: Callable[[], Any] | None = start
+
+    def wait(self) -> bool:
+        start, self._start = self._start, None
+        if start is not None:
+            start()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._start is None
+
+
+class LateCollectives:
+    """Stands for ``torch.distributed``: collectives take what NCCL takes, and run when they are waited for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("all_gather", "reduce_scatter", "all_to_all_single", "all_reduce", "broadcast"):
+            return self.late(name, getattr(dist, name))
+        return getattr(dist, name)
+
+    def late(self, name: str, function: Callable[..., Any]) -> Callable[..., LateWork]:
+        def call(*arguments: Any, async_op: bool, group: Any, **options: Any) -> LateWork:
+            tensors = [t for a in arguments for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
+            assert tensors and async_op, "nobody may wait on the host before the result is asked for"
+            assert all(tensor.is_contiguous() for tensor in tensors)
+            assert len({tensor.dtype for tensor in tensors}) == 1
+            self.calls.append(name)
+            return LateWork(lambda: function(*arguments, group=group, **options))
+
+        return call
+
+
+def results_of_late_work(sizes: tuple[int, ...]) -> None:
+    nccl_branches(sizes)
+    group, rank = group_of(len(sizes))
+    total, start = sum(sizes), sum(sizes[:rank])
+    pieces = [sample((n,), torch.float32, seed) for seed, n in enumerate(sizes)]
+    wide = [sample((total,), torch.float32, seed) for seed in range(len(sizes))]
+    started = [
+        all_gather_v(pieces[rank], sizes, group),
+        reduce_scatter_v(wide[rank], sizes, "sum", group),
+        all_reduce(wide[rank], "max", group),
+        all_to_all_v(wide[rank], sizes, [sizes[rank]] * len(sizes), group),
+    ]
+    assert total == 0 or not any(pending.is_completed() for pending in started)
+    gathered, reduced, whole, exchanged = [pending.wait() for pending in started]
+    assert torch.equal(gathered, torch.cat(pieces)) and torch.equal(whole, one_device(wide, "max"))
+    assert torch.equal(reduced, one_device(wide, "sum")[start : start + sizes[rank]])
+    assert torch.equal(exchanged, torch.cat([w[start : start + sizes[rank]] for w in wide]))
+    assert all(pending.is_completed() for pending in started)
+
+
+@pytest.mark.parametrize("name", ["even", "padded", "one owner", "skewed", "zeros", "nothing"])
+def test_nccl_branches_with_late_work(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Streams: several collectives in flight, results only once they are waited for; the forms that NCCL is given."""
+    late = LateCollectives()
+    monkeypatch.setattr(_collectives, "_is_nccl", lambda tensor, group: True)
+    monkeypatch.setattr(_collectives, "dist", late)
+    for single in ("all_gather_single", "reduce_scatter_single"):
+        monkeypatch.setattr(_collectives, single, late.late(single, getattr(_collectives, single)))
+    simulate(results_of_late_work, 4, SIZES[name])
+    forms = set(late.calls) - {"all_reduce", "all_to_all_single"}
+    assert (
+        forms
+        == {
+            "even": {"all_gather_single", "reduce_scatter_single"},
+            "padded": {"all_gather_single", "reduce_scatter"},
+            "one owner": {"all_gather", "reduce_scatter"},
+            "skewed": {"all_gather", "reduce_scatter"},
+            "zeros": {"all_gather", "reduce_scatter"},
+            "nothing": set(),
+        }[name]
+    )
 
 
 def pieces_with_gaps() -> None:

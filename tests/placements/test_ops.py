@@ -453,15 +453,24 @@ def on_rank_rows(world: int) -> int:
     where = [layout for layout in ragged_layouts(world) if not any(isinstance(p, Shard) for p in layout[1])]
     where = [layout for layout in where if not any(isinstance(p, InterleavedShard) for p in layout[1])]
     count = run_cases(check_rows, list(itertools.product(ROWS, where)))
+    if world == 2:  # units that fit the rows that are taken, and would mean others of them
+        x = place(data(), ((2,), (RaggedShard((0,), (1, 3)),)))
+        for rows in (slice(2, 6), slice(0, 4), slice(4, 8)):
+            with strict_placements():
+                assert_same(x[rows], data()[rows])
+        narrow = place(data()[:, :4].contiguous(), ((2,), (RaggedShard((0, 1), (1, 1)),)))
+        with strict_placements():
+            assert_same(narrow[1:5], data()[1:5, :4])
+            assert_same(narrow[6:], data()[6:, :4])
     if world == 4:  # columns are cut by another axis: rows are not
         columns = ((2, 2), (RaggedShard((0,), (3, 5)), Shard(1)))
         count += run_cases(check_rows, [(name, columns) for name in ROWS if name != "one element"])
         with strict_placements(), pytest.raises(PlacementFallbackError, match="slice"):
-            place(data(), ((2, 2), (RaggedShard(), Shard(0))))[1:3]
+            place(data(), ((2, 2), (RaggedShard(), Shard(0))))[2:6]  # two rows of each half, but not the same two
     return count
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_rows_are_local_views(ranks: RankPools, world: int) -> None:
     ranks.run(on_rank_rows, world, world_size=world)
 
@@ -504,6 +513,32 @@ def on_rank_assignments(world: int) -> int:
 @pytest.mark.parametrize("world", [1, 4])
 def test_assignments_are_not_lost(ranks: RankPools, world: int) -> None:
     ranks.run(on_rank_assignments, world, world_size=world)
+
+
+def on_rank_arguments() -> None:
+    """Arguments that decide the dtype of a result are told apart, although the dispatcher's cache leaves them out."""
+    for layout in (ragged_layouts(2)[0], interleaved_layouts(2)[0]):
+        full, other = (data() * 9).long(), (data(1) * 4).long().abs() + 1
+        x, y = place(full, layout), place(other, layout)
+        modes: tuple[Any, ...] = (None, "floor", "trunc")
+        for mode in (*modes, *modes[::-1]):
+            with strict_placements():
+                assert_same(torch.div(x, y, rounding_mode=mode), torch.div(full, other, rounding_mode=mode))
+        for alpha in (1, 2, 1):
+            with strict_placements():
+                assert_same(torch.add(x, y, alpha=alpha), torch.add(full, other, alpha=alpha))
+        for number in (2, 2.5, 2, True):
+            with strict_placements():
+                assert_same(x * number, full * number)
+                assert_same(torch._foreach_mul([x], number)[0], full * number)
+        for dtype in (torch.float64, torch.int32, None, torch.float64):
+            with strict_placements():
+                assert_same(torch.ones_like(x, dtype=dtype), torch.ones_like(full, dtype=dtype))
+                assert_same(x.sum(dtype=dtype), full.sum(dtype=dtype))
+
+
+def test_arguments_that_decide_a_dtype(ranks: RankPools) -> None:
+    ranks.run(on_rank_arguments, world_size=2)
 
 
 def on_rank_refusals() -> None:

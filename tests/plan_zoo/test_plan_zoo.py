@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from importlib import resources
+
+import jsonschema
 import pytest
 import torch
+import yaml
 
 from tests.ir.models import llama
 from vescale import lower, plan_zoo
@@ -14,6 +19,16 @@ def test_names_and_files() -> None:
     assert "llama" in plan_zoo.names() and list(plan_zoo.names()) == sorted(plan_zoo.names())
     about = plan_zoo.about("llama")
     assert about.axes == ("dp", "tp") and about.description.startswith("Llama")
+
+
+@pytest.mark.parametrize("name", plan_zoo.names())
+def test_plans_fit_the_schema_that_editors_use(name: str) -> None:
+    schema = json.loads(resources.files("vescale.plans").joinpath("plan.schema.json").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    data = yaml.safe_load(plan_zoo.path_of(name).read_text())
+    validator.validate(data)
+    assert [e.json_path for e in validator.iter_errors({**data, "shards": {}, "mesh": {"dp": 0}})] != []
 
 
 @pytest.mark.parametrize("name", plan_zoo.names())

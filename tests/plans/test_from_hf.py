@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.plans.tiny_hf import planned_config, planned_configs, tiny_model
 from vescale import InterleavedShard, Plan, lower
-from vescale.ir import check
+from vescale.ir import check, coverage
 from vescale.plans import HfImportWarning, LocalEntry, PlanError
 from vescale.plans._hf_paths import expressions
 from vescale.plans._hf_styles import STYLES
@@ -130,7 +132,7 @@ def test_a_plan_that_cuts_packed_experts_in_two_is_mended() -> None:
     """Inkling's cuts gate from up: the first rank would take all gates, the second all ups."""
     with pytest.warns(HfImportWarning, match=r"gate_up_proj holds gate and up"):
         plan = Plan.from_hf(hf("inkling:InklingTextConfig"), {"tp": 2})
-    assert shards(plan)[r"model.layers.1.mlp.experts.gate_up_proj"] == {"tp": InterleavedShard(1, 2)}
+    assert shards(plan)[r"model.layers.\d+.mlp.experts.gate_up_proj"] == {"tp": InterleavedShard(1, 2)}
 
 
 def test_experts_that_every_rank_adds_stay_whole() -> None:
@@ -163,6 +165,57 @@ def test_models_without_a_plan() -> None:
         Plan.from_hf(model, {"tp": 2})
     model.tp_plan = {"weight": "colwise"}
     assert shards(Plan.from_hf(model, {"tp": 2})) == {"weight": {"tp": Shard(0)}}
+
+
+def test_sequence_parallel_is_derived() -> None:
+    plan = shards(Plan.from_hf(hf("llama:LlamaConfig"), {"tp": 2}, sequence_parallel=True))
+    sequence, layer = {"tp": Shard(1)}, r"model.layers.\d+"
+    for path in ("model.embed_tokens.<out>", rf"{layer}.self_attn.o_proj.<out>", rf"{layer}.mlp.down_proj.<out>"):
+        assert plan[path] == sequence
+    assert plan["(lm_head|model).<out>"] == {"tp": Replicate()} and "lm_head.<in>" not in plan
+    mixture = shards(Plan.from_hf(hf("mixtral:MixtralConfig"), {"tp": 2}, sequence_parallel=True))
+    assert mixture[rf"{layer}.mlp.<out>"] == sequence and mixture[rf"{layer}.mlp.<in>"] == {"tp": Replicate()}
+    assert not any("experts.<" in path for path in mixture)  # summed once, where the block ends
+
+
+def test_coverage() -> None:
+    model = hf("llama:LlamaConfig")
+    found = coverage(Plan.from_hf(model, {"tp": 2}), model)
+    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert found.parameters == 1 - norms / sum(p.numel() for p in model.parameters())
+    assert dict(found.whole) == {
+        "model.layers.0-1.input_layernorm.weight": 64,
+        "model.layers.0-1.post_attention_layernorm.weight": 64,
+        "model.norm.weight": 32,
+    }
+    assert found.activations == (1 + 2 * 7 + 1) / (1 + 2 * 9 + 1 + 1)  # not the norms
+    nothing = coverage(Plan({"tp": 2}), model)
+    assert (nothing.parameters, nothing.activations) == (0.0, 0.0)
+    mixture = hf("mixtral:MixtralConfig")
+    assert coverage(Plan.from_hf(mixture, {"tp": 2}), mixture).parameters > 0.95
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from vescale.cli import main
+
+    file = tmp_path / "config.json"
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
+    file.write_text(json.dumps({"model_type": "llama", "num_key_value_heads": 1, **sizes}))
+    assert main(["zoo", "import", f"hf:{file}", "--mesh", "dp=2,tp=2", "--sequence-parallel"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("# LlamaForCausalLM: ") and "of the parameters are cut" in text and "1 heads" in text
+    plan = Plan.from_yaml(text)
+    assert shards(plan)[r"model.layers.\d+.mlp.down_proj.<out>"] == {"tp": Shard(1)}
+    assert main(["zoo", "import", f"hf:{file}", "--json"]) == 0
+    assert Plan.from_yaml(json.loads(capsys.readouterr().out)["yaml"]).axes.names == ("dp", "tp")
+    assert main(["zoo", "import", str(file)]) == 2
+    assert main(["zoo", "import", f"hf:{file}", "--mesh", "dp=2"]) == 2
 
 
 def imported(name: str) -> str:

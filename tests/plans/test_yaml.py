@@ -88,6 +88,21 @@ def test_placements_round_trip() -> None:
         assert parse_placement(placement_text(placement)) == placement
 
 
+@pytest.mark.parametrize("path", ["a.b", "on", "no", "null", "~", "0x1", "1.5", "2024-01-01", "it's", "a: b # c", ".*"])
+def test_every_kind_of_entry_round_trips(path: str) -> None:
+    """Also several entries of a path, and paths that YAML would take for something else than text."""
+    plan = Plan({"dp": 2, "tp": 2})
+    plan.shard(path, Shard(0), mesh="tp").shard(path, Replicate(), mesh="dp", phase="run")
+    plan.annotate(path, Shard(0), mesh="tp").annotate(path, Replicate(), mesh="dp")
+    plan.factory(path, Shard(0), mesh="tp").factory(path, Shard(1), mesh="dp")
+    plan.local(path).local(path, kind="experts", dispatch="mask", inputs={"tp": Shard(0)}, outputs={"dp": Partial()})
+    plan.unit(path).unit(path)
+    boundary = f"{path}.<in>"
+    plan.redistribute(boundary, Shard(1), Replicate(), grad_src=Partial(), grad_dst=Shard(1), mesh="tp")
+    plan.redistribute(boundary, Shard(0), Replicate(), mesh="dp").shard(boundary, Shard(-1), mesh="dp", phase="bwd")
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+
+
 def test_random_plans_round_trip() -> None:
     source = random.Random(1)
     names = [

@@ -398,6 +398,38 @@ def test_kernels_with_other_bits_are_not_used(_helper: None) -> None:
     assert len(caught) == 1
 
 
+def test_probabilities_for_tensors_that_are_not_row_major_are_refused(_helper: None) -> None:
+    region = local_region((4, 6), [Shard(0)], (2,), (0,))
+    local, given = torch.empty(region.local_shape), torch.rand(region.local_shape)
+    with pytest.raises(NotImplementedError, match="expected a row-major tensor"):
+        generate(local, region, (1, 4), COINS, STATE, EmulatedGpu(SMALL).device, Quads(), given)
+
+
+class Generator:
+    """The state of a CUDA generator: 16 bytes."""
+
+    def __init__(self) -> None:
+        self.state = torch.zeros(16, dtype=torch.uint8)
+
+    def get_state(self) -> torch.Tensor:
+        return self.state
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.state = state.clone()
+
+
+def test_states_are_seed_and_offset() -> None:
+    generator: Any = Generator()
+    for state in (PhiloxState(0, 0), PhiloxState(2**64 - 1, 2**40), STATE):
+        _cuda.write_state(generator, state)
+        assert _cuda.read_state(generator) == state
+        raw = generator.state.numpy().view("<u8")
+        assert (int(raw[0]), int(raw[1])) == (state.seed, state.offset)
+    generator.state = torch.zeros(5056, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="expected 16"):
+        _cuda.read_state(generator)
+
+
 def test_without_a_compiler(_helper: None) -> None:
     gpu = EmulatedGpu(SMALL, with_kernel=False)
     for op in (UNIFORM, NORMAL, RandomOp(DROPOUT_MASK, (0.4, False), torch.float32)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +21,8 @@ from tests.ranks import RankPools, run_cases
 from tests.rng import cases
 from tests.rng.dtensor_ops import CHEAP, FUNCTIONS, INITIALIZERS
 from vescale import rng
-from vescale.compat import local_of, spec_of
-from vescale.placements import RaggedShard, local_region
+from vescale.compat import StridedShard, local_of, spec_of
+from vescale.placements import InterleavedShard, PlacementFallbackWarning, RaggedShard, local_region
 from vescale.placements import _api as placements_api
 
 ALL: dict[str, Callable[[Tensor], Tensor]] = {**FUNCTIONS, **INITIALIZERS}
@@ -102,6 +104,58 @@ def test_two_axes(ranks: RankPools) -> None:
     names = [*CHEAP, "init.trunc_normal_ rejects", "init.orthogonal_ wide", "uniform_", "log_normal_"]
     todo = on_mesh(names, (2, 2), lies, [(9, 10)])
     assert ranks.run(run_all, todo, world_size=4) == [len(todo)] * 4
+
+
+MESHES: dict[tuple[int, ...], list[list[Placement]]] = {
+    (8,): [[RaggedShard((0, 1))], [InterleavedShard(0, 2)], [InterleavedShard(1, 3)], [Shard(0)]],
+    (2, 4): [
+        [RaggedShard(), Shard(1)],  # becomes a StridedRaggedShard where Shard(0) is
+        [RaggedShard(), Shard(0)],
+        [StridedShard(0, split_factor=4), Shard(0)],
+        [InterleavedShard(0, 3), Shard(1)],
+        [Replicate(), RaggedShard((0, 1))],
+    ],
+    (2, 2, 2): [
+        [Shard(0), Shard(1), Shard(0)],
+        [RaggedShard(), Replicate(), Shard(1)],
+        [InterleavedShard(1, 2), Shard(0), Replicate()],
+    ],
+}
+# One of each way through the handlers and the initializers, without ops that gather by themselves.
+EVERYWHERE = [*CHEAP, "log_normal_", "random_.from", "rand_like", "randn_like dtype", "exponential_", "bernoulli.p"]
+EVERYWHERE += ["normal Tensor Tensor", "alpha_dropout", "dropout2d", "multinomial 3", "poisson", "standard_gamma"]
+EVERYWHERE += ["init.kaiming_uniform_", "init.trunc_normal_ rejects", "init.orthogonal_", "init.sparse_", "init.eye_"]
+
+
+def every_placement(mesh_shape: tuple[int, ...]) -> int:
+    """Each op on every placement of the library, over meshes of one to three axes, on shapes even and uneven."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    count = 0
+    warnings.simplefilter("ignore", PlacementFallbackWarning)  # some ops around the random one gather
+    rng.enable()
+    try:
+        for placements, name, shape in itertools.product(MESHES[mesh_shape], EVERYWHERE, ((18, 6), (7, 5))):
+            torch.manual_seed(3)
+            source = torch.randn(shape)
+            torch.manual_seed(7)
+            expected, state = ALL[name](source), torch.get_rng_state()
+            torch.manual_seed(7)
+            result: Any = ALL[name](placements_api.distribute_tensor(source, mesh, placements, src_data_rank=None))
+            where = f"{name} {shape} on {mesh_shape} {placements}"
+            assert torch.equal(torch.get_rng_state(), state), f"generator: {where}"
+            whole = result.full_tensor() if isinstance(result, DTensor) else result
+            assert torch.equal(whole, expected), f"values: {where}"
+            count += 1
+    finally:
+        rng.disable()
+    return count
+
+
+@pytest.mark.parametrize("mesh_shape", list(MESHES))
+def test_every_placement_on_eight_ranks(ranks: RankPools, mesh_shape: tuple[int, ...]) -> None:
+    expected = len(MESHES[mesh_shape]) * len(EVERYWHERE) * 2
+    assert ranks.run(every_placement, mesh_shape, world_size=8) == [expected] * 8
+    assert sum(len(lies) for lies in MESHES.values()) * len(EVERYWHERE) * 2 > 500, "several hundred in all"
 
 
 def ragged_tensors() -> int:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.rng import cases
 from vescale.placements import RaggedShard, local_region
-from vescale.rng import _cpu, _probes
+from vescale.rng import _cpu, _ops, _probes
 from vescale.rng._cpu import fill_region
 from vescale.rng._ops import RandomOp
 
@@ -34,7 +34,15 @@ def _quiet() -> None:
     warnings.filterwarnings("error", message=".*every rank generates the whole tensor.*")
 
 
-@pytest.mark.parametrize("name", [*cases.OPS, "bernoulli_tensor"])
+NAMES = [*cases.OPS, "bernoulli_tensor"]
+
+
+def test_there_are_twenty_thousand_combinations() -> None:
+    """Of op, dtype, shape and placements; each is checked at every coordinate of its mesh."""
+    assert len(NAMES) * COMBINATIONS >= 20_000
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_coordinate_gets_the_bits_of_one_device(name: str, span_limits: None) -> None:
     rng = random.Random(f"{name} {_cpu.SCRATCH_ELEMENTS}")
     op = cases.OPS.get(name, RandomOp("bernoulli_"))
@@ -148,6 +156,52 @@ def test_unknown_draws_are_replayed_whole_with_one_warning(monkeypatch: pytest.M
                     assert torch.equal(local, cases.part_of(whole, region))
                     assert torch.equal(generator.get_state(), expected.get_state())
     assert len([w for w in caught if "whole tensor" in str(w.message)]) == 2  # one for each op and dtype
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("normal", torch.float32), ("uniform", torch.bfloat16)])
+def test_a_build_that_draws_otherwise_is_noticed(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another torch draws a word before each fill: the probe sees it, and the slow way has that build's own bits."""
+    native = RandomOp.fill
+
+    def other(self: RandomOp, out: torch.Tensor, generator: torch.Generator | None, parameter: object = None) -> object:
+        torch.empty(1, dtype=torch.uint8).random_(generator=generator)
+        return native(self, out, generator, parameter)  # type: ignore[arg-type]
+
+    _probes._holds.cache_clear()
+    monkeypatch.setattr(_cpu, "_warned", set())
+    monkeypatch.setattr(RandomOp, "fill", other)
+    try:
+        with pytest.warns(UserWarning, match="every rank generates the whole tensor") as caught:
+            for _ in range(2):
+                whole, expected = torch.empty(13, 7, dtype=dtype), torch.Generator().manual_seed(8)
+                cases.OPS[name].fill(whole, expected)
+                for placements, index in itertools.product(([Shard(0)], [Shard(1)], [RaggedShard()]), range(3)):
+                    region = local_region((13, 7), placements, (3,), (index,))
+                    local, generator = torch.empty(region.local_shape, dtype=dtype), torch.Generator().manual_seed(8)
+                    fill_region(local, region, (7, 1), cases.OPS[name], generator)
+                    assert torch.equal(local, cases.part_of(whole, region))
+                    assert torch.equal(generator.get_state(), expected.get_state())
+        assert len(caught) == 1
+    finally:
+        _probes._holds.cache_clear()
+
+
+@pytest.mark.parametrize("follows_last_block", [True, False])
+def test_either_rule_of_half_normals_gives_the_bits_of_this_build(
+    follows_last_block: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.11 and 2.13 differ; a wrong guess costs a warning, never bits."""
+    monkeypatch.setattr(_ops, "half_normal_tail_follows_last_block", lambda: follows_last_block)
+    monkeypatch.setattr(_cpu, "_warned", set())
+    warnings.filterwarnings("ignore", message=".*every rank generates the whole tensor.*")
+    whole = torch.empty(9, 5, dtype=torch.bfloat16).normal_(generator=torch.Generator().manual_seed(3))
+    for index in range(2):
+        region = local_region((9, 5), [Shard(0)], (2,), (index,))
+        local = torch.empty(region.local_shape, dtype=torch.bfloat16)
+        fill_region(local, region, (5, 1), RandomOp("normal_", (0.0, 1.0)), torch.Generator().manual_seed(3))
+        assert torch.equal(local, cases.part_of(whole, region))
 
 
 def test_probes_refuse_a_wrong_rule() -> None:

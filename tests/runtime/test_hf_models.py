@@ -38,13 +38,15 @@ def test_sample_on_two_ranks(ranks: RankPools) -> None:
 def on_four_ranks() -> int:
     both = {"dp": 2, "tp": 2}
     cases: list[Any] = [(name, both, {}, {}) for name in ("llama:LlamaConfig", "mixtral:MixtralConfig")]
+    cases += [(name, both, {"sequence_parallel": True}, {}) for name in ("llama:LlamaConfig", "mixtral:MixtralConfig")]
+    cases.append(("mixtral:MixtralConfig", both, {"expert_axis": "tp"}, {}))
     # fewer key/value heads than ranks
     cases.append(("llama:LlamaConfig", {"tp": 4}, {}, {"num_attention_heads": 8, "num_key_value_heads": 2}))
     return run_cases(check, cases)
 
 
 def test_with_a_batch_over_dp(ranks: RankPools) -> None:
-    assert set(ranks.run(on_four_ranks)) == {3}
+    assert set(ranks.run(on_four_ranks)) == {6}
 
 
 def counted(name: str) -> Step:
@@ -58,6 +60,12 @@ def test_collectives_of_a_layer(ranks: RankPools, name: str, all_reduces: int) -
     for the gradient before the head, and the logits are gathered, as the model's plan wants."""
     for found in ranks.run(counted, name, world_size=2):
         assert found.collectives == {("all_reduce", "tp"): 2 * all_reduces + 2, ("all_gather_v", "tp"): 1}
+
+
+def test_collectives_with_the_sequence_sharded(ranks: RankPools) -> None:
+    """Two reduce-scatters and two all-gathers a layer, forward and backward, and one of each around them."""
+    for found in ranks.run(step, "llama:LlamaConfig", {"tp": 2}, {"sequence_parallel": True}, {}, True, world_size=2):
+        assert found.collectives == {("reduce_scatter_v", "tp"): 10, ("all_gather_v", "tp"): 10 + 1}  # the logits
 
 
 def every(name: str) -> str:

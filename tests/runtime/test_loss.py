@@ -103,7 +103,11 @@ def in_model(shard_sequence: bool) -> None:
     x = torch.randn(4, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     labels = torch.randint(6, (4, 6), generator=torch.Generator().manual_seed(3))
     labels[:2, 1:] = -100
-    for options in ({}, {"reduction": "sum"}, {"label_smoothing": 0.1}, {"weight": torch.linspace(1, 2, 6).double()}):
+    weight = torch.linspace(1, 2, 6).double()
+    reductions = [{"reduction": reduction} for reduction in ("mean", "sum", "none")]
+    smoothed = [{"label_smoothing": 0.1, **more} for more in (*reductions, {"weight": weight})]
+    smoothed.append({"label_smoothing": 0.3, "weight": weight, "reduction": "none"})
+    for options in (*reductions, *smoothed, {"weight": weight}):
         torch.manual_seed(0)
         reference = Head(options).double()
         torch.manual_seed(0)
@@ -117,12 +121,11 @@ def in_model(shard_sequence: bool) -> None:
         parallelize(model, plan)
         expected, found = reference(x, labels), model(x, labels)
         torch.testing.assert_close(found.full_tensor(), expected)
-        expected.backward()
-        found.backward()
+        expected.square().sum().backward()
+        found.square().sum().backward()
         for own, other in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(own.grad.full_tensor(), other.grad)
-        if "label_smoothing" not in options:
-            assert not implicit_communication(model), (options, implicit_communication(model))
+        assert not implicit_communication(model), (options, implicit_communication(model))
 
 
 @pytest.mark.parametrize("shard_sequence", [False, True])

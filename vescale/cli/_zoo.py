@@ -1,11 +1,12 @@
-"""``vescale zoo``: the plans that ship with the library."""
+"""``vescale zoo``: the plans that ship with the library, and those that Hugging Face models carry."""
 
 from __future__ import annotations
 
 import argparse
+import warnings
 
 from vescale.cli._console import new_console, new_table, print_json
-from vescale.cli._inputs import add_json
+from vescale.cli._inputs import add_json, add_mesh, load_model, parse_mesh
 from vescale.cli._main import UsageError
 
 __all__ = ["add_arguments", "run"]
@@ -16,8 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing = actions.add_parser("list", help="names, axes and what each plan is for (the default)")
     show = actions.add_parser("show", help="print the YAML of a plan, to read or to copy")
     show.add_argument("name", metavar="NAME")
+    read = actions.add_parser("import", help="print the plan that a Hugging Face model carries, as YAML to edit")
+    read.add_argument("model", metavar="hf:FILE", help="a Hugging Face config.json")
+    add_mesh(read)
+    read.add_argument("--axis", default="tp", help="axis of tensor parallelism (default: tp)")
+    read.add_argument("--expert-axis", metavar="AXIS", help="axis over which whole experts are spread (default: none)")
+    read.add_argument("--sequence-parallel", action="store_true", help="shard the sequence between the parts of layers")
     add_json(parser)
-    for action in (listing, show):
+    for action in (listing, show, read):
         action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
 
 
@@ -35,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(text, end="")
         return 0
+    if args.action == "import":
+        return _import(args)
     about = [plan_zoo.about(name) for name in plan_zoo.names()]
     if args.json:
         print_json([{"name": one.name, "axes": list(one.axes), "description": one.description} for one in about])
@@ -43,4 +52,38 @@ def run(args: argparse.Namespace) -> int:
     for one in about:
         table.add_row(one.name, ", ".join(one.axes), one.description)
     new_console().print(table)
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    """The plan of a model on the meta device, under a comment that tells how much of the model it places."""
+    from vescale.ir import coverage
+    from vescale.plans import HfImportWarning, Plan, PlanError
+
+    if not args.model.startswith("hf:"):
+        raise UsageError(f"zoo import {args.model}: expected hf:FILE, a Hugging Face config.json")
+    mesh = parse_mesh(args.mesh or f"dp=1,{args.axis}=2")
+    assert mesh is not None
+    model = load_model(args.model)
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        try:
+            plan = Plan.from_hf(
+                model,
+                mesh,
+                args.axis,
+                expert_axis=args.expert_axis,
+                sequence_parallel=args.sequence_parallel,
+            )
+        except PlanError as error:
+            raise UsageError(str(error)) from None
+    found = coverage(plan, model)
+    notes = [str(note.message) for note in noted if issubclass(note.category, HfImportWarning)]
+    if args.json:
+        shares = {"parameters": found.parameters, "activations": found.activations, "whole": dict(found.whole)}
+        print_json({"yaml": plan.to_yaml(), "coverage": shares, "notes": notes})
+        return 0
+    for line in (f"{type(model).__name__}: {found}", *notes):
+        print(f"# {line}")
+    print(plan.to_yaml(), end="")
     return 0

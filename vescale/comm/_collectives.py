@@ -13,6 +13,9 @@ All tensors are flat; sizes are in elements, one for each group rank, the same l
                      integers that gloo does not reduce
 ===================  ==========================================================================================
 
+Under ``torch.compile`` all of them are one uneven ``all_to_all_single`` that the graph contains and waits for, and local
+steps; the ledger has them once, when they are traced.
+
 Nothing is communicated when all sizes are zero. Data that is only moved is moved as bytes, so every dtype works on every
 backend. Local reductions add in rank order, half precision in float32, so that the result does not depend on timing.
 """
@@ -27,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm._ledger import record
-from vescale.compat import all_gather_single, reduce_scatter_single
+from vescale.compat import all_gather_single, is_traced, reduce_scatter_single, traced_all_to_all
 
 __all__ = ["MAX_PADDING", "Pending", "all_gather_v", "all_reduce", "all_to_all_v", "reduce_scatter_v"]
 
@@ -107,6 +110,22 @@ def all_to_all_v(
     out = send.new_empty(sum(receive_sizes)) if out is None else out
     size = send.element_size()  # no early return here: each rank sees its own sizes only, so all must take part
     record("all_to_all_v", len(send_sizes), (sum(receive_sizes) - receive_sizes[rank]) * size, asker=asker, group=group)
+    return _exchange(send, send_sizes, receive_sizes, group, out)
+
+
+def _exchange(
+    send: torch.Tensor,
+    send_sizes: Sequence[int],
+    receive_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    out: torch.Tensor,
+) -> Pending:
+    """The all-to-all itself, as bytes; not in the ledger."""
+    size = send.element_size()
+    if is_traced(send):
+        sent = [n * size for n in send_sizes]
+        received = traced_all_to_all(send.view(torch.uint8), sent, [n * size for n in receive_sizes], group)
+        return Pending(out.copy_(received.view(send.dtype)))
     work = dist.all_to_all_single(
         _bytes(out),
         _bytes(send),
@@ -136,6 +155,9 @@ def all_gather_v(
     out = local.new_empty(total) if out is None else out
     if total == 0:
         return Pending(out)
+    if is_traced(local):
+        record("all_gather_v", num_ranks, payload, asker=asker, group=group)
+        return _exchange(local.repeat(num_ranks), [local.numel()] * num_ranks, sizes, group, out)
     if num_ranks * largest == total:
         record("all_gather_v", num_ranks, payload, asker=asker, group=group)
         return Pending(out, [all_gather_single(_bytes(out), _bytes(local), group=group, async_op=True)])
@@ -158,16 +180,7 @@ def all_gather_v(
     if len(owners) <= 2:
         works = [dist.broadcast(_bytes(slots[i]), group=group, group_src=i, async_op=True) for i in owners]
         return Pending(out, works)
-    own = local.numel() * size
-    work = dist.all_to_all_single(
-        _bytes(out),
-        _bytes(local).repeat(num_ranks),
-        [n * size for n in sizes],
-        [own] * num_ranks,
-        group=group,
-        async_op=True,
-    )
-    return Pending(out, [work])
+    return _exchange(local.repeat(num_ranks), [local.numel()] * num_ranks, sizes, group, out)
 
 
 def reduce_scatter_v(
@@ -188,18 +201,15 @@ def reduce_scatter_v(
     if sum(sizes) == 0:
         return Pending(out)
     record("reduce_scatter_v", num_ranks, (sum(sizes) - sizes[rank]) * send.element_size(), asker=asker, group=group)
-    if _is_nccl(send, group):
+    if _is_nccl(send, group) and not is_traced(send):
         if len(set(sizes)) == 1:
             work = reduce_scatter_single(out, send, op=_OPS[op], group=group, async_op=True)
         else:
             work = dist.reduce_scatter(out, list(send.split(list(sizes))), op=_OPS[op], group=group, async_op=True)
         return Pending(out, [work])
-    own, size = sizes[rank], send.element_size()
-    stacked = send.new_empty(num_ranks * own)
-    work = dist.all_to_all_single(
-        _bytes(stacked), _bytes(send), [own * size] * num_ranks, [n * size for n in sizes], group=group, async_op=True
-    )
-    return Pending(out, [work], lambda: _reduce_rows(stacked.view(num_ranks, own), op, out))
+    own = sizes[rank]
+    pending = _exchange(send, sizes, [own] * num_ranks, group, send.new_empty(num_ranks * own))
+    return Pending(out, [pending], lambda: _reduce_rows(pending.out.view(num_ranks, own), op, out))
 
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
@@ -235,7 +245,7 @@ def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker:
     num_ranks = dist.get_world_size(group)
     if local.numel() == 0:
         return Pending(torch.empty_like(local, memory_format=torch.contiguous_format))
-    if local.dtype not in _GLOO_REDUCES and not _is_nccl(local, group):
+    if is_traced(local) or (local.dtype not in _GLOO_REDUCES and not _is_nccl(local, group)):
         base, extra = divmod(local.numel(), num_ranks)
         sizes = [base + (rank < extra) for rank in range(num_ranks)]
         piece = reduce_scatter_v(local.reshape(-1), sizes, op, group, asker=asker).wait()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm._ledger import name_group
-from vescale.compat import make_group
+from vescale.compat import make_group, without_modes
 
 __all__ = ["AxisGroup", "axis_group", "group_of_ranks"]
 
@@ -72,7 +72,8 @@ def axis_group(mesh: DeviceMesh, axes: Sequence[int]) -> AxisGroup:
         known = _AXIS_GROUPS.setdefault(_world(), weakref.WeakKeyDictionary()).setdefault(mesh, {})
         found = known.get(key)
     if found is None:
-        found = known[key] = _build(mesh, axes, own, group)
+        with without_modes():  # the mesh is a tensor, and a program may be traced
+            found = known[key] = _build(mesh, axes, own, group)
     return found
 
 

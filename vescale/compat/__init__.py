@@ -1,58 +1,66 @@
 """Every private PyTorch name that vescale uses, under a stable name, and the one ``install()``."""
 
-from vescale.compat.autograd import in_backward, queue_after_backward, run_post_accumulate_hooks
-from vescale.compat.checkpoint import CheckpointHooks
-from vescale.compat.checkpointing import install_checkpointing
-from vescale.compat.collectives import (
-    AsyncCollectiveTensor,
-    all_gather_single,
-    as_async_tensor,
-    backend_memory_pool,
-    reduce_scatter_single,
-)
-from vescale.compat.dispatch import (
-    OpSchema,
-    OutputSharding,
-    clear_sharding_cache,
-    decompose,
-    has_results,
-    is_view,
-    native_sharding,
-    observe_redistribution,
-    output_meta,
-    schema_arguments,
-    static_keywords,
-    with_aliasing,
-)
-from vescale.compat.dispatcher import (
-    DispatchListener,
-    current_autograd_node,
-    install_dispatch,
-    no_torch_function,
-    node_sequence,
-    sequence_number,
-    stock_dispatch,
-)
-from vescale.compat.dtensor import (
-    DTensorSpec,
-    MaskPartial,
-    StridedShard,
-    TensorMeta,
-    current_mesh,
-    local_of,
-    make_dtensor,
-    make_spec,
-    partial_partition,
-    partial_reduce,
-    rank_in_mesh,
-    set_local,
-    spec_of,
-)
-from vescale.compat.foreach import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm, has_foreach
-from vescale.compat.groups import make_group
-from vescale.compat.install import DTensorHooks, install, stock
-from vescale.compat.meshes import concatenate_meshes, flatten_mesh
 from vescale.compat.needs import UnsupportedTorchError, self_check
+
+try:
+    from vescale.compat.autograd import in_backward, queue_after_backward, run_post_accumulate_hooks
+    from vescale.compat.checkpoint import CheckpointHooks
+    from vescale.compat.checkpointing import install_checkpointing
+    from vescale.compat.collectives import (
+        AsyncCollectiveTensor,
+        all_gather_single,
+        as_async_tensor,
+        backend_memory_pool,
+        is_traced,
+        reduce_scatter_single,
+        traced_all_to_all,
+    )
+    from vescale.compat.deferred import without_modes
+    from vescale.compat.dispatch import (
+        OpSchema,
+        OutputSharding,
+        clear_sharding_cache,
+        decompose,
+        has_results,
+        is_view,
+        native_sharding,
+        observe_redistribution,
+        output_meta,
+        schema_arguments,
+        static_keywords,
+        with_aliasing,
+    )
+    from vescale.compat.dispatcher import (
+        DispatchListener,
+        current_autograd_node,
+        install_dispatch,
+        no_torch_function,
+        node_sequence,
+        sequence_number,
+        stock_dispatch,
+    )
+    from vescale.compat.dtensor import (
+        DTensorSpec,
+        MaskPartial,
+        StridedShard,
+        TensorMeta,
+        current_mesh,
+        local_of,
+        make_dtensor,
+        make_spec,
+        partial_partition,
+        partial_reduce,
+        rank_in_mesh,
+        set_local,
+        spec_of,
+    )
+    from vescale.compat.foreach import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm, has_foreach
+    from vescale.compat.groups import make_group
+    from vescale.compat.install import DTensorHooks, install, stock
+    from vescale.compat.meshes import concatenate_meshes, flatten_mesh
+except (ImportError, AttributeError):
+    self_check()  # an error that names all that this torch lacks, instead of the first
+    raise
 
 __all__ = [
     "AsyncCollectiveTensor",
@@ -85,6 +93,7 @@ __all__ = [
     "install",
     "install_checkpointing",
     "install_dispatch",
+    "is_traced",
     "is_view",
     "local_of",
     "make_dtensor",
@@ -109,5 +118,7 @@ __all__ = [
     "static_keywords",
     "stock",
     "stock_dispatch",
+    "traced_all_to_all",
     "with_aliasing",
+    "without_modes",
 ]

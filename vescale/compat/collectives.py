@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C import _len_torch_dispatch_stack
 from torch._C._distributed_c10d import _register_work
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch._guards import detect_fake_mode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_to_all_single, wait_tensor
 
 __all__ = [
     "AsyncCollectiveTensor",
     "all_gather_single",
     "as_async_tensor",
     "backend_memory_pool",
+    "is_traced",
     "reduce_scatter_single",
+    "traced_all_to_all",
 ]
 
 # Renamed in 2.13; the older names warn there.
@@ -30,6 +35,20 @@ def backend_memory_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
     if device.type != "cuda" or supports is None or not supports(device):
         return None
     return torch.cuda.MemPool(backend.mem_allocator)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether the tensor stands for one of a program that is being traced (``torch.compile``), and holds no numbers."""
+    if type(tensor) is torch.Tensor and not _len_torch_dispatch_stack():
+        return False
+    return detect_fake_mode(tensor) is not None
+
+
+def traced_all_to_all(
+    send: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """An uneven all-to-all as the functional operators that tracers know, with its wait in the graph."""
+    return wait_tensor(all_to_all_single(send, list(receive_sizes), list(send_sizes), group))
 
 
 class _Waitable(Protocol):
@@ -62,6 +81,8 @@ _MANY_IN_FLIGHT = 16
 
 def as_async_tensor(out: torch.Tensor, pending: _Waitable) -> torch.Tensor:
     """A tensor over ``out`` that calls ``pending.wait()`` on first use, as functional collectives' results do."""
+    if is_traced(out):
+        return pending.wait()
     if len(_IN_FLIGHT) >= _MANY_IN_FLIGHT:
         for work in _IN_FLIGHT:
             if work.is_completed():

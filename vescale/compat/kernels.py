@@ -11,19 +11,17 @@ import torch
 __all__ = ["compile_kernel", "fused_dropout"]
 
 
-def compile_kernel(source: str, name: str) -> Callable[..., Any] | None:
-    """A launcher ``kernel(grid=, block=, args=)`` for tensors of the current device, or None when it cannot be built.
+def compile_kernel(source: str, name: str) -> Callable[..., Any]:
+    """A launcher ``kernel(grid=, block=, args=)`` for tensors of the current device.
 
     ``source`` includes nothing: ``torch.cuda._compile_kernel`` asks for the headers of a CUDA toolkit, which a machine
-    with only PyTorch's wheels lacks, so NVRTC is called directly here.
+    with only PyTorch's wheels lacks, so NVRTC is called directly here. Raises whatever is missing: no NVRTC, an unknown
+    architecture, a torch without a loader.
     """
-    try:
-        from torch.cuda import _utils
+    from torch.cuda import _utils
 
-        loaded: Any = _utils._cuda_load_module(_compiled(source, name), [name])
-        kernel: Callable[..., Any] = loaded[name]
-    except Exception:  # no NVRTC, an unknown architecture, another torch: the caller has another way
-        return None
+    loaded: Any = _utils._cuda_load_module(_compiled(source, name), [name])
+    kernel: Callable[..., Any] = loaded[name]
     return kernel
 
 

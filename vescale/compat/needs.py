@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["NEEDS", "Need", "UnsupportedTorchError", "self_check"]
+__all__ = ["NEEDS", "OPTIONAL", "Need", "UnsupportedTorchError", "self_check"]
 
 
 class UnsupportedTorchError(ImportError):
@@ -108,8 +108,8 @@ NEEDS: tuple[Need, ...] = (
     Need("torch._C", "DisableTorchFunction"),
     Need("torch._C", "_current_autograd_node"),
     Need("torch._C", "_current_graph_task_id"),
-    Need("torch.autograd", "Variable._execution_engine.queue_callback"),
-    Need("torch", "Tensor._post_accumulate_grad_hooks"),
+    Need("torch.autograd", "Variable._execution_engine"),
+    Need("torch", "Tensor.register_post_accumulate_grad_hook", ("hook",)),
     Need("torch.distributed.device_mesh", "DeviceMesh._concatenate", ("device_mesh_list",)),
     Need("torch.distributed.device_mesh", "DeviceMesh._flatten"),
     Need("torch._C._autograd", "_get_sequence_nr"),
@@ -188,10 +188,24 @@ NEEDS: tuple[Need, ...] = (
     Need("torch", "_foreach_mul_"),
     Need("torch", "_foreach_norm"),
     Need("torch._C._distributed_c10d", "_register_work"),
+    Need("torch._C", "_len_torch_dispatch_stack", ()),
+    Need("torch._guards", "detect_fake_mode", ("inputs",)),
+    Need(
+        "torch.distributed._functional_collectives",
+        "all_to_all_single",
+        ("self", "output_split_sizes", "input_split_sizes", "group"),
+    ),
+    Need("torch.distributed._functional_collectives", "wait_tensor", ("tensor",)),
     Need("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
     Need("torch.distributed", "_Work"),
     Need("torch.distributed", "all_gather_single|all_gather_into_tensor"),
     Need("torch.distributed", "reduce_scatter_single|reduce_scatter_tensor"),
+)
+
+# Where these are missing something is slower, and right all the same; whoever uses them falls back, and says so.
+OPTIONAL: tuple[Need, ...] = (
+    Need("torch.cuda._utils", "_cuda_load_module"),
+    Need("torch.cuda._utils", "_get_gpu_rtc_library|_get_nvrtc_library"),
 )
 
 

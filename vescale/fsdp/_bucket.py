@@ -220,13 +220,12 @@ class Bucket:
         work = custom(output_tensor=piece.local, input_tensor=gradients.local, group=group, op=how, async_op=True)
         return PendingBuffer(piece, Pending(piece.local, [work]))
 
-    def make_unsharded(self) -> None:
-        """The unsharded forms, once: views of ``whole``, which is allocated."""
-        for index, parameter in enumerate(self.parameters):
-            offset = self.group.layout.offsets[index]
-            parameter.make_unsharded(self.whole.alias(offset, parameter.shape), self.receiver(index))
-            assert parameter.unsharded is not None
-            parameter.unsharded.__dict__[GRADIENT_PLACE] = (self, index)
+    def make_unsharded(self, index: int) -> None:
+        """A parameter's unsharded form: a view of ``whole``, which is allocated."""
+        parameter = self.parameters[index]
+        view = self.whole.alias(self.group.layout.offsets[index], parameter.shape)
+        unsharded = parameter.make_unsharded(view, self.receiver(index))
+        unsharded.__dict__[GRADIENT_PLACE] = (self, index)
 
     # Gradients
 

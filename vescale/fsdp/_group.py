@@ -157,6 +157,12 @@ class ParameterGroup:
                 parameter.sharded = current
                 parameter.register(current)
                 changed = True
+        on_meta = [parameter.sharded.is_meta for parameter in self.parameters]
+        if any(on_meta) and not all(
+            on_meta
+        ):  # of several modules in one group, the others are still to be materialized
+            self.is_stale = True
+            return
         places = [(bucket, i) for bucket in self.buckets for i in range(len(bucket.parameters))]
         if not changed and all(_lies_at(b.parameters[i].sharded, b.shard(i)) for b, i in places):
             return
@@ -248,6 +254,8 @@ class ParameterGroup:
             if comm.reclaim(self._whole_memory):
                 self._gathering = []
                 return
+            if self._kept is not None:
+                comm.gather_lane.wait_event(self._kept.copied)
             with comm.gather_lane(), torch.no_grad():
                 comm.make_room()
                 self._whole_memory.allocate()
@@ -273,23 +281,15 @@ class ParameterGroup:
         self._gathering = None
         self._kept = None
         for bucket in self.buckets:
-            if bucket.parameters[0].unsharded is None:
-                bucket.make_unsharded()
-            for parameter in bucket.parameters:
-                unsharded = parameter.unsharded
-                assert unsharded is not None
-                if unsharded.requires_grad != parameter.sharded.requires_grad:  # frozen or thawed in between
-                    self._change_requires_grad(bucket, parameter)
-                parameter.register(unsharded)
+            for index, parameter in enumerate(bucket.parameters):
+                unsharded, sharded = parameter.unsharded, parameter.sharded
+                if unsharded is None or unsharded.requires_grad != sharded.requires_grad:  # frozen or thawed in between
+                    parameter.requires_grad = sharded.requires_grad
+                    bucket.make_unsharded(index)
+                assert parameter.unsharded is not None
+                parameter.register(parameter.unsharded)
+            bucket.requires_grad = any(p.requires_grad for p in bucket.parameters)
         self.is_unsharded = True
-
-    def _change_requires_grad(self, bucket: Bucket, parameter: ManagedParameter) -> None:
-        assert parameter.unsharded is not None
-        parameter.requires_grad = parameter.sharded.requires_grad
-        bucket.requires_grad = any(p.requires_grad for p in bucket.parameters)
-        index = bucket.parameters.index(parameter)
-        view = bucket.whole.alias(bucket.group.layout.offsets[index], parameter.shape)
-        parameter.make_unsharded(view, bucket.receiver(index))
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the gathered ones; in forward as ``reshard_after_forward`` says."""
@@ -297,7 +297,9 @@ class ParameterGroup:
             if self.reshard_after_forward is False:
                 return
             if self.reshard_after_forward is not True and self.is_unsharded:
+                assert self.comm is not None
                 self._kept = KeptPieces.keep(self.buckets, self.reshard_after_forward)
+                self._kept.copied = self.comm.gather_lane.compute_done()
                 self._release()
                 return
         self._release()

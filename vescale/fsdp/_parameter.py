@@ -137,7 +137,7 @@ class ManagedParameter:
         self.sharded = nn.Parameter(make_dtensor(local, spec), requires_grad=self.requires_grad)
         self.register(self.sharded)
 
-    def make_unsharded(self, view: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
+    def make_unsharded(self, view: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> nn.Parameter:
         """The unsharded form over ``view``; ``on_gradient`` runs after each accumulation of its gradient."""
         with torch.inference_mode(False), torch.no_grad():
             local = view if view.shape == self.shape else view[: self.shape[0]]
@@ -152,6 +152,7 @@ class ManagedParameter:
                 self.unsharded.__dict__.setdefault(key, value)
         if self.requires_grad:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
+        return self.unsharded
 
     def register(self, parameter: nn.Parameter) -> None:
         for module, name in self.slots:

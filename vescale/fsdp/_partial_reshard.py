@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ class KeptPieces:
         self._buckets = buckets
         self._pieces = pieces
         self._group = group
+        self.copied: Any = None
+        """An event after the copies, which the gather waits for; None on the CPU."""
 
     @classmethod
     def keep(cls, buckets: Sequence[Bucket], num_ranks: int) -> KeptPieces:

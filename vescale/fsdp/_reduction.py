@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,7 @@ class Reduction:
         self._lane.wait_for_compute()
         with self._lane():
             if bucket.reduce_dtype == torch.float16 and self._divide is not None:
-                before = 2.0 ** int(torch.tensor(self._divide).log2().item() / 2)  # half of it, to stay in range
+                before = 2.0 ** int(math.log2(max(self._divide, 1)) / 2)  # half of it, to stay in range
                 bucket.gradients.mul_(1 / before)
                 self._divide /= before
             self._pending = bucket.reduce_scatter(op, options.group, options.custom_reduce_scatter, self.asker)

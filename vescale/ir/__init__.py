@@ -1,5 +1,6 @@
 """The plan's intermediate representation: instructions, programs, and lowering."""
 
+from vescale.ir._coverage import Coverage, coverage
 from vescale.ir._diff import Change, ProgramDiff
 from vescale.ir._findings import Finding, LoweringError
 from vescale.ir._lower import check, lower
@@ -20,6 +21,7 @@ __all__ = [
     "Batch",
     "Change",
     "Collective",
+    "Coverage",
     "Factory",
     "Finding",
     "Hook",
@@ -37,6 +39,7 @@ __all__ = [
     "Wrap",
     "batch_redistributions",
     "check",
+    "coverage",
     "drop_noops",
     "fuse_redistributions",
     "lower",

@@ -8,6 +8,7 @@ here: operands are moved, a local function runs, results are wrapped. Rules are 
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -239,7 +240,7 @@ def _placeholder(specs: Any) -> Any:
 
 def _is_reported(source: DTensorSpec, target: DTensorSpec) -> bool:
     """Whether a move gives up our placements and gathers; a single number does not count."""
-    if source.shape.numel() <= 1 or has_custom(target.placements):
+    if math.prod(source.shape) <= 1 or has_custom(target.placements):
         return False
     pairs = zip(source.placements, target.placements)
     return any(isinstance(before, CustomPlacement) and after.is_replicate() for before, after in pairs)

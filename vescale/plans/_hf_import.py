@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.placements import InterleavedShard, shard_dim
 from vescale.plans._errors import PlanError, did_you_mean
 from vescale.plans._hf_paths import expressions, wildcard
+from vescale.plans._hf_sequence import shard_sequence
 from vescale.plans._hf_styles import STYLES, Style
 
 if TYPE_CHECKING:
@@ -71,10 +72,10 @@ def add_hf_entries(
         expert_draft.read(experts)
         expert_draft.emit(plan, dispatch)
         draft.notes += expert_draft.notes
+        draft.expert_parts = tuple(expert_draft.experts)
     if sequence_parallel:
-        from vescale.plans._hf_sequence import shard_sequence
-
-        shard_sequence(model, draft.inputs, draft.outputs, tensor)
+        base = getattr(model, "base_model_prefix", "")
+        draft.shard_sequence(base if base in draft.modules else "")
     draft.emit(plan, None)
     if batch_axis is not None and batch_axis in plan.axes:
         names = inspect.signature(model.forward).parameters
@@ -144,6 +145,7 @@ class _Draft:
         self.outputs: dict[str, Placement] = {}
         self.experts: dict[str, None] = {}
         self.notes: list[str] = []
+        self.expert_parts: tuple[str, ...] = ()  # regions that another axis spreads
 
     def read(self, plan: Mapping[str, str]) -> None:
         whole_experts = [path for path, style in self._styled(plan) if style.whole_experts]
@@ -235,6 +237,10 @@ class _Draft:
                 self.outputs.setdefault(path, Replicate())
                 if not isinstance(self.modules[path], nn.Embedding):
                     self.inputs.setdefault(path, Replicate())
+
+    def shard_sequence(self, base: str) -> None:
+        """See :mod:`vescale.plans._hf_sequence`."""
+        shard_sequence(self.modules, self.inputs, self.outputs, [*self.experts, *self.expert_parts], base)
 
     # To entries
 

@@ -72,11 +72,11 @@ STYLES: dict[str, Style] = {
     "embedding_colwise": Style(cut=-1, outputs=Replicate()),
     "sequence_parallel": Style(inputs=Shard(1)),
     "all_reduce": Style(outputs=Replicate()),
-    "moe_tp_experts": Style(outputs=Replicate(), experts=True),
+    "moe_tp_experts": Style(inputs=Replicate(), outputs=Replicate(), experts=True),
     # It divides what an expert that every rank has whole adds to a sum over ranks.
     "moe_identity_expert": Style(whole_experts=True),
     "grouped_gemm": Style(cut=0, front=True, vectors=True),
-    "ep_dispatch_experts": Style(outputs=Replicate(), experts=True),
+    "ep_dispatch_experts": Style(inputs=Replicate(), outputs=Replicate(), experts=True),
     # DTensor knows itself that these gradients are partial, and what is local.
     "replicate": _NOTHING,
     "replicated_with_grad_allreduce": _NOTHING,

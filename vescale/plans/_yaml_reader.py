@@ -44,14 +44,14 @@ def read_plan(file: str | os.PathLike[str], mesh: DeviceMesh | Mapping[str, int]
         reader.shard(path, value)
     for path, value in (data.get("redistribute") or {}).items():
         reader.redistribute(path, value)
-    for path, value in (data.get("annotate") or {}).items():
-        place: Place = ("annotate", path)
-        plan.annotate(reader.expand(path, place), reader.axes(value, place), source=document.at(place))
-    for path, value in (data.get("factory") or {}).items():
-        place = ("factory", path)
-        plan.factory(reader.expand(path, place), reader.axes(value, place), source=document.at(place))
+    for section, add in (("annotate", plan.annotate), ("factory", plan.factory)):
+        for path, value in (data.get(section) or {}).items():
+            place: Place = (section, path)
+            expanded = reader.expand(path, place)
+            for item, where in _items(value, place):
+                add(expanded, reader.axes(item, where), source=document.at(where))
     for path, value in (data.get("local") or {}).items():
-        reader.local(path, value or {})
+        reader.local(path, value)
     for index, path in enumerate(data.get("units") or []):
         plan.unit(reader.expand(path, ("units", index)), source=document.at(("units", index)))
     return plan
@@ -100,8 +100,7 @@ class _Reader:
     def shard(self, path: str, value: Any) -> None:
         place: Place = ("shard", path)
         expanded = self.expand(path, place)
-        items = [(value, place)] if isinstance(value, dict) else [(item, (*place, i)) for i, item in enumerate(value)]
-        for item, where in items:
+        for item, where in _items(value, place):
             phase, given = item.get("phase", "all"), item.get("given", "global")
             by_phase: dict[str, dict[str, Placement]] = {}
             for axis, text in item.items():
@@ -125,8 +124,7 @@ class _Reader:
     def redistribute(self, path: str, value: Any) -> None:
         place: Place = ("redistribute", path)
         expanded = self.expand(path, place)
-        items = [(value, place)] if isinstance(value, dict) else [(item, (*place, i)) for i, item in enumerate(value)]
-        for item, where in items:
+        for item, where in _items(value, place):
             sides = {side: self.axes(item[side], (*where, side)) for side in item}
             self.plan.redistribute(
                 expanded,
@@ -137,16 +135,25 @@ class _Reader:
                 source=self.document.at(where),
             )
 
-    def local(self, path: str, value: Mapping[str, Any]) -> None:
+    def local(self, path: str, value: Any) -> None:
         place: Place = ("local", path)
-        self.plan.local(
-            self.expand(path, place),
-            kind=value.get("kind"),
-            dispatch=value.get("dispatch"),
-            inputs=self.axes(value.get("in") or {}, (*place, "in")),
-            outputs=self.axes(value.get("out") or {}, (*place, "out")),
-            source=self.document.at(place),
-        )
+        expanded = self.expand(path, place)
+        for item, where in _items(value, place):
+            self.plan.local(
+                expanded,
+                kind=item.get("kind"),
+                dispatch=item.get("dispatch"),
+                inputs=self.axes(item.get("in") or {}, (*where, "in")),
+                outputs=self.axes(item.get("out") or {}, (*where, "out")),
+                source=self.document.at(where),
+            )
+
+
+def _items(value: Any, place: Place) -> list[tuple[Any, Place]]:
+    """The entries of a path: one, or a list of them; an empty one is empty."""
+    if isinstance(value, list):
+        return [(item or {}, (*place, index)) for index, item in enumerate(value)]
+    return [(value or {}, place)]
 
 
 def _mesh(

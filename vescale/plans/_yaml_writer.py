@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import regex
+import yaml
 
 from vescale.plans._entries import (
     AnnotateEntry,
@@ -91,6 +92,12 @@ def _flow(text: str) -> str:
 
 def _scalar(text: str) -> str:
     """A path as a YAML key: plain where it is safe, else in single quotes, where backslashes stand for themselves."""
-    if _PLAIN.fullmatch(text) and not text[0].isdigit():
+    if _PLAIN.fullmatch(text) and not text[0].isdigit() and _is_text(text):
         return text
     return "'" + text.replace("'", "''") + "'" if "\n" not in text else json.dumps(text)
+
+
+def _is_text(text: str) -> bool:
+    """Whether YAML reads the plain word as text: not ``on``, ``no``, ``null``."""
+    tag = yaml.SafeLoader("").resolve(yaml.ScalarNode, text, (True, False))
+    return bool(tag == "tag:yaml.org,2002:str")

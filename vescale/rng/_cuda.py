@@ -88,6 +88,12 @@ def generate(
         )
     if n == 0:
         return state
+    if parameter is not None and not is_contiguous(region.global_shape, global_strides):
+        raise NotImplementedError(
+            f"{op.name} with a tensor of probabilities on a CUDA tensor of shape {region.global_shape} and strides "
+            f"{tuple(global_strides)}: its order depends on the strides of both; expected a row-major tensor to be filled: "
+            "fill a contiguous one and copy, or use torch.bernoulli"
+        )
     if rule is None:
         return _whole(local, region, global_strides, order, op, state, device, parameter)
     rule = rule.at(n)

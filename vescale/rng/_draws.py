@@ -36,9 +36,10 @@ class Cursor:
 
     def at(self, word: int, drawing: int) -> torch.Generator:
         """The generator, ``word`` words after the start; the caller draws ``drawing`` words from it."""
-        if 0 < word - self._word <= DISCARDED_WORDS:
-            torch.empty(word - self._word, dtype=torch.uint8).random_(generator=self._generator)  # a word each
-        elif word != self._word:
+        ahead = word - self._word
+        if 0 < ahead <= DISCARDED_WORDS:
+            torch.empty(ahead, dtype=torch.uint8).random_(generator=self._generator)  # a word each
+        elif ahead:
             self.state(word).write_to(self._generator)
         self._word = word + drawing
         return self._generator

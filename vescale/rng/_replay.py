@@ -45,10 +45,11 @@ _FACTORIES |= {aten.full_like.default, aten.new_zeros.default, aten.new_ones.def
 
 
 def whole_numel(view: View, time: int) -> int:
-    """Elements that :func:`whole_values` has to compute."""
+    """Elements that :func:`whole_values` has to compute: those of the ops' results, and those written in place."""
     numel = 0
     for op in needed_ops(view.record, time):
         numel += sum(result.numel for result in op.results if result is not None)
+        numel += sum(written.numel for written in op.written)
     return numel
 
 

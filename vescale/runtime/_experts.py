@@ -12,9 +12,10 @@ features    cut on a later dim     every rank meets all tokens          Partial:
 data        Replicate              as the tokens come                   as the tokens came
 ==========  =====================  ===================================  ================================================
 
-Gradients of tokens and weights are Partial on axes of experts and features; gradients of parameters are Partial where the
-tokens are cut. Every parameter gets a gradient on every rank, zero where no token was routed, so that no rank waits for a
-reduction that another one leaves out.
+On axes of experts and features the gradient of weights is summed here. That of tokens leaves Partial, as it does behind any
+column-cut weight: the ``<in>`` entry before it, of this module or one around it, sums it together with what other readers
+add. Gradients of parameters are Partial where the tokens are cut. All of these get a gradient on
+every rank, zero where no token was routed, so that no rank waits for a reduction that another one leaves out.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from vescale.ir import Instruction, Local
 from vescale.placements import local_region, shard_dim
 from vescale.plans import PlanError
 from vescale.runtime._boundary import convert, enter_local, leave_local
-from vescale.runtime._containers import map_tensors
+from vescale.runtime._containers import map_tensors, tensors_in
 from vescale.runtime._region import local_state
 from vescale.runtime._runtime import Runtime
 
@@ -74,14 +75,15 @@ class ExpertRegion:
             )
             summed = tuple(Partial() if sums else p for sums, p in zip(self._sums, arriving))
             for name, value in call.arguments.items():
-                call.arguments[name] = map_tensors(lambda x: self._entered(x, arriving, summed), value)
+                call.arguments[name] = map_tensors(lambda x: self._entered(x, tokens, arriving, summed), value)
+            given = list(tensors_in(list(call.arguments.values())))
 
             def entered(parameter: torch.Tensor) -> torch.Tensor:
                 return enter_local(parameter, _parameter_gradient(parameter, arriving))  # type: ignore[arg-type]
 
             with local_state(self.module, entered):
                 result = self._routed(call) if self._spread else self._forward(*call.args, **call.kwargs)
-                result = _Joined.apply(result, *(p for p in _shown(self.module) if p.requires_grad))
+                result = _Joined.apply(result, *(x for x in (*given, *_shown(self.module)) if x.requires_grad))
             shape = (*tokens.shape[:-1], result.shape[-1])
             return leave_local(result, self.runtime.mesh, summed, shape, f"experts {self.path}")
 
@@ -90,10 +92,14 @@ class ExpertRegion:
         """Whether this rank has some of the experts only."""
         return self._last - self._first < self._num_experts
 
-    def _entered(self, x: torch.Tensor, arriving: Sequence[Placement], summed: Sequence[Placement]) -> torch.Tensor:
+    def _entered(
+        self, x: torch.Tensor, tokens: DTensor, arriving: Sequence[Placement], summed: Sequence[Placement]
+    ) -> torch.Tensor:
         if not isinstance(x, DTensor):
             return x
-        return enter_local(convert(x, arriving, who=f"experts {self.path}"), summed)
+        if x is not tokens or tuple(x.placements) != tuple(arriving):
+            x = convert(x, arriving, who=f"experts {self.path}")
+        return enter_local(x, summed)
 
     def _routed(self, call: inspect.BoundArguments) -> torch.Tensor:
         """Run the pairs of this rank's experts and add them up by token; zero for tokens without one."""

@@ -13,6 +13,7 @@ from vescale.runtime._concat import concat
 from vescale.runtime._embedding import embedding
 from vescale.runtime._escapes import escape
 from vescale.runtime._indexing import index_item
+from vescale.runtime._smoothed_loss import cross_entropy
 from vescale.runtime._splitting import SPLITS, split
 
 __all__ = ["FUNCTIONS"]
@@ -20,6 +21,7 @@ __all__ = ["FUNCTIONS"]
 # function -> rule(runtime, function, args, kwargs); called when an argument is a DTensor, with plain tensors made global.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: attention,
+    F.cross_entropy: cross_entropy,
     F.embedding: embedding,
     torch.embedding: embedding,
     **dict.fromkeys(SPLITS, split),

@@ -28,6 +28,7 @@ from vescale.runtime._elementwise_loss import ELEMENTWISE_LOSS_HANDLERS
 from vescale.runtime._loss import LOSS_HANDLERS
 from vescale.runtime._norm import NORM_HANDLERS
 from vescale.runtime._runtime import checkpointed, locate
+from vescale.runtime._sums import accumulated, where
 from vescale.runtime._views import remember_copy, write_through
 
 __all__ = ["install_handlers"]
@@ -45,6 +46,7 @@ def install_handlers() -> None:
         _aten.index_put_.default: _index_put,
         _aten.clone.default: _clone,
         _aten.masked_fill_.Scalar: _masked_fill,
+        _aten.where.self: where,
     }
     install_dispatch({**own, **NORM_HANDLERS, **LOSS_HANDLERS, **ELEMENTWISE_LOSS_HANDLERS}, _Listener())
     install_checkpointing(checkpointed)
@@ -83,6 +85,9 @@ def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _index_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Values may be plain, the same on every rank: the backward of ``x[positions] = values`` puts plain zeros there."""
+    found = accumulated(op, args, kwargs)
+    if found is not None:
+        return found
     x, indices, values, *more = args
     if isinstance(x, DTensor) and not isinstance(values, DTensor):
         values = wrap_global(values, x.device_mesh, (Replicate(),) * x.device_mesh.ndim, str(op))

@@ -34,7 +34,7 @@ from vescale.compat import StridedShard, local_of, make_dtensor, make_spec, no_t
 from vescale.placements import local_region, shard_dim
 from vescale.runtime._boundary import bring, contiguous_stride, cut, reduced
 
-__all__ = ["LOSS_HANDLERS"]
+__all__ = ["LOSS_HANDLERS", "local_part", "without_dim"]
 
 _aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -114,8 +114,8 @@ class _Rows:
         mesh = scores.device_mesh
         class_dim = 0 if scores.ndim == 1 else 1
         scores = bring(scores, reduced(scores.placements), str(op), "self")
-        placements = tuple(_without_dim(placement, class_dim) for placement in scores.placements)
-        labels = _brought(target, mesh, placements, op, "target")
+        placements = tuple(without_dim(placement, class_dim) for placement in scores.placements)
+        labels = local_part(target, mesh, placements, op, "target")
         num_classes = scores.shape[class_dim]
         valid = labels != ignore_index
         bad = valid & ((labels < 0) | (labels >= num_classes))
@@ -123,7 +123,7 @@ class _Rows:
         if weight is None:
             weights = valid.to(scores.dtype)
         else:
-            whole = _brought(weight, mesh, (Replicate(),) * mesh.ndim, op, "weight")
+            whole = local_part(weight, mesh, (Replicate(),) * mesh.ndim, op, "weight")
             weights = torch.where(valid, whole[in_range], 0).to(scores.dtype)
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
@@ -154,7 +154,7 @@ class _Rows:
         return torch.where(self.here, -picked * self.weights, 0)
 
 
-def _without_dim(placement: Placement, dim: int) -> Placement:
+def without_dim(placement: Placement, dim: int) -> Placement:
     """The placement of a tensor's rows: the tensor without ``dim``."""
     own = shard_dim(placement)
     if own is None:
@@ -166,7 +166,7 @@ def _without_dim(placement: Placement, dim: int) -> Placement:
     return Shard(own - (own > dim))
 
 
-def _brought(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], op: Any, name: str) -> torch.Tensor:
+def local_part(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], op: Any, name: str) -> torch.Tensor:
     """The local part of an operand; a plain tensor is the global one."""
     if isinstance(x, DTensor):
         return local_of(bring(x, placements, str(op), name))
@@ -218,9 +218,9 @@ def _nll_loss_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     mesh = rows.scores.device_mesh
     replicated = (Replicate(),) * mesh.ndim
     per_row = reduction == _NONE and rows.scores.ndim > 1
-    row_grad = _brought(grad, mesh, rows.placements if per_row else replicated, op, "grad_output")
+    row_grad = local_part(grad, mesh, rows.placements if per_row else replicated, op, "grad_output")
     if reduction == _MEAN:
-        row_grad = row_grad / _brought(total_weight, mesh, replicated, op, "total_weight")
+        row_grad = row_grad / local_part(total_weight, mesh, replicated, op, "total_weight")
     local = torch.zeros_like(local_of(rows.scores), memory_format=torch.contiguous_format)
     if local.shape[rows.class_dim]:
         values = torch.where(rows.here, -rows.weights * row_grad, 0).to(local.dtype)

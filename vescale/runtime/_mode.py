@@ -102,6 +102,4 @@ def _opened(function: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-_OPENED: dict[Any, Callable[..., Any]] = {
-    function: _opened(function) for function in (F.multi_head_attention_forward, F.cross_entropy)
-}
+_OPENED: dict[Any, Callable[..., Any]] = {function: _opened(function) for function in (F.multi_head_attention_forward,)}

@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, spec_of
-from vescale.runtime._boundary import reduced
+from vescale.placements import InterleavedShard
+from vescale.runtime._boundary import bring, contiguous_stride, reduced
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime
@@ -20,6 +21,7 @@ SPLITS = tuple(
     for name in ("split", "chunk", "unbind", "tensor_split", "split_with_sizes")
     for function in (getattr(torch, name), getattr(torch.Tensor, name))
 ) + (torch.Tensor.__iter__,)
+_ONE_BY_ONE = (torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)
 
 
 class _WholeGradients(torch.autograd.Function):
@@ -48,9 +50,57 @@ def _whole(spec: Any) -> Any:
     return make_spec(spec.mesh, reduced(spec.placements), spec.shape, spec.stride, spec.tensor_meta.dtype)
 
 
+class _Chunks(torch.autograd.Function):
+    """The parts of an interleaved dim, each of which every rank has a part of. Their gradients are put together on each
+    rank; PyTorch would concatenate the global tensors, for which DTensor gathers them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, dim: int, *parts: DTensor) -> tuple[DTensor, ...]:
+        ctx.spec, ctx.dim, ctx.specs = spec_of(x), dim, [spec_of(part) for part in parts]
+        ctx.shapes = [local_of(part).shape for part in parts]
+        ctx.set_materialize_grads(False)
+        return tuple(make_dtensor(local_of(part).detach(), spec_of(part), requires_grad=True) for part in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: DTensor | None) -> tuple[Any, ...]:
+        like = next(local_of(grad) for grad in grads if grad is not None)
+        with no_torch_function():
+            found = [
+                like.new_zeros(shape)
+                if grad is None
+                else local_of(bring(grad, reduced(spec.placements), "split", "gradient"))
+                for grad, spec, shape in zip(grads, ctx.specs, ctx.shapes)
+            ]
+            shape, placements = ctx.spec.shape, reduced(ctx.spec.placements)
+            spec = make_spec(ctx.spec.mesh, placements, shape, contiguous_stride(shape), like.dtype)
+            return make_dtensor(torch.cat(found, ctx.dim), spec), None, *(None for _ in grads)
+
+
+def _interleaved_dim(x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The dim that is split, when its pieces are each sharded."""
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    dim = dim % x.ndim if isinstance(dim, int) and x.ndim else -1
+    return dim if any(isinstance(p, InterleavedShard) and p.dim == dim for p in x.placements) else None
+
+
+def _are_local(x: DTensor, dim: int, parts: tuple[Any, ...]) -> bool:
+    """Whether what each rank has of the parts is what it has of the whole."""
+    held = sum(local_of(part).shape[dim] for part in parts)
+    return all(len(part.placements) == len(x.placements) for part in parts) and held == local_of(x).shape[dim]
+
+
 def split(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """DTensor's own rule; every part then takes part in the backward."""
     iterated = func is torch.Tensor.__iter__
+    x = args[0] if args else None
+    if isinstance(x, DTensor) and x.requires_grad and torch.is_grad_enabled() and func not in _ONE_BY_ONE:
+        dim = _interleaved_dim(x, args, kwargs)
+        if dim is not None:
+            with torch.no_grad():
+                parts = tuple(func(*args, **kwargs))
+            if _are_local(x, dim, parts):
+                with no_torch_function():
+                    return _Chunks.apply(x, dim, *parts)
     parts = torch.unbind(args[0]) if iterated else func(*args, **kwargs)
     if parts and all(isinstance(part, DTensor) and part.requires_grad for part in parts):
         with no_torch_function():

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, TensorMeta, native_sharding, output_meta, schema_arguments
+from vescale.compat import DTensorSpec, TensorMeta, native_sharding, output_meta, schema_arguments, without_modes
 
 __all__ = ["Decision", "OpCall", "Placements", "Rule", "names", "spec_for", "substitute", "with_placements"]
 
@@ -128,16 +128,17 @@ class OpCall:
         Local functions skip the kernel where a rank holds nothing, so that an error of the kernel would be raised on some
         ranks only, and leave the others waiting. Runs the op on tensors that are at most two elements long in each dim.
         """
-        tiny = [
-            torch.zeros(
-                [min(size, 2) for size in spec.shape],
-                dtype=spec.tensor_meta.dtype if spec.tensor_meta is not None else None,
-                device=spec.mesh.device_type,
-            )
-            for spec in self.operands
-        ]
-        args, kwargs = substitute(self.args, self.kwargs, tiny, DTensorSpec)
-        self.op(*args, **kwargs)
+        with without_modes():  # for real, also while the program is traced
+            tiny = [
+                torch.zeros(
+                    [min(size, 2) for size in spec.shape],
+                    dtype=spec.tensor_meta.dtype if spec.tensor_meta is not None else None,
+                    device=spec.mesh.device_type,
+                )
+                for spec in self.operands
+            ]
+            args, kwargs = substitute(self.args, self.kwargs, tiny, DTensorSpec)
+            self.op(*args, **kwargs)
 
     def native(self, placements: Sequence[Placements]) -> Any:
         """PyTorch's sharding decision if the operands had these stock placements; None when it has no strategy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,7 +103,7 @@ class Alignment:
             self.inputs += (self.leader,)
             return
         self.inputs += (_replicated(spec),)
-        if spec.shape.numel() == 1:
+        if math.prod(spec.shape) == 1:
             if self.is_ragged and spec.ndim > 1:  # the local tensors that it meets are flat
                 self.prepare += ((index, _as_vector),)
             return
@@ -133,7 +134,7 @@ def align(
         return None  # one-element local tensors promote types unlike numbers
     leader = operands[leads[0]]
     for spec in operands:
-        if spec.mesh != leader.mesh and spec.shape.numel() != 1:
+        if spec.mesh != leader.mesh and math.prod(spec.shape) != 1:
             raise RuntimeError(
                 f"{name}: operands of shapes {tuple(leader.shape)} and {tuple(spec.shape)} lie on different meshes "
                 f"{leader.mesh} and {spec.mesh}; bring them to one mesh through full_tensor() and distribute_tensor()"

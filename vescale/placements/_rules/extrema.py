@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ def extrema_rule(call: OpCall) -> Decision | None:
     if call.name not in ("argmax", "argmin") or call.argument("dim") is not None:
         return None
     spec = call.operands[0]
-    if spec.shape.numel() == 0:
+    if math.prod(spec.shape) == 0:
         return None
     call.try_out()
     inputs = without_partials(spec.placements)
@@ -48,7 +49,7 @@ class _Extremum:
             index = int((flat.argmax() if self.largest else flat.argmin()).item())
             value, position = flat[index], region.global_offset(index)
         else:  # loses against every element, by position if the values are equal
-            value, position = neutral_extremum(local, largest=self.largest), self.spec.shape.numel()
+            value, position = neutral_extremum(local, largest=self.largest), math.prod(self.spec.shape)
         axes = reduction_axes(self.placements)
         values = gather_ranks(value.reshape(1), mesh, axes).view(-1)
         positions = gather_ranks(torch.tensor([position], device=local.device), mesh, axes).view(-1)

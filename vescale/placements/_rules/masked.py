@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def masked_rule(call: OpCall) -> Decision | None:
     tensor, mask, values = call.operands
     if mask.tensor_meta is None or mask.tensor_meta.dtype != torch.bool:
         return None
-    if mask.shape != tensor.shape or values.shape.numel() != 1 or not tensor.shape:
+    if mask.shape != tensor.shape or math.prod(values.shape) != 1 or not tensor.shape:
         return None
     alignment = align(call.name, call.operands, tensor.shape, call.mutated)
     if alignment is None or alignment.broadcasts:

@@ -40,7 +40,7 @@ def norm_rule(call: OpCall) -> Decision | None:
         return None
     order = call.argument("ord", call.argument("p", 2))
     spec, inputs = call.operands[0], without_partials(call.operands[0].placements)
-    if spec.shape.numel() == 0:
+    if math.prod(spec.shape) == 0:
         return None  # what orders an empty tensor has is torch's business
     call.try_out()
     scope = (spec.mesh, reduction_axes(inputs))
@@ -53,7 +53,7 @@ def foreach_norm_rule(call: OpCall) -> Decision | None:
     reduced here, all those on the same axes in one collective. Replicate."""
     if call.name not in ("_foreach_norm", "_foreach_powsum", "_foreach_max"):
         return None
-    if any(spec.shape.numel() == 0 for spec in call.operands):
+    if any(math.prod(spec.shape) == 0 for spec in call.operands):
         return None
     call.try_out()
     inputs = tuple(without_partials(spec.placements) for spec in call.operands)

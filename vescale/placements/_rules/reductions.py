@@ -37,7 +37,7 @@ def reduction_rule(call: OpCall) -> Decision | None:
     spec = call.operands[0]
     inputs = without_partials(spec.placements)
     metas = (call.meta,) if isinstance(call.meta, TensorMeta) else tuple(call.meta)
-    reduction = _Reduction(kernel, spec.mesh, reduction_axes(inputs), spec.shape.numel(), metas, call)
+    reduction = _Reduction(kernel, spec.mesh, reduction_axes(inputs), math.prod(spec.shape), metas, call)
     return Decision((inputs,), ((Replicate(),) * spec.mesh.ndim,) * len(metas), reduction)
 
 

@@ -61,13 +61,12 @@ def _single_rows(call: OpCall, size: int) -> list[Interval]:
 
 
 def _part(region: Region, first: int, last: int) -> tuple[Interval, Interval]:
-    """What a rank holds of rows ``[first, last)``: as a run of their line, and where that is in the local tensor."""
+    """What a rank holds of rows ``[first, last)``: as a run of their line, and as a slice of the local tensor."""
     assert region.flat is not None
-    begin, end = region.flat
     row = math.prod(region.shape[1:])
     low, high = (min(max(edge, first * row), last * row) for edge in region.flat)
-    run = low - first * row, high - first * row
-    return run, (low - begin, high - begin) if begin <= low < high <= end else (0, 0)
+    begin = region.flat[0]
+    return (low - first * row, high - first * row), (low - begin, high - begin)
 
 
 def _shifted(placement: Placement, drops_dim: bool) -> Placement:

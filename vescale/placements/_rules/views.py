@@ -35,7 +35,7 @@ def view_rule(call: OpCall) -> Decision | None:
     if call.name not in _RESHAPES or call.mutated or isinstance(call.argument("dtype"), torch.dtype):
         return None
     spec, shape = call.operands[0], tuple(call.meta.shape)
-    if math.prod(shape) != spec.shape.numel():
+    if math.prod(shape) != math.prod(spec.shape):
         return None
     if ragged_axis(spec.placements) is not None:
         outputs = _ragged_view(spec, shape)

@@ -1,0 +1,151 @@
+"""A tiny model, a batch and a float64 loss for every plan of the zoo that is for a Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+__all__ = ["MODELS", "ZooModel"]
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class ZooModel:
+    """What a plan of the zoo is tried on."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], dict[str, torch.Tensor]]
+    loss: Callable[[Any], torch.Tensor]
+
+
+def _tokens(rows: int = 4, length: int = 8, seed: int = 1) -> torch.Tensor:
+    return torch.randint(4, 60, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _labels() -> torch.Tensor:
+    """Many more ignored labels in the first half of the batch than in the second."""
+    labels = _tokens(seed=2)
+    labels[:2, 3:] = _IGNORED
+    return labels
+
+
+def _cross_entropy(output: Any) -> torch.Tensor:
+    """In the logits' own precision, where transformers computes losses in float32."""
+    logits = output.logits
+    labels = _labels() if logits.ndim == 3 else torch.tensor([0, 3, 1, 2])
+    return F.cross_entropy(logits.flatten(0, -2), labels.reshape(-1), ignore_index=_IGNORED)
+
+
+def _model(name: str, sizes: dict[str, Any], **settings: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, name[: name.index("For") if "For" in name else name.index("LMHead")] + "Config")
+        torch.manual_seed(0)
+        return getattr(transformers, name)._from_config(config(**sizes), **settings)
+
+    return build
+
+
+_DECODER = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+}
+_EXPERTS = {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}
+_EAGER = {"experts_implementation": "eager"}  # float64 has no grouped kernel
+
+
+def _causal(name: str, sizes: dict[str, Any], **settings: Any) -> ZooModel:
+    return ZooModel(_model(name, sizes, **settings), lambda: {"input_ids": _tokens()}, _cross_entropy)
+
+
+_GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+_VIT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_labels": 4,
+}
+_T5 = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+_WHISPER = {
+    "vocab_size": 64,
+    "d_model": 32,
+    **{f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 2), ("attention_heads", 4))},
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+    "max_target_positions": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 3,
+}
+_LATENT = {
+    **{key: value for key, value in _DECODER.items() if key != "head_dim"},
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+MODELS: dict[str, ZooModel] = {
+    "llama": _causal("LlamaForCausalLM", _DECODER),
+    "qwen3": _causal("Qwen3ForCausalLM", _DECODER),
+    "gpt2": _causal("GPT2LMHeadModel", {**_GPT2, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "vit": ZooModel(
+        _model("ViTForImageClassification", _VIT),
+        lambda: {"pixel_values": torch.randn(4, 3, 16, 16, dtype=torch.float64)},
+        _cross_entropy,
+    ),
+    "t5": ZooModel(
+        _model("T5ForConditionalGeneration", _T5),
+        lambda: {"input_ids": _tokens(length=12), "labels": _labels()},
+        _cross_entropy,
+    ),
+    "whisper": ZooModel(
+        _model("WhisperForConditionalGeneration", _WHISPER),
+        lambda: {"input_features": torch.randn(4, 8, 32, dtype=torch.float64), "labels": _labels()},
+        _cross_entropy,
+    ),
+    "mixtral": _causal("MixtralForCausalLM", _EXPERTS, **_EAGER),
+    "qwen3_moe": _causal(
+        "Qwen3MoeForCausalLM",
+        {**_DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        **_EAGER,
+    ),
+    "gpt_oss": _causal("GptOssForCausalLM", _EXPERTS, **_EAGER),
+    "deepseek_v3": _causal("DeepseekV3ForCausalLM", _LATENT, **_EAGER),
+}

@@ -1,0 +1,131 @@
+"""Regions of experts against one device: cut by expert, by features, with a batch over dp, with experts nobody chose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from tests.ranks import RankPools, run_cases
+from tests.runtime.compare import assert_same_step, pair, whole
+from vescale.placements import InterleavedShard
+from vescale.plans import Plan, PlanError
+
+
+class Experts(nn.Module):
+    """Stacked gate and up, as in transformers; ``separate``: one module an expert, unused ones without a gradient."""
+
+    def __init__(self, separate: bool) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 2 * 6, 8))
+        self.down_proj = nn.Parameter(torch.randn(4, 8, 6))
+        self.separate = separate
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        out = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            token, slot = (top_k_index == expert).nonzero(as_tuple=True)
+            if self.separate and len(token) == 0:
+                continue
+            gate, up = F.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, dim=-1)
+            found = F.linear(F.silu(gate) * up, self.down_proj[expert])
+            out = out.index_add(0, token, found * top_k_weights[token, slot, None])
+        return out
+
+
+class Mixture(nn.Module):
+    def __init__(self, favourite: int | None, separate: bool) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4, bias=False)
+        self.experts = Experts(separate)
+        self.favourite = favourite
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, 8)
+        logits = self.router(flat)
+        if self.favourite is not None:  # every token chooses this expert and the one after it
+            logits = logits + 100 * F.one_hot(torch.tensor([self.favourite, self.favourite + 1]), 4).sum(0)
+        weights, index = torch.topk(logits.softmax(-1), 2, dim=-1)
+        return self.experts(flat, index, weights).reshape(x.shape)
+
+
+def entries(cut: str) -> Any:
+    def add(plan: Plan) -> None:
+        if "dp" in plan.axes:
+            plan.shard("<in:x>", Shard(0), mesh="dp")
+        plan.local("experts", kind="experts", dispatch="mask" if cut == "experts" else None)
+        if cut == "experts":
+            plan.shard("experts.(gate_up|down)_proj", Shard(0), mesh="ep")
+        elif cut == "features":
+            plan.shard("experts.gate_up_proj", InterleavedShard(1, 2), mesh="ep")
+            plan.shard("experts.down_proj", Shard(2), mesh="ep")
+        plan.shard("<in:x>", Replicate(), mesh="ep")
+        plan.shard("experts.<in>", Replicate(), mesh="ep")
+        plan.shard("experts.<out>", Replicate(), mesh="ep")
+
+    return add
+
+
+def step(cut: str, sizes: dict[str, int], favourite: int | None, separate: bool) -> None:
+    reference, model = pair(lambda: Mixture(favourite, separate), entries(cut), sizes)
+    x = torch.randn(2, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    assert_same_step(reference, model, x, tolerance=1e-10)
+    assert model.get_submodule("experts").num_experts == 4
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        if favourite == 0 and "experts" in name:
+            assert whole(parameter.grad)[:2].any() and not whole(parameter.grad)[2:].any()
+
+
+CASES = [
+    (cut, sizes, favourite, separate)
+    for cut in ("experts", "features", "whole")
+    for favourite, separate in ((None, False), (0, True), (2, True))
+    for sizes in ({"ep": 2}, {"dp": 2, "ep": 2}, {"ep": 4})
+]
+
+
+def run_all(world_size: int) -> int:
+    chosen = [c for c in CASES if world_size == torch.tensor(list(c[1].values())).prod()]
+    # three features a rank and piece do not go over four ranks
+    return run_cases(step, [c for c in chosen if not (c[0] == "features" and c[1]["ep"] == 4)])
+
+
+@pytest.mark.parametrize(("world_size", "num_cases"), [(2, 9), (4, 15)])
+def test_step_equals_one_device(ranks: RankPools, world_size: int, num_cases: int) -> None:
+    assert set(ranks.run(run_all, world_size, world_size=world_size)) == {num_cases}
+
+
+def refused() -> None:
+    def mixed(plan: Plan) -> None:
+        plan.local("experts", kind="experts")
+        plan.shard("experts.down_proj", Shard(2), mesh="ep")
+
+    with pytest.raises(
+        PlanError, match=r"region 'experts' cuts some parameters over 'ep' and leaves gate_up_proj whole"
+    ):
+        pair(lambda: Mixture(None, False), mixed, {"ep": 2})
+
+    def unlike(plan: Plan) -> None:
+        plan.local("experts", kind="experts")
+        plan.shard("experts.down_proj", Shard(0), mesh="ep")
+        plan.shard("experts.gate_up_proj", Shard(2), mesh="ep")
+
+    with pytest.raises(PlanError, match=r"has experts .*; shard dim 0 of all alike"):
+        pair(lambda: Mixture(None, False), unlike, {"ep": 2})
+
+    def exchanged(plan: Plan) -> None:
+        plan.local("experts", kind="experts", dispatch="all_to_all")
+        plan.shard("experts.(gate_up|down)_proj", Shard(0), mesh="ep")
+
+    with pytest.raises(PlanError, match="dispatch='all_to_all', which this version does not run"):
+        pair(lambda: Mixture(None, False), exchanged, {"ep": 2})
+
+
+def test_plans_that_cannot_be_right_are_refused(ranks: RankPools) -> None:
+    ranks.run(refused, world_size=2)

@@ -1,0 +1,153 @@
+"""Ops that stay local on pending sums, parts of interleaved dims, and inputs that several modules share."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from tests.ranks import RankPools, run_cases
+from tests.runtime.compare import assert_same_step, pair
+from tests.runtime.llama import counted, make_mesh
+from vescale.placements import InterleavedShard, distribute_tensor, full_tensor, install
+from vescale.plans import Plan
+from vescale.runtime._handlers import install_handlers
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+
+
+def placed(x: torch.Tensor, mesh: Any, placement: Any) -> DTensor:
+    """A sum is made of a different summand on each rank."""
+    if placement != P:
+        return distribute_tensor(x, mesh, [placement])
+    return DTensor.from_local(x * (1.0 + mesh.get_local_rank()), mesh, [P])
+
+
+def where(mesh: Any, condition: Any, x: Any, y: Any, shapes: Any, expected: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    operands = [placed(t > 0 if i == 0 else t, mesh, p) for i, (t, p) in enumerate(zip(tensors, (condition, x, y)))]
+    with counted() as counts:
+        found = torch.where(*operands)
+    assert tuple(found.placements) == (expected,), found.placements
+    assert not counts, counts
+    torch.testing.assert_close(full_tensor(found), torch.where(*(full_tensor(o) for o in operands)))
+
+
+def index_put(mesh: Any, values: Any, expected: Any, index_shape: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    table, indices = torch.zeros(6, 4), torch.randint(6, index_shape, generator=generator)
+    rows = placed(torch.randn(4, 2, 4, generator=generator), mesh, values)
+    whole, where = placed(table, mesh, R), placed(indices, mesh, R)
+    with counted() as counts:
+        found = whole.index_put([where], rows, accumulate=True)
+    assert tuple(found.placements) == (expected,), found.placements
+    assert not counts, counts
+    torch.testing.assert_close(full_tensor(found), table.index_put([indices.expand(4, 2)], full_tensor(rows), True))
+
+
+def linear_ops() -> int:
+    install()
+    install_handlers()
+    mesh = make_mesh(tp=2)
+    same, broadcast = [(4, 6)] * 3, [(1, 6), (4, 6), (6,)]
+    cases: list[Any] = [
+        (mesh, R, x, y, shapes, P) for (x, y), shapes in itertools.product([(P, R), (R, P), (P, P)], (same, broadcast))
+    ]
+    done = run_cases(where, cases)
+    return done + run_cases(
+        index_put, [(mesh, S0, P, (4, 2)), (mesh, P, P, (4, 2)), (mesh, Shard(2), S1, (4, 2)), (mesh, S1, P, (4, 2))]
+    )
+
+
+def test_where_and_index_put_stay_local(ranks: RankPools) -> None:
+    assert set(ranks.run(linear_ops, world_size=2)) == {10}
+
+
+class Packed(nn.Module):
+    """Fused projections, each way of taking them apart; some pieces may go unused."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.fused, self.out, self.how = nn.Linear(8, 24), nn.Linear(8, 8), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fused(x)
+        if self.how == "chunk":
+            a, b, c = y.chunk(3, dim=-1)
+        elif self.how == "sizes":
+            a, b, c = torch.split(y, [8, 8, 8], dim=2)
+        else:
+            a, b, c = y.split(8, dim=-1)
+        return self.out(a * b + (0 if self.how == "unused" else c))
+
+
+def packed(how: str) -> None:
+    def entries(plan: Plan) -> None:
+        plan.shard("fused.<in>", R, mesh="tp")
+        plan.shard("fused.weight", InterleavedShard(0, 3), mesh="tp")
+        plan.shard("fused.bias", InterleavedShard(0, 3), mesh="tp")
+        plan.shard("out.weight", S1, mesh="tp")
+        plan.shard("out.<out>", R, mesh="tp")
+
+    reference, model = pair(lambda: Packed(how), entries, {"tp": 2})
+    x = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert_same_step(reference, model, x)
+
+
+def pieces() -> int:
+    return run_cases(packed, [("chunk",), ("sizes",), ("split",), ("unused",)])
+
+
+def test_pieces_of_an_interleaved_dim_stay_local(ranks: RankPools) -> None:
+    assert set(ranks.run(pieces, world_size=2)) == {4}
+
+
+class Shared(nn.Module):
+    """Three projections of one tensor; ``written``: between them it is scaled in place."""
+
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.written = written
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.first(x)
+        if self.written:
+            x.mul_(3.0)
+        return a + self.second(x).relu() * self.third(x)
+
+
+def shared(written: bool, target: Any, num_forward: int, num_backward: int) -> None:
+    def entries(plan: Plan) -> None:
+        plan.shard("<in:x>", target, mesh="tp")
+        plan.shard("(first|second|third).<in>", R, mesh="tp")
+        plan.shard("(first|second|third).weight", S0, mesh="tp")
+
+    reference, model = pair(lambda: Shared(written), entries, {"tp": 2})
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    if written:
+        with torch.no_grad():
+            torch.testing.assert_close(full_tensor(model(x.clone())), reference(x.clone()))
+        return
+    assert_same_step(reference, model, x.clone().requires_grad_())
+    given = x.clone().requires_grad_()
+    with counted() as counts:
+        y = model(given).square().mean()
+    assert sum(counts.values()) == num_forward, counts
+    with counted() as counts:
+        y.backward()
+    assert sum(counts.values()) == num_backward, counts
+
+
+def sharing() -> int:
+    # the gradient of a sharded input is reduce-scattered, and gathered again for the plain tensor of the caller
+    return run_cases(shared, [(False, R, 0, 1), (False, S0, 1, 2), (True, R, 0, 0)])
+
+
+def test_modules_share_a_converted_input(ranks: RankPools) -> None:
+    """One all-gather for three projections, one reduction of their gradients; none is stale."""
+    assert set(ranks.run(sharing, world_size=2)) == {3}
