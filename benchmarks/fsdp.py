@@ -12,7 +12,6 @@ import copy
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,9 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fsdp.copies import engine_copies, peak_bytes
 from vescale.buffer import GranularityTable, Rows
 from vescale.fsdp import fully_shard
 
@@ -78,66 +76,9 @@ def train_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Ten
     return loss.detach()
 
 
-class Peak:
-    """Bytes above the start: the allocator's on a GPU, the resident set's (sampled) on the CPU."""
-
-    def __init__(self, device: str) -> None:
-        self.device, self.bytes = device, 0
-
-    def __enter__(self) -> Peak:
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            self._start = torch.cuda.memory_allocated()
-            return self
-        self._start, self._stop = _resident(), threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._stop.is_set():
-            self.bytes = max(self.bytes, _resident() - self._start)
-            time.sleep(0.0005)
-
-    def __exit__(self, *_: Any) -> None:
-        if self.device == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated() - self._start
-            return
-        self._stop.set()
-        self._thread.join()
-
-
-def _resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-class CopiedBytes(TorchDispatchMode):
-    """Bytes written by ops that only copy, as the engines call them; what a backend does inside is its own business."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_op: dict[str, int] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        name = function._schema.name
-        written: Any = None
-        if name in ("aten::copy_", "aten::_foreach_copy_", "fsdp::all_gather_copy_in"):
-            written = args[0]
-        elif name in ("aten::_to_copy", "aten::clone", "aten::cat"):
-            written = result
-        elif name in ("fsdp::split_with_sizes_copy", "fsdp::chunk_cat"):
-            written = (kwargs or {}).get("out")
-        if written is not None:
-            self.by_op[name] = self.by_op.get(name, 0) + _bytes(written)
-        return result
-
-
-def _bytes(tensors: Any) -> int:
-    if isinstance(tensors, torch.Tensor):
-        return tensors.numel() * tensors.element_size()
-    return sum(map(_bytes, tensors))
+def backward(module: nn.Module, x: torch.Tensor) -> None:
+    module(x).square().mean().backward()
+    module.zero_grad()
 
 
 def losses(kind: str, model: str, device: str, steps: int = 20) -> list[float]:
@@ -173,11 +114,11 @@ def measure(rank: int, ranks: int, store: str, device: str, rounds: int, models:
                     wall[kind].append(time.perf_counter() - start)
                     cpu[kind].append(time.process_time() - start_cpu)
         copied = {}
+        plain = MODELS[model]()[0].to(device)
         for kind, (module, x) in kinds.items():
-            with CopiedBytes() as copies:
-                module(x).square().mean().backward()
-            module.zero_grad()
-            copied[kind] = copies.by_op
+            copied[kind] = engine_copies(
+                lambda m=module, x=x: backward(m, x), lambda m=plain, x=x: backward(m, x), dist.get_world_size()
+            )
         found[model] = {
             "bytes": num_bytes,
             "wall": {kind: statistics.median(times) for kind, times in wall.items()},
@@ -202,16 +143,10 @@ def measure_memory(rank: int, ranks: int, store: str, device: str, steps: int, m
         found[model] = {}
         for kind in (OURS, DIRECT, STOCK):
             module, x = build(kind, model, device)
-            optimizer = torch.optim.SGD(module.parameters(), 1e-4)
-            peaks = []
-            for step in range(steps + 1):
-                dist.barrier()
-                with Peak(device) as peak:
-                    train_step(module, optimizer, x)
-                if step:
-                    peaks.append(peak.bytes)
-            found[model][kind] = statistics.median(peaks)
-            del module, optimizer
+            for _ in range(2):
+                backward(module, x)
+            dist.barrier()
+            found[model][kind] = peak_bytes(lambda m=module, x=x: [backward(m, x) for _ in range(steps)], device)
     if rank == 0:
         queue.put(found)
     dist.barrier()
@@ -240,9 +175,13 @@ def show(ranks: int, found: dict[str, Any]) -> None:
                     f"  {kind:<24} {what:>5} / FSDP2: {ratio:.2f}  (asked {bound})  {'ok' if ratio <= bound else 'MISSED'}"
                 )
         for kind, copied in one["copied"].items():
-            total = ", ".join(f"{name} {count / size:.2f} P" for name, count in sorted(copied.items()))
-            print(f"  {kind:<24} copies: {total or 'none'}")
+            total = f"{sum(copied.values()) / size:.2f} P: " + ", ".join(
+                f"{name} {count / size:.2f}" for name, count in sorted(copied.items())
+            )
+            print(f"  {kind:<24} copies: {total}")
         worst = max(abs(a - b) for a, b in zip(one["losses"][OURS], one["losses"][DDP], strict=True))
+        peaks = ", ".join(f"{kind} {peak / size:.2f} P" for kind, peak in one["peak"].items())
+        print(f"  peak above parameters, sharded gradients included: {peaks}")
         print(f"  largest difference of a loss from DDP in 20 steps: {worst:g}")
 
 
@@ -314,7 +253,6 @@ def simulate() -> None:
             "GPT-OSS-120B layer, 16 rows stay together",
             256,
             gpt_oss_layer,
-            1,
             ROWS,
         ),
         ("Llama-3-70B layer", 64, lambda: llama_layer(8192, 28672, 8), None),
@@ -384,13 +322,8 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for ranks in given.ranks:
         found = launch(measure, ranks, device, given.rounds, given.models)
-        # Freed tensors go back to the system at once, so that the resident set shows what is alive.
-        settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-        os.environ.update(settings)
-        for model, peaks in launch(measure_memory, ranks, device, 3, given.models).items():
+        for model, peaks in launch(measure_memory, ranks, device, 10, given.models).items():
             found[model]["peak"] = peaks
-        for name in settings:
-            del os.environ[name]
         show(ranks, found)
     if given.simulate:
         simulate()

@@ -1,4 +1,4 @@
-"""Bytes that an engine copies, read from the profiler: exact, whatever else the machine does."""
+"""Bytes that an engine copies and allocates, read from the profiler and the allocator, not from the clock."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["copied_bytes", "engine_copies"]
+__all__ = ["copied_bytes", "engine_copies", "peak_bytes"]
 
 # Each with the function from its inputs' shapes to the elements that it writes.
 _FSDP2: dict[str, Callable[[Any], float]] = {
@@ -59,3 +60,27 @@ def engine_copies(step: Callable[[], Any], plain_step: Callable[[], Any], num_ra
     """What ``step`` of a sharded model copies beyond ``plain_step`` of the same model on one device."""
     found, plain = copied_bytes(step, num_ranks), copied_bytes(plain_step, num_ranks)
     return found - plain
+
+
+def peak_bytes(step: Callable[[], Any], device: str = "cpu") -> int:
+    """Most bytes allocated at once above those at the start: what tensors took, and backends through the same allocator."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - start
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        step()
+    assert prof.profiler is not None and prof.profiler.kineto_results is not None
+    changes = [
+        (event.start_ns(), event.nbytes())
+        for event in prof.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    allocated = peak = 0
+    for _, num_bytes in sorted(changes):
+        allocated += num_bytes
+        peak = max(peak, allocated)
+    return peak
