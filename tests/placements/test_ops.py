@@ -577,6 +577,11 @@ def on_rank_refusals() -> None:
     empty = place(torch.ones(0, 3), ((4,), (RaggedShard(),)))
     with pytest.raises((RuntimeError, IndexError)):
         empty.max()
+    for placement in (RaggedShard(), InterleavedShard(0, 2)):
+        for shape, dim in itertools.product(((0, 3), (3, 0), (8, 3)), (0, -1, None)):
+            flags = place(torch.zeros(shape, dtype=torch.bool), ((4,), (placement,)))
+            with pytest.raises(RuntimeError, match="does not support bool"):
+                flags.argmax(dim)
 
 
 def test_every_rank_refuses_what_one_device_refuses(ranks: RankPools) -> None:

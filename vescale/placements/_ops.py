@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
@@ -27,6 +28,7 @@ from vescale.compat import (
     is_view,
     local_of,
     make_dtensor,
+    make_spec,
     observe_redistribution,
     rank_in_mesh,
     static_keywords,
@@ -35,7 +37,7 @@ from vescale.compat import (
 from vescale.placements._custom import CustomPlacement
 from vescale.placements._kinds import has_custom, ragged_axis
 from vescale.placements._move import move_local
-from vescale.placements._rules import Decision, OpCall, Rule, find_decision, substitute
+from vescale.placements._rules import Decision, OpCall, Rule, find_decision, substitute, treats_indices_alike
 from vescale.placements._rules import register_rule as add_rule
 from vescale.placements._rules._call import spec_for, with_placements
 from vescale.placements._strict import report_fallback
@@ -110,12 +112,21 @@ def _decide(call: OpCall) -> Decision:
 
 
 def _give_up_placements(call: OpCall) -> Decision:
-    """No rule: our placements become Replicate, and PyTorch's own strategy goes on from there."""
-    inputs = tuple(
-        tuple(Replicate() if isinstance(placement, CustomPlacement) else placement for placement in spec.placements)
-        for spec in call.operands
-    )
-    return Decision(inputs, redispatch=True, fallback=True)
+    """No rule: our placements become Replicate, and PyTorch's own strategy goes on from there.
+
+    The stock placements of the other mesh axes stay only for ops whose strategies are known to be right on them. For the
+    rest everything is gathered, so that the op runs as on one device. Stock operands that such an op writes to are moved
+    back afterwards; ours are refused (``_check_in_place``).
+    """
+    if treats_indices_alike(call):
+        inputs = tuple(
+            tuple(Replicate() if isinstance(placement, CustomPlacement) else placement for placement in spec.placements)
+            for spec in call.operands
+        )
+        return Decision(inputs, redispatch=True, fallback=True)
+    inputs = tuple((Replicate(),) * spec.mesh.ndim for spec in call.operands)
+    written = tuple(index for index in call.mutated if not has_custom(call.operands[index].placements))
+    return Decision(inputs, redispatch=not written, write_back=written, fallback=True)
 
 
 def _check_in_place(call: OpCall, decision: Decision) -> None:
@@ -187,7 +198,13 @@ def _execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: di
         for index, _, target in moves:
             tensors[index] = make_dtensor(locals_[index], target)
         new_args, new_kwargs = substitute(args, kwargs, tensors, torch.Tensor)
-        return call.op(*new_args, **new_kwargs)
+        try:
+            return call.op(*new_args, **new_kwargs)
+        except NotImplementedError:  # PyTorch has no strategy, or the kernel does not take the dtype: that raises again
+            if not _all_replicated(decision) or not rank_in_mesh(call.mesh):
+                raise
+        local_args, local_kwargs = substitute(args, kwargs, locals_, torch.Tensor)
+        return _replicated(call.mesh, call.op(*local_args, **local_kwargs))
     specs = _output_specs(call, decision)
     if not rank_in_mesh(call.mesh):
         result = _placeholder(specs)
@@ -201,6 +218,18 @@ def _execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: di
                 back = move_local(locals_[index], spec.mesh, spec.shape, target.placements, spec.placements).wait()
                 local_of(tensors[index]).copy_(back)
     return _results(call, args, kwargs, result, specs)
+
+
+def _all_replicated(decision: Decision) -> bool:
+    return all(placement.is_replicate() for placements in decision.inputs for placement in placements)
+
+
+def _replicated(mesh: DeviceMesh, result: Any) -> Any:
+    """What every rank of the mesh has computed from whole operands, as DTensors."""
+    if isinstance(result, torch.Tensor):
+        spec = make_spec(mesh, (Replicate(),) * mesh.ndim, result.shape, result.stride(), result.dtype)
+        return make_dtensor(result, spec)
+    return type(result)([_replicated(mesh, one) for one in result]) if isinstance(result, list | tuple) else result
 
 
 def _results(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, specs: Any) -> Any:

@@ -19,10 +19,19 @@ from vescale.placements._rules.random import random_rule
 from vescale.placements._rules.reductions import reduction_rule
 from vescale.placements._rules.rows import rows_rule
 from vescale.placements._rules.rowwise import rowwise_rule
-from vescale.placements._rules.stand_ins import stand_in_rule
+from vescale.placements._rules.stand_ins import stand_in_rule, treats_indices_alike
 from vescale.placements._rules.views import view_rule
 
-__all__ = ["Decision", "OpCall", "Placements", "Rule", "find_decision", "register_rule", "substitute"]
+__all__ = [
+    "Decision",
+    "OpCall",
+    "Placements",
+    "Rule",
+    "find_decision",
+    "register_rule",
+    "substitute",
+    "treats_indices_alike",
+]
 
 _RULES: tuple[Rule, ...] = (
     random_rule,

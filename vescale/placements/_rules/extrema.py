@@ -21,12 +21,12 @@ __all__ = ["extrema_rule"]
 def extrema_rule(call: OpCall) -> Decision | None:
     """The position in the row-major flattening, the first one among equals, as on one device; ranks that hold nothing
     take part. Replicate; a value and an index of each rank are communicated."""
-    if call.name not in ("argmax", "argmin") or call.argument("dim") is not None:
+    if call.name not in ("argmax", "argmin"):
         return None
+    call.try_out()  # with ``dim`` too: stock DTensor takes booleans there, which one device refuses
     spec = call.operands[0]
-    if math.prod(spec.shape) == 0:
+    if call.argument("dim") is not None or math.prod(spec.shape) == 0:
         return None
-    call.try_out()
     inputs = without_partials(spec.placements)
     where = _Extremum(call.name == "argmax", spec, inputs, call.meta.shape)
     return Decision((inputs,), ((Replicate(),) * spec.mesh.ndim,), where)

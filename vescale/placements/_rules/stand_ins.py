@@ -20,7 +20,7 @@ from vescale.placements._kinds import ragged_axis, split_factor
 from vescale.placements._rules._call import Decision, OpCall, Placements, names
 from vescale.placements._rules.elementwise import is_elementwise
 
-__all__ = ["stand_in_rule"]
+__all__ = ["stand_in_rule", "treats_indices_alike"]
 
 # Ops for which the indices of a dim that PyTorch leaves sharded are independent, by name. An op that mixes or renumbers
 # indices does not belong here, unless PyTorch unshards the dim along which it does (slice, cat, softmax).
@@ -34,9 +34,14 @@ _REDUCTIONS = names("mean prod amax amin max min any all var std var_mean std_me
 _SUMS = names("sum")
 
 
+def treats_indices_alike(call: OpCall) -> bool:
+    """Whether PyTorch's own strategy for the op is known to leave dims sharded only where it does not matter which indices
+    a rank holds. What is not on the list may be wrong there: a cumulative sum along -1 of ``Shard(1)`` is."""
+    return call.name in _INDEPENDENT | _REDUCTIONS | _SUMS or is_elementwise(call.op)
+
+
 def stand_in_rule(call: OpCall) -> Decision | None:
-    known = call.name in _INDEPENDENT or call.name in _REDUCTIONS or call.name in _SUMS or is_elementwise(call.op)
-    if not known or any(ragged_axis(spec.placements) is not None for spec in call.operands):
+    if not treats_indices_alike(call) or any(ragged_axis(spec.placements) is not None for spec in call.operands):
         return None
     if call.name in _REDUCTIONS or call.name in _SUMS:
         call.try_out()
