@@ -185,18 +185,6 @@ def show(ranks: int, found: dict[str, Any]) -> None:
         print(f"  largest difference of a loss from DDP in 20 steps: {worst:g}")
 
 
-def allocated_peak(run: Callable[[], Any]) -> int:
-    """The most bytes that PyTorch's CPU allocator has given out during ``run``, above its start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    live = top = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            top = max(top, live)
-    return top
-
-
 ROWS = GranularityTable([(r"experts\..*", Rows(16))])
 
 
@@ -232,19 +220,6 @@ def simulate() -> None:
     for name in kinds:
         print(f"  {name:<8} {(medians[name] - medians['plain']) / 17 * 1e6:8.0f} us a group and step")
     print(f"  ratio {(medians[OURS] - medians['plain']) / (medians[STOCK] - medians['plain']):.2f}")
-
-    print("\npeak of a step above the resting state, tensors alone")
-    for ranks in (2, 4):
-        with_ranks(ranks)
-        for name in MODELS:
-            peaks = {}
-            for kind in (OURS, DIRECT, STOCK):
-                trained, x = build(kind, name, "cpu")
-                optimizer = torch.optim.SGD(trained.parameters(), 1e-4)
-                train_step(trained, optimizer, x)
-                peaks[kind] = allocated_peak(lambda m=trained, o=optimizer, x=x: train_step(m, o, x))  # type: ignore[misc]
-            shown = ", ".join(f"{kind} {peaks[kind] / peaks[STOCK]:.2f}" for kind in (OURS, DIRECT))
-            print(f"  {name:<12} {ranks} ranks, of FSDP2's: {shown}")
 
     print("\nmemory of a rank at rest, parameters in float32, meta device (blocks of rows for GPT-OSS's experts)")
     for title, ranks, layer, policy in (
