@@ -38,7 +38,9 @@ def test_demo_on_two_ranks(tmp_path: Path) -> None:
     counts = {(c["axis"], c["op"], c["purpose"]): c["count"] for c in report["collectives_per_step"]}
     # four layers: attention and MLP in and out of each, the embedding, the last norm
     assert counts["tp", "reduce_scatter", "activations"] == counts["tp", "all_gather", "activations"] == 9
-    assert counts["tp", "all_reduce", "loss"] == 4
+    # all logits of a part of the tokens, and their gradient back; the sums and counts of the parts
+    assert counts["tp", "all_to_all", "activations"] == counts["tp", "all_to_all", "activations' gradients"] == 1
+    assert counts["tp", "all_reduce", "loss"] == counts["tp", "all_reduce", "parameters' gradients"] == 1
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert "lm_head.init:weight:*:place(dp=R,tp=S(0))" in (tmp_path / "program.txt").read_text()
     assert ElementTree.parse(tmp_path / "loss.svg").getroot().tag.endswith("svg")

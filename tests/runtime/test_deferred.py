@@ -173,7 +173,7 @@ def place(width):
     return parallelize(model, plan)
 
 place(64)
-before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 model = place(24576)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(sum(p.numel() for p in model.parameters()), sum(p._local_tensor.nbytes for p in model.parameters()), peak - before)

@@ -66,7 +66,7 @@ try:
     from vescale.compat.groups import make_group
     from vescale.compat.install import DTensorHooks, install, stock
     from vescale.compat.meshes import concatenate_meshes, flatten_mesh
-    from vescale.compat.store import default_store, default_timeout
+    from vescale.compat.store import default_store, default_timeout, is_alone
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
     raise
@@ -105,6 +105,7 @@ __all__ = [
     "install",
     "install_checkpointing",
     "install_dispatch",
+    "is_alone",
     "is_captured",
     "is_traced",
     "is_view",

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["default_store", "default_timeout"]
+__all__ = ["default_store", "default_timeout", "is_alone"]
 
 
 def default_store() -> dist.Store:
@@ -19,3 +19,8 @@ def default_timeout() -> timedelta:
     """How long the default group's backend waits for other ranks."""
     backend = c10d._world.pg_map[c10d._get_default_group()][0]
     return c10d._get_default_timeout(dist.Backend(backend))
+
+
+def is_alone() -> bool:
+    """Whether the other ranks do not exist: one rank of a large job is tried out on the ``fake`` backend."""
+    return dist.get_backend() == "fake"
