@@ -3,7 +3,7 @@
 All tensors are flat and contiguous. Nothing is allocated for a result and, where the backend reduces by itself, nothing
 at all. On gloo, whose own versions go through buffers as large as the result,
 
-* an all-gather of few ranks is a broadcast from each of them, in place (two thirds of the time, and no memory);
+* an all-gather of few ranks is a broadcast from each of them, in place (no second buffer, and mostly less time);
 * a reduce-scatter exchanges the contributions and adds them up on the receiver, in rank order and half precision in
   float32 (a third of the time); that needs memory for one more input while it runs.
 """
@@ -23,7 +23,8 @@ from vescale.compat import all_gather_single, reduce_scatter_single
 __all__ = ["all_gather_into", "all_reduce_", "reduce_scatter_into"]
 
 _FEW_RANKS = 8
-"""Up to here a broadcast from each rank is faster than gloo's all-gather, whatever the size."""
+"""Up to here an all-gather is a broadcast from each rank: 0.65 of the CPU time of gloo's own with 4 ranks; with 2 ranks 0.7
+at 1 KB and 8 MB, and 1.3 at 128 KB and 1 MB."""
 
 
 def _is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
