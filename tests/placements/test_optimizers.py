@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.placements.layouts import Layout, assert_same, data, layouts, mesh_of, place, ragged_layouts, replicated
 from tests.ranks import RankPools, run_cases
-from vescale.placements import RaggedShard, strict_placements
+from vescale.placements import RaggedShard, distribute_tensor, strict_placements
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
@@ -101,6 +101,29 @@ def test_optimizers_on_one_axis(ranks: RankPools, world: int) -> None:
 def test_optimizers_on_two_axes(ranks: RankPools) -> None:
     names = ["AdamW", "Adam amsgrad", "SGD nesterov", "Adagrad", "RMSprop", "NAdam"]
     ranks.run(on_rank_optimizers, 4, names, 2, world_size=4)
+
+
+def on_rank_scalars(world: int) -> None:
+    """Parameters without dims: one rank owns the element."""
+    mesh = mesh_of((world,))
+    for name, (kind, options) in OPTIMIZERS.items():
+        if name == "Rprop":  # assigns a number at a mask, which no DTensor without dims can
+            continue
+        for owner in range(world):
+            units = tuple(int(rank == owner) for rank in range(world))
+            ours = torch.nn.Parameter(distribute_tensor(torch.tensor(0.5), mesh, [RaggedShard((0,), units)]))
+            theirs = torch.nn.Parameter(torch.tensor(0.5))
+            optimizer, reference = kind([ours], **options), kind([theirs], **options)
+            for grad in (0.3, -0.2, -0.4):
+                theirs.grad = torch.tensor(grad)
+                ours.grad = distribute_tensor(torch.tensor(grad), mesh, ours.placements)
+                optimizer.step()
+                reference.step()
+            assert_same(ours.detach(), theirs.detach())
+
+
+def test_optimizers_on_scalars(ranks: RankPools) -> None:
+    ranks.run(on_rank_scalars, 2, world_size=2)
 
 
 def on_rank_training(world: int) -> None:
