@@ -42,7 +42,7 @@ class AxisGroup:
 # By default group (it changes when torch.distributed is initialized anew, and each simulated rank has its own), then by
 # ranks. Making a group is a rendezvous, so whether one is made must not depend on what a rank's garbage collector has
 # done: groups are kept as long as the default group, not as long as a mesh.
-_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 # Equal meshes are one key here, and each has process groups of its own for its axes: which of them a rank gets must not
@@ -97,13 +97,13 @@ def _build(mesh: DeviceMesh, axes: tuple[int, ...], own: Sequence[int], group: d
     return AxisGroup(group, tuple(by_rank[rank] for rank in order), order.index(dist.get_rank()), label)
 
 
-def group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of these ranks, ascending: one for each set of ranks, made by its members on first use (a rendezvous), and
-    kept as long as the default group, which it is when the ranks are all there are."""
-    if len(ranks) == dist.get_world_size():
+def group_of_ranks(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
+    """The group of these ranks, ascending: one for each set of ranks and ``purpose``, made by its members on first use (a
+    rendezvous), and kept as long as the default group, which it is for all ranks and no purpose."""
+    if not purpose and len(ranks) == dist.get_world_size():
         return _world()
     with _LOCK:
         known = _GROUPS.setdefault(_world(), {})
-    if ranks not in known:
-        known[ranks] = make_group(ranks)
-    return known[ranks]
+    if (ranks, purpose) not in known:
+        known[ranks, purpose] = make_group(ranks, purpose)
+    return known[ranks, purpose]

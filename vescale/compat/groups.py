@@ -11,13 +11,13 @@ from torch.distributed import distributed_c10d as c10d
 __all__ = ["make_group"]
 
 
-def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+def make_group(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
     """A new group of the default group's backend over sorted global ``ranks``, called by exactly those ranks.
 
     ``dist.new_group(use_local_synchronization=True)`` promises the same, but names the group after the *number* of
     groups that the calling rank knows; ranks that know different numbers (a pipeline stage with a mesh of its own)
-    wait for each other for ever. Here the name follows from the ranks, so one group can be made for each set of ranks. A
-    member that never comes is an error after the default group's timeout, where stock groups wait half an hour.
+    wait for each other for ever. Here the name follows from the ranks and ``purpose``, so one group can be made for each
+    two. A member that never comes is an error after the default group's timeout, where stock groups wait half an hour.
     """
     world = c10d._get_default_group()
     backend, store = c10d._world.pg_map[world]
@@ -27,10 +27,10 @@ def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
         list(ranks),
         backend,
         store,
-        f"vescale ranks {'_'.join(map(str, ranks))}",  # type: ignore[arg-type]  # GroupName is str at run time
+        f"vescale ranks {'_'.join(map(str, ranks))} {purpose}".rstrip(),  # type: ignore[arg-type]  # GroupName is str at run time
         timeout=_timeout_of(world, backend),
         device_id=world.bound_device_id,
-        group_desc="vescale",
+        group_desc=f"vescale {purpose}".rstrip(),
     )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group

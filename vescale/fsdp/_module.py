@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from vescale.comm import group_of_ranks
 from vescale.fsdp._direct import use_direct_gradients
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._state import ModuleState, state_of
@@ -189,21 +190,11 @@ class FSDPModule:
             group.options.custom_reduce_scatter = comm
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce-scatter on a process group of its own, so that it can run beside all-gathers. Collective: one rendezvous
-        for each distinct set of ranks."""
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        """Reduce-scatter on a process group of its own, so that it can run beside all-gathers; modules over the same ranks
+        share it. Collective: one rendezvous for each distinct set of ranks."""
         for group in self._groups(recurse):
-            ranks = tuple(dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.shard)))
-            if not enable:
-                group.options.group = None
-            elif group.options.group is None:
-                if ranks not in made:
-                    made[ranks] = dist.new_group(
-                        list(ranks), use_local_synchronization=True, group_desc="reduce_scatter"
-                    )
-                group.options.group = made[ranks]
-            else:
-                made.setdefault(ranks, group.options.group)
+            ranks = dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.shard))
+            group.options.group = group_of_ranks(tuple(sorted(ranks)), "reduce-scatter") if enable else None
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take communication buffers from the process group's own memory where its backend has such (NCCL): a memory pool
