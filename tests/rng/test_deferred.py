@@ -402,7 +402,7 @@ def test_bad_placements(ranks: RankPools) -> None:
 
 
 _LLAMA = """
-import resource, sys, torch, torch.distributed as dist
+import sys, threading, torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -410,8 +410,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vescale.placements import RaggedShard
 from vescale.rng import deferred_init, materialize
 
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096
+def resident():  # without pages of files, which the system takes and gives back as it likes
+    fields = open("/proc/self/statm").read().split()
+    return (int(fields[1]) - int(fields[2])) * 4096
 
 rank, kind = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("fake", rank=rank, world_size=64, store=FakeStore())
@@ -424,9 +425,17 @@ with deferred_init():  # everything that is imported or cached on first use
     small = LlamaForCausalLM(LlamaConfig(hidden_size=64, num_hidden_layers=1, vocab_size=64))
 place = lambda name, tensor: [Shard(0)] if kind == "shard" else [RaggedShard((), None, block=4096)]
 materialize(small, mesh, place)
-before = resident()
+before = peak = resident()
+done = threading.Event()
+def watch():
+    global peak
+    while not done.wait(0.001):
+        peak = max(peak, resident())
+watcher = threading.Thread(target=watch)
+watcher.start()
 materialize(model, mesh, place)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+done.set()
+watcher.join()
 shards = sum(p._local_tensor.numel() * 4 for p in model.parameters())
 total = sum(p.numel() for p in model.parameters())
 print(total, shards, peak - before)
