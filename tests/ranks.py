@@ -8,14 +8,17 @@ torch loaded, so a pool starts in well under a second. A pool with a failure is 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 __all__ = ["RankError", "RankPool", "RankPools", "run_cases"]
@@ -28,18 +31,23 @@ class RankError(AssertionError):
     """A case failed on at least one rank; the message holds the traceback of each."""
 
 
-def _serve(rank: int, world_size: int, store_path: str, pipe: Connection) -> None:
+# A collective that some rank never enters fails on the others after this long.
+_TIMEOUT = timedelta(seconds=60)
+
+
+def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.register(signal.SIGUSR1, file=open(_stack_file(folder, rank), "w"), all_threads=False)  # noqa: SIM115
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store_path, world_size),
+        store=dist.FileStore(os.path.join(folder, "store"), world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=_TIMEOUT,
     )
     while True:
         try:
@@ -57,6 +65,10 @@ def _serve(rank: int, world_size: int, store_path: str, pipe: Connection) -> Non
         dist.destroy_process_group()
 
 
+def _stack_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"stack of rank {rank}"
+
+
 class RankPool:
     """``world_size`` gloo processes that stay alive between cases."""
 
@@ -65,12 +77,11 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="vescale-ranks-")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
-        store = os.path.join(self._folder.name, "store")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, store, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world_size, self._folder.name, there), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -98,12 +109,20 @@ class RankPool:
         failed = {rank: text for rank, (ok, text) in sorted(answers.items()) if not ok}
         silent = [rank for rank in range(self.world_size) if rank not in answers]
         if failed or silent:
+            stacks = self._stacks(silent)
             self.close()  # collectives that some ranks never entered must not meet those of the next case
             parts = [f"--- rank {rank} of {self.world_size}:\n{text}" for rank, text in failed.items()]
-            if silent:
-                parts.append(f"--- no answer from ranks {silent}")
+            parts += [f"--- no answer from rank {rank}, which is here:\n{text}" for rank, text in stacks.items()]
             raise RankError("\n".join(["", *parts]))
         return [answers[rank][1] for rank in range(self.world_size)]
+
+    def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Where the main threads of ``ranks`` are."""
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        if ranks:
+            time.sleep(1.0)
+        return {rank: _stack_file(self._folder.name, rank).read_text() for rank in ranks}
 
     @property
     def alive(self) -> bool:
@@ -141,15 +160,17 @@ class RankPools:
 def run_cases(fn: Callable[..., None], cases: Sequence[tuple[Any, ...]]) -> int:
     """Run on a rank: ``fn(*case)`` for each case, all in one dispatch; name every case that fails. Returns the count.
 
-    For cases whose failure does not desynchronize the ranks (a comparison after the collectives). Stops at the tenth.
+    For cases whose failure does not desynchronize the ranks (a comparison after the collectives). Stops at the tenth, and
+    where a collective seems to have waited for a rank in vain: the ranks are no longer in the same case then.
     """
     failures = []
     for case in cases:
+        start = time.monotonic()
         try:
             fn(*case)
         except Exception:
             failures.append(f"case {case!r}:\n{traceback.format_exc()}")
-            if len(failures) == 10:
+            if len(failures) == 10 or time.monotonic() - start > _TIMEOUT.total_seconds() / 2:
                 break
     if failures:
         raise AssertionError(f"{len(failures)} of {len(cases)} cases failed\n" + "\n".join(failures))
