@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -12,9 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
 
-from tests.ranks import RankPools, run_cases
+from tests.ranks import RankPool, RankPools, run_cases
 from tests.runtime.compare import assert_same_gradients, whole
 from tests.runtime.llama import make_mesh
 from vescale.plans import Plan
@@ -139,3 +141,31 @@ def writes(cut: str) -> None:
 @pytest.mark.parametrize("cut", ["rows", "columns", "pending"])
 def test_writes_reach_what_was_viewed(ranks: RankPools, cut: str) -> None:
     ranks.run(writes, cut, world_size=2)
+
+
+def writes_outside_of_models(cut: str) -> None:
+    """What any program may have done with DTensors before; some of it stock DTensor refuses, on every rank."""
+    mesh = make_mesh(tp=2)
+    placement, local = {
+        "rows": (Shard(0), ONES[:2]),
+        "columns": (Shard(1), ONES[:, :3]),
+        "pending": (Partial(), ONES),
+    }[cut]
+    for change in WRITES.values():
+        y = DTensor.from_local(local.clone(), mesh, [placement])
+        with contextlib.suppress(Exception), implicit_replication():
+            change(y)
+
+
+def test_writes_reach_what_was_viewed_whatever_ran_before() -> None:
+    """PyTorch's dispatcher keeps what it called first, and how it decided, for the life of a process."""
+    pool = RankPool(2)
+    try:
+        for cut in ("rows", "columns", "pending"):
+            pool.run(writes_outside_of_models, cut)
+        for cut in ("rows", "columns", "pending"):
+            pool.run(writes, cut)
+            pool.run(writes_outside_of_models, cut)
+            pool.run(writes, cut)
+    finally:
+        pool.close()

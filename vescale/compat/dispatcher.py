@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from vescale.compat.dispatch import clear_sharding_cache
 
 __all__ = [
     "DispatchListener",
@@ -75,6 +78,7 @@ def install_dispatch(handlers: Mapping[Any, Handler], listener: DispatchListener
         _listen_to_writes(dispatcher, listener)
         _listen_to_plain_operands(dispatcher, listener)
         _format_scalars()
+        clear_sharding_cache()  # decisions that the listener has not seen
 
 
 def _format_scalars() -> None:
@@ -110,30 +114,49 @@ def _listen_to_redistributions(dispatcher: Any, listener: DispatchListener) -> N
     dispatcher.redistribute_local_args = redistribute_local_args
 
 
+def _telling_tail(
+    self: Any,
+    op_call: Any,
+    args: Any,
+    kwargs: Any,
+    compute_mesh: Any,
+    output_sharding: Any,
+    local_results: Any,
+    participating: bool,
+    is_inplace_op: bool,
+    is_out_variant_op: bool,
+) -> Any:
+    """Runs as the code of another module's function, so that it may use nothing of this module."""
+    result = self._vescale_stock_tail(
+        op_call,
+        args,
+        kwargs,
+        compute_mesh,
+        output_sharding,
+        local_results,
+        participating,
+        is_inplace_op,
+        is_out_variant_op,
+    )
+    if participating and (is_inplace_op or is_out_variant_op):
+        self._vescale_wrote(result)
+    return result
+
+
 def _listen_to_writes(dispatcher: Any, listener: DispatchListener) -> None:
-    original = dispatcher._dispatch_fast_path_python_tail
+    """The C++ dispatcher looks its last step up once in a process, at the first in-place op of any DTensor, and keeps that
+    bound method. Another method in its place would be called or not by what ran before, so that the method gets new code."""
+    method = type(dispatcher)._dispatch_fast_path_python_tail
+    stock = types.FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__)
+    dispatcher._vescale_stock_tail = types.MethodType(stock, dispatcher)
 
-    def tail(
-        op_call: Any,
-        args: Any,
-        kwargs: Any,
-        mesh: Any,
-        sharding: Any,
-        results: Any,
-        participating: bool,
-        is_inplace_op: bool,
-        is_out_variant_op: bool,
-    ) -> Any:
-        result = original(
-            op_call, args, kwargs, mesh, sharding, results, participating, is_inplace_op, is_out_variant_op
-        )
-        if participating and (is_inplace_op or is_out_variant_op):
-            for written in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(written, DTensor):
-                    listener.wrote(written)
-        return result
+    def wrote(result: Any) -> None:
+        for written in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(written, DTensor):
+                listener.wrote(written)
 
-    dispatcher._dispatch_fast_path_python_tail = tail
+    dispatcher._vescale_wrote = wrote
+    method.__code__ = _telling_tail.__code__
 
     def telling(handler: Handler) -> Handler:
         @functools.wraps(handler)
@@ -166,10 +189,22 @@ def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -
             return result
         if op_call._schema.is_mutable and _moves_written(sharding, op_info.schema):
             result = listener.no_strategy(op_call, args, kwargs)
-            return sharding if result is NotImplemented else result
+            # The C++ caller keeps a decision for all later calls, which the listener may take over: so it gets a result.
+            return _stock_result(op_call, args, kwargs, op_info, sharding) if result is NotImplemented else result
         return sharding
 
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagate
+
+
+def _stock_result(op: Any, args: Any, kwargs: Any, op_info: Any, sharding: Any) -> Any:
+    """What stock DTensor does with its decision about an in-place op."""
+    dispatcher: Any = DTensor._op_dispatcher
+    op_info.output_sharding = sharding
+    local = dispatcher._dispatch_get_local_results_slow_path(op, args, op_info)
+    participating = op_info.compute_mesh.get_coordinate() is not None
+    return dispatcher._vescale_stock_tail(
+        op, args, kwargs, op_info.compute_mesh, sharding, local, participating, True, False
+    )
 
 
 def _moves_written(sharding: Any, schema: Any) -> bool:
