@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from vescale.compat.dispatch import clear_sharding_cache
+
 __all__ = [
     "DispatchListener",
     "current_autograd_node",
@@ -76,6 +78,7 @@ def install_dispatch(handlers: Mapping[Any, Handler], listener: DispatchListener
         _listen_to_writes(dispatcher, listener)
         _listen_to_plain_operands(dispatcher, listener)
         _format_scalars()
+        clear_sharding_cache()  # of decisions that the listener has not seen
 
 
 def _format_scalars() -> None:
