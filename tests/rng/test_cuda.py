@@ -5,6 +5,7 @@ What needs a GPU is under the ``gpu`` mark at the end (and in benchmarks/gpu.py)
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import random
@@ -21,12 +22,17 @@ from torch.distributed.tensor import Shard
 
 from tests.rng import cases
 from tests.rng.emulated_gpu import EmulatedGpu, host_launcher
+from vescale import csrc
 from vescale.placements import RaggedShard, local_region
-from vescale.rng import _cuda
+from vescale.rng import _cuda, _cuda_kernel
 from vescale.rng._cuda import Device, generate
+from vescale.rng._cuda_kernel import Plan
+from vescale.rng._fill import Fill
 from vescale.rng._ops import DROPOUT_MASK, RandomOp
 from vescale.rng._philox import GridStride, Launch, PhiloxRule, PhiloxState, Quads, Vectors, leaves, philox
+from vescale.rng._spans import spans
 
+UNIFORM, NORMAL, COINS = cases.OPS["uniform"], cases.OPS["normal"], RandomOp("bernoulli_")
 SMALL = Launch(num_sms=2, threads_per_sm=512)  # 1024 threads
 STATE = PhiloxState(seed=2**35 + 99, offset=24)
 
@@ -151,7 +157,7 @@ def test_native_chunks_give_every_coordinate_its_elements(name: str, monkeypatch
             region = local_region(shape, placements, mesh, coordinate)
             local = torch.full(region.local_shape, -1)
             op = RandomOp("uniform_", (0.0, 1.0))
-            left = generate(local, region, whole.stride(), op, STATE, device, rule)
+            left = generate(local, Fill(op, region, whole.stride()), STATE, device, rule)
             assert torch.equal(local, cases.part_of(whole, region)), (shape, order, mesh, placements, coordinate)
             assert left == final[0]
     assert passes > 10
@@ -185,7 +191,7 @@ def test_fills_of_more_than_two_gib_are_split(monkeypatch: pytest.MonkeyPatch) -
         for index in range(3):
             region = local_region((n,), placements, (3,), (index,))
             local = torch.empty(region.local_shape, dtype=torch.int64)
-            left = generate(local, region, (1,), RandomOp("uniform_", (0.0, 1.0)), STATE, device, rule)
+            left = generate(local, Fill(RandomOp("uniform_", (0.0, 1.0)), region, (1,)), STATE, device, rule)
             assert torch.equal(local, cases.part_of(whole, region))
             assert left.offset == offset
 
@@ -200,7 +206,7 @@ def test_unknown_draws_are_generated_whole() -> None:
     local = torch.empty(region.local_shape, dtype=torch.int64)
     _cuda._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="every rank generates the whole tensor"):
-        assert generate(local, region, (50, 1), RandomOp("uniform_"), STATE, device, None) == final[0]
+        assert generate(local, Fill(RandomOp("uniform_"), region, (50, 1)), STATE, device, None) == final[0]
     assert torch.equal(local, cases.part_of(whole, region))
 
 
@@ -283,7 +289,7 @@ def test_kernel_source_on_the_host(host_kernel: Any, op: RandomOp, dtype: torch.
             contiguous = len(list(region.runs())) == 1
             if isinstance(rule, GridStride) and contiguous and n >= SMALL.max_threads:
                 continue  # the engine prefers native chunks
-            generate(local, region, (12, 4, 1), op, STATE, device, rule, given)
+            generate(local, Fill(op, region, (12, 4, 1)), STATE, device, rule, given)
             assert torch.equal(local, cases.part_of(expected, region)), (placements, index)
 
 
@@ -293,7 +299,7 @@ def test_normals_of_the_kernel_source(host_kernel: Any, dtype: torch.dtype, rule
     local = torch.empty(n // 2, 1, dtype=dtype)
     region = local_region((n // 2, 2), [Shard(1)], (2,), (1,))
     device = Device(SMALL, no_kernel, host_kernel)
-    generate(local, region, (2, 1), RandomOp("normal_", (1.0, 2.0)), STATE, device, rule)
+    generate(local, Fill(RandomOp("normal_", (1.0, 2.0)), region, (2, 1)), STATE, device, rule)
     assert abs(local.mean().item() - 1.0) < 0.05 and abs(local.std().item() - 2.0) < 0.05
     thread, block, lane = rule.address(SMALL, n, np.array([2 * 7 + 1]))
     words = [int(w) for w in philox(STATE, thread, block)[0]]
@@ -305,6 +311,149 @@ def test_normals_of_the_kernel_source(host_kernel: Any, dtype: torch.dtype, rule
         u, angle = words[first] * 2.0**-32 + 2.0**-33, 2 * math.pi * (words[first + 1] * 2.0**-32 + 2.0**-33)
     expected = math.sqrt(-2 * math.log(u)) * (math.cos(angle) if int(lane[0]) & 1 else math.sin(angle)) * 2 + 1
     assert abs(local[7].item() - expected) < 1e-5
+
+
+def blocks_made() -> int:
+    library = csrc.load("philox")
+    assert library is not None
+    library.philox_blocks_made.restype = ctypes.c_uint64
+    return int(library.philox_blocks_made())
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "rule"),
+    [
+        (RandomOp("uniform_", (-0.5, 2.0)), torch.float32, GridStride(4)),
+        (RandomOp("normal_", (0.5, 2.0)), torch.bfloat16, GridStride(4)),
+        (RandomOp("normal_", (0.5, 2.0)), torch.float64, GridStride(2)),
+        (RandomOp("random_"), torch.uint8, GridStride(4)),
+        (RandomOp("random_", (-5, 2**40)), torch.int64, GridStride(2)),
+        (RandomOp(DROPOUT_MASK, (0.3, False), torch.float64), torch.bool, Vectors(2)),
+        (RandomOp(DROPOUT_MASK, (0.3, False), torch.float32), torch.bool, Vectors(4)),
+        (RandomOp(DROPOUT_MASK, (0.3, False), torch.bfloat16), torch.bool, Vectors(8)),
+        (RandomOp(DROPOUT_MASK, (0.3, True), torch.float32), torch.bool, Vectors(1)),
+        (RandomOp("bernoulli_"), torch.float32, Quads()),
+    ],
+)
+def test_pieces_are_cut_from_the_whole_and_make_each_block_once(
+    host_kernel: Any, op: RandomOp, dtype: torch.dtype, rule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the shape: passes that end within rows, rows shorter than four, local tensors of any strides."""
+    rng = random.Random(f"{op} {dtype}")
+    device = Device(SMALL, host_kernel.__self__.native, host_kernel)
+    monkeypatch.setattr(_cuda, "_prefers_kernel", lambda *_: True)
+    for turn in range(40):
+        monkeypatch.setattr(_cuda_kernel, "_NARROW", 2**31 if turn % 4 else 0)
+        shape = cases.random_shape(rng, 4, 3_000)
+        shape = (shape[0] * rng.choice((1, 1, 40)), *shape[1:])
+        n = math.prod(shape)
+        order = tuple(range(len(shape))) if op == COINS else cases.random_memory_order(rng, len(shape))
+        strides = cases.empty_in_order(shape, order, dtype).stride()
+        parameter = torch.rand(shape, generator=torch.Generator().manual_seed(n)) if op == COINS else None
+        whole = torch.empty(shape, dtype=dtype).as_strided(shape, strides)
+        device.native(op, whole, STATE, parameter)
+        mesh, placements = cases.random_placements(rng, shape, rng.choice((2, 3, 4, 8)))
+        for coordinate in cases.coordinates(mesh):
+            region = local_region(shape, placements, mesh, coordinate)
+            local = torch.zeros([2 * size for size in region.local_shape], dtype=dtype)
+            holes = local[tuple(slice(None, None, 2) for _ in region.local_shape)]
+            local = rng.choice((torch.zeros(region.local_shape, dtype=dtype), holes))
+            given = None if parameter is None else cases.part_of(parameter, region)
+            host_kernel.__self__.trusts(op, rule.at(n), local, given)
+            blocks_made()
+            fill = Fill(op, region, strides)
+            generate(local, fill, STATE, device, rule, given)
+            made = blocks_made()
+            assert torch.equal(local, cases.part_of(whole, region)), (shape, order, mesh, placements, coordinate)
+            assert made == sum(blocks_of(fill, rule.at(n), local)), (shape, order, mesh, placements, coordinate)
+
+
+def blocks_of(fill: Fill, rule: PhiloxRule, local: torch.Tensor) -> Iterator[int]:
+    """The number of blocks that each piece has elements of; where those are neighbours, of each run of the last dim."""
+    n = fill.numel
+    thread, block, _ = rule.address(SMALL, n, np.arange(n))
+    passes_apart = isinstance(rule, GridStride) or rule == Vectors(1)
+    for span in spans(fill.region, fill.order, local.stride(), n, n):
+        for piece in span.pieces:
+            elements = torch.arange(n).as_strided(piece.sizes, piece.span_strides, span.start + piece.span_offset)
+            for run in elements.reshape((1, -1) if passes_apart else (-1, piece.sizes[-1])).tolist():
+                yield len({(thread[element], block[element]) for element in run})
+
+
+def test_blocks_are_shared_where_passes_are_whole_rows(host_kernel: Any) -> None:
+    """Four numbers of each block for a quarter of the columns, as the native op makes them: 1,024 threads, 256 columns."""
+    shape = (64, 256)
+    region = local_region(shape, [Shard(1)], (4,), (1,))
+    for op, dtype, rule, numbers in (
+        (UNIFORM, torch.float32, GridStride(4), 4),
+        (NORMAL, torch.bfloat16, GridStride(4), 4),
+        (NORMAL, torch.float64, GridStride(2), 2),
+        (RandomOp(DROPOUT_MASK, (0.3, False), torch.bfloat16), torch.bool, Vectors(8), 4),
+    ):
+        local = torch.empty(region.local_shape, dtype=dtype)
+        host_kernel.__self__.trusts(op, rule, local, None)
+        blocks_made()
+        generate(local, Fill(op, region, (256, 1)), STATE, Device(SMALL, no_kernel, host_kernel), rule)
+        assert blocks_made() == region.numel // numbers
+
+
+def test_division_by_multiplication() -> None:
+    rng = random.Random(0)
+    for value in [*range(1, 300), *(2**k + d for k in range(8, 31) for d in (-1, 0, 1)), 2**31 - 1]:
+        by = _cuda_kernel._divisor(value)
+        assert by.value == value
+        for x in (
+            0,
+            1,
+            value - 1,
+            value,
+            value + 1,
+            7 * value - 1,
+            2**31 - 1,
+            *(rng.randrange(2**31) for _ in range(20)),
+        ):
+            if x < 2**31:
+                assert ((x * by.multiplier >> 32) + x) >> by.shift == x // value
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [
+        (RandomOp("random_", (0, 300)), torch.bfloat16),
+        (RandomOp("random_", (-3_000, 5)), torch.float16),
+        (RandomOp("random_", (0, 2**25)), torch.float32),
+        (RandomOp("geometric_", (0.5,)), torch.int64),
+    ],
+)
+def test_arguments_at_which_the_kernel_is_not_sure_are_left_to_the_native_op(op: RandomOp, dtype: torch.dtype) -> None:
+    """Native ops move integer bounds that the dtype cannot hold."""
+    assert _cuda_kernel.transform_of(op, dtype, False) is None
+
+
+class WrongWhereItCounts(EmulatedGpu):
+    """Right with the arguments of the probes, wrong with a standard deviation of 0.25."""
+
+    def _launch(self, out: torch.Tensor, parameter: torch.Tensor, plan: Plan, blocks: int, threads: int) -> None:
+        if plan.b == _cuda_kernel._bits(0.25):
+            plan.block += 1
+        super()._launch(out, parameter, plan, blocks, threads)
+
+
+@pytest.mark.usefixtures("_helper")
+def test_the_kernel_is_compared_with_the_native_op_for_each_arguments() -> None:
+    gpu = WrongWhereItCounts(SMALL)
+    for std in (1.5, 0.25, 1.5):
+        expect_bits(gpu, RandomOp("normal_", (0.0, std)), torch.float32)
+
+
+def test_tensors_with_holes_are_measured_by_their_extent(host_kernel: Any) -> None:
+    """Few elements, and more than 2 GiB from the first to the last: the native op splits them."""
+    shape, device = (4, 8), Device(SMALL, no_kernel, host_kernel)
+    region = local_region(shape, [Shard(0)], (2,), (0,))
+    local = torch.empty(region.local_shape)
+    generate(local, Fill(UNIFORM, region, (2**20, 1)), STATE, device, GridStride(4))
+    with pytest.raises(NotImplementedError, match="holes between its elements"):
+        generate(local, Fill(UNIFORM, region, (2**28, 1)), STATE, device, GridStride(4))
 
 
 # --- what the engine makes of devices that are not as it knows them
@@ -329,10 +478,9 @@ class Strange(EmulatedGpu):
 class Inexact(EmulatedGpu):
     """The kernel compiles, and its numbers are off by one step of the generator."""
 
-    def _launch(self, grid: Any, block: Any, args: Any) -> None:
-        plan = args[2].clone()
-        plan[1] += 1
-        super()._launch(grid, block, [args[0], args[1], plan])
+    def _launch(self, out: torch.Tensor, parameter: torch.Tensor, plan: Plan, blocks: int, threads: int) -> None:
+        plan.block += 1
+        super()._launch(out, parameter, plan, blocks, threads)
 
 
 def expect_bits(gpu: EmulatedGpu, op: RandomOp, dtype: torch.dtype, shape: tuple[int, ...] = (90, 64)) -> Any:
@@ -348,7 +496,7 @@ def expect_bits(gpu: EmulatedGpu, op: RandomOp, dtype: torch.dtype, shape: tuple
             region = local_region(shape, placements, (8,), (index,))
             local = torch.empty(region.local_shape, dtype=dtype)
             given = None if parameter is None else cases.part_of(parameter, region)
-            left = generate(local, region, whole.stride(), op, STATE, gpu.device, rule, given)
+            left = generate(local, Fill(op, region, whole.stride()), STATE, gpu.device, rule, given)
             assert torch.equal(local, cases.part_of(whole, region)), (placements, index)
             assert left == final[0]
     return rule
@@ -359,9 +507,6 @@ def _helper() -> None:
     if host_launcher() is None:
         pytest.skip("the C++ helper was not built")
     _cuda._warn_once.cache_clear()
-
-
-UNIFORM, NORMAL, COINS = cases.OPS["uniform"], cases.OPS["normal"], RandomOp("bernoulli_")
 
 
 def test_dropout_of_older_versions_is_recognized(_helper: None) -> None:
@@ -402,7 +547,7 @@ def test_probabilities_for_tensors_that_are_not_row_major_are_refused(_helper: N
     region = local_region((4, 6), [Shard(0)], (2,), (0,))
     local, given = torch.empty(region.local_shape), torch.rand(region.local_shape)
     with pytest.raises(NotImplementedError, match="expected a row-major tensor"):
-        generate(local, region, (1, 4), COINS, STATE, EmulatedGpu(SMALL).device, Quads(), given)
+        generate(local, Fill(COINS, region, (1, 4)), STATE, EmulatedGpu(SMALL).device, Quads(), given)
 
 
 class Generator:
@@ -447,7 +592,7 @@ def test_inner_dims_use_the_kernel_and_rows_the_native_op(_helper: None) -> None
             gpu.calls.clear()
             gpu.launches.clear()
             local = torch.empty(region.local_shape)
-            generate(local, region, (512, 1), UNIFORM, STATE, gpu.device, rule)
+            generate(local, Fill(UNIFORM, region, (512, 1)), STATE, gpu.device, rule)
         assert bool(gpu.launches) == uses_kernel
         assert sum(gpu.calls) <= (0 if uses_kernel else 512 * 512 / 8 + 2 * 4096)
 
@@ -491,6 +636,6 @@ def test_bits_of_the_device(name: str) -> None:
                     local = torch.empty(region.local_shape, dtype=dtype, device="cuda")
                     generator = torch.Generator("cuda").manual_seed(11)
                     given = None if probabilities is None else cases.part_of(probabilities, region)
-                    fill_region(local, region, whole.stride(), op, generator, given)
+                    fill_region(local, Fill(op, region, whole.stride()), generator, given)
                     assert torch.equal(local, cases.part_of(whole, region)), (dtype, shape, mesh, placements)
                     assert torch.equal(generator.get_state(), expected.get_state())
