@@ -90,12 +90,16 @@ def losses(kind: str, model: str, device: str, steps: int = 20) -> list[float]:
     return found
 
 
-def measure(rank: int, ranks: int, store: str, device: str, rounds: int, models: list[str], queue: Any) -> None:
+def join(rank: int, ranks: int, store: str, device: str) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+
+
+def measure(rank: int, ranks: int, store: str, device: str, rounds: int, models: list[str], queue: Any) -> None:
+    join(rank, ranks, store, device)
     found: dict[str, Any] = {}
     for model in models:
         kinds = {kind: build(kind, model, device) for kind in (OURS, DIRECT, STOCK)}
@@ -133,11 +137,7 @@ def measure(rank: int, ranks: int, store: str, device: str, rounds: int, models:
 
 
 def measure_memory(rank: int, ranks: int, store: str, device: str, steps: int, models: list[str], queue: Any) -> None:
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    join(rank, ranks, store, device)
     found: dict[str, Any] = {}
     for model in models:
         found[model] = {}

@@ -22,6 +22,7 @@ try:
         reduce_scatter_single,
         traced_all_to_all,
     )
+    from vescale.compat.containers import map_tensors, tensors_in
     from vescale.compat.deferred import without_modes
     from vescale.compat.dispatch import (
         OpSchema,
@@ -113,6 +114,7 @@ __all__ = [
     "make_dtensor",
     "make_group",
     "make_spec",
+    "map_tensors",
     "native_sharding",
     "no_torch_function",
     "node_sequence",
@@ -134,6 +136,7 @@ __all__ = [
     "static_keywords",
     "stock",
     "stock_dispatch",
+    "tensors_in",
     "traced_all_to_all",
     "with_aliasing",
     "without_modes",
