@@ -92,6 +92,7 @@ class Emulated:
         self.device = self.gpu.device
         self.name = "an emulated device of 1,024 threads"
         self.compiled = "for the host"
+        self.rule = functools.cache(functools.partial(_cuda.find_rule, device=self.device, where=self.where))
 
     def native(self, op: RandomOp, out: torch.Tensor, parameter: torch.Tensor | None) -> Any:
         final: list[PhiloxState] = []
@@ -99,7 +100,7 @@ class Emulated:
         return final[0]
 
     def fill(self, op: RandomOp, local: torch.Tensor, region: Any, strides: Any, parameter: Any) -> Any:
-        rule = _cuda.find_rule(op, local.dtype, parameter is not None, self.device, self.where)
+        rule = self.rule(op, local.dtype, parameter is not None)
         return _cuda.generate(local, Fill(op, region, strides), PhiloxState(SEED, 0), self.device, rule, parameter)
 
 
