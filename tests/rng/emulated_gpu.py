@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.rng import cases
 from vescale import csrc
 from vescale.rng import _cuda_kernel
 from vescale.rng._cuda import Device
@@ -21,7 +22,15 @@ from vescale.rng._ops import DROPOUT_MASK, RandomOp
 from vescale.rng._philox import GridStride, Launch, PhiloxRule, PhiloxState, Quads, Vectors, philox
 from vescale.rng._spans import Piece, Span
 
-__all__ = ["EmulatedGpu", "host_launcher"]
+__all__ = ["COINS", "NORMAL", "SMALL", "STATE", "UNIFORM", "EmulatedGpu", "host_launcher", "no_kernel"]
+
+SMALL = Launch(num_sms=2, threads_per_sm=512)  # 1,024 threads
+STATE = PhiloxState(seed=2**35 + 99, offset=24)
+UNIFORM, NORMAL, COINS = cases.OPS["uniform"], cases.OPS["normal"], RandomOp("bernoulli_")
+
+
+def no_kernel(*_: Any) -> bool:
+    return False
 
 
 def host_launcher() -> Any:
