@@ -19,6 +19,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from tests.ranks import RankPool, RankPools, run_cases
 from tests.runtime.compare import assert_same_gradients, whole
 from tests.runtime.llama import make_mesh
+from vescale import rng
 from vescale.plans import Plan
 from vescale.runtime import ImplicitCommunicationWarning, parallelize
 
@@ -167,5 +168,34 @@ def test_writes_reach_what_was_viewed_whatever_ran_before() -> None:
             pool.run(writes, cut)
             pool.run(writes_outside_of_models, cut)
             pool.run(writes, cut)
+    finally:
+        pool.close()
+
+
+def draws_in_views(parallel_first: bool) -> None:
+    """In a process of its own: what is enabled stays so."""
+    mesh = make_mesh(tp=2)
+    if not parallel_first:
+        rng.enable()
+    parallelize(nn.Linear(2, 2), Plan(mesh))
+    if parallel_first:
+        rng.disable()
+        rng.enable()
+
+    def drawn(y: Any) -> Any:
+        torch.manual_seed(3)
+        y[1].normal_()
+        y[2:].uniform_()
+        return y
+
+    placed = DTensor.from_local(ONES.chunk(2)[0].clone(), mesh, [Shard(0)])
+    torch.testing.assert_close(whole(drawn(placed)), drawn(ONES.clone()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("parallel_first", [True, False])
+def test_draws_reach_what_was_viewed(parallel_first: bool) -> None:
+    pool = RankPool(2)
+    try:
+        pool.run(draws_in_views, parallel_first)
     finally:
         pool.close()

@@ -27,6 +27,7 @@ __all__ = [
     "node_sequence",
     "sequence_number",
     "stock_dispatch",
+    "telling",
 ]
 
 # Switches __torch_function__ off for modes and subclasses alike: DTensor's ops (which use __torch_dispatch__) still run.
@@ -158,19 +159,29 @@ def _listen_to_writes(dispatcher: Any, listener: DispatchListener) -> None:
     dispatcher._vescale_wrote = wrote
     method.__code__ = _telling_tail.__code__
 
-    def telling(handler: Handler) -> Handler:
-        @functools.wraps(handler)
-        def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            result = handler(op, args, kwargs)
-            if args and isinstance(args[0], DTensor):
+    handlers: Any = dispatcher._custom_op_handlers
+    for op, handler in handlers.items():
+        handlers[op] = telling(op, handler)
+
+
+def telling(op: Any, handler: Handler) -> Handler:
+    """A handler that tells the listener, also one installed later, when an in-place op has been handled."""
+    if isinstance(handler, _Telling) or not op._schema.is_mutable or op._schema.name.startswith("aten::_foreach"):
+        return handler
+    return _Telling(handler)
+
+
+class _Telling:
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        functools.update_wrapper(self, handler)
+
+    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self.handler(op, args, kwargs)
+        if args and isinstance(args[0], DTensor):
+            for listener in _INSTALLED:
                 listener.wrote(args[0])
-            return result
-
-        return handle
-
-    for op, handler in dispatcher._custom_op_handlers.items():
-        if op._schema.is_mutable and not op._schema.name.startswith("aten::_foreach"):
-            dispatcher._custom_op_handlers[op] = telling(handler)
+        return result
 
 
 def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -> None:
