@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from vescale.compat.dispatch import clear_sharding_cache
+from vescale.compat.needs import self_check
 
 __all__ = [
     "DispatchListener",
@@ -66,10 +67,14 @@ _INSTALLED: list[DispatchListener] = []
 
 
 def install_dispatch(handlers: Mapping[Any, Handler], listener: DispatchListener) -> None:
-    """Register op handlers and the listener with DTensor's dispatcher, once in a process; later calls do nothing."""
+    """Register op handlers and the listener with DTensor's dispatcher, once in a process; later calls do nothing.
+
+    Raises UnsupportedTorchError when this torch lacks something that vescale builds on; nothing is changed then.
+    """
     with _LOCK:
         if _INSTALLED:
             return
+        self_check()
         _INSTALLED.append(listener)
         dispatcher = DTensor._op_dispatcher
         for op, handler in handlers.items():
@@ -96,6 +101,7 @@ def _format_scalars() -> None:
 def _listen_to_redistributions(dispatcher: Any, listener: DispatchListener) -> None:
     original = dispatcher.redistribute_local_args
 
+    @functools.wraps(original)
     def redistribute_local_args(op_info: Any, schema: Any, use_val: bool) -> None:
         wanted = schema.args_schema
         if op_info.args_tree_spec is not None:
@@ -187,6 +193,7 @@ class _Telling:
 def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -> None:
     original = dispatcher._propagate_op_sharding_dispatch_slow_path
 
+    @functools.wraps(original)
     def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         # The C++ caller takes anything that is no OutputSharding as the op's own result.
         try:
@@ -247,6 +254,7 @@ def _lacks_rule(error: BaseException | None) -> bool:
 def _listen_to_plain_operands(dispatcher: Any, listener: DispatchListener) -> None:
     original = dispatcher._try_replicate_spec_for_scalar_tensor
 
+    @functools.wraps(original)
     def replicate_spec(op_call: Any, tensor: torch.Tensor, mesh: Any) -> DTensorSpec:
         if tensor.ndim and listener.plain_operand(op_call, tensor):
             meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
