@@ -167,9 +167,14 @@ def test_pieces_are_cut_from_the_whole_and_make_each_block_once(
         mesh, placements = cases.random_placements(rng, shape, rng.choice((2, 3, 4, 8)))
         for coordinate in cases.coordinates(mesh):
             region = local_region(shape, placements, mesh, coordinate)
-            local = torch.zeros([2 * size for size in region.local_shape], dtype=dtype)
-            holes = local[tuple(slice(None, None, 2) for _ in region.local_shape)]
-            local = rng.choice((torch.zeros(region.local_shape, dtype=dtype), holes))
+            holes = torch.zeros([2 * size for size in region.local_shape], dtype=dtype)
+            memory = torch.full((region.numel + 32,), 1, dtype=dtype)
+            local = rng.choice(
+                (
+                    memory[16 : 16 + region.numel].view(region.local_shape),
+                    holes[tuple(slice(None, None, 2) for _ in region.local_shape)],
+                )
+            )
             given = None if parameter is None else cases.part_of(parameter, region)
             host_kernel.__self__.trusts(op, rule.at(n), local, given)
             blocks_made()
@@ -177,6 +182,7 @@ def test_pieces_are_cut_from_the_whole_and_make_each_block_once(
             generate(local, fill, STATE, device, rule, given)
             made = blocks_made()
             assert torch.equal(local, cases.part_of(whole, region)), (shape, order, mesh, placements, coordinate)
+            assert (memory[:16] == 1).all() and (memory[16 + region.numel :] == 1).all(), "nothing is written around it"
             assert made == sum(blocks_of(fill, rule.at(n), local)), (shape, order, mesh, placements, coordinate)
 
 

@@ -132,6 +132,21 @@ def test_parts_are_computed_without_the_whole(monkeypatch: pytest.MonkeyPatch) -
     assert wholes
 
 
+@pytest.mark.parametrize("std", [1.0, 0.02])
+def test_rejections_of_large_tensors(std: float) -> None:
+    """More elements than may be computed for a value that is asked for: no value of the model is, here."""
+
+    def build() -> nn.Module:
+        module = nn.Linear(1_100, 1_000, bias=False)
+        nn.init.trunc_normal_(module.weight, std=std)
+        return module
+
+    reference, module = built_twice(build)
+    part = part_values(view_of(module.weight), next_time(), local_region((1_000, 1_100), [Shard(1)], (7,), (3,)))
+    assert torch.equal(part, reference.weight.detach().chunk(7, 1)[3])
+    assert_same(reference, materialize(module))
+
+
 def test_overwritten_draws_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     _, module = built_twice(Unusual)
     filled: list[str] = []
