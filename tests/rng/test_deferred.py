@@ -371,6 +371,23 @@ def test_ops_after_the_constructor_are_recorded_too() -> None:
     assert_same(reference, materialize(module))
 
 
+def test_several_models_and_materialize_inside() -> None:
+    """Models made one after the other draw what they draw without deferring, whichever is materialized first."""
+    torch.manual_seed(6)
+    expected = [nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 2)]
+    torch.manual_seed(6)
+    with deferred_init():
+        first = nn.Linear(4, 5)
+    with deferred_init():
+        second = nn.Linear(5, 3)
+        third = materialize(nn.Linear(3, 2))
+        assert not is_deferred(third.weight) and is_deferred(second.weight) and is_deferred(torch.empty(1))
+    materialize(second)
+    materialize(first)
+    for reference, module in zip(expected, (first, second, third), strict=True):
+        assert_same(reference, module)
+
+
 def test_errors() -> None:
     with deferred_init():
         module = nn.Linear(4, 4)
