@@ -21,7 +21,7 @@ from vescale.fsdp._parameter import find_slots
 from vescale.fsdp._state import ModuleState, state_of
 from vescale.placements import install as install_placements
 
-__all__ = ["fully_shard"]
+__all__ = ["fully_shard", "give_methods"]
 
 _MANAGED_BY = "_vescale_managed_by"
 
@@ -137,16 +137,21 @@ def fully_shard(
         )
     for name, parameter in named:
         setattr(parameter, _MANAGED_BY, f"{name!r} of {type(modules[0]).__name__}")
-    ModuleState(
+    state = ModuleState(
         modules,
         groups,
         mp_policy=mp_policy,
         device=axes.device,
         reshard_root=None if reshard_after_forward is None else bool(reshard_after_forward),
     )
-    for one in modules:
-        one.__class__ = _sharded_class(type(one))
+    give_methods(state)
     return module
+
+
+def give_methods(state: ModuleState) -> None:
+    """Make the modules of a state :class:`FSDPModule`, with all its methods, beside what they are."""
+    for one in state.modules:
+        one.__class__ = _sharded_class(type(one))
 
 
 _CLASSES: dict[type, type] = {}

@@ -145,6 +145,16 @@ class ParameterGroup:
         bucket.allocate_shards(device, pin_memory=pin)
         return bucket
 
+    def fill(self, device: torch.device, write: Callable[[ManagedParameter, torch.Tensor], bool]) -> None:
+        """Give a group that was built on the meta device its memory. ``write(parameter, local)`` writes this rank's part of
+        a parameter, placed as ``parameter.sharded``, to its place; False: it will, and registers the sharded form itself."""
+        for bucket in self.buckets:
+            bucket.allocate_shards(torch.device("cpu") if self.offloads else device)
+            for index, parameter in enumerate(bucket.parameters):
+                local = bucket.shard(index)
+                if write(parameter, local):
+                    parameter.make_sharded(local, bucket.placement(index))
+
     def rebuild(self) -> None:
         """Take up parameters that were replaced in modules (``to_empty``, ``load_state_dict(assign=True)``): their local
         tensors become slices of one buffer again."""

@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.comm import asking
 from vescale.compat import DTensorSpec, concatenate_meshes, local_of, make_dtensor, make_spec, spec_of
 from vescale.fsdp._axes import DataParallelAxes
-from vescale.placements import RaggedShard, local_region, shard_dim
+from vescale.fsdp._summands import summands
+from vescale.placements import RaggedShard, local_region, move_local, shard_dim
 
 __all__ = ["ManagedParameter", "Slot", "find_slots"]
 
@@ -39,7 +41,8 @@ class ManagedParameter:
 
     Both are ``nn.Parameter`` objects that live as long as the group. ``shape`` is what a rank computes with, ``place``
     the shape that the buffer reserves: that of the largest rank, where tensor parallelism has cut unevenly. ``dim`` is None,
-    or that of the ``Shard(dim)`` which was asked for instead of a ragged cut.
+    or that of the ``Shard(dim)`` which was asked for instead of a ragged cut. With ``leaves_pending`` a gradient may stay
+    Partial on axes that are not data-parallel (``pending``, once it has been), for someone else to reduce.
 
     Raises:
         NotImplementedError: a tensor subclass other than DTensor, or tensor parallelism that has cut an inner dim unevenly.
@@ -76,6 +79,8 @@ class ManagedParameter:
         self.block = self._granule(block)
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter | None = None
+        self.leaves_pending = False
+        self.pending: frozenset[int] = frozenset()
 
     # What the sharded form is
 
@@ -160,6 +165,33 @@ class ManagedParameter:
                 module._parameters[name] = parameter
             else:  # nn.RNN keeps a list of its weights
                 setattr(module, name, parameter)
+
+    def contribution(self, gradient: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor | None:
+        """This rank's summand of a gradient of one global loss; None: nothing, for another rank has it all.
+
+        Along data-parallel axes a gradient may come as a sum, or whole (the batch is not cut there): of the latter the first
+        rank's counts. ``earlier`` holds what was accumulated before; where it was whole along an axis on which this gradient
+        is a sum, it becomes one. Communicates what lies otherwise than the parameter on the other axes, unless it is left
+        pending.
+        """
+        spec = self.unsharded_spec
+        if spec is None or not isinstance(gradient, DTensor):
+            return self.local_gradient(gradient)
+        way = summands(tuple(gradient.placements), spec, (self.axes.shard, *self.axes.replicate), self.leaves_pending)
+        coordinate = spec.mesh.get_coordinate()
+        assert coordinate is not None
+        new = way.pending - self.pending
+        if new and earlier is not None and any(coordinate[axis] for axis in new):
+            earlier.zero_()
+        self.pending |= way.pending
+        local = local_of(gradient)
+        local = local.wait() if hasattr(local, "wait") else local
+        if way.target != tuple(gradient.placements):
+            with asking(f"{self.name}.grad"):
+                local = move_local(local, spec.mesh, gradient.shape, gradient.placements, way.target).wait()
+        if any(coordinate[axis] for axis in way.whole | (self.pending - way.pending)):
+            return None
+        return local if way.divisor == 1 else local / way.divisor
 
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """The part of an unsharded gradient that this rank reduces; communicates what tensor parallelism left pending."""

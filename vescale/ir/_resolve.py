@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -32,6 +33,9 @@ from vescale.plans import (
     placement_text,
 )
 
+if TYPE_CHECKING:
+    from vescale.ir._units import GatheredUnit
+
 __all__ = ["Boundary", "Resolution", "resolve", "shown_name"]
 
 # (module, "<in>" or "<out>", index)
@@ -48,6 +52,7 @@ class Resolution:
         factories: module -> placements of tensors that its forward makes.
         locals: module -> the entry that runs it on local tensors.
         units: module -> the entry that groups its parameters.
+        gathered: what is gathered together; filled in by :func:`vescale.ir._units.find_units`.
         matches: ``id`` of an entry -> what it matched, as names of parameters, buffers, modules, inputs and outputs.
     """
 
@@ -58,6 +63,7 @@ class Resolution:
         self.factories: dict[str, AxisWords] = {}
         self.locals: dict[str, LocalEntry] = {}
         self.units: dict[str, UnitEntry] = {}
+        self.gathered: tuple[GatheredUnit, ...] = ()
         self.matches: dict[int, tuple[str, ...]] = {}
 
 
@@ -175,7 +181,16 @@ class _Resolver:
 
     def unit(self, entry: UnitEntry) -> None:
         for path in self._called_modules(entry, "unit"):
-            self.resolution.units.setdefault(path, entry)
+            before = self.resolution.units.setdefault(path, entry)
+            options = [(e.reshard_after_forward, e.reshard_after_backward) for e in (before, entry)]
+            if options[0] != options[1]:
+                self.findings.error(
+                    "conflict",
+                    f"{{names}}: unit '{entry.path}' and unit '{before.path}' ({before.source}) both match, and say "
+                    "different things of resharding; keep one of the two",
+                    entry.source,
+                    path,
+                )
 
     def spread_unindexed(self) -> None:
         """What is said of all inputs of a module holds for each one that has words of its own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -141,7 +141,10 @@ class GradientReducer:
         self._schedule = Schedule()
         self._hook: CommHook | None = None
         self._syncs = True
+        self.around_no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        """What else :meth:`no_sync` is to enter."""
         self._in_backward = False
+        self._num_superseded = 0
         self._arrived = False
         self._has_reduced = False
         self._has_learned = False
@@ -189,7 +192,8 @@ class GradientReducer:
         """Backwards inside only accumulate this rank's gradients; the first one outside reduces all of it."""
         before, self._syncs = self._syncs, False
         try:
-            yield
+            with self.around_no_sync():
+                yield
         finally:
             self._syncs = before
 
@@ -232,6 +236,15 @@ class GradientReducer:
         ]
 
     # Backward
+
+    def begin(self) -> None:
+        """Inside a backward: gradients will be put into ``.grad`` by others than autograd, who have arranged for doing so at
+        its end. This reducer's work then comes after theirs."""
+        if self._in_backward:
+            self._num_superseded += 1
+            at_end_of_backward(self._end)
+        else:
+            self._begin()
 
     def _begin(self) -> None:
         """The first gradient of a backward has been computed, and none is accumulated yet."""
@@ -304,6 +317,9 @@ class GradientReducer:
 
     def _end(self) -> None:
         """The outermost backward has ended."""
+        if self._num_superseded:
+            self._num_superseded -= 1
+            return
         self._in_backward = False
         with torch.no_grad(), no_torch_function():
             if self._arrived and self._syncs:
@@ -338,7 +354,7 @@ class GradientReducer:
     def recover(self) -> None:
         """A forward begins outside of any backward: if one seems to be running, it ended by an exception."""
         if self._in_backward and current_autograd_node() is None:
-            self._in_backward = False
+            self._in_backward, self._num_superseded = False, 0
             for bucket in self._schedule.buckets[: self._schedule.num_launched]:
                 bucket.advance()
                 bucket.finish()
