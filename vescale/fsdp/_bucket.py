@@ -19,7 +19,7 @@ from vescale.comm import Pending
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, run_post_accumulate_hooks, set_local
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._parameter import ManagedParameter
-from vescale.placements import RaggedShard
+from vescale.placements import RaggedShard, redistribute
 
 __all__ = ["GRADIENT_PLACE", "Bucket"]
 
@@ -307,18 +307,21 @@ class Bucket:
         sharded = parameter.sharded
         if not sharded.requires_grad:
             return
-        part = self.part(reduced, index)
-        if sharded.grad is None:
-            spec = self.gradient_specs[index]
-            if received:
-                parameter.pending = frozenset(a for a in range(spec.mesh.ndim) if (received - 1) >> a & 1)
-            if parameter.pending:
-                placements = [Partial() if a in parameter.pending else p for a, p in enumerate(spec.placements)]
-                spec = make_spec(spec.mesh, placements, parameter.global_shape, spec.stride, self.dtype)
+        part, spec = self.part(reduced, index), self.gradient_specs[index]
+        if received:
+            parameter.pending = frozenset(a for a in range(spec.mesh.ndim) if (received - 1) >> a & 1)
+        if parameter.pending:
+            placements = [Partial() if a in parameter.pending else p for a, p in enumerate(spec.placements)]
+            spec = make_spec(spec.mesh, placements, parameter.global_shape, spec.stride, self.dtype)
+        accumulated = sharded.grad
+        if accumulated is None:
             sharded.grad = make_dtensor(part, spec)
+        elif not isinstance(accumulated, DTensor):
+            accumulated.add_(part)
         else:
-            accumulated = sharded.grad
-            (local_of(accumulated) if isinstance(accumulated, DTensor) else accumulated).add_(part)
+            if accumulated.placements != spec.placements:  # autograd's, of a loss that read the sharded parameter
+                accumulated = sharded.grad = redistribute(accumulated, spec.mesh, spec.placements)
+            local_of(accumulated).add_(part)
         run_post_accumulate_hooks(sharded)
 
     @property
