@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.ranks import RankPools, run_cases
+from tests.ranks import RankPool, RankPools, run_cases
 from tests.runtime.compare import assert_same_gradients, whole
 from tests.runtime.llama import make_mesh
 from vescale.plans import Plan
@@ -90,6 +92,9 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+CUTS = ("rows", "columns", "pending")
+
+
 class Apply(nn.Module):
     def __init__(self, change: Callable[[Any], Any], returns: bool) -> None:
         super().__init__()
@@ -136,6 +141,26 @@ def writes(cut: str) -> None:
         run_cases(same, cases)
 
 
-@pytest.mark.parametrize("cut", ["rows", "columns", "pending"])
+def writes_after_stock_ops() -> None:
+    """PyTorch keeps decisions, and what it calls back, from the first op of each kind in a process."""
+    mesh = make_mesh(tp=2)
+    for cut in (*CUTS, *CUTS):  # before anything of vescale is installed, and after it
+        for dim, change in itertools.product((0, 1), (WRITES | WITHOUT_GRADIENTS).values()):
+            with contextlib.suppress(Exception):  # it does not have all of them
+                change(distribute_tensor(ONES.clone(), mesh, [Shard(dim)]))
+        for dim in (0, 1):
+            positions = distribute_tensor(torch.tensor([0, 2]), mesh, [Replicate()])
+            rows = distribute_tensor(ONES[:2].clone(), mesh, [Replicate()])
+            distribute_tensor(ONES.clone(), mesh, [Shard(dim)]).index_add_(0, positions, rows)
+        writes(cut)
+
+
+def test_writes_reach_what_was_viewed_where_stock_dtensors_were_written_to_before() -> None:
+    fresh = RankPool(2)
+    fresh.run(writes_after_stock_ops)
+    fresh.close()
+
+
+@pytest.mark.parametrize("cut", CUTS)
 def test_writes_reach_what_was_viewed(ranks: RankPools, cut: str) -> None:
     ranks.run(writes, cut, world_size=2)
