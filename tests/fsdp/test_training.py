@@ -237,6 +237,7 @@ CASES = [
     case("Shard(0)", shard=options(shard_placement_fn=lambda p: Shard(0))),
     case("Shard(last) for matrices", functools.partial(Net, 8), shard=options(
         shard_placement_fn=lambda p: Shard(-1) if p.ndim == 2 and p.shape[-1] % 4 == 0 else None)),
+    case("Shard(last), uneven", stock=False, shard=options(shard_placement_fn=lambda p: Shard(-1) if p.ndim else None)),
     case("mixed dtypes", mixed_dtypes, stock=False),
     case("LSTM", functools.partial(Net, block=lambda dim: Recurrent(dim))),
 ]  # fmt: skip

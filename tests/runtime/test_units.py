@@ -316,6 +316,41 @@ def test_shares_are_not_cut(ranks: RankPools) -> None:
     ranks.run(run_cases, granularity, cases)
 
 
+def given_cut(placement: Any, sizes: dict[str, int]) -> None:
+    """A cut that the plan gives is what lies there at rest: uneven, with an empty rank, of an inner dim."""
+    plan = sharded_at_rest(Plan(mesh_of(sizes)).shard("<in:input>", Shard(0), mesh="dp"), r".*down.*")
+    if "tp" in sizes:
+        plan.shard(r".*up.(weight|bias)", Shard(0), mesh="tp")
+        plan.shard(r".*down.weight", Shard(1), mesh="tp").shard(r".*down.<out>", Replicate(), mesh="tp")
+    plan.shard(r".*up.weight", placement, mesh="dp", phase=INIT).shard(
+        r".*up.weight", Replicate(), mesh="dp", phase=RUN
+    )
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(Wide() for _ in range(2))).double()
+    model = copy.deepcopy(reference)
+    parallelize(model, plan, strict=True)
+    shard = model[1].up.weight
+    assert isinstance(shard, DTensor)
+    if isinstance(placement, RaggedShard):
+        assert shard.placements[0].local_units == placement.local_units
+    else:
+        assert shard.placements[0] == placement
+
+    def step(m: nn.Module, number: int) -> Tensor:
+        loss = (m(batch(number)[0]) * 3).sin().square().mean()
+        loss.backward()
+        return loss
+
+    exact(same_steps(reference, model, step))
+
+
+def test_cuts_that_the_plan_gives(ranks: RankPools) -> None:
+    over_four = [RaggedShard((0,), (1, 6, 0, 3)), RaggedShard((0, 1), (7, 0, 50, 3)), Shard(0), Shard(1)]
+    ranks.run(run_cases, given_cut, [(placement, {"dp": 4}) for placement in over_four])
+    both = [RaggedShard((0,), (1, 4)), RaggedShard((0,), (5, 0))]
+    ranks.run(run_cases, given_cut, [(placement, {"dp": 2, "tp": 2}) for placement in both])
+
+
 # Gradients
 
 

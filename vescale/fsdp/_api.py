@@ -237,18 +237,18 @@ def _by_mesh(
     slots = find_slots(roots, [parameter for _, parameter in named])
     found: dict[DataParallelAxes, list[GroupMember]] = {}
     for name, parameter in named:
-        dim, own_axes = None, axes
+        given, own_axes = None, axes
         if placement_fn is not None:
-            dim, own_axes = _placement(name, parameter, placement_fn(parameter), axes)
+            given, own_axes = _placement(name, parameter, placement_fn(parameter), axes)
         block = policy(name, parameter) if policy is not None else None
-        found.setdefault(own_axes, []).append(GroupMember(name, parameter, slots[parameter], block, dim))
+        found.setdefault(own_axes, []).append(GroupMember(name, parameter, slots[parameter], block, given))
     return list(found.items())
 
 
 def _placement(
     name: str, parameter: nn.Parameter, wanted: Any, axes: DataParallelAxes
-) -> tuple[int | None, DataParallelAxes]:
-    """(dim of ``Shard(dim)`` or None, axes) from what ``shard_placement_fn`` returned."""
+) -> tuple[Shard | None, DataParallelAxes]:
+    """(``Shard(dim)`` or None, axes) from what ``shard_placement_fn`` returned."""
     info = getattr(wanted, "mesh_info", None)
     if info is not None:
         replicate = getattr(info, "replicate_mesh_dim", None)
@@ -262,7 +262,7 @@ def _placement(
             f"shard_placement_fn returned {wanted!r} for {name!r} of shape {tuple(parameter.shape)}; expected None or "
             "Shard(dim) with a dim of that tensor"
         )
-    return wanted.dim % parameter.ndim, axes
+    return Shard(wanted.dim % parameter.ndim), axes
 
 
 def _checked_reshard(wanted: bool | int, axes: DataParallelAxes) -> bool | int:

@@ -93,20 +93,27 @@ def _buckets(
         first = index.state_names[f"{path}.{name}" if path else name]
         owner, attribute = index.owner(first)
         tensor = getattr(index.modules[owner], attribute)
-        is_ragged = isinstance(resting[first][position], RaggedShard)
-        kinds.setdefault((tensor.dtype, tensor.requires_grad, is_ragged), []).append(first)
+        rest = resting[first][position]
+        is_planned = isinstance(rest, RaggedShard) and rest.local_units is None
+        kinds.setdefault((tensor.dtype, tensor.requires_grad, is_planned), []).append(first)
     keep = unit.reshard_after_forward if unit.reshard_after_forward is not None else bool(path)
     backward = (ranks if keep else 1) if isinstance(keep, bool) else keep
     for (dtype, requires_grad, _), names in kinds.items():
         places = []
         for name in names:
-            rest = resting[name]
-            run = [Replicate() if axis == position else placement for axis, placement in enumerate(rest)]
-            places.append(_place(index.states[name].shape or (), rest[position], run, axes.sizes, ranks))
-        numels, blocks, are_chunks = zip(*places)
-        layout = _layout(numels, blocks, 1 if are_chunks[0] else ranks, dtype)
-        size = layout.buffer_size * (ranks if are_chunks[0] else 1)
-        held = sum(numel * (ranks if chunk else 1) for numel, _, chunk in places)
+            at_rest = resting[name]
+            run = [Replicate() if axis == position else placement for axis, placement in enumerate(at_rest)]
+            places.append(_place(index.states[name].shape or (), at_rest[position], run, axes.sizes, ranks))
+        parts = [part for _, part, _ in places]
+        if parts[0] is None:  # the planner's choice
+            layout = _layout(
+                tuple(numel for numel, _, _ in places), tuple(block for _, _, block in places), ranks, dtype
+            )
+            size = layout.buffer_size
+        else:
+            layout = _layout(tuple(part or 0 for part in parts), (1,) * len(parts), 1, dtype)
+            size = layout.buffer_size * ranks
+        held = sum(numel for numel, _, _ in places)
         yield UnitBucket(
             path,
             tuple(names),
@@ -134,16 +141,19 @@ def _resting(program: Program, index: ModelIndex) -> dict[str, tuple[Placement, 
 
 def _place(
     shape: tuple[int, ...], rest: Placement, run: list[Placement], sizes: tuple[int, ...], ranks: int
-) -> tuple[int, int, bool]:
-    """(elements, elements that stay together, whether that is of a rank's chunk instead of the whole)."""
+) -> tuple[int, int | None, int]:
+    """(elements, those of the largest rank's part where the cut is given, elements that stay together)."""
     local = local_region(shape, run, sizes, (0,) * len(sizes)).local_shape
+    inner = [dim for p in run if (dim := shard_dim(p)) is not None and dim > 0]
     if type(rest) is Shard:
         dims = list(local)
         dims[rest.dim] = -(-dims[rest.dim] // ranks)
-        return math.prod(dims), 1, True
+        return math.prod(local), math.prod(dims), 1
     assert isinstance(rest, RaggedShard)
-    inner = [dim for p in run if (dim := shard_dim(p)) is not None and dim > 0]
-    return math.prod(local), rest.granule(local, inner), False
+    if rest.local_units is None:
+        return math.prod(local), None, rest.granule(local, inner)
+    runs = (rest.run(local, local, ranks, rank, inner) for rank in range(ranks))
+    return math.prod(local), max(end - begin for begin, end in runs), 1
 
 
 @functools.lru_cache(maxsize=1024)  # layers repeat

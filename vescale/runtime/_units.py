@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
@@ -79,9 +79,9 @@ class Units:
             twin = _on_meta(original, self.mesh, run)
             slots = [Slot(module, attribute) for module, attribute in self._slots.places(name)]
             block = _block(rest, local_of(twin).shape, run)
-            dim = shard_dim(rest) if type(rest) is Shard else None
+            is_planned = isinstance(rest, RaggedShard) and rest.local_units is None
             member = nn.Parameter(twin, requires_grad=original.requires_grad)
-            members.append(GroupMember(name, member, slots, block, dim))
+            members.append(GroupMember(name, member, slots, block, None if is_planned else rest))
         after_forward = unit.reshard_after_forward
         group = ParameterGroup(
             members,
