@@ -16,6 +16,7 @@ from vescale.ir._model_index import ModelIndex, StateTensor
 from vescale.ir._said import AxisWords, BoundaryWords, StateWords
 from vescale.placements import InterleavedShard, shard_dim
 from vescale.plans import (
+    ALL,
     BWD,
     FWD,
     INIT,
@@ -105,7 +106,7 @@ class _Resolver:
 
     def shard(self, entry: ShardEntry) -> None:
         if entry.path.target is Target.STATE:
-            for name in self._states(entry, "shard"):
+            for name in self._of_phase(entry, self._states(entry, "shard")):
                 words = self.resolution.states[name]
                 roles = ((INIT, words.init), (FWD, words.forward), (BWD, words.backward))
                 self._say_state([role for phase, role in roles if phase in entry.phase], name, entry.placements, entry)
@@ -209,6 +210,12 @@ class _Resolver:
         found = self.matcher.states(entry.path, what, entry.source)
         self.resolution.matches[id(entry)] = found
         return found
+
+    def _of_phase(self, entry: ShardEntry, names: tuple[str, ...]) -> tuple[str, ...]:
+        """An entry for a part of the phases that names parameters and buffers is about the parameters: buffers are small,
+        and modules write to them."""
+        parameters = tuple(name for name in names if self.index.states[name].is_parameter)
+        return parameters if parameters and entry.phase != ALL else names
 
     def _modules(self, entry: Entry, what: str) -> tuple[str, ...]:
         found = self.matcher.modules(entry.path, what, entry.source)
