@@ -153,7 +153,10 @@ class Units:
     # Hooks
 
     def install(self) -> None:
-        """Give the modules the engine's hooks, behind those that are there; the model itself gets them too when any does."""
+        """Give the modules the engine's hooks, behind those that are there; the model itself, too, when any gets them.
+
+        Raises BufferMismatchError on every rank when the ranks have planned different buffers.
+        """
         if not self._groups:
             return
         device = next(self._parameters()).axes.device
@@ -173,6 +176,10 @@ class Units:
             state.accumulates_gathered = any(not unit.reshard_after_backward for unit, _ in found)
             give_methods(state)
         self.model.register_load_state_dict_pre_hook(_to_rest)
+        root = state_of(self.model)
+        assert root is not None
+        if not any(parameter.sharded.is_meta for parameter in self._parameters()):
+            root.become_root()  # also when a part of the model will be the first to run
 
 
 class UnitState(ModuleState):
