@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.buffer import Allocation, DBuffer, PendingBuffer, TensorGroup
 from vescale.comm import Pending
 from vescale.fsdp._bucket import Bucket
-from vescale.placements import RaggedShard
+from vescale.placements import RaggedShard, Region
 
 __all__ = ["GivenBucket"]
 
@@ -95,6 +95,13 @@ class GivenBucket(Bucket):
 
     def _own(self, index: int, whole_local: torch.Tensor) -> torch.Tensor:
         return self._of_whole(index, self._rank, whole_local)
+
+    def _own_region(self, index: int) -> Region:
+        parameter, (begin, length) = self.parameters[index], self._parts[index][self._rank]
+        shape, dim = parameter.shape, parameter.dim
+        if dim is None:
+            return Region(shape, tuple(((0, n),) for n in shape), (begin, begin + length))
+        return Region(shape, tuple(((begin, begin + length),) if d == dim else ((0, n),) for d, n in enumerate(shape)))
 
     # Between the two layouts
 

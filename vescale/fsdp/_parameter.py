@@ -16,6 +16,7 @@ from vescale.compat import DTensorSpec, StridedShard, concatenate_meshes, local_
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._summands import summands
 from vescale.placements import RaggedShard, StridedRaggedShard, local_region, move_local, shard_dim
+from vescale.rng import is_deferred
 
 __all__ = ["ManagedParameter", "Slot", "find_slots"]
 
@@ -69,7 +70,7 @@ class ManagedParameter:
         self.unsharded_spec: DTensorSpec | None = None
         if isinstance(parameter, DTensor):
             self.unsharded_spec = spec_of(parameter)
-        elif type(parameter.data) is not torch.Tensor:
+        elif type(parameter.data) is not torch.Tensor and not is_deferred(parameter):
             raise NotImplementedError(
                 f"parameter {name!r} of shape {self.global_shape} is a {type(parameter.data).__name__}; fully_shard takes "
                 "plain tensors and DTensors. Pass it in ignored_params, or convert it before"
