@@ -24,7 +24,7 @@ from vescale.comm import record_comms
 from vescale.fsdp import FSDPModule, report, state_of
 from vescale.ir import lower, unit_buckets
 from vescale.placements import RaggedShard
-from vescale.plans import INIT, RUN, Plan
+from vescale.plans import INIT, RUN, Plan, PlanError
 from vescale.runtime import gradient_reducer
 
 WIDTH = 6
@@ -349,6 +349,28 @@ def test_cuts_that_the_plan_gives(ranks: RankPools) -> None:
     ranks.run(run_cases, given_cut, [(placement, {"dp": 4}) for placement in over_four])
     both = [RaggedShard((0,), (1, 4)), RaggedShard((0,), (5, 0))]
     ranks.run(run_cases, given_cut, [(placement, {"dp": 2, "tp": 2}) for placement in both])
+
+
+def part_of_replicas() -> None:
+    """The trap: the sharded axis alone, taken from a mesh whose other axis holds replicas. An error on every rank, before
+    anything is placed."""
+    mesh = mesh_of({"replicate": 2, "shard": 2})
+    sizes = Plan({"shard": 2})
+    for plan, given in ((Plan(mesh["shard"]), None), (sizes, mesh["shard"])):
+        sharded_at_rest(cut_batch(plan, "shard"), ".*", "shard")
+        model = build()
+        with pytest.raises(PlanError, match=r"the replicas along 'replicate' would never share a gradient"):
+            parallelize(model, plan, mesh=given)
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+    pipeline = mesh_of({"pp": 2, "dp": 2})
+    reference = build()
+    model = copy.deepcopy(reference)
+    parallelize(model, sharded_at_rest(cut_batch(Plan(pipeline["dp"]), "dp")), strict=True)  # stages are no replicas
+    exact(same_steps(reference, model, one_loss))
+
+
+def test_a_slice_of_replicas_is_refused(ranks: RankPools) -> None:
+    ranks.run(part_of_replicas)
 
 
 # Gradients

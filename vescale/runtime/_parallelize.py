@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir import Annotate, Hook, Instruction, Local, Place, Program, lower
+from vescale.ir import Annotate, Hook, Instruction, Local, Place, Program, Unit, lower, refuse_part_of_replicas
 from vescale.placements import from_local
 from vescale.placements import install as install_placements
 from vescale.plans import MeshAxes, Plan, PlanError
@@ -66,7 +66,11 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None,
             "parallelize"
         )
     program = lower(plan, model)
-    return install(model, program, _mesh_of(plan, model, mesh), strict=strict)
+    mesh = _mesh_of(plan, model, mesh)
+    if plan.mesh is None:  # else lower has looked at it
+        for unit in (instruction.op for instruction in program if isinstance(instruction.op, Unit)):
+            refuse_part_of_replicas(mesh, unit.shard)
+    return install(model, program, mesh, strict=strict)
 
 
 def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool = False) -> nn.Module:
