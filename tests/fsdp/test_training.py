@@ -272,6 +272,7 @@ CASES = [
         shard_placement_fn=lambda p: Shard(-1) if p.ndim == 2 and p.shape[-1] % 4 == 0 else None)),
     case("a mesh of their own for some", shard=own_mesh_for_some),
     case("blocks of rows", shard=blocks_of_rows),
+    case("Shard(last), uneven", stock=False, shard=options(shard_placement_fn=lambda p: Shard(-1) if p.ndim else None)),
     case("mixed dtypes", mixed_dtypes, stock=False),
     case("LSTM", functools.partial(Net, block=lambda dim: Recurrent(dim))),
 ]  # fmt: skip

@@ -44,6 +44,7 @@ def materialize(
     placements: PlacementFn | None = None,
     *,
     device: torch.device | str | None = None,
+    into: Callable[[str], torch.Tensor | None] | None = None,
 ) -> Module:
     """Give every deferred parameter, buffer and tensor attribute of a module its values; returns the module.
 
@@ -64,6 +65,7 @@ def materialize(
         mesh: where the placed tensors live. None: everything becomes plain and whole, as without ``deferred_init``.
         placements: asked once for each parameter and buffer, under its first name. None: nothing is placed.
         device: of plain tensors, and of all of them without a mesh; None: where the constructor put them.
+        into: asked for the memory of a placed tensor's part, by name; None, or an answer of None: memory of its own.
 
     Raises:
         ValueError: placements that do not fit a tensor or the mesh.
@@ -80,7 +82,7 @@ def materialize(
     if mesh is not None:
         deferred = [tensor for _, tensor in named if isinstance(tensor, DeferredTensor)]
         check_recorded_alike(mesh, deferred)
-    maker = _Maker(mesh, device)
+    maker = _Maker(mesh, device, into)
     with without_modes():  # also inside of deferred_init()
         for name, tensor in named:
             maker.make(name, tensor, None if placements is None else placements(name, tensor))
@@ -97,7 +99,7 @@ def materialize_tensor(
     Raises TypeError for a tensor that has values, ValueError for placements that do not fit. Communication: none.
     """
     _check_deferred(tensor)
-    maker = _Maker(mesh, None)
+    maker = _Maker(mesh, None, None)
     with without_modes():
         maker.make("tensor", tensor, placements)
     return maker.made[id(tensor)]
@@ -132,8 +134,14 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class _Maker:
     """The tensors of one call of :func:`materialize`, by the deferred tensor that they replace."""
 
-    def __init__(self, mesh: DeviceMesh | None, device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        device: torch.device | str | None,
+        into: Callable[[str], torch.Tensor | None] | None,
+    ) -> None:
         self.mesh = mesh
+        self._into = into
         self.device = None if device is None else torch.device(device)
         self.time = next_time()
         self.made: dict[int, torch.Tensor] = {}
@@ -199,7 +207,12 @@ class _Maker:
             if (other_view, other_placements) != (view, resolved):
                 self._refuse_overlap(name, other)
         else:
-            local = self._local(view.shape, view.dtype, resolved, lambda region: part_values(view, self.time, region))
+            own = self._into(name) if self._into is not None else None
+            local = self._local(
+                view.shape, view.dtype, resolved, lambda region: part_values(view, self.time, region, own)
+            )
+            if own is not None:
+                local = own if local is own else own.copy_(local)
             self._locals[key] = (name, view, resolved, local)
         return make_dtensor(local, spec)
 
