@@ -63,7 +63,14 @@ try:
         set_local,
         spec_of,
     )
-    from vescale.compat.foreach import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm, has_foreach
+    from vescale.compat.foreach import (
+        foreach_add_,
+        foreach_copy_,
+        foreach_mul_,
+        foreach_norm,
+        foreach_scale_,
+        has_foreach,
+    )
     from vescale.compat.groups import make_group
     from vescale.compat.install import DTensorHooks, install, stock
     from vescale.compat.meshes import concatenate_meshes, flatten_mesh
@@ -100,6 +107,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
+    "foreach_scale_",
     "has_foreach",
     "has_results",
     "in_backward",

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from vescale.compat.dispatch import clear_sharding_cache
+from vescale.compat.needs import self_check
 
 __all__ = [
     "DispatchListener",
@@ -27,6 +28,7 @@ __all__ = [
     "node_sequence",
     "sequence_number",
     "stock_dispatch",
+    "telling",
 ]
 
 # Switches __torch_function__ off for modes and subclasses alike: DTensor's ops (which use __torch_dispatch__) still run.
@@ -65,10 +67,14 @@ _INSTALLED: list[DispatchListener] = []
 
 
 def install_dispatch(handlers: Mapping[Any, Handler], listener: DispatchListener) -> None:
-    """Register op handlers and the listener with DTensor's dispatcher, once in a process; later calls do nothing."""
+    """Register op handlers and the listener with DTensor's dispatcher, once in a process; later calls do nothing.
+
+    Raises UnsupportedTorchError when this torch lacks something that vescale builds on; nothing is changed then.
+    """
     with _LOCK:
         if _INSTALLED:
             return
+        self_check()
         _INSTALLED.append(listener)
         dispatcher = DTensor._op_dispatcher
         for op, handler in handlers.items():
@@ -95,6 +101,7 @@ def _format_scalars() -> None:
 def _listen_to_redistributions(dispatcher: Any, listener: DispatchListener) -> None:
     original = dispatcher.redistribute_local_args
 
+    @functools.wraps(original)
     def redistribute_local_args(op_info: Any, schema: Any, use_val: bool) -> None:
         wanted = schema.args_schema
         if op_info.args_tree_spec is not None:
@@ -122,19 +129,29 @@ def _listen_to_writes(dispatcher: Any, listener: DispatchListener) -> None:
 
     _replace_code(type(dispatcher)._dispatch_fast_path_python_tail, _telling_tail, wrote)
 
-    def telling(handler: Handler) -> Handler:
-        @functools.wraps(handler)
-        def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            result = handler(op, args, kwargs)
-            if args and isinstance(args[0], DTensor):
+    handlers: Any = dispatcher._custom_op_handlers
+    for op, handler in handlers.items():
+        handlers[op] = telling(op, handler)
+
+
+def telling(op: Any, handler: Handler) -> Handler:
+    """A handler that tells the listener, also one installed later, when an in-place op has been handled."""
+    if isinstance(handler, _Telling) or not op._schema.is_mutable or op._schema.name.startswith("aten::_foreach"):
+        return handler
+    return _Telling(handler)
+
+
+class _Telling:
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        functools.update_wrapper(self, handler)
+
+    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self.handler(op, args, kwargs)
+        if args and isinstance(args[0], DTensor):
+            for listener in _INSTALLED:
                 listener.wrote(args[0])
-            return result
-
-        return handle
-
-    for op, handler in dispatcher._custom_op_handlers.items():
-        if op._schema.is_mutable and not op._schema.name.startswith("aten::_foreach"):
-            dispatcher._custom_op_handlers[op] = telling(handler)
+        return result
 
 
 def _telling_tail(
@@ -183,6 +200,7 @@ def _replace_code(function: types.FunctionType, replacement: Any, *helpers: Any)
 def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -> None:
     original = dispatcher._propagate_op_sharding_dispatch_slow_path
 
+    @functools.wraps(original)
     def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         # The C++ caller takes anything that is no OutputSharding as the op's own result.
         try:
@@ -241,6 +259,7 @@ def _lacks_rule(error: BaseException | None) -> bool:
 def _listen_to_plain_operands(dispatcher: Any, listener: DispatchListener) -> None:
     original = dispatcher._try_replicate_spec_for_scalar_tensor
 
+    @functools.wraps(original)
     def replicate_spec(op_call: Any, tensor: torch.Tensor, mesh: Any) -> DTensorSpec:
         if tensor.ndim and listener.plain_operand(op_call, tensor):
             meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
