@@ -190,7 +190,7 @@ def _fill_stretch(out: torch.Tensor, start: int, leaf: _Leaf, op: RandomOp, rule
         offset = leaf.state.offset + chunk * rule.chunk_increment()
         device.native(op, target, PhiloxState(leaf.state.seed, offset), None)
 
-    if launch.threads(n) < launch.max_threads:  # one pass at most, and fewer threads than a chunk has: all of it
+    if launch.threads(n) < launch.max_threads:  # one pass at most, and less than a chunk: all of it costs less
         whole = torch.empty(n, dtype=out.dtype, device=out.device)
         native(whole, 0)
         out.copy_(whole[start : start + out.numel()])
