@@ -17,7 +17,7 @@ from tests.rng import cases
 from vescale import csrc
 from vescale.rng import _cuda_kernel
 from vescale.rng._cuda import Device
-from vescale.rng._cuda_kernel import Plan
+from vescale.rng._cuda_kernel import NativeFill, Plan, plan_of
 from vescale.rng._ops import DROPOUT_MASK, RandomOp
 from vescale.rng._philox import GridStride, Launch, PhiloxRule, PhiloxState, Quads, Vectors, philox
 from vescale.rng._spans import Piece, Span
@@ -97,13 +97,12 @@ class EmulatedGpu:
         self, op: RandomOp, rule: PhiloxRule, stream: torch.Tensor, state: PhiloxState, parameter: torch.Tensor | None
     ) -> None:
         n = stream.numel()
-        transform = _cuda_kernel.transform_of(op, stream.dtype, parameter is not None)
-        if transform is None:
+        span = Span(0, n, (Piece((n,), 0, (1,), 0, (1,)),))
+        fill, dtype = NativeFill(op, rule, n, state), None if parameter is None else parameter.dtype
+        plan = plan_of(fill, self.launch, stream.dtype, dtype, span, span.pieces[0])
+        if plan is None:
             thread, block, lane = rule.address(self.launch, n, np.arange(n))
             words = philox(state, thread, block)[np.arange(n), lane]
             stream.copy_(torch.from_numpy((words % 251).astype(np.int64)))
             return
-        span = Span(0, n, (Piece((n,), 0, (1,), 0, (1,)),))
-        dtype = None if parameter is None else parameter.dtype
-        plan = _cuda_kernel.plan_of(transform, rule, self.launch, stream.dtype, dtype, span, span.pieces[0], n, state)
         self._host(stream, stream if parameter is None else parameter, plan, 1, 1)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 from tests.rng import cases
 from tests.rng.emulated_gpu import COINS, NORMAL, SMALL, STATE, UNIFORM, EmulatedGpu, no_kernel
-from vescale.placements import RaggedShard, local_region
+from vescale.placements import InterleavedShard, RaggedShard, local_region
 from vescale.rng import _cuda, _cuda_kernel
 from vescale.rng._cuda import Device, generate
 from vescale.rng._cuda_kernel import Plan
@@ -153,6 +153,10 @@ def test_native_chunks_give_every_coordinate_its_elements(name: str, monkeypatch
     assert passes > 10
 
 
+def refused_kernel(*_: Any) -> bool:
+    raise AssertionError("the kernel counts the elements of one launch")
+
+
 def test_fills_of_more_than_two_gib_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the limit of 32-bit offsets lowered to something that fits a test."""
     launch = Launch(num_sms=1, threads_per_sm=256)
@@ -170,14 +174,16 @@ def test_fills_of_more_than_two_gib_are_split(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(_cuda, "leaves", small_leaves)
     launch_native = emulated_native(launch, lambda n: rule)
-    device = Device(launch, launch_native, no_kernel)
+    device = Device(launch, launch_native, refused_kernel)
+    monkeypatch.setattr(_cuda, "KERNEL_COST", 0)
+    monkeypatch.setattr(_cuda, "GAP_ELEMENTS", 5_000)
     n = 10_007
     whole = torch.empty(n, dtype=torch.int64)
     offset = STATE.offset + rule.increment(launch, n)  # taken before the split
     for start, stop in small_leaves(n, 8):
         launch_native(None, whole[start:stop], PhiloxState(STATE.seed, offset))
         offset += rule.increment(launch, stop - start)
-    for placements in ([Shard(0)], [RaggedShard((), None, block=7)]):
+    for placements in ([Shard(0)], [RaggedShard((), None, block=7)], [InterleavedShard(0, 3)]):
         for index in range(3):
             region = local_region((n,), placements, (3,), (index,))
             local = torch.empty(region.local_shape, dtype=torch.int64)

@@ -19,6 +19,7 @@ from vescale import csrc
 from vescale.placements import RaggedShard, local_region
 from vescale.rng import _cuda, _cuda_kernel
 from vescale.rng._cuda import Device, generate
+from vescale.rng._cuda_kernel import NativeFill
 from vescale.rng._fill import Fill
 from vescale.rng._ops import DROPOUT_MASK, RandomOp
 from vescale.rng._philox import GridStride, PhiloxRule, Quads, Vectors, philox
@@ -168,7 +169,7 @@ def test_continuous_distributions_of_the_kernel_source(host_kernel: Any, dtype: 
         local = torch.empty(n, dtype=dtype)
         op = RandomOp(name, arguments)
         span = Span(0, n, (Piece((n,), 0, (1,), 0, (1,)),))
-        assert host_kernel(op, rule, local, [span], n, STATE, None)
+        assert host_kernel(NativeFill(op, rule, n, STATE), local, [span], None)
         return local.double().numpy()
 
     close = {"rtol": 1e-3 if dtype == torch.float32 else 1e-12, "atol": 1e-5 if dtype == torch.float32 else 1e-12}
@@ -280,13 +281,12 @@ def test_probabilities_are_rounded_as_the_native_op_rounds_them(host_kernel: Any
 
 
 def test_what_the_kernel_is_told() -> None:
-    transform = _cuda_kernel.transform_of(UNIFORM, torch.float32, False)
-    assert transform is not None
-
     def plan(sizes: tuple[int, ...], strides: tuple[int, ...], n: int = 10**6) -> Any:
         piece = Piece(sizes, 0, strides, 0, strides)
         span = Span(0, n, (piece,))
-        return _cuda_kernel.plan_of(transform, GridStride(4), SMALL, torch.float32, None, span, piece, n, STATE)
+        return _cuda_kernel.plan_of(
+            NativeFill(UNIFORM, GridStride(4), n, STATE), SMALL, torch.float32, None, span, piece
+        )
 
     assert plan((5, 7), (7, 1)).count == 5 * 2
     assert plan((1,), (1,), n=2**31).kind[-1] == plan((1,), (1,), n=2**31 - 4096).kind[-1] == 0

@@ -49,8 +49,8 @@ class Device:
     """What the engine asks of a GPU; the tests put an emulation in its place.
 
     ``native(op, out, state, parameter, final)`` runs the native op from a generator state, and appends the state after it
-    to the list ``final`` where one is given; ``kernel(op, rule, local, spans, n, state, parameter)`` fills the spans'
-    pieces, or returns False when it cannot.
+    to the list ``final`` where one is given; ``kernel(native_fill, local, spans, parameter)`` fills the spans' pieces, or
+    returns False when it cannot.
     """
 
     launch: Launch
@@ -117,7 +117,7 @@ def generate(
         return final
     if len(parts) == 1 and _prefers_kernel(rule, fill, local, device.launch):
         everything = list(spans(region, fill.order, local.stride(), n, n))
-        if device.kernel(op, rule, local, everything, n, state, parameter):
+        if device.kernel(_cuda_kernel.NativeFill(op, rule, n, state), local, everything, parameter):
             return final
     if not isinstance(rule, ChunkedRule):
         return _whole(local, fill, state, device, parameter)
@@ -190,7 +190,7 @@ def _fill_stretch(out: torch.Tensor, start: int, leaf: _Leaf, op: RandomOp, rule
         offset = leaf.state.offset + chunk * rule.chunk_increment()
         device.native(op, target, PhiloxState(leaf.state.seed, offset), None)
 
-    if launch.threads(n) < launch.max_threads:  # one pass at most, and fewer threads than a chunk has: all of it
+    if launch.threads(n) < launch.max_threads:  # one pass at most, and less than a chunk: all of it costs less
         whole = torch.empty(n, dtype=out.dtype, device=out.device)
         native(whole, 0)
         out.copy_(whole[start : start + out.numel()])

@@ -13,6 +13,7 @@ import math
 import struct
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,18 @@ from vescale.rng._ops import DROPOUT_MASK, RandomOp
 from vescale.rng._philox import ChunkedRule, GridStride, Launch, PhiloxRule, PhiloxState, Vectors
 from vescale.rng._spans import Piece, Span
 
-__all__ = ["Kernels", "Kind", "Launcher", "Plan", "build", "compiled", "plan_of", "source", "transform_of"]
+__all__ = [
+    "Kernels",
+    "Kind",
+    "Launcher",
+    "NativeFill",
+    "Plan",
+    "build",
+    "compiled",
+    "plan_of",
+    "source",
+    "transform_of",
+]
 
 _MAX_DIMS = 6
 _DTYPES = {
@@ -222,18 +234,28 @@ def _divisor(value: int) -> _Divisor:
     return _Divisor(value, multiplier % 2**32, shift)
 
 
+@dataclass(frozen=True)
+class NativeFill:
+    """A fill of ``n`` elements as the native op makes it: by ``rule``, from a generator in ``state``."""
+
+    op: RandomOp
+    rule: PhiloxRule
+    n: int
+    state: PhiloxState
+
+
 def plan_of(
-    transform: Transform,
-    rule: PhiloxRule,
+    fill: NativeFill,
     launch: Launch,
     dtype: torch.dtype,
     parameter_dtype: torch.dtype | None,
     span: Span,
     piece: Piece,
-    n: int,
-    state: PhiloxState,
 ) -> Plan | None:
-    """What the kernel is told about one piece; None when it is not a box of few dims, which the kernel needs."""
+    """What the kernel is told about one piece; None for ops that it does not know, and for what is not a box of few dims."""
+    rule, n, transform = fill.rule, fill.n, transform_of(fill.op, dtype, parameter_dtype is not None)
+    if transform is None:
+        return None
     if isinstance(rule, Vectors) and rule.width == 1:
         rule = GridStride(4)
     sizes, strides, locals_ = piece.sizes, piece.span_strides, piece.local_strides
@@ -259,8 +281,8 @@ def plan_of(
         return (_Divisor * _MAX_DIMS)(*(_divisor(value) for value in values))
 
     return Plan(
-        seed=state.seed,
-        block=state.offset // 4,
+        seed=fill.state.seed,
+        block=fill.state.offset // 4,
         count=math.prod(sizes[:-1]) * units,
         stream=span.start + piece.span_offset,
         local=piece.local_offset,
@@ -288,19 +310,12 @@ class Kernels:
         self._trusted: dict[Any, bool] = {}
 
     def fill(
-        self,
-        op: RandomOp,
-        rule: PhiloxRule,
-        local: torch.Tensor,
-        spans: Sequence[Span],
-        n: int,
-        state: PhiloxState,
-        parameter: torch.Tensor | None,
+        self, fill: NativeFill, local: torch.Tensor, spans: Sequence[Span], parameter: torch.Tensor | None
     ) -> bool:
         """Fills the pieces of the spans with the native bits; False, and nothing done, when another way must be found."""
-        if isinstance(rule, ChunkedRule) and sum(len(span.pieces) for span in spans) > _MAX_LAUNCHES:
+        if isinstance(fill.rule, ChunkedRule) and sum(len(span.pieces) for span in spans) > _MAX_LAUNCHES:
             return False
-        return self.trusts(op, rule, local, parameter) and self._fill(op, rule, local, spans, n, state, parameter)
+        return self.trusts(fill.op, fill.rule, local, parameter) and self._fill(fill, local, spans, parameter)
 
     def trusts(self, op: RandomOp, rule: PhiloxRule, local: torch.Tensor, parameter: torch.Tensor | None) -> bool:
         """Whether the kernel gives the native bits: of the op in general, and with these very arguments.
@@ -323,23 +338,13 @@ class Kernels:
         return self._trusted[key]
 
     def _fill(
-        self,
-        op: RandomOp,
-        rule: PhiloxRule,
-        local: torch.Tensor,
-        spans: Sequence[Span],
-        n: int,
-        state: PhiloxState,
-        parameter: torch.Tensor | None,
+        self, fill: NativeFill, local: torch.Tensor, spans: Sequence[Span], parameter: torch.Tensor | None
     ) -> bool:
-        transform = transform_of(op, local.dtype, parameter is not None)
-        if transform is None:
-            return False
         parameter_dtype = None if parameter is None else parameter.dtype
         launches = []
         for span in spans:
             for piece in span.pieces:
-                plan = plan_of(transform, rule, self.launch, local.dtype, parameter_dtype, span, piece, n, state)
+                plan = plan_of(fill, self.launch, local.dtype, parameter_dtype, span, piece)
                 kernel = None if plan is None else self.build(Kind(*plan.kind))
                 if plan is None or kernel is None:
                     return False
@@ -370,7 +375,7 @@ class Kernels:
         part = Piece((rows, width), first, (columns, 1), first, (columns, 1))
         for piece, view in ((whole, (n,)), (part, (rows, width))):
             own.zero_()
-            if not self._fill(op, rule, own, [Span(0, n, (piece,))], n, state, probabilities):
+            if not self._fill(NativeFill(op, rule, n, state), own, [Span(0, n, (piece,))], probabilities):
                 return False
             found, expected = (
                 values.as_strided(view, piece.local_strides, piece.local_offset) for values in (own, native)
