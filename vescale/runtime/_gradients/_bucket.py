@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial
 
 from vescale.buffer import DBuffer, TensorGroup
 from vescale.comm import Pending, all_reduce_, axis_group, link_of, reduction_cost, ring_bytes
-from vescale.compat import foreach_copy_, foreach_scale_, num_storage_users
+from vescale.compat import TELLS_HOLDERS, are_unheld, foreach_copy_, foreach_scale_, num_storage_users
 from vescale.placements import unpack
 from vescale.runtime._gradients._comm_hook import CommHook, GradientBucket
 from vescale.runtime._gradients._reduction import Arrival, Contribution, Reduction, Stage
@@ -102,6 +102,8 @@ class Bucket:
         self._views: list[list[torch.Tensor]] = []  # for each slot, the parts of its gradient in buffer order
         self._marks: list[list[int]] = []  # for each slot, where its part begins in every piece
         self._all_marks: torch.Tensor | None = None
+        self._all_zeros = torch.empty(0)
+        self._results: dict[int, torch.Tensor] = {}  # by slot, what was given out as a gradient, to be given out again
         self._only: torch.Tensor | None = None  # the contribution of a bucket's one slot, to be reduced in place
         self._result: torch.Tensor | None = None
         self._takes_only = len(self.slots) == 1 and reduction.scatter is None and not self._casts
@@ -157,13 +159,19 @@ class Bucket:
         if self.is_open:
             return
         self.is_open = True
-        if self._views and num_storage_users(self._buffer.local) > self._num_users:
+        if self._views and not self._is_unseen():
             self._buffer, self._views = self._buffer.like(), []
+            self._results = {}
         if not self._buffer.is_allocated:
             self._buffer.allocate()
         if not self._views:
             self._make_views()
             self._num_users = num_storage_users(self._buffer.local)
+
+    def _is_unseen(self) -> bool:
+        """Whether nobody sees the memory but this bucket."""
+        num_users = self._num_users + len(self._results)
+        return num_storage_users(self._buffer.local) == num_users and are_unheld(list(self._results.values()))
 
     def _make_views(self) -> None:
         if self.reduction.scatter is None:
@@ -226,9 +234,7 @@ class Bucket:
         ``missing`` stands for those that have not come; None: an element that changes nothing.
         """
         self.is_launched = True
-        local, marks = self._filled(neutral(self.op) if missing is None else missing)
-        if self.op == "sum" and len(marks):
-            clear_signs(local, marks)
+        local = self._filled(neutral(self.op) if missing is None else missing)
         if self.scatters and self.hook is None:
             assert self.reduction.scatter is not None
             scattering = self._buffer.reduce_scatter([self.reduction.scatter], op="sum", asker=self.asker)
@@ -236,28 +242,27 @@ class Bucket:
         else:
             self._pending = self._start(self.reduction.stages[0], local)
 
-    def _filled(self, missing: float) -> tuple[torch.Tensor, torch.Tensor | list[int]]:
-        """What is to be reduced, flat, and where in it contributions begin. What has not been copied yet is copied at
-        once."""
+    def _filled(self, missing: float) -> torch.Tensor:
+        """What is to be reduced, flat. What has not been copied yet is copied at once."""
+        scale = self._early_scale
         if self._only is not None:
-            if self._early_scale != 1:
-                self._only.mul_(self._early_scale)
-            return self._only, [0] if self._only.numel() else []
+            if scale != 1:
+                self._only.mul_(scale)
+            if self.op == "sum" and self._only.numel():
+                clear_signs(self._only, [0])
+            return self._only
         self.open()
-        marks: list[int] = []
+        absent: list[int] = []
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         unscaled: list[torch.Tensor] = []
-        is_full = True
-        for slot, views, own_marks in zip(self.slots, self._views, self._marks, strict=True):
+        for slot, views in zip(self.slots, self._views, strict=True):
             gradient, slot.gradient = slot.gradient, None
             if gradient is None:
-                is_full = False
+                absent.append(slot.index)
                 for view in views:
                     view.fill_(missing)
-                continue
-            marks += own_marks
-            if slot.contribution.pieces is not None:
+            elif slot.contribution.pieces is not None:
                 targets += views
                 sources += [box.view(gradient) for piece in slot.contribution.pieces for box in piece.source]
                 unscaled += views
@@ -268,13 +273,22 @@ class Bucket:
                 unscaled.append(views[0])
         if targets:
             foreach_copy_(targets, sources)
-        if self._early_scale != 1 and unscaled:
-            foreach_scale_(unscaled, self._early_scale)
-        if not is_full:
-            return self._buffer.local, marks
-        if self._all_marks is None:
+        if scale != 1 and unscaled:
+            foreach_scale_(unscaled, scale)
+        if self.op == "sum":
+            self._clear_signs(absent)
+        return self._buffer.local
+
+    def _clear_signs(self, absent: Sequence[int]) -> None:
+        if absent:
+            marks = [mark for index, own in enumerate(self._marks) if index not in set(absent) for mark in own]
+            clear_signs(self._buffer.local, marks)
+            return
+        if self._all_marks is None:  # the same in every full bucket
+            marks = [mark for own in self._marks for mark in own]
             self._all_marks = torch.tensor(marks, dtype=torch.int64, device=self._buffer.device)
-        return self._buffer.local, self._all_marks
+            self._all_zeros = self._buffer.local.new_zeros(len(marks))
+        self._buffer.local.index_add_(0, self._all_marks, self._all_zeros)
 
     def _start(self, stage: Stage, tensor: torch.Tensor) -> Pending:
         group = stage.axes.group().group
@@ -328,8 +342,14 @@ class Bucket:
         """The reduced gradient: in the shape of the contribution, or this rank's part of it in ``own_region_shape``."""
         assert self._result is not None
         if slot.contribution.pieces is None:
+            is_buffer = self._only is None and self._result is self._buffer.local
+            if is_buffer and slot.index in self._results:
+                return self._results[slot.index]
             offset = self._buffer.group.layout.offsets[slot.index] + self._result.storage_offset()
-            return self._result.as_strided(slot.contribution.local_shape, slot.strides, offset)
+            out = self._result.as_strided(slot.contribution.local_shape, slot.strides, offset)
+            if is_buffer and TELLS_HOLDERS:
+                self._results[slot.index] = out
+            return out
         start = sum(self._sizes[self._own][: slot.index])
         piece = slot.contribution.pieces[self._own]
         flat = self._result[start : start + piece.numel]

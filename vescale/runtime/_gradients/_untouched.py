@@ -27,7 +27,7 @@ def is_untouched(mark: torch.Tensor, op: str) -> torch.Tensor:
     return (value == filled) & torch.signbit(value) if op == "sum" else value == filled
 
 
-def clear_signs(flat: torch.Tensor, marks: Sequence[int] | torch.Tensor) -> None:
+def clear_signs(flat: torch.Tensor, marks: Sequence[int]) -> None:
     """Make -0.0 at ``marks`` 0.0, so that none of these looks like a slot without contribution."""
-    where = torch.as_tensor(marks, dtype=torch.int64, device=flat.device)
+    where = torch.tensor(marks, dtype=torch.int64, device=flat.device)
     flat.index_add_(0, where, flat.new_zeros(len(where)))
