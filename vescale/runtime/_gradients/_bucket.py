@@ -54,8 +54,12 @@ class Slot:
         return self.contribution.reduction
 
     @property
+    def numel(self) -> int:
+        return self.contribution.numel
+
+    @property
     def num_bytes(self) -> int:
-        return self.contribution.numel * self.reduction.reduce_dtype.itemsize
+        return self.numel * self.reduction.reduce_dtype.itemsize
 
 
 class Bucket:
@@ -101,12 +105,15 @@ class Bucket:
         self._num_users = 0
         self._views: list[list[torch.Tensor]] = []  # for each slot, the parts of its gradient in buffer order
         self._marks: list[list[int]] = []  # for each slot, where its part begins in every piece
+        self._bare_marks: list[list[int]] = []  # of these, where the part is empty
         self._all_marks: torch.Tensor | None = None
         self._all_zeros = torch.empty(0)
         self._results: dict[int, torch.Tensor] = {}  # by slot, what was given out as a gradient, to be given out again
         self._only: torch.Tensor | None = None  # the contribution of a bucket's one slot, to be reduced in place
         self._result: torch.Tensor | None = None
-        self._takes_only = len(self.slots) == 1 and reduction.scatter is None and not self._casts
+        self._takes_only = (
+            len(self.slots) == 1 and reduction.scatter is None and not self._casts and self.slots[0].numel > 0
+        )
         on_cpu = self._buffer.device.type == "cpu"
         self._copies_early = [
             on_cpu and slot.contribution.pieces is None and slot.num_bytes >= _LARGE_BYTES for slot in self.slots
@@ -142,7 +149,9 @@ class Bucket:
         reduction = self.reduction
         axes = reduction.stages[0].axes
         if reduction.scatter is None:
-            shapes = {f"{i} {slot.name}": slot.contribution.local_shape for i, slot in enumerate(self.slots)}
+            shapes = {
+                f"{i} {s.name}": s.contribution.local_shape if s.numel else (1,) for i, s in enumerate(self.slots)
+            }
         else:
             shapes = {"pieces": (reduction.num_pieces * max(sum(sizes) for sizes in self._sizes),)}
         group = TensorGroup.plan(
@@ -175,18 +184,19 @@ class Bucket:
 
     def _make_views(self) -> None:
         if self.reduction.scatter is None:
-            self._views = [[view] for view in self._buffer.views]
-            offsets = self._buffer.group.layout.offsets
-            self._marks = [[offset] if slot.contribution.numel else [] for offset, slot in zip(offsets, self.slots)]
+            views = self._buffer.views
+            self._views = [[view] if slot.numel else [] for view, slot in zip(views, self.slots)]
+            self._marks = [[offset] for offset in self._buffer.group.layout.offsets]
+            self._bare_marks = [[] if slot.numel else own for own, slot in zip(self._marks, self.slots)]
             return
-        local, starts = self._buffer.local, self._starts()
+        local, self._marks = self._buffer.local, self._starts()
         self._views = [[] for _ in self.slots]
-        self._marks = [[] for _ in self.slots]
+        self._bare_marks = [[] for _ in self.slots]
         for place, slot in enumerate(self.slots):
             assert slot.contribution.pieces is not None
-            for piece, start in zip(slot.contribution.pieces, starts[place]):
-                if piece.numel:
-                    self._marks[place].append(start)
+            for piece, start in zip(slot.contribution.pieces, self._marks[place]):
+                if not piece.numel:
+                    self._bare_marks[place].append(start)
                 for box in piece.source:
                     self._views[place].append(local[start : start + box.numel].view(box.sizes))
                     start += box.numel
@@ -205,7 +215,7 @@ class Bucket:
     def place(self, slot: Slot) -> torch.Tensor | None:
         """Where ``slot``'s gradient may accumulate instead of elsewhere: a new view of the open buffer in the shape of
         the gradient; None when the buffer has another dtype or order, or is not needed."""
-        if self.reduction.scatter is not None or self._casts or self._takes_only:
+        if self.reduction.scatter is not None or self._casts or self._takes_only or not slot.numel:
             return None
         self.open()
         return self._views[slot.index][0].view(slot.contribution.local_shape)
@@ -248,7 +258,7 @@ class Bucket:
         if self._only is not None:
             if scale != 1:
                 self._only.mul_(scale)
-            if self.op == "sum" and self._only.numel():
+            if self.op == "sum":
                 clear_signs(self._only, [0])
             return self._only
         self.open()
@@ -262,11 +272,16 @@ class Bucket:
                 absent.append(slot.index)
                 for view in views:
                     view.fill_(missing)
-            elif slot.contribution.pieces is not None:
+                for mark in self._bare_marks[slot.index]:
+                    self._buffer.local[mark] = missing
+                continue
+            for mark in self._bare_marks[slot.index]:
+                self._buffer.local[mark] = 0.0
+            if slot.contribution.pieces is not None:
                 targets += views
                 sources += [box.view(gradient) for piece in slot.contribution.pieces for box in piece.source]
                 unscaled += views
-            elif gradient is not views[0]:
+            elif views and gradient is not views[0]:
                 if gradient.data_ptr() != views[0].data_ptr():  # else it has accumulated there
                     targets.append(views[0])
                     sources.append(gradient)
@@ -360,13 +375,13 @@ class Bucket:
         return out
 
     def mark(self, slot: Slot) -> torch.Tensor:
-        """One element (or none, of an empty result) that tells whether any rank contributed; see :func:`is_untouched`."""
+        """One element that tells whether any rank contributed; see :func:`is_untouched`."""
         assert self._result is not None
         if slot.contribution.pieces is None:
             offset = self._buffer.group.layout.offsets[slot.index]
-            return self._result[offset : offset + min(1, slot.contribution.numel)]
+            return self._result[offset : offset + 1]
         start = sum(self._sizes[self._own][: slot.index])
-        return self._result[start : start + min(1, slot.contribution.pieces[self._own].numel)]
+        return self._result[start : start + 1]
 
     def __repr__(self) -> str:
         return f"Bucket({self.index}, {len(self.slots)} gradients, {self.num_bytes} bytes, {self.reduction.text()})"
@@ -400,16 +415,14 @@ class Bucket:
 
 
 def _piece_sizes(slots: Sequence[Slot], num_pieces: int) -> list[list[int]]:
-    """For each piece, the elements of each slot in it."""
-    found = []
-    for number in range(num_pieces):
-        found.append(
-            [
-                slot.contribution.numel if slot.contribution.pieces is None else slot.contribution.pieces[number].numel
-                for slot in slots
-            ]
-        )
-    return found
+    """For each piece, the elements of each slot in it; one where a slot has none, to be marked."""
+    return [
+        [
+            max(1, slot.numel if slot.contribution.pieces is None else slot.contribution.pieces[number].numel)
+            for slot in slots
+        ]
+        for number in range(num_pieces)
+    ]
 
 
 def _copy_scaled(target: torch.Tensor, source: torch.Tensor, scale: float) -> None:

@@ -138,6 +138,8 @@ class Entry:
             return True
         if not isinstance(gradient, DTensor) or self._rule.source is not None:
             return False
+        if tuple(gradient.placements) != self.home.target:
+            return False
         return self.contribution(self.arrival_of(gradient)).reduction is None
 
     def set_aside(self) -> bool:

@@ -434,7 +434,7 @@ def _untouched(buckets: Sequence[Bucket]) -> set[Slot]:
             if not slot.num_arrived:
                 mark = bucket.mark(slot)
                 slots.append(slot)
-                flags.append(is_untouched(mark, bucket.op) if mark.numel() else mark.new_ones(1, dtype=torch.bool))
+                flags.append(is_untouched(mark, bucket.op))
     if not flags:
         return set()
     return {slot for slot, flag in zip(slots, torch.cat(flags).tolist()) if flag}

@@ -1,8 +1,8 @@
-"""How a reduced buffer tells which gradients no rank has contributed to, without a byte more.
+"""How a reduced buffer tells which gradients no rank has contributed to.
 
 Such a gradient must be None, as on one device, not zeros. So a slot without contribution is filled with an element that
 changes no reduction, and that a contribution never begins with: of a sum -0.0, because only a sum of nothing but -0.0 is
--0.0.
+-0.0. A slot that is empty on this rank has one element for this: whether it has a gradient must be the same on all ranks.
 """
 
 from __future__ import annotations
