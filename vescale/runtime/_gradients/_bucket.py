@@ -343,7 +343,8 @@ class Bucket:
         """Wait for the last collective; :meth:`result` is then there, and the bucket is closed."""
         result = self._wait()
         if self.reduction.divisor > 1 and self._early_scale == 1:
-            result.div_(self.reduction.divisor)
+            numbers = torch.view_as_real(result) if result.is_complex() else result  # complex division makes -0.0 0.0
+            numbers.div_(self.reduction.divisor)
         if self.reduction.scatter is not None:
             if not (self.scatters and self.hook is None):
                 length = self._buffer.numel // self.reduction.num_pieces
