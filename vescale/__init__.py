@@ -25,6 +25,7 @@ _PUBLIC: dict[str, str] = {
     "GradientReducer": "vescale.runtime",
     "parallelize": "vescale.runtime",
     "implicit_communication": "vescale.runtime",
+    "no_sync": "vescale.runtime",
     "ImplicitCommunicationError": "vescale.runtime",
     "ImplicitCommunicationWarning": "vescale.runtime",
     "ALL": "vescale.plans",

@@ -46,6 +46,22 @@ def test_demo_on_two_ranks(tmp_path: Path) -> None:
     assert ElementTree.parse(tmp_path / "loss.svg").getroot().tag.endswith("svg")
 
 
+def test_demo_with_parameters_in_parts() -> None:
+    """ZeRO-3: an axis that is left out has one rank; one gather a unit forward, one more a layer backward."""
+    command = [*COMMAND, "--steps", "1", "--mesh", "dp=2", "--plan", "llama-zero3", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["verdict"] == "equal" and report["plan"] == "plan_zoo/llama_zero3.yaml"
+    counts = {(c["axis"], c["op"], c["purpose"]): c["count"] for c in report["collectives_per_step"]}
+    assert counts == {
+        ("dp", "all_gather", "parameters"): 4 + 4 + 1,
+        ("dp", "reduce_scatter", "parameters' gradients"): 4 + 1,
+        ("dp", "all_reduce", "parameters' gradients"): 1,  # a byte for each parameter: was it used
+        ("dp", "all_reduce", "loss"): 1,
+    }
+
+
 def test_demo_says_when_losses_differ() -> None:
     done = subprocess.run(
         [*COMMAND, "--steps", "1", "--mesh", "dp=2,tp=1", "--tolerance=-1"],
@@ -62,7 +78,8 @@ def test_demo_says_when_losses_differ() -> None:
     ("arguments", "message"),
     [
         (["--steps", "0"], "at least one step"),
-        (["--mesh", "dp=2"], "tp"),
+        (["--mesh", "dp=2,mp=2"], "the plan has no axis 'mp'; give sizes of dp, tp"),
+        (["--plan", "lama"], "did you mean 'llama'"),
         (["--mesh", "dp=1,tp=3"], "tp=3"),
         (["--mesh", "tp"], "axis=size"),
         (["--mesh", "dp=64,tp=1"], "16 or fewer"),

@@ -139,3 +139,30 @@ def test_the_import_names_what_is_missing() -> None:
     imported = {name for name, outcome in outcomes.items() if outcome == "imported"}
     later = {f"{module}.{name}" for file in ("random.py", "checkpoint.py") for module, name in private_imports(file)}
     assert imported <= later, imported - later  # loaded with vescale.rng, and with the first placement after a check
+
+
+_CHECK_AFTER_EVERY_ORDER = """
+import itertools, os, sys
+
+from vescale import compat, placements, rng
+from vescale.runtime._handlers import install_handlers
+
+steps = {"placements": placements.install, "runtime": install_handlers, "rng": rng.enable}
+for order in itertools.permutations(steps):
+    child = os.fork()
+    if child == 0:
+        try:
+            for name in order:
+                steps[name]()
+                compat.self_check()
+            os._exit(0)
+        except BaseException as error:
+            print(order, error, flush=True)
+            os._exit(1)
+    os.waitpid(child, 0)
+"""
+
+
+def test_what_is_installed_passes_the_check_in_every_order() -> None:
+    done = subprocess.run([sys.executable, "-c", _CHECK_AFTER_EVERY_ORDER], capture_output=True, text=True, check=True)
+    assert done.stdout == "", done.stdout

@@ -310,8 +310,6 @@ def errors() -> None:
         fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=3)
     with pytest.raises(ValueError, match="expected None or Shard"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda p: RaggedShard())
-    with pytest.raises(NotImplementedError, match="uneven chunks"):
-        fully_shard(nn.Linear(3, 3, bias=False), mesh=mesh, shard_placement_fn=lambda p: vescale_shard(1))
     with pytest.raises(ValueError, match="expected a bool"):
         linear.set_reshard_after_forward(2)  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="expected an int"):
@@ -331,10 +329,6 @@ def errors() -> None:
     by_block(wrong, fully_shard, mesh)
     with pytest.raises(BufferMismatchError, match=r"ranks \[2\] and rank 0 disagree on buffer 'the root\[0\]'"):
         wrong(tokens(0, 0))
-
-
-def vescale_shard(dim: int) -> Any:
-    return torch.distributed.tensor.Shard(dim)
 
 
 def test_errors_are_raised_on_every_rank(ranks: RankPools) -> None:

@@ -65,7 +65,8 @@ def test_golden_texts(name: str) -> None:
 def mixed() -> Plan:
     """An entry of every kind, for a model that needs no transformers."""
     plan = Plan({"dp": 2, "tp": 2}).shard("<in>", Shard(0), mesh="dp").shard("layers.*fc1.weight", Shard(0), mesh="tp")
-    plan.shard(r"layers.\d.fc2.weight", {"dp": Shard(0), "tp": Shard(1)}, phase=INIT).unit(r"layers.\d")
+    plan.shard(r"layers.\d.fc2.weight", {"dp": Shard(0), "tp": Shard(1)}, phase=INIT)
+    plan.shard(r"layers.\d.fc2.weight", {"dp": Replicate(), "tp": Shard(1)}, phase=RUN).unit(r"layers.\d")
     plan.redistribute(r"layers.\d.fc1.<in>", Shard(0), Replicate(), mesh="tp").annotate(
         ".*bias.grad", Partial(), mesh="tp"
     )
@@ -110,9 +111,9 @@ def ops(program: Program, path: str, hook: Hook, target: str) -> list[object]:
 
 
 def test_a_parameter_that_runs_elsewhere_moves_before_and_back_after() -> None:
-    plan = Plan({"dp": 2}).shard("fc1.weight", Shard(0), phase=INIT).shard("fc1.weight", Replicate(), phase=RUN)
+    plan = Plan({"dp": 2}).shard("fc1.weight", Shard(0), phase=INIT).shard("fc1.weight", Shard(1), phase=RUN)
     program = lower(plan, Mlp())
-    rest, run = (Shard(0),), (Replicate(),)
+    rest, run = (Shard(0),), (Shard(1),)
     assert ops(program, "fc1", Hook.INIT, "weight") == [Place(rest)]
     assert ops(program, "fc1", Hook.FORWARD_PRE, "weight") == [Redistribute(run, rest)]
     assert ops(program, "fc1", Hook.FORWARD_POST, "weight") == [Redistribute(rest, run)]
@@ -128,15 +129,14 @@ def test_only_the_running_placement_given_means_replicated_at_rest() -> None:
 def test_units_gather_where_they_begin() -> None:
     plan = Plan({"dp": 2}).shard(r".*weight", Shard(0), phase=INIT).shard(r".*weight", Replicate(), phase=RUN)
     program = lower(plan.unit(r"layers\.\d+").unit(r"layers\.1\.fc1"), build("stack"))
-    assert ops(program, "layers.0", Hook.INIT, "<self>") == [Unit(("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"))]
-    assert ops(program, "layers.1", Hook.INIT, "<self>") == [Unit(("fc2.weight", "fc2.bias"))]
-    assert ops(program, "layers.1.fc1", Hook.INIT, "<self>") == [Unit(("weight", "bias"))]
-    assert len(ops(program, "layers.0", Hook.FORWARD_PRE, "fc1.weight")) == 1
-    assert ops(program, "layers.0.fc1", Hook.FORWARD_PRE, "weight") == []
+    assert ops(program, "layers.0", Hook.INIT, "<self>") == [Unit(("fc1.weight", "fc2.weight"), "dp")]
+    assert ops(program, "layers.1", Hook.INIT, "<self>") == [Unit(("fc2.weight",), "dp")]
+    assert ops(program, "layers.1.fc1", Hook.INIT, "<self>") == [Unit(("weight",), "dp")]
+    assert not any(i.hook is Hook.FORWARD_PRE and i.target.endswith("weight") for i in program)
 
 
 def test_torchs_attention_reads_a_weight_of_a_child_that_it_never_calls() -> None:
-    plan = Plan({"dp": 2}).shard(".*", Shard(0), phase=INIT).shard(".*", Replicate(), phase=RUN)
+    plan = Plan({"dp": 2}).shard(".*", Replicate(), phase=INIT).shard(".*", Shard(0), phase=RUN)
     program = lower(plan, build("attention"))
     assert len(ops(program, "attention", Hook.FORWARD_PRE, "out_proj.weight")) == 1
     assert len(ops(program, "attention", Hook.FORWARD_PRE, "in_proj_weight")) == 1
@@ -150,7 +150,7 @@ def test_a_shared_module_is_named_once() -> None:
 
 
 def test_a_tied_weight_moves_wherever_it_is_read() -> None:
-    plan = Plan({"dp": 2}).shard("lm_head.weight", Shard(0), phase=INIT).shard("lm_head.weight", Replicate(), phase=RUN)
+    plan = Plan({"dp": 2}).shard("lm_head.weight", Shard(0), phase=INIT).shard("lm_head.weight", Shard(1), phase=RUN)
     program = lower(plan, llama(1, tied=True))
     assert len(ops(program, "model.embed_tokens", Hook.INIT, "weight")) == 1
     for path in ("model.embed_tokens", "lm_head"):

@@ -77,12 +77,13 @@ def test_parameters_gathered_by_layer() -> None:
     prediction = predict_llama(zero_3())
     layers = [c for c in prediction.collectives if ".layers." in c.path]
     assert Counter((c.target, c.when, c.op) for c in layers) == {
-        ("weight", "forward", "all_gather"): 18,
-        ("weight.grad", "backward", "reduce_scatter"): 18,
+        ("<unit>", "forward", "all_gather"): 2,
+        ("<unit>", "backward", "all_gather"): 2,
+        ("<unit>.grad", "backward", "reduce_scatter"): 2,
     }
     total = sum(p.numel() * 4 for name, p in llama(2).named_parameters() if ".layers." in name)
     gathered = sum(c.num_bytes or 0 for c in layers if c.when == "forward")
-    assert gathered == total * 3 // 4
+    assert total * 3 // 4 <= gathered <= 1.01 * total * 3 // 4  # no row is cut, which costs some padding
     model, tokens = llama(2), meta(4, 16, dtype=torch.int64)
     batched = predict(optimize(lower(zero_3(), model)), model, {"input_ids": tokens, "use_cache": False})
     assert [c for c in batched.collectives if ".layers." in c.path] == layers

@@ -123,6 +123,7 @@ _LATENT = {
 
 MODELS: dict[str, ZooModel] = {
     "llama": _causal("LlamaForCausalLM", _DECODER),
+    "llama_zero3": _causal("LlamaForCausalLM", _DECODER),
     "qwen3": _causal("Qwen3ForCausalLM", _DECODER),
     "gpt2": _causal("GPT2LMHeadModel", {**_GPT2, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}),
     "vit": ZooModel(

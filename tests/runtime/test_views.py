@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
 
-from tests.ranks import RankPools, run_cases
+from tests.ranks import RankPool, RankPools, run_cases
 from tests.runtime.compare import assert_same_gradients, whole
 from tests.runtime.llama import make_mesh
+from vescale import rng
 from vescale.plans import Plan
 from vescale.runtime import ImplicitCommunicationWarning, parallelize
 
@@ -90,6 +93,9 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+CUTS = ("rows", "columns", "pending")
+
+
 class Apply(nn.Module):
     def __init__(self, change: Callable[[Any], Any], returns: bool) -> None:
         super().__init__()
@@ -136,6 +142,63 @@ def writes(cut: str) -> None:
         run_cases(same, cases)
 
 
-@pytest.mark.parametrize("cut", ["rows", "columns", "pending"])
+@pytest.mark.parametrize("cut", CUTS)
 def test_writes_reach_what_was_viewed(ranks: RankPools, cut: str) -> None:
     ranks.run(writes, cut, world_size=2)
+
+
+def writes_outside_of_models(cut: str) -> None:
+    """What any program may have done with DTensors before; some of it stock DTensor refuses, on every rank."""
+    mesh = make_mesh(tp=2)
+    placement, local = {
+        "rows": (Shard(0), ONES[:2]),
+        "columns": (Shard(1), ONES[:, :3]),
+        "pending": (Partial(), ONES),
+    }[cut]
+    for change in WRITES.values():
+        y = DTensor.from_local(local.clone(), mesh, [placement])
+        with contextlib.suppress(Exception), implicit_replication():
+            change(y)
+
+
+def test_writes_reach_what_was_viewed_whatever_ran_before() -> None:
+    """PyTorch's dispatcher keeps what it called first, and how it decided, for the life of a process."""
+    pool = RankPool(2)
+    try:
+        for cut in CUTS:
+            pool.run(writes_outside_of_models, cut)
+        for cut in CUTS:
+            pool.run(writes, cut)
+            pool.run(writes_outside_of_models, cut)
+            pool.run(writes, cut)
+    finally:
+        pool.close()
+
+
+def draws_in_views(parallel_first: bool) -> None:
+    """In a process of its own: what is enabled stays so."""
+    mesh = make_mesh(tp=2)
+    if not parallel_first:
+        rng.enable()
+    parallelize(nn.Linear(2, 2), Plan(mesh))
+    if parallel_first:
+        rng.disable()
+        rng.enable()
+
+    def drawn(y: Any) -> Any:
+        torch.manual_seed(3)
+        y[1].normal_()
+        y[2:].uniform_()
+        return y
+
+    placed = DTensor.from_local(ONES.chunk(2)[0].clone(), mesh, [Shard(0)])
+    torch.testing.assert_close(whole(drawn(placed)), drawn(ONES.clone()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("parallel_first", [True, False])
+def test_draws_reach_what_was_viewed(parallel_first: bool) -> None:
+    pool = RankPool(2)
+    try:
+        pool.run(draws_in_views, parallel_first)
+    finally:
+        pool.close()

@@ -35,7 +35,13 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="training steps (default: 40)")
     parser.add_argument(
-        "--mesh", default="dp=2,tp=2", metavar="AXES", help="axes dp and tp with their sizes (default: dp=2,tp=2)"
+        "--mesh",
+        default="dp=2,tp=2",
+        metavar="AXES",
+        help="sizes of the axes dp and tp; one that is left out has one rank (default: dp=2,tp=2)",
+    )
+    parser.add_argument(
+        "--plan", default="llama", metavar="NAME", help="llama, or llama_zero3: parameters in parts (default: llama)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument(
@@ -84,7 +90,7 @@ class Result:
         ]
         return {
             "mesh": dict(self.job.axes),
-            "plan": "plan_zoo/llama.yaml",
+            "plan": f"plan_zoo/{self.job.plan}.yaml",
             "steps": steps,
             "largest_relative_difference": max(self.differences),
             "tolerance": self.tolerance,
@@ -120,13 +126,20 @@ def _job(args: argparse.Namespace) -> Job:
     if args.steps < 1:
         raise UsageError(f"--steps {args.steps}: train at least one step")
     try:
-        axes = MeshAxes.parse(args.mesh)
-        job = Job(axes=tuple(zip(axes.names, axes.sizes)), num_steps=args.steps)
+        name = args.plan.replace("-", "_")
+        given = MeshAxes.parse(args.mesh)
+        wanted = plan_zoo.about(name).axes
+        unknown = [axis for axis in given if axis not in wanted]
+        if unknown:
+            raise ValueError(f"the plan has no axis {unknown[0]!r}; give sizes of {', '.join(wanted)}")
+        missing = {axis: 1 for axis in wanted if axis not in given}
+        axes = MeshAxes.of({**dict(zip(given.names, given.sizes)), **missing})
+        job = Job(axes=tuple(zip(axes.names, axes.sizes)), num_steps=args.steps, plan=name)
         with torch.device("meta"):
             model = make_model(job)
-        lower(plan_zoo.load("llama", axes), model)
+        lower(plan_zoo.load(name, axes), model)
     except (ValueError, PlanError) as error:
-        raise UsageError(f"--mesh {args.mesh}: {error}") from None
+        raise UsageError(f"--mesh {args.mesh} --plan {args.plan}: {error}") from None
     except ImportError as error:
         raise UsageError(f"{error}; install the extra that the demo needs: pip install 'vescale[hf]'") from None
     if math.prod(axes.sizes) > 16:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,11 +22,13 @@ class Job:
     Attributes:
         axes: (name, size) of each mesh axis.
         num_steps: optimizer steps.
+        plan: of the zoo, for a Llama.
         tokens: path of a ``.npy`` file with the token ids of the text.
     """
 
     axes: tuple[tuple[str, int], ...]
     num_steps: int
+    plan: str = "llama"
     tokens: str = ""
     vocab_size: int = 1024
     hidden_size: int = 128
@@ -118,16 +120,18 @@ def train_mesh(job: Job, rank: int, send: Callable[[tuple[Any, ...]], None]) -> 
 
     from vescale import plan_zoo
     from vescale.comm import record_comms
-    from vescale.ir import lower
+    from vescale.ir import Unit, lower
     from vescale.runtime import parallelize
 
     mesh = init_device_mesh(
         "cpu", tuple(size for _, size in job.axes), mesh_dim_names=tuple(name for name, _ in job.axes)
     )
-    plan = plan_zoo.load("llama", mesh)
+    plan = plan_zoo.load(job.plan, mesh)
     model = make_model(job)
+    program = lower(plan, model)
+    units = {instruction.path for instruction in program if isinstance(instruction.op, Unit)}
     if rank == 0:
-        send(("program", lower(plan, model).to_text()))
+        send(("program", program.to_text()))
     parallelize(model, plan, strict=True)
     with record_comms() as ledger:
 
@@ -135,27 +139,29 @@ def train_mesh(job: Job, rank: int, send: Callable[[tuple[Any, ...]], None]) -> 
             if rank == 0:
                 send(("step", step, loss, seconds))
                 if step == 0:
-                    send(("collectives", _summary(ledger.records)))
+                    send(("collectives", _summary(ledger.records, units)))
             ledger.records.clear()
 
         _train(job, model, report)
 
 
-def _summary(records: list[Any]) -> list[Collective]:
+def _summary(records: list[Any], units: Collection[str]) -> list[Collective]:
     counts: Counter[tuple[str, str, str]] = Counter()
     moved: Counter[tuple[str, str, str]] = Counter()
     for record in records:
         if record.num_ranks == 1:
             continue
-        key = (record.axes, record.op.removesuffix("_v"), _purpose(record.asker))
+        key = (record.axes, record.op.removesuffix("_v"), _purpose(record.asker, record.op, units))
         counts[key] += 1
         moved[key] += record.bytes
     return [Collective(*key, counts[key], moved[key]) for key in sorted(counts)]
 
 
-def _purpose(asker: str) -> str:
-    """Who asked, without the module: an activation, its gradient, a parameter's gradient, the loss."""
-    if ".grad:" in asker:
+def _purpose(asker: str, op: str, units: Collection[str]) -> str:
+    """Who asked, without the module: an activation, its gradient, parameters of a unit, their gradients, the loss."""
+    if asker in units and op.startswith("all_gather"):
+        return "parameters"
+    if ".grad:" in asker or asker in units or "got a gradient" in asker:
         return "parameters' gradients"
     if "softmax" in asker or "nll" in asker:
         return "loss"

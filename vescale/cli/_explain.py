@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import nn
 
-    from vescale.ir import Collective, Prediction, Program
+    from vescale.ir import Collective, Prediction, Program, UnitBucket
     from vescale.plans import Plan
 
 __all__ = ["add_arguments", "run"]
 
 _PHASES = {"forward": "fwd", "backward": "bwd"}
-_SECTIONS = ("plan", "ir", "hooks", "memory", "collectives")
+_SECTIONS = ("plan", "ir", "hooks", "units", "memory", "collectives")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         "plan": lambda: _print_plan(console, plan),
         "ir": lambda: print(program.to_text(merge_layers=True), end=""),
         "hooks": lambda: _print_hooks(console, program),
+        "units": lambda: _print_units(console, program, model),
         "memory": lambda: _print_memory(console, program, model),
         "collectives": lambda: _print_collectives(console, prediction, inputs),
     }
@@ -95,6 +96,7 @@ def _title(section: str, plan: Plan, args: argparse.Namespace) -> str:
         "plan": f"Plan {args.plan}: {len(plan)} entries on {plan.axes}",
         "ir": "Instructions (path.hook:target:index:op; repeated layers merged)",
         "hooks": "Hooks (modules that get one, and how many instructions each runs)",
+        "units": "Units (gathered around a forward and backward; bytes of a rank, exchanged with others in one collective)",
         "memory": "Parameters and buffers",
         "collectives": "Predicted collectives of one step (bytes that a rank exchanges with others)",
     }[section]
@@ -187,9 +189,39 @@ def _hooks(program: Program) -> list[tuple[str, str, int, int]]:
     return [(path, hook, number, modules) for path, (hook, number), modules in merged]
 
 
+def _units(program: Program, model: nn.Module) -> list[tuple[str, UnitBucket, int]]:
+    """Buffers of units, repeated ones as one, with their number."""
+    from dataclasses import replace
+
+    from vescale.ir import merge_repeats, unit_buckets
+
+    rows = ((b.path, replace(b, path="", names=("",) * len(b.names))) for b in unit_buckets(program, model))
+    return [(path, bucket, count) for path, bucket, count in merge_repeats(rows)]
+
+
+def _print_units(console: Console, program: Program, model: nn.Module) -> None:
+    found = _units(program, model)
+    if not found:
+        console.print("none: no parameter is sharded at rest and whole while its module computes")
+        return
+    numbers = ("params", "padding", "at rest", "gathered", "gather", "again", "reduce", "replicas", "number")
+    table = new_table("unit", "over", "dtype", *numbers, right=numbers)
+    for path, bucket, count in found:
+        moved = {(when, op): num_bytes for when, op, _, num_bytes in bucket.collectives}
+        over = ",".join((*bucket.replicate, bucket.shard))
+        keys = (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter"))
+        sizes = [bytes_text(moved[key]) if key in moved else "-" for key in (*keys, ("backward", "all_reduce"))]
+        padding = f"{bucket.padding_elements / max(1, bucket.num_elements):.2%}"
+        held = (bytes_text(bucket.resting_bytes), bytes_text(bucket.whole_bytes))
+        dtype = str(bucket.dtype).removeprefix("torch.")
+        row = (path or "(the model)", over, dtype, str(len(bucket.names)), padding, *held, *sizes, str(count))
+        table.add_row(*row)
+    console.print(table)
+
+
 def _memory(program: Program, model: nn.Module) -> dict[str, int]:
     """Bytes of parameters and buffers: of the model, and the most that a rank holds at rest."""
-    from vescale.ir import Place
+    from vescale.ir import Place, unit_buckets
     from vescale.placements import local_region, normalize_placements
 
     axes, total, local = program.axes, 0, 0
@@ -203,7 +235,12 @@ def _memory(program: Program, model: nn.Module) -> dict[str, int]:
         region = local_region(shape, resolved, axes.sizes, (0,) * len(axes.sizes))
         total += tensor.numel() * tensor.element_size()
         local += region.numel * tensor.element_size()
-    return {"model_bytes": total, "first_rank_bytes": local}
+    buckets = unit_buckets(program, model)
+    gathered = sum(b.whole_bytes for b in buckets if not b.path) + max(
+        (b.whole_bytes for b in buckets if b.path and b.backward_ranks > 1), default=0
+    )
+    gathered += sum(b.whole_bytes for b in buckets if b.path and b.backward_ranks == 1)
+    return {"model_bytes": total, "first_rank_bytes": local, "gathered_bytes": gathered}
 
 
 def _print_memory(console: Console, program: Program, model: nn.Module) -> None:
@@ -211,6 +248,11 @@ def _print_memory(console: Console, program: Program, model: nn.Module) -> None:
     console.print(
         f"{bytes_text(memory['model_bytes'])} in all, {bytes_text(memory['first_rank_bytes'])} on the first rank at rest"
     )
+    if memory["gathered_bytes"]:
+        console.print(
+            f"{bytes_text(memory['gathered_bytes'])} more while it computes: the gathered parameters of the units that stay "
+            "whole, and of the largest of the others (and of one more, where gathering overlaps)"
+        )
 
 
 def _print_collectives(console: Console, prediction: Prediction | None, inputs: dict[str, Any]) -> None:
@@ -318,6 +360,24 @@ def _as_dict(plan: Plan, program: Program, model: nn.Module, prediction: Predict
         "hooks": [
             {"module": path, "hook": hook, "instructions": number, "modules": modules}
             for path, hook, number, modules in _hooks(program)
+        ],
+        "units": [
+            {
+                "unit": path,
+                "shard": bucket.shard,
+                "replicate": list(bucket.replicate),
+                "parameters": len(bucket.names),
+                "padding_elements": bucket.padding_elements,
+                "resting_bytes": bucket.resting_bytes,
+                "whole_bytes": bucket.whole_bytes,
+                "gradient_bytes": bucket.gradient_bytes,
+                "collectives": [
+                    {"when": when, "op": op, "axis": axis, "bytes": num_bytes}
+                    for when, op, axis, num_bytes in bucket.collectives
+                ],
+                "units": count,
+            }
+            for path, bucket, count in _units(program, model)
         ],
         "memory": _memory(program, model),
         "collectives": None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from vescale.compat.dispatch import clear_sharding_cache
+from vescale.compat.needs import self_check
 
 __all__ = [
     "DispatchListener",
@@ -24,6 +28,7 @@ __all__ = [
     "node_sequence",
     "sequence_number",
     "stock_dispatch",
+    "telling",
 ]
 
 # Switches __torch_function__ off for modes and subclasses alike: DTensor's ops (which use __torch_dispatch__) still run.
@@ -62,10 +67,14 @@ _INSTALLED: list[DispatchListener] = []
 
 
 def install_dispatch(handlers: Mapping[Any, Handler], listener: DispatchListener) -> None:
-    """Register op handlers and the listener with DTensor's dispatcher, once in a process; later calls do nothing."""
+    """Register op handlers and the listener with DTensor's dispatcher, once in a process; later calls do nothing.
+
+    Raises UnsupportedTorchError when this torch lacks something that vescale builds on; nothing is changed then.
+    """
     with _LOCK:
         if _INSTALLED:
             return
+        self_check()
         _INSTALLED.append(listener)
         dispatcher = DTensor._op_dispatcher
         for op, handler in handlers.items():
@@ -75,6 +84,7 @@ def install_dispatch(handlers: Mapping[Any, Handler], listener: DispatchListener
         _listen_to_writes(dispatcher, listener)
         _listen_to_plain_operands(dispatcher, listener)
         _format_scalars()
+        clear_sharding_cache()  # of decisions that the listener has not seen
 
 
 def _format_scalars() -> None:
@@ -91,6 +101,7 @@ def _format_scalars() -> None:
 def _listen_to_redistributions(dispatcher: Any, listener: DispatchListener) -> None:
     original = dispatcher.redistribute_local_args
 
+    @functools.wraps(original)
     def redistribute_local_args(op_info: Any, schema: Any, use_val: bool) -> None:
         wanted = schema.args_schema
         if op_info.args_tree_spec is not None:
@@ -111,48 +122,85 @@ def _listen_to_redistributions(dispatcher: Any, listener: DispatchListener) -> N
 
 
 def _listen_to_writes(dispatcher: Any, listener: DispatchListener) -> None:
-    original = dispatcher._dispatch_fast_path_python_tail
+    def wrote(result: Any) -> None:
+        for written in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(written, DTensor):
+                listener.wrote(written)
 
-    def tail(
-        op_call: Any,
-        args: Any,
-        kwargs: Any,
-        mesh: Any,
-        sharding: Any,
-        results: Any,
-        participating: bool,
-        is_inplace_op: bool,
-        is_out_variant_op: bool,
-    ) -> Any:
-        result = original(
-            op_call, args, kwargs, mesh, sharding, results, participating, is_inplace_op, is_out_variant_op
-        )
-        if participating and (is_inplace_op or is_out_variant_op):
-            for written in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(written, DTensor):
-                    listener.wrote(written)
+    _replace_code(type(dispatcher)._dispatch_fast_path_python_tail, _telling_tail, wrote)
+
+    handlers: Any = dispatcher._custom_op_handlers
+    for op, handler in handlers.items():
+        handlers[op] = telling(op, handler)
+
+
+def telling(op: Any, handler: Handler) -> Handler:
+    """A handler that tells the listener, also one installed later, when an in-place op has been handled."""
+    if isinstance(handler, _Telling) or not op._schema.is_mutable or op._schema.name.startswith("aten::_foreach"):
+        return handler
+    return _Telling(handler)
+
+
+class _Telling:
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        functools.update_wrapper(self, handler)
+
+    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self.handler(op, args, kwargs)
+        if args and isinstance(args[0], DTensor):
+            for listener in _INSTALLED:
+                listener.wrote(args[0])
         return result
 
-    dispatcher._dispatch_fast_path_python_tail = tail
 
-    def telling(handler: Handler) -> Handler:
-        @functools.wraps(handler)
-        def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            result = handler(op, args, kwargs)
-            if args and isinstance(args[0], DTensor):
-                listener.wrote(args[0])
-            return result
+def _telling_tail(
+    self: Any,
+    op_call: Any,
+    args: Any,
+    kwargs: Any,
+    compute_mesh: Any,
+    output_sharding: Any,
+    local_results: Any,
+    participating: bool,
+    is_inplace_op: bool,
+    is_out_variant_op: bool,
+    original: Any = None,
+    wrote: Any = None,
+) -> Any:
+    result = original(
+        self,
+        op_call,
+        args,
+        kwargs,
+        compute_mesh,
+        output_sharding,
+        local_results,
+        participating,
+        is_inplace_op,
+        is_out_variant_op,
+    )
+    if participating and (is_inplace_op or is_out_variant_op):
+        wrote(result)
+    return result
 
-        return handle
 
-    for op, handler in dispatcher._custom_op_handlers.items():
-        if op._schema.is_mutable and not op._schema.name.startswith("aten::_foreach"):
-            dispatcher._custom_op_handlers[op] = telling(handler)
+def _replace_code(function: types.FunctionType, replacement: Any, *helpers: Any) -> None:
+    """Make ``function`` do what ``replacement`` does, which gets the original and ``helpers`` as its last arguments, and
+    may use no other names: it runs among the globals of ``function``.
+
+    For what C++ looks up once in a process, by the first op that needs it: another attribute would never be found there.
+    """
+    original = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    function.__code__, function.__defaults__ = replacement.__code__, (original, *helpers)
 
 
 def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -> None:
     original = dispatcher._propagate_op_sharding_dispatch_slow_path
 
+    @functools.wraps(original)
     def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         # The C++ caller takes anything that is no OutputSharding as the op's own result.
         try:
@@ -166,8 +214,18 @@ def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -
             return result
         if op_call._schema.is_mutable and _moves_written(sharding, op_info.schema):
             result = listener.no_strategy(op_call, args, kwargs)
-            return sharding if result is NotImplemented else result
+            # A decision that is returned is cached, and the listener not asked again, where it may answer otherwise.
+            return stock(op_call, args, kwargs, op_info, sharding) if result is NotImplemented else result
         return sharding
+
+    def stock(op_call: Any, args: Any, kwargs: Any, op_info: Any, sharding: Any) -> Any:
+        op_info.output_sharding = sharding
+        mesh, inplace = op_info.compute_mesh, not any(argument.is_out for argument in op_call._schema.arguments)
+        local = dispatcher._dispatch_get_local_results_slow_path(op_call, args, op_info)
+        participating = mesh.get_coordinate() is not None
+        return dispatcher._dispatch_fast_path_python_tail(
+            op_call, args, kwargs, mesh, sharding, local, participating, inplace, not inplace
+        )
 
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagate
 
@@ -201,6 +259,7 @@ def _lacks_rule(error: BaseException | None) -> bool:
 def _listen_to_plain_operands(dispatcher: Any, listener: DispatchListener) -> None:
     original = dispatcher._try_replicate_spec_for_scalar_tensor
 
+    @functools.wraps(original)
     def replicate_spec(op_call: Any, tensor: torch.Tensor, mesh: Any) -> DTensorSpec:
         if tensor.ndim and listener.plain_operand(op_call, tensor):
             meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)

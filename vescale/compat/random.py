@@ -21,6 +21,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from vescale.compat.dispatcher import telling
+
 __all__ = [
     "Handler",
     "RandomHooks",
@@ -72,7 +74,7 @@ def attach(hooks: RandomHooks) -> None:
     handlers = _handlers()
     for op, handler in hooks.handlers.items():
         _UNDO.append(functools.partial(_restore_handler, op, handlers.get(op, _ABSENT)))
-        handlers[op] = handler
+        handlers[op] = telling(op, handler)
     _replace(tensor_api, "_dtensor_init_helper", functools.partial(_init_helper, hooks.factory))
     for name, initializer in hooks.initializers.items():
         if hasattr(torch.nn.init, name):

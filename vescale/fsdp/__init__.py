@@ -2,11 +2,13 @@
 
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
-from vescale.fsdp._api import fully_shard
+from vescale.fsdp._api import fully_shard, give_methods
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._group import GroupMember, ParameterGroup
 from vescale.fsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from vescale.fsdp._parameter import ManagedParameter, Slot
 from vescale.fsdp._report import GroupReport, Report, report
+from vescale.fsdp._state import ModuleState, state_of
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -15,13 +17,18 @@ __all__ = [
     "FSDPModule",
     "GroupMember",
     "GroupReport",
+    "ManagedParameter",
     "MixedPrecisionPolicy",
+    "ModuleState",
     "OffloadPolicy",
     "ParameterGroup",
     "Report",
+    "Slot",
     "UnshardHandle",
     "fully_shard",
+    "give_methods",
     "register_fsdp_forward_method",
     "report",
     "share_comm_ctx",
+    "state_of",
 ]

@@ -20,8 +20,9 @@ from vescale.fsdp._module import FSDPModule
 from vescale.fsdp._parameter import find_slots
 from vescale.fsdp._state import ModuleState, state_of
 from vescale.placements import install as install_placements
+from vescale.rng import check_recorded_alike, has_deferred, is_deferred, materialize
 
-__all__ = ["fully_shard"]
+__all__ = ["fully_shard", "give_methods"]
 
 _MANAGED_BY = "_vescale_managed_by"
 
@@ -100,12 +101,16 @@ def fully_shard(
             ``vescale.buffer.GranularityTable``); None for "anywhere". Names are relative to ``module``.
         alignment_bytes: shards, and tensors in them, start at multiples of this.
 
+    A module built inside ``vescale.deferred_init()`` needs no :func:`vescale.materialize`: each rank computes only its part
+    of every parameter, and buffers whole. (One all-reduce of 16 bytes on each axis tells whether the ranks recorded alike.)
+
     Returns ``module``, whose class is now also an :class:`FSDPModule`.
 
     Raises:
         ValueError: a container without forward; a mesh that is neither FSDP's nor HSDP's; a parameter that a group of
             another module has taken (tied weights); a module that was given before.
         NotImplementedError: parameters that are tensor subclasses.
+        RuntimeError: ranks that recorded other constructors or seeds, of a deferred module.
     """
     install_placements()
     modules = _roots(module)
@@ -121,6 +126,9 @@ def fully_shard(
                 "another group already; give the modules that share it to one call, fully_shard([a, b]), or leave the inner "
                 "one to the outer call"
             )
+    deferred = any(has_deferred(one) for one in modules)
+    if deferred:
+        check_recorded_alike(axes.mesh, [parameter for _, parameter in named if is_deferred(parameter)])
     groups = []
     for group_axes, members in _by_mesh(modules, named, axes, shard_placement_fn, orig_param_policy):
         after_forward = _checked_reshard(True if reshard_after_forward is None else reshard_after_forward, group_axes)
@@ -137,16 +145,24 @@ def fully_shard(
         )
     for name, parameter in named:
         setattr(parameter, _MANAGED_BY, f"{name!r} of {type(modules[0]).__name__}")
-    ModuleState(
+    state = ModuleState(
         modules,
         groups,
         mp_policy=mp_policy,
         device=axes.device,
         reshard_root=None if reshard_after_forward is None else bool(reshard_after_forward),
     )
-    for one in modules:
-        one.__class__ = _sharded_class(type(one))
+    give_methods(state)
+    if deferred:
+        for one in modules:
+            materialize(one, device=axes.device)  # buffers, tensors in attributes, ignored parameters: whole
     return module
+
+
+def give_methods(state: ModuleState) -> None:
+    """Make the modules of a state :class:`FSDPModule`, with all its methods, beside what they are."""
+    for one in state.modules:
+        one.__class__ = _sharded_class(type(one))
 
 
 _CLASSES: dict[type, type] = {}
@@ -232,18 +248,18 @@ def _by_mesh(
     slots = find_slots(roots, [parameter for _, parameter in named])
     found: dict[DataParallelAxes, list[GroupMember]] = {}
     for name, parameter in named:
-        dim, own_axes = None, axes
+        given, own_axes = None, axes
         if placement_fn is not None:
-            dim, own_axes = _placement(name, parameter, placement_fn(parameter), axes)
+            given, own_axes = _placement(name, parameter, placement_fn(parameter), axes)
         block = policy(name, parameter) if policy is not None else None
-        found.setdefault(own_axes, []).append(GroupMember(name, parameter, slots[parameter], block, dim))
+        found.setdefault(own_axes, []).append(GroupMember(name, parameter, slots[parameter], block, given))
     return list(found.items())
 
 
 def _placement(
     name: str, parameter: nn.Parameter, wanted: Any, axes: DataParallelAxes
-) -> tuple[int | None, DataParallelAxes]:
-    """(dim of ``Shard(dim)`` or None, axes) from what ``shard_placement_fn`` returned."""
+) -> tuple[Shard | None, DataParallelAxes]:
+    """(``Shard(dim)`` or None, axes) from what ``shard_placement_fn`` returned."""
     info = getattr(wanted, "mesh_info", None)
     if info is not None:
         replicate = getattr(info, "replicate_mesh_dim", None)
@@ -257,7 +273,7 @@ def _placement(
             f"shard_placement_fn returned {wanted!r} for {name!r} of shape {tuple(parameter.shape)}; expected None or "
             "Shard(dim) with a dim of that tensor"
         )
-    return wanted.dim % parameter.ndim, axes
+    return Shard(wanted.dim % parameter.ndim), axes
 
 
 def _checked_reshard(wanted: bool | int, axes: DataParallelAxes) -> bool | int:

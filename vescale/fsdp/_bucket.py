@@ -16,10 +16,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.buffer import Allocation, DBuffer, PendingBuffer, TensorGroup
 from vescale.comm import Pending
-from vescale.compat import DTensorSpec, local_of, make_dtensor, run_post_accumulate_hooks, set_local
+from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, run_post_accumulate_hooks, set_local
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._parameter import ManagedParameter
-from vescale.placements import RaggedShard
+from vescale.placements import RaggedShard, Region, redistribute
+from vescale.rng import is_deferred, materialize_part
 
 __all__ = ["GRADIENT_PLACE", "Bucket"]
 
@@ -121,12 +122,20 @@ class Bucket:
         _, numel, begin = self._runs[index]
         return whole_local.reshape(-1)[begin : begin + numel]
 
+    def _own_region(self, index: int) -> Region:
+        """The same part, by its place in the parameter."""
+        _, numel, begin = self._runs[index]
+        shape = self.parameters[index].shape
+        return Region(shape, tuple(((0, size),) for size in shape), (begin, begin + numel))
+
     def cut(self, whole_locals: Sequence[torch.Tensor]) -> None:
-        """Take this rank's part of each whole (local) tensor, and register the sharded forms."""
+        """Take this rank's part of each whole (local) or deferred tensor, and register the sharded forms."""
         with torch.no_grad():
             for index, (parameter, tensor) in enumerate(zip(self.parameters, whole_locals, strict=True)):
                 local = self.shard(index)
-                if not local.is_meta:
+                if is_deferred(tensor):  # only this part of it is ever computed
+                    local.copy_(materialize_part(tensor, self._own_region(index)).view_as(local))
+                elif not local.is_meta:
                     local.copy_(self._own(index, tensor.detach()))
                 parameter.make_sharded(local, self.placement(index))
 
@@ -180,6 +189,7 @@ class Bucket:
     ) -> None:
         """Reserve the buffers of the running group; ``make_room`` is called before gradients are allocated."""
         self._make_room = make_room
+        self._sums = reduce_op == "sum"
         mesh, axes = self.axes.mesh, self.axes
         self.whole = DBuffer(self.group, mesh, axes.gathered(), dtype=self.compute_dtype, allocation=whole)
         self._own_piece = self.whole.piece([axes.shard])
@@ -241,9 +251,13 @@ class Bucket:
             if gradient is None:
                 return
             with torch.no_grad():
-                local = parameter.local_gradient(gradient)
                 view = self.gradient_view(index)
-                if self._received[index]:
+                earlier = view if self._received[index] else None
+                local = parameter.contribution(gradient, earlier) if self._sums else parameter.local_gradient(gradient)
+                if local is None:
+                    if earlier is None:
+                        view.zero_()
+                elif earlier is not None:
                     view.add_(local)
                 elif local.data_ptr() != view.data_ptr() or local.dtype != view.dtype or not local.numel():
                     view.copy_(local)
@@ -272,8 +286,9 @@ class Bucket:
         self._claimed[index] = True
         return self.gradients.alias(self.group.layout.offsets[index], self.parameters[index].shape)
 
-    def complete_gradients(self) -> list[bool]:
-        """Zero what no gradient has come for, and start anew; which parameters had one."""
+    def complete_gradients(self) -> list[int]:
+        """Zero what no gradient has come for, and start anew; which parameters had one: 0 for none, else 1 and a bit more
+        (2 to the axis) for each mesh axis along which it is pending."""
         received = self._received
         if not self.has_gradients:
             self._make_room()
@@ -287,25 +302,35 @@ class Bucket:
             if received[index] and parameter.shape != parameter.place:
                 self.gradients.views[index][parameter.shape[0] :].zero_()
         self.drop_gradients()
-        return received
+        return [1 + sum(1 << axis for axis in p.pending) if r else 0 for r, p in zip(received, self.parameters)]
 
     def drop_gradients(self) -> None:
         self._received = [False] * len(self.parameters)
         self._claimed = [False] * len(self.parameters)
         self.has_gradients = False
 
-    def assign(self, index: int, reduced: torch.Tensor) -> None:
-        """Add one parameter's part of ``reduced``, this rank's piece, to the sharded gradient."""
+    def assign(self, index: int, reduced: torch.Tensor, received: int = 1) -> None:
+        """Add one parameter's part of ``reduced``, this rank's piece, to the sharded gradient; ``received`` tells the axes
+        along which it is pending still, as :meth:`complete_gradients` does."""
         parameter = self.parameters[index]
         sharded = parameter.sharded
         if not sharded.requires_grad:
             return
-        part = self.part(reduced, index)
-        if sharded.grad is None:
-            sharded.grad = make_dtensor(part, self.gradient_specs[index])
+        part, spec = self.part(reduced, index), self.gradient_specs[index]
+        if received:
+            parameter.pending = frozenset(a for a in range(spec.mesh.ndim) if (received - 1) >> a & 1)
+        if parameter.pending:
+            placements = [Partial() if a in parameter.pending else p for a, p in enumerate(spec.placements)]
+            spec = make_spec(spec.mesh, placements, parameter.global_shape, spec.stride, self.dtype)
+        accumulated = sharded.grad
+        if accumulated is None:
+            sharded.grad = make_dtensor(part, spec)
+        elif not isinstance(accumulated, DTensor):
+            accumulated.add_(part)
         else:
-            accumulated = sharded.grad
-            (local_of(accumulated) if isinstance(accumulated, DTensor) else accumulated).add_(part)
+            if accumulated.placements != spec.placements:  # autograd's, of a loss that read the sharded parameter
+                accumulated = sharded.grad = redistribute(accumulated, spec.mesh, spec.placements)
+            local_of(accumulated).add_(part)
         run_post_accumulate_hooks(sharded)
 
     @property

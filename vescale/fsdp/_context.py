@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,6 +118,8 @@ class TreeContext:
         self.forward_root: ModuleState | None = None
         """The module whose forward is the iteration's; a part of the tree may run alone."""
         self.is_last_backward = True
+        self.on_backward: Callable[[], None] | None = None
+        """Called once in every backward that reaches a state, when its end has been arranged for."""
         self.post_optimizer_event: Any = None
         self._callback_is_queued = False
 
@@ -125,6 +128,8 @@ class TreeContext:
         if not self._callback_is_queued:
             self._callback_is_queued = True
             queue_after_backward(lambda: self._conclude(comm))
+            if self.on_backward is not None:
+                self.on_backward()
 
     def _conclude(self, comm: CommContext) -> None:
         self._callback_is_queued = False

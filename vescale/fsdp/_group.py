@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.profiler import record_function
 
 from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES, Allocation, PendingBuffer
@@ -19,7 +20,7 @@ from vescale.compat import backend_memory_pool, local_of
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._bucket import Bucket
 from vescale.fsdp._context import CommContext
-from vescale.fsdp._dim_bucket import DimBucket
+from vescale.fsdp._given_bucket import GivenBucket
 from vescale.fsdp._parameter import ManagedParameter, Slot
 from vescale.fsdp._partial_reshard import KeptPieces
 from vescale.fsdp._phase import Phase
@@ -31,13 +32,14 @@ BlockPolicy = Callable[[str, nn.Parameter], int | None]
 
 
 class GroupMember(NamedTuple):
-    """One parameter to manage: its name, the object, where it hangs, elements that stay together, dim of ``Shard(dim)``."""
+    """One parameter to manage: its name, the object, where it hangs, elements that stay together, and the cut at rest where
+    that is not the planner's choice: ``Shard(dim)`` or a ``RaggedShard`` with units."""
 
     name: str
     parameter: nn.Parameter
     slots: Sequence[Slot]
     block: int | None = None
-    dim: int | None = None
+    given: Placement | None = None
 
 
 class ParameterGroup:
@@ -95,7 +97,7 @@ class ParameterGroup:
         self.phase = Phase.IDLE
         self.is_stale = False
         """Parameters may have been replaced in the modules; looked into before they are gathered."""
-        self.parameters = [ManagedParameter(m.name, m.parameter, m.slots, axes, m.block, m.dim) for m in members]
+        self.parameters = [ManagedParameter(m.name, m.parameter, m.slots, axes, m.block, m.given) for m in members]
         self.buckets: list[Bucket] = []
         self._build([_local(m.parameter) for m in members])
         self._gathering: list[PendingBuffer] | None = None
@@ -123,12 +125,12 @@ class ParameterGroup:
     def _kinds(self, dtypes: Sequence[torch.dtype]) -> list[list[int]]:
         found: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
         for index, (parameter, dtype) in enumerate(zip(self.parameters, dtypes, strict=True)):
-            found.setdefault((dtype, parameter.requires_grad, parameter.dim is None), []).append(index)
+            found.setdefault((dtype, parameter.requires_grad, parameter.given is None), []).append(index)
         return list(found.values())
 
     def _bucket(self, indices: Sequence[int], locals_: Sequence[torch.Tensor], like: Bucket | None = None) -> Bucket:
         parameters = [self.parameters[i] for i in indices]
-        bucket = (Bucket if parameters[0].dim is None else DimBucket)(
+        bucket = (Bucket if parameters[0].given is None else GivenBucket)(
             parameters,
             locals_,
             self.axes,
@@ -144,6 +146,16 @@ class ParameterGroup:
         pin = device.type == "cpu" != self.device.type and getattr(self.offload_policy, "pin_memory", False)
         bucket.allocate_shards(device, pin_memory=pin)
         return bucket
+
+    def fill(self, device: torch.device, write: Callable[[ManagedParameter, torch.Tensor], bool]) -> None:
+        """Give a group that was built on the meta device its memory. ``write(parameter, local)`` writes this rank's part of
+        a parameter, placed as ``parameter.sharded``, to its place; False: it will, and registers the sharded form itself."""
+        for bucket in self.buckets:
+            bucket.allocate_shards(torch.device("cpu") if self.offloads else device)
+            for index, parameter in enumerate(bucket.parameters):
+                local = bucket.shard(index)
+                if write(parameter, local):
+                    parameter.make_sharded(local, bucket.placement(index))
 
     def rebuild(self) -> None:
         """Take up parameters that were replaced in modules (``to_empty``, ``load_state_dict(assign=True)``): their local

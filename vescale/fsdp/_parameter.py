@@ -8,12 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, concatenate_meshes, local_of, make_dtensor, make_spec, spec_of
+from vescale.comm import asking
+from vescale.compat import DTensorSpec, StridedShard, concatenate_meshes, local_of, make_dtensor, make_spec, spec_of
 from vescale.fsdp._axes import DataParallelAxes
-from vescale.placements import RaggedShard, local_region, shard_dim
+from vescale.fsdp._summands import summands
+from vescale.placements import RaggedShard, StridedRaggedShard, local_region, move_local, shard_dim
+from vescale.rng import is_deferred
 
 __all__ = ["ManagedParameter", "Slot", "find_slots"]
 
@@ -38,8 +41,10 @@ class ManagedParameter:
     ===========  ====================================  ===============================================================
 
     Both are ``nn.Parameter`` objects that live as long as the group. ``shape`` is what a rank computes with, ``place``
-    the shape that the buffer reserves: that of the largest rank, where tensor parallelism has cut unevenly. ``dim`` is None,
-    or that of the ``Shard(dim)`` which was asked for instead of a ragged cut.
+    the shape that the buffer reserves: that of the largest rank, where tensor parallelism has cut unevenly. ``given`` is
+    the cut at rest that was asked for instead of the planner's: ``Shard(dim)`` or a ``RaggedShard`` with units. With
+    ``leaves_pending`` a gradient may stay Partial on axes that are not data-parallel (``pending``, once it has been), for
+    someone else to reduce.
 
     Raises:
         NotImplementedError: a tensor subclass other than DTensor, or tensor parallelism that has cut an inner dim unevenly.
@@ -53,10 +58,10 @@ class ManagedParameter:
         slots: Sequence[Slot],
         axes: DataParallelAxes,
         block: int | None = None,
-        dim: int | None = None,
+        given: Placement | None = None,
     ) -> None:
         self.name = name
-        self.dim = dim
+        self.given = given
         self.slots = list(slots)
         self.axes = axes
         self.original_dtype = parameter.dtype
@@ -65,7 +70,7 @@ class ManagedParameter:
         self.unsharded_spec: DTensorSpec | None = None
         if isinstance(parameter, DTensor):
             self.unsharded_spec = spec_of(parameter)
-        elif type(parameter.data) is not torch.Tensor:
+        elif type(parameter.data) is not torch.Tensor and not is_deferred(parameter):
             raise NotImplementedError(
                 f"parameter {name!r} of shape {self.global_shape} is a {type(parameter.data).__name__}; fully_shard takes "
                 "plain tensors and DTensors. Pass it in ignored_params, or convert it before"
@@ -76,6 +81,8 @@ class ManagedParameter:
         self.block = self._granule(block)
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter | None = None
+        self.leaves_pending = False
+        self.pending: frozenset[int] = frozenset()
 
     # What the sharded form is
 
@@ -107,9 +114,39 @@ class ManagedParameter:
 
     def _granule(self, block: int | None) -> int:
         """Elements that stay together: the policy's block, grown so that no dim that another axis cuts is cut again."""
-        inner = [dim for p in self._others if (dim := shard_dim(p)) is not None and dim > 0]
-        granule = RaggedShard((0,), block=block or 1).granule(self.place, inner)
+        granule = RaggedShard((0,), block=block or 1).granule(self.place, self._inner_dims)
         return max(1, granule)
+
+    @property
+    def dim(self) -> int | None:
+        """Of the ``Shard(dim)`` that was asked for."""
+        return shard_dim(self.given) if self.given is not None else None
+
+    def given_part(self, rank: int, num_ranks: int) -> tuple[int, int]:
+        """(first index, number of indices) of a rank's part, along :attr:`dim` or the flattened tensor, by the given cut."""
+        if isinstance(self.given, RaggedShard):
+            begin, end = self.given.run(self.shape, self.place, num_ranks, rank, self._inner_dims)
+        else:
+            assert self.dim is not None
+            size = self.shape[self.dim]
+            chunk = -(-size // num_ranks)
+            begin, end = min(rank * chunk, size), min((rank + 1) * chunk, size)
+        return begin, end - begin
+
+    def given_placement(self) -> Placement:
+        """The given cut as the placement of the sharded form."""
+        given, factor = self.given, self.split_factor
+        if isinstance(given, RaggedShard):
+            if factor == 1 or isinstance(given, StridedRaggedShard):
+                return given
+            return StridedRaggedShard(given.dims, given.local_units, given.block, split_factor=factor)
+        assert self.dim is not None
+        return Shard(self.dim) if factor == 1 else StridedShard(self.dim, split_factor=factor)
+
+    @property
+    def _inner_dims(self) -> list[int]:
+        """Dims above 0 that other axes cut."""
+        return [dim for p in self._others if (dim := shard_dim(p)) is not None and dim > 0]
 
     @property
     def split_factor(self) -> int:
@@ -160,6 +197,33 @@ class ManagedParameter:
                 module._parameters[name] = parameter
             else:  # nn.RNN keeps a list of its weights
                 setattr(module, name, parameter)
+
+    def contribution(self, gradient: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor | None:
+        """This rank's summand of a gradient of one global loss; None: nothing, for another rank has it all.
+
+        Along data-parallel axes a gradient may come as a sum, or whole (the batch is not cut there): of the latter the first
+        rank's counts. ``earlier`` holds what was accumulated before; where it was whole along an axis on which this gradient
+        is a sum, it becomes one. Communicates what lies otherwise than the parameter on the other axes, unless it is left
+        pending.
+        """
+        spec = self.unsharded_spec
+        if spec is None or not isinstance(gradient, DTensor):
+            return self.local_gradient(gradient)
+        way = summands(tuple(gradient.placements), spec, (self.axes.shard, *self.axes.replicate), self.leaves_pending)
+        coordinate = spec.mesh.get_coordinate()
+        assert coordinate is not None
+        new = way.pending - self.pending
+        if new and earlier is not None and any(coordinate[axis] for axis in new):
+            earlier.zero_()
+        self.pending |= way.pending
+        local = local_of(gradient)
+        local = local.wait() if hasattr(local, "wait") else local
+        if way.target != tuple(gradient.placements):
+            with asking(f"{self.name}.grad"):
+                local = move_local(local, spec.mesh, gradient.shape, gradient.placements, way.target).wait()
+        if any(coordinate[axis] for axis in way.whole | (self.pending - way.pending)):
+            return None
+        return local if way.divisor == 1 else local / way.divisor
 
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """The part of an unsharded gradient that this rank reduces; communicates what tensor parallelism left pending."""

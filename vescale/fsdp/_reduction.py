@@ -105,7 +105,7 @@ class Reduction:
             piece = self._pending.wait()
             if carried is not None:
                 piece.local.add_(carried._pending.buffer.local)
-                self.received = [one or other for one, other in zip(self.received, carried.received, strict=True)]
+                self.received = [max(pair) for pair in zip(self.received, carried.received, strict=True)]
             if axes.replicate:
                 if not options.all_reduce:
                     self.event = self._lane.done()
@@ -125,7 +125,7 @@ class Reduction:
                 local = local.to(bucket.shards.device)
             for index, received in enumerate(self.received):
                 if received or options.unused_as_zero:
-                    bucket.assign(index, local)
+                    bucket.assign(index, local, received)
             self._reduced = local if not self.is_complete_here else None
             self.event = self._lane.done()
         return True
@@ -141,12 +141,12 @@ class Reduction:
             self.options.hook(reduced)
         self._lane.wait_event(stream.record_event())
 
-    def settle(self, used_anywhere: list[bool]) -> None:
-        """Give parameters without a gradient on this rank what other ranks contributed."""
+    def settle(self, received_anywhere: list[int]) -> None:
+        """Give parameters without a gradient on this rank what other ranks contributed, as they have received it."""
         if self._reduced is None:
             return
         with self._lane(), torch.no_grad():
-            for index, (received, used) in enumerate(zip(self.received, used_anywhere, strict=True)):
+            for index, (received, used) in enumerate(zip(self.received, received_anywhere, strict=True)):
                 if used and not received:
-                    self.bucket.assign(index, self._reduced)
+                    self.bucket.assign(index, self._reduced, used)
         self._reduced = None

@@ -56,6 +56,7 @@ class ModuleState:
         mp_policy: MixedPrecisionPolicy,
         device: torch.device,
         reshard_root: bool | None,
+        hooks_first: bool = True,
     ) -> None:
         self.modules = tuple(modules)
         self.groups = list(groups)
@@ -73,15 +74,15 @@ class ModuleState:
         self._still_to_run: set[nn.Module] = set()
         for module in modules:
             module.__dict__[_STATES] = self
-        self._install_hooks()
+        self._install_hooks(hooks_first)
 
     # Hooks------
 
-    def _install_hooks(self) -> None:
+    def _install_hooks(self, first: bool) -> None:
         together = len(self.modules) > 1
         for module in self.modules:
             module.register_forward_pre_hook(
-                self._before_one if together else self.before_forward, prepend=True, with_kwargs=True
+                self._before_one if together else self.before_forward, prepend=first, with_kwargs=True
             )
             if together:
                 module.register_forward_hook(self._after_one, always_call=True)
@@ -89,11 +90,12 @@ class ModuleState:
                 module.register_forward_hook(self.after_forward)
         owners = {slot.module for group in self.groups for p in group.parameters for slot in p.slots}
         for owner in owners:
-            owner.register_state_dict_pre_hook(self._to_rest)
-            owner.register_load_state_dict_pre_hook(self._to_rest)
+            owner.register_state_dict_pre_hook(self.to_rest)
+            owner.register_load_state_dict_pre_hook(self.to_rest)
             owner.register_load_state_dict_post_hook(self._parameters_may_be_new)
 
-    def _to_rest(self, *_: Any) -> None:
+    def to_rest(self, *_: Any) -> None:
+        """The registered parameters are the sharded ones."""
         for group in self.groups:
             group.phase, before = Phase.IDLE, group.phase
             group.reshard()

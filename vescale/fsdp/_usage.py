@@ -28,7 +28,7 @@ def settle_unused(reductions: Sequence[Reduction]) -> None:
             if along.size > 1:
                 together[along.group].append(reduction)
             else:
-                reduction.settle([False] * len(reduction.received))
+                reduction.settle([0] * len(reduction.received))
     for group, members in together.items():
         flags = [flag for reduction in members for flag in reduction.received]
         device = members[0].bucket.gradients.device
@@ -40,5 +40,5 @@ def settle_unused(reductions: Sequence[Reduction]) -> None:
         start = 0
         for reduction in members:
             stop = start + len(reduction.received)
-            reduction.settle([bool(flag) for flag in answer[start:stop]])
+            reduction.settle(answer[start:stop])
             start = stop

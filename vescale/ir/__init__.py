@@ -16,6 +16,8 @@ from vescale.ir._passes import (
 from vescale.ir._predict import Collective, Prediction, predict
 from vescale.ir._program import Hook, Instruction, Program
 from vescale.ir._repeat import merge_repeats
+from vescale.ir._replicas import refuse_part_of_replicas
+from vescale.ir._unit_layouts import UnitBucket, unit_buckets
 
 __all__ = [
     "Annotate",
@@ -38,6 +40,7 @@ __all__ = [
     "Redistribute",
     "Stage",
     "Unit",
+    "UnitBucket",
     "Wrap",
     "batch_redistributions",
     "check",
@@ -49,4 +52,6 @@ __all__ = [
     "merge_repeats",
     "optimize",
     "predict",
+    "refuse_part_of_replicas",
+    "unit_buckets",
 ]

@@ -106,7 +106,10 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
         raise ValueError(f"a {name} has no {unknown[0]!r}")
     values = {key: _read_stage(value, axes) if key in _STAGES else value for key, value in data.items() if key in known}
     if kind is Unit:
-        values["names"] = tuple(_text(value) for value in values["names"])
+        for key in ("names", "replicate"):
+            values[key] = tuple(_text(value) for value in values.get(key, ()))
+        for axis in (_text(values["shard"]), *values["replicate"]):
+            axes.index(axis)
     if kind is Local:
         values = {"kind": None, "dispatch": None, **values}
     return kind(**values)

@@ -9,10 +9,11 @@ from torch.distributed.tensor import Partial, Replicate
 
 from vescale.ir._findings import Findings
 from vescale.ir._model_index import ModelIndex
+from vescale.ir._replicas import axes_named
 from vescale.ir._resolve import Resolution, shown_name
 from vescale.ir._said import AxisWords
 from vescale.placements import RaggedShard, shard_dim
-from vescale.plans import Entry, LocalEntry, Plan, RedistributeEntry, UnitEntry
+from vescale.plans import Plan
 
 __all__ = ["lint"]
 
@@ -29,7 +30,7 @@ def lint(plan: Plan, resolution: Resolution, index: ModelIndex, findings: Findin
 
 
 def _unused_axes(plan: Plan, findings: Findings) -> None:
-    named = {axis for entry in plan.entries for axis in _axes_of(entry)}
+    named = {axis for entry in plan.entries for axis in axes_named(entry)}
     for axis in plan.axes:
         if axis not in named and plan.axes.size(axis) > 1:
             findings.warning(
@@ -38,19 +39,6 @@ def _unused_axes(plan: Plan, findings: Findings) -> None:
                 f"that share a batch (hybrid sharding), cut the inputs over it: '<in>': {{{axis}: S(0)}}",
                 None,
             )
-
-
-def _axes_of(entry: Entry) -> Iterator[str]:
-    if isinstance(entry, UnitEntry):
-        return
-    if isinstance(entry, LocalEntry):
-        sides = (entry.inputs, entry.outputs)
-    elif isinstance(entry, RedistributeEntry):
-        sides = (entry.src, entry.dst)
-    else:
-        sides = (entry.placements, ())
-    for placements in sides:
-        yield from (axis for axis, _ in placements)
 
 
 def _redundant_entries(plan: Plan, resolution: Resolution, index: ModelIndex, findings: Findings) -> None:

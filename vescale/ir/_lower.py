@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -13,8 +14,10 @@ from vescale.ir._lints import lint
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._ops import Annotate, Factory, Local, Place, Redistribute, Stage, Unit, Wrap
 from vescale.ir._program import Hook, Instruction, Program
+from vescale.ir._replicas import check_replicas
 from vescale.ir._resolve import Resolution, resolve
 from vescale.ir._said import AxisWords, BoundaryWords, StateWords
+from vescale.ir._units import find_units
 from vescale.plans import Plan, PlanError, Source
 
 __all__ = ["check", "lower"]
@@ -27,8 +30,10 @@ def lower(plan: Plan, model: nn.Module) -> Program:
     program on every rank. What it emits, in module order:
 
     - for every parameter and buffer a :class:`Place`, Replicate on axes that no entry names;
-    - for one that lies otherwise while its module (or its unit) computes, a :class:`Redistribute` before that forward and
-      one back after it;
+    - for parameters that are cut over one axis at rest and whole there while they compute, a :class:`Unit` at the module
+      around whose forward and backward they are gathered: the plan's units, else the model's repeated blocks;
+    - for one that lies otherwise while its module computes, a :class:`Redistribute` before that forward and one back
+      after it;
     - for inputs of the model a :class:`Wrap`, Replicate on axes that no entry names;
     - for inputs and outputs of modules a :class:`Redistribute`, also where nothing moves in the forward: the gradient may
       arrive Partial, and is reduced there;
@@ -73,6 +78,8 @@ def _resolve(plan: Plan, index: ModelIndex, findings: Findings) -> Resolution:
     resolution = resolve(plan, index, findings)
     check_states(resolution, index, plan.axes, findings)
     check_boundaries(resolution, findings)
+    resolution.gathered = find_units(resolution, index, plan.axes, findings)
+    check_replicas(plan, resolution, findings)
     return resolution
 
 
@@ -91,10 +98,10 @@ class _Emitter:
         self.resolution, self.index, self.axes = resolution, index, plan.axes
 
     def all(self) -> Iterator[Instruction]:
-        unit_of = self._unit_of()
+        gathered = {name for unit in self.resolution.gathered for name in unit.names}
         for name, words in self.resolution.states.items():
-            yield from self._state(name, words, unit_of)
-        yield from self._units(unit_of)
+            yield from self._state(name, words, name in gathered)
+        yield from self._units()
         yield from self._model_inputs()
         for (path, side, key), boundary in self.resolution.boundaries.items():
             if (path, side) != ("", "<in>"):
@@ -104,7 +111,7 @@ class _Emitter:
 
     # Parameters and buffers
 
-    def _state(self, name: str, words: StateWords, unit_of: dict[str, str]) -> Iterator[Instruction]:
+    def _state(self, name: str, words: StateWords, gathered: bool) -> Iterator[Instruction]:
         path, attribute = self.index.owner(name)
         resting, running = words.init.complete(self.axes), words.running(self.axes)
         if words.annotated:
@@ -112,9 +119,9 @@ class _Emitter:
             yield Instruction(path, Hook.INIT, attribute, None, label, _source(words.annotated))
         else:
             yield Instruction(path, Hook.INIT, attribute, None, Place(resting), _source(words.init))
-            if running != resting:
+            if running != resting and not gathered:
                 source = _source(words.forward)
-                for reader, relative in self._readers(name, unit_of):
+                for reader, relative in self._readers(name):
                     there, back = Redistribute(running, resting), Redistribute(resting, running)
                     yield Instruction(reader, Hook.FORWARD_PRE, relative, None, there, source)
                     yield Instruction(reader, Hook.FORWARD_POST, relative, None, back, source)
@@ -125,32 +132,27 @@ class _Emitter:
             move = Redistribute(words.grad.stage(self.axes))
             yield Instruction(path, Hook.BACKWARD, attribute, None, move, _source(words.grad))
 
-    def _readers(self, name: str, unit_of: dict[str, str]) -> list[tuple[str, str]]:
-        """(module, relative name) wherever the tensor must be ready: its unit, else each module that reads it."""
-        if name in unit_of:
-            unit = unit_of[name]
-            return [(unit, name[len(unit) + 1 :] if unit else name)]
+    def _readers(self, name: str) -> list[tuple[str, str]]:
+        """(module, relative name) of each module that reads the tensor."""
         return list(dict.fromkeys(self.index.reader(alias) for alias in self.index.states[name].names))
 
-    def _unit_of(self) -> dict[str, str]:
-        """Parameter -> the innermost unit that holds it."""
-        found = {}
-        for name, state in self.index.states.items():
-            path = self.index.owner(name)[0]
-            while state.is_parameter:
-                if path in self.resolution.units:
-                    found[name] = path
-                    break
-                if not path:
-                    break
-                path = path.rpartition(".")[0]
-        return found
-
-    def _units(self, unit_of: dict[str, str]) -> Iterator[Instruction]:
-        for path, entry in self.resolution.units.items():
-            prefix = f"{path}." if path else ""
-            names = tuple(name.removeprefix(prefix) for name, unit in unit_of.items() if unit == path)
-            yield Instruction(path, Hook.INIT, "<self>", None, Unit(names), entry.source)
+    def _units(self) -> Iterator[Instruction]:
+        for unit in self.resolution.gathered:
+            prefix = f"{unit.path}." if unit.path else ""
+            # A tied weight may hang elsewhere under its first name.
+            names = tuple(
+                next(n for n in self.index.states[name].names if n.startswith(prefix)).removeprefix(prefix)
+                for name in unit.names
+            )
+            entry = unit.entry
+            op = Unit(names, unit.shard, unit.replicate)
+            if entry is not None:
+                op = replace(
+                    op,
+                    reshard_after_forward=entry.reshard_after_forward,
+                    reshard_after_backward=entry.reshard_after_backward is not False,
+                )
+            yield Instruction(unit.path, Hook.INIT, "<self>", None, op, entry.source if entry is not None else None)
 
     # Inputs and outputs
 

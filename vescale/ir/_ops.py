@@ -127,12 +127,25 @@ class Local:
 
 @dataclass(frozen=True)
 class Unit:
-    """The module's parameters (``names``, relative to it) are gathered and reduced together."""
+    """Parameters (``names``, relative to the module) that rest sharded over the axis ``shard`` and are replicated there
+    while the module computes: gathered together before its forward and its backward, their gradients reduced together.
+
+    ``replicate``: axes of replicas, over which those gradients are summed, too. ``reshard_after_forward``,
+    ``reshard_after_backward``: see :meth:`vescale.Plan.unit`; None of the former is the default of the module's position.
+    """
 
     names: tuple[str, ...]
+    shard: str
+    replicate: tuple[str, ...] = ()
+    reshard_after_forward: bool | int | None = None
+    reshard_after_backward: bool = True
 
     def text(self, axes: MeshAxes) -> str:
-        return f"unit({','.join(self.names)})"
+        parts = [f"shard={self.shard}"]
+        parts += [f"replicate={','.join(self.replicate)}"] if self.replicate else []
+        parts += [] if self.reshard_after_forward is None else [f"reshard_after_forward={self.reshard_after_forward}"]
+        parts += [] if self.reshard_after_backward else ["reshard_after_backward=False"]
+        return f"unit({';'.join([*parts, ','.join(self.names)])})"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from vescale.ir._gradient_buckets import PartialGradient, PredictedBucket, predi
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._ops import Batch, Local, Place, Redistribute, Stage, Wrap
 from vescale.ir._program import Hook, Instruction, Program
+from vescale.ir._unit_layouts import unit_buckets
 from vescale.placements import RaggedShard, shard_dim
 from vescale.plans import MeshAxes
 
@@ -38,7 +39,8 @@ class Collective:
 
     Attributes:
         path: the module, or the parameter's name.
-        target: ``<in>``, ``<in:name>``, ``<out>``, ``weight`` (a gather) or ``weight.grad`` (a gradient's reduction).
+        target: ``<in>``, ``<in:name>``, ``<out>``, ``weight`` (a gather) or ``weight.grad`` (a gradient's reduction);
+            ``<unit>`` and ``<unit>.grad`` of the parameters of a unit together.
         op: None where a collective depends on what is unknown until run.
         num_bytes: bytes that each rank sends or receives from others, as the communication ledger counts; None: unknown.
     """
@@ -131,6 +133,8 @@ class _Walk:
         self._by_path: dict[str, list[Instruction]] = {}
         for instruction in program:
             self._by_path.setdefault(instruction.path, []).append(instruction)
+        self.buckets = unit_buckets(program, index.model)
+        self._unit_axes = {name: (b.shard, *b.replicate) for b in self.buckets for name in b.names}
         self._tag_states()
 
     # Parameters and buffers
@@ -145,12 +149,18 @@ class _Walk:
             for target, _, op in _redistributions(instruction.target, instruction.index, instruction.op):
                 if instruction.hook is Hook.FORWARD_PRE and target not in ("<in>", "<out>"):
                     running[self.index.state_names[prefix + target]] = op.dst
+        for bucket in self.buckets:
+            for name in bucket.names:
+                whole = zip(self.axes, resting[name])
+                running[name] = tuple(Replicate() if axis == bucket.shard else p for axis, p in whole)
         for name, at_rest in resting.items():
             tensor = _state(self.index, name)
             stage = running.get(name, at_rest)
             tags = []
             for axis, rest, run in zip(self.axes, at_rest, stage):
                 num_bytes = self._bytes(tensor, axis, stage)
+                if name in self._unit_axes and axis not in self._unit_axes[name] and num_bytes is not None:
+                    num_bytes //= self.axes.size(self._unit_axes[name][0])  # a piece is left by the unit's reduction
                 move = _Move(name, "weight", axis, rest, run, num_bytes, True, tensor.requires_grad)
                 self.moves.append(move)
                 follow = isinstance(run, Replicate) and tensor.requires_grad
@@ -324,7 +334,7 @@ class _Walk:
         found = []
         moves: dict[str, list[_Move]] = {}
         for move in self.moves:
-            if move.is_parameter and move.has_gradient and self.axes.size(move.axis) > 1:
+            if move.is_parameter and move.has_gradient and not self._is_settled(move):
                 moves.setdefault(move.path, []).append(move)
         for name, own in reversed(moves.items()):
             summed = [move for move in own if isinstance(move.dst, Replicate) and move.uses.partial]
@@ -336,9 +346,18 @@ class _Walk:
                 found.append(PartialGradient(f"{name}.grad", axes, num_bytes, dtype, cut[0] if cut else None))
         return found
 
+    def _is_settled(self, move: _Move) -> bool:
+        """Nothing moves along the axis, or a unit's collectives do it."""
+        by_unit = move.is_parameter and move.axis in self._unit_axes.get(move.path, ())
+        return self.axes.size(move.axis) == 1 or by_unit
+
     def collectives(self) -> Iterator[Collective]:
+        for bucket in self.buckets:
+            for when, op, axes, num_bytes in bucket.collectives:
+                target = "<unit>" if op == "all_gather" else "<unit>.grad"
+                yield Collective(bucket.path, target, cast(When, when), axes, op, num_bytes)
         for move in self.moves:
-            if self.axes.size(move.axis) == 1:
+            if self._is_settled(move):
                 continue
             if move.is_parameter:
                 yield from _parameter_collectives(move, self.axes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -15,6 +16,7 @@ from vescale.ir._model_index import ModelIndex, StateTensor
 from vescale.ir._said import AxisWords, BoundaryWords, StateWords
 from vescale.placements import InterleavedShard, shard_dim
 from vescale.plans import (
+    ALL,
     BWD,
     FWD,
     INIT,
@@ -32,6 +34,9 @@ from vescale.plans import (
     placement_text,
 )
 
+if TYPE_CHECKING:
+    from vescale.ir._units import GatheredUnit
+
 __all__ = ["Boundary", "Resolution", "resolve", "shown_name"]
 
 # (module, "<in>" or "<out>", index)
@@ -48,6 +53,7 @@ class Resolution:
         factories: module -> placements of tensors that its forward makes.
         locals: module -> the entry that runs it on local tensors.
         units: module -> the entry that groups its parameters.
+        gathered: what is gathered together; filled in by :func:`vescale.ir._units.find_units`.
         matches: ``id`` of an entry -> what it matched, as names of parameters, buffers, modules, inputs and outputs.
     """
 
@@ -58,6 +64,7 @@ class Resolution:
         self.factories: dict[str, AxisWords] = {}
         self.locals: dict[str, LocalEntry] = {}
         self.units: dict[str, UnitEntry] = {}
+        self.gathered: tuple[GatheredUnit, ...] = ()
         self.matches: dict[int, tuple[str, ...]] = {}
 
 
@@ -99,7 +106,7 @@ class _Resolver:
 
     def shard(self, entry: ShardEntry) -> None:
         if entry.path.target is Target.STATE:
-            for name in self._states(entry, "shard"):
+            for name in self._of_phase(entry, self._states(entry, "shard")):
                 words = self.resolution.states[name]
                 roles = ((INIT, words.init), (FWD, words.forward), (BWD, words.backward))
                 self._say_state([role for phase, role in roles if phase in entry.phase], name, entry.placements, entry)
@@ -175,7 +182,16 @@ class _Resolver:
 
     def unit(self, entry: UnitEntry) -> None:
         for path in self._called_modules(entry, "unit"):
-            self.resolution.units.setdefault(path, entry)
+            before = self.resolution.units.setdefault(path, entry)
+            options = [(e.reshard_after_forward, e.reshard_after_backward) for e in (before, entry)]
+            if options[0] != options[1]:
+                self.findings.error(
+                    "conflict",
+                    f"{{names}}: unit '{entry.path}' and unit '{before.path}' ({before.source}) both match, and say "
+                    "different things of resharding; keep one of the two",
+                    entry.source,
+                    path,
+                )
 
     def spread_unindexed(self) -> None:
         """What is said of all inputs of a module holds for each one that has words of its own."""
@@ -194,6 +210,12 @@ class _Resolver:
         found = self.matcher.states(entry.path, what, entry.source)
         self.resolution.matches[id(entry)] = found
         return found
+
+    def _of_phase(self, entry: ShardEntry, names: tuple[str, ...]) -> tuple[str, ...]:
+        """An entry for a part of the phases that names parameters and buffers is about the parameters: buffers are small,
+        and modules write to them."""
+        parameters = tuple(name for name in names if self.index.states[name].is_parameter)
+        return parameters if parameters and entry.phase != ALL else names
 
     def _modules(self, entry: Entry, what: str) -> tuple[str, ...]:
         found = self.matcher.modules(entry.path, what, entry.source)

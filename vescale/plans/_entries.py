@@ -98,9 +98,16 @@ class LocalEntry:
 
 @dataclass(frozen=True)
 class UnitEntry:
-    """The parameters of each matching module are gathered, and their gradients reduced, together."""
+    """The parameters of each matching module are gathered, and their gradients reduced, together.
+
+    ``reshard_after_forward``: gathered parameters are freed after forward (True), kept for backward (False), or a piece is
+    kept on each of so many ranks; None: freed, but kept for the model itself. ``reshard_after_backward``: freed after every
+    backward (True or None), or kept while gradients accumulate, until one that reduces them has run (False).
+    """
 
     path: Path
+    reshard_after_forward: bool | int | None = None
+    reshard_after_backward: bool | None = None
     source: Source | None = field(default=None, compare=False)
 
 

@@ -178,10 +178,49 @@ class Plan:
         borders = [self._placements(border, None, source) if border else () for border in (inputs, outputs)]
         return self._add(LocalEntry(parsed, kind, dispatch, borders[0], borders[1], source))
 
-    def unit(self, path: str, *, source: Source | None = None) -> Plan:
-        """Gather and reduce the parameters of each module that ``path`` matches together."""
+    def unit(
+        self,
+        path: str,
+        *,
+        reshard_after_forward: bool | int | None = None,
+        reshard_after_backward: bool | None = None,
+        source: Source | None = None,
+    ) -> Plan:
+        """Gather and reduce the parameters of each module that ``path`` matches together: those that rest ragged over an
+        axis and run replicated there. ``""`` is the model itself, for what no smaller unit holds.
+
+        Without unit entries the model's repeated blocks are units, and the model itself. An entry takes the place of the
+        blocks inside of the modules that it names.
+
+        ==========  =========================  =====================================================================
+        stage       written                    parameters are whole
+        ==========  =========================  =====================================================================
+        ZeRO-3      (nothing)                  while the unit's forward runs, and again while its backward does
+        ZeRO-2      reshard_after_forward      from the unit's forward to the end of its backward
+                    =False
+        ZeRO-1      both False                 from the first forward of a step to the end of the backward that
+                                               reduces gradients, through all that accumulate (``no_sync``)
+        ==========  =========================  =====================================================================
+
+        Args:
+            reshard_after_forward: True, False, or how many consecutive ranks keep a piece each between forward and
+                backward. None: True, but False for the model itself, whose backward follows its forward.
+            reshard_after_backward: False keeps parameters gathered between backwards that only accumulate. None: True.
+        """
         source = source or calling_line()
-        return self._add(UnitEntry(self._module(path, "unit", source), source))
+        keep = reshard_after_forward
+        if not (keep is None or isinstance(keep, bool) or (isinstance(keep, int) and keep >= 1)):
+            raise PlanError(
+                f"unit {path!r}: reshard_after_forward={keep!r}; use True, False, or a number of ranks "
+                "that divides those of the axis",
+                source,
+            )
+        if reshard_after_backward is not None and not isinstance(reshard_after_backward, bool):
+            raise PlanError(
+                f"unit {path!r}: reshard_after_backward={reshard_after_backward!r}; use True or False", source
+            )
+        parsed = self._module(path, "unit", source)
+        return self._add(UnitEntry(parsed, keep, reshard_after_backward, source))
 
     def add(self, entry: Entry) -> Plan:
         """Add an entry of another plan, with its source. Raises PlanError for an axis that this plan does not have."""

@@ -52,8 +52,11 @@ def read_plan(file: str | os.PathLike[str], mesh: DeviceMesh | Mapping[str, int]
                 add(expanded, reader.axes(item, where), source=document.at(where))
     for path, value in (data.get("local") or {}).items():
         reader.local(path, value)
-    for index, path in enumerate(data.get("units") or []):
-        plan.unit(reader.expand(path, ("units", index)), source=document.at(("units", index)))
+    for index, unit in enumerate(data.get("units") or []):
+        path, options = (
+            (unit, {}) if isinstance(unit, str) else (unit["path"], {k: unit[k] for k in unit if k != "path"})
+        )
+        plan.unit(reader.expand(path, ("units", index)), **options, source=document.at(("units", index)))
     return plan
 
 

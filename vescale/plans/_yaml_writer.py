@@ -37,7 +37,7 @@ def plan_text(plan: Plan) -> str:
     units = []
     for entry in plan.entries:
         if isinstance(entry, UnitEntry):
-            units.append(f"  - {_scalar(entry.path.text)}")
+            units.append(f"  - {_unit(entry)}")
             continue
         section, value = _section_value(entry)
         kinds.setdefault(section, {}).setdefault(entry.path.text, []).append(value)
@@ -75,6 +75,16 @@ def _section_value(
     parts = [f"{name}: {value}" for name, value in (("kind", entry.kind), ("dispatch", entry.dispatch)) if value]
     parts += [f"{name}: {_axes(axes)}" for name, axes in (("in", entry.inputs), ("out", entry.outputs)) if axes]
     return "local", _braces(parts)
+
+
+def _unit(entry: UnitEntry) -> str:
+    named = {
+        "reshard_after_forward": entry.reshard_after_forward,
+        "reshard_after_backward": entry.reshard_after_backward,
+    }
+    options = [f"{name}: {json.dumps(value)}" for name, value in named.items() if value is not None]
+    path = _scalar(entry.path.text)
+    return _braces([f"path: {json.dumps(entry.path.text)}", *options]) if options else path
 
 
 def _axes(placements: AxisPlacements, options: Iterable[str] = ()) -> str:

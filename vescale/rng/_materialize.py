@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import make_dtensor, make_spec
-from vescale.compat.deferred import tree_leaves
+from vescale.compat.deferred import tree_leaves, without_modes
 from vescale.placements import Region, local_region, normalize_placements
 from vescale.rng._deferred import DeferredTensor, view_of
 from vescale.rng._dtensor import part_of_whole
@@ -23,7 +23,15 @@ from vescale.rng._graph import Constant, Record, View, needed_ops, next_time
 from vescale.rng._ops import RandomOp
 from vescale.rng._replay import part_values, whole_values
 
-__all__ = ["PlacementFn", "fingerprint", "has_deferred", "materialize", "materialize_tensor"]
+__all__ = [
+    "PlacementFn",
+    "check_recorded_alike",
+    "fingerprint",
+    "has_deferred",
+    "materialize",
+    "materialize_part",
+    "materialize_tensor",
+]
 
 # (qualified name, deferred tensor) -> one placement per mesh axis, or None: a plain tensor, whole on every rank.
 PlacementFn = Callable[[str, torch.Tensor], Sequence[Placement] | None]
@@ -36,6 +44,7 @@ def materialize(
     placements: PlacementFn | None = None,
     *,
     device: torch.device | str | None = None,
+    into: Callable[[str], torch.Tensor | None] | None = None,
 ) -> Module:
     """Give every deferred parameter, buffer and tensor attribute of a module its values; returns the module.
 
@@ -56,6 +65,7 @@ def materialize(
         mesh: where the placed tensors live. None: everything becomes plain and whole, as without ``deferred_init``.
         placements: asked once for each parameter and buffer, under its first name. None: nothing is placed.
         device: of plain tensors, and of all of them without a mesh; None: where the constructor put them.
+        into: asked for the memory of a placed tensor's part, by name; None, or an answer of None: memory of its own.
 
     Raises:
         ValueError: placements that do not fit a tensor or the mesh.
@@ -71,12 +81,13 @@ def materialize(
     named = list(_named_tensors(module))
     if mesh is not None:
         deferred = [tensor for _, tensor in named if isinstance(tensor, DeferredTensor)]
-        _check_all_ranks_recorded_the_same(mesh, deferred)
-    maker = _Maker(mesh, device)
-    for name, tensor in named:
-        maker.make(name, tensor, None if placements is None else placements(name, tensor))
-    for submodule in module.modules():
-        maker.replace_in(submodule)
+        check_recorded_alike(mesh, deferred)
+    maker = _Maker(mesh, device, into)
+    with without_modes():  # also inside of deferred_init()
+        for name, tensor in named:
+            maker.make(name, tensor, None if placements is None else placements(name, tensor))
+        for submodule in module.modules():
+            maker.replace_in(submodule)
     return module
 
 
@@ -87,14 +98,30 @@ def materialize_tensor(
 
     Raises TypeError for a tensor that has values, ValueError for placements that do not fit. Communication: none.
     """
+    _check_deferred(tensor)
+    maker = _Maker(mesh, None, None)
+    with without_modes():
+        maker.make("tensor", tensor, placements)
+    return maker.made[id(tensor)]
+
+
+def materialize_part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """The region's part of a deferred tensor's values, of its local shape; nothing else is computed where that can be.
+
+    Raises TypeError for a tensor that has values. Communication: none.
+    """
+    assert _check_deferred(tensor)
+    with without_modes():
+        return part_values(view_of(tensor), next_time(), region)
+
+
+def _check_deferred(tensor: torch.Tensor) -> TypeGuard[DeferredTensor]:
     if not isinstance(tensor, DeferredTensor):
         raise TypeError(
             f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has its values already; expected a tensor made "
             "inside deferred_init(): use distribute_tensor for others"
         )
-    maker = _Maker(mesh, None)
-    maker.make("tensor", tensor, placements)
-    return maker.made[id(tensor)]
+    return True
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,8 +134,14 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class _Maker:
     """The tensors of one call of :func:`materialize`, by the deferred tensor that they replace."""
 
-    def __init__(self, mesh: DeviceMesh | None, device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        device: torch.device | str | None,
+        into: Callable[[str], torch.Tensor | None] | None,
+    ) -> None:
         self.mesh = mesh
+        self._into = into
         self.device = None if device is None else torch.device(device)
         self.time = next_time()
         self.made: dict[int, torch.Tensor] = {}
@@ -174,7 +207,12 @@ class _Maker:
             if (other_view, other_placements) != (view, resolved):
                 self._refuse_overlap(name, other)
         else:
-            local = self._local(view.shape, view.dtype, resolved, lambda region: part_values(view, self.time, region))
+            own = self._into(name) if self._into is not None else None
+            local = self._local(
+                view.shape, view.dtype, resolved, lambda region: part_values(view, self.time, region, own)
+            )
+            if own is not None:
+                local = own if local is own else own.copy_(local)
             self._locals[key] = (name, view, resolved, local)
         return make_dtensor(local, spec)
 
@@ -269,8 +307,9 @@ def _sum_of_bits(values: torch.Tensor) -> int:
     return int(values.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64))
 
 
-def _check_all_ranks_recorded_the_same(mesh: DeviceMesh, tensors: Sequence[DeferredTensor]) -> None:
-    """Raises on every rank of the mesh when their constructors ran from different generator states or did other ops."""
+def check_recorded_alike(mesh: DeviceMesh, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises RuntimeError on every rank of the mesh when their constructors ran from different generator states or did
+    other ops. Communication: an all-reduce of 16 bytes on each axis."""
     if mesh.get_coordinate() is None:
         return
     number = _fingerprint(tensors)
@@ -279,6 +318,6 @@ def _check_all_ranks_recorded_the_same(mesh: DeviceMesh, tensors: Sequence[Defer
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
     if extremes[0] != -extremes[1]:
         raise RuntimeError(
-            "materialize: the ranks of the mesh recorded different constructors or generator states; expected the same "
+            "the ranks of the mesh recorded different constructors or generator states; expected the same "
             "model and seed on every rank: call torch.manual_seed(seed) with one seed before deferred_init()"
         )

@@ -17,6 +17,7 @@ from vescale.compat.deferred import tree_map
 from vescale.placements import Region
 from vescale.rng._dtensor import part_of_whole
 from vescale.rng._engine import fill_region, generator_at
+from vescale.rng._fill import Fill
 from vescale.rng._graph import Constant, Initializer, Op, Record, View, live_writes, needed_ops
 from vescale.rng._ops import RandomOp
 from vescale.rng._spans import is_contiguous, stream_order
@@ -105,25 +106,26 @@ def _storage_as_recorded(result: View, output: torch.Tensor) -> torch.UntypedSto
     return storage
 
 
-def part_values(view: View, time: int, region: Region) -> torch.Tensor:
-    """The region's part of the values of a view at a time, with the shape of its local tensor. Fresh memory.
+def part_values(view: View, time: int, region: Region, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The region's part of the values of a view at a time, with the shape of its local tensor. Fresh memory, or ``out``
+    (of that shape and dtype, contiguous) where nothing is computed whole.
 
     Memory: the part, and what the ops that are not elementwise need whole. Communication: none.
     """
     with torch.no_grad():
-        return _part(view, time, region)
+        return _part(view, time, region, out)
 
 
-def _part(view: View, time: int, region: Region) -> torch.Tensor:
+def _part(view: View, time: int, region: Region, out: torch.Tensor | None = None) -> torch.Tensor:
     if region.flat is None and region.local_shape == region.global_shape:
         return whole_values(view, time)
     base = _base(view, time)
     if base is not None:
         mapped = _into(view, base, region)
         if mapped is not None:
-            local = _replay_part(base, live_writes(view.record, time), mapped)
+            local = _replay_part(base, live_writes(view.record, time), mapped, out)
             if local is not None:
-                return local.view(region.local_shape)
+                return local if local is out else local.view(region.local_shape)
     whole = whole_values(view, time)
     part = part_of_whole(whole, region)
     return part.clone() if part.untyped_storage().nbytes() != part.numel() * part.itemsize else part
@@ -181,36 +183,38 @@ def _box(view: View, base: View) -> tuple[list[int], list[int | None]] | None:
     return starts, dims
 
 
-def _replay_part(base: View, writes: list[Op], region: Region) -> torch.Tensor | None:
+def _replay_part(base: View, writes: list[Op], region: Region, out: torch.Tensor | None = None) -> torch.Tensor | None:
     """Replays the writes of one storage on its part of the base tensor; None when one of them is not elementwise."""
     local: torch.Tensor | None = None
     for op in writes:
         if any(result is not None and result.record is base.record for result in op.results):
-            local = _create(op, base, region)
+            local = _create(op, base, region, out)
         elif local is None and op.overwrites:  # the first live write: nothing before it matters
-            local = _allocate(base, region)
+            local = _allocate(base, region, out)
         if local is None or (op.written and not _write(op, base, local, region)):
             return None
     return local
 
 
-def _allocate(base: View, region: Region) -> torch.Tensor:
-    """Uninitialized memory for a part, in the memory order of the whole."""
+def _allocate(base: View, region: Region, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Uninitialized memory for a part, in the memory order of the whole: ``out`` where the part is flat."""
     if region.flat is not None:
+        if out is not None and out.shape == region.local_shape and out.device == base.record.device:
+            return out
         return torch.empty(region.local_shape, dtype=base.dtype, device=base.record.device)
     order = stream_order(base.shape, base.strides)
     in_order = torch.empty([region.shape[dim] for dim in order], dtype=base.dtype, device=base.record.device)
     return in_order.permute(sorted(range(len(order)), key=order.__getitem__))
 
 
-def _create(op: Op, base: View, region: Region) -> torch.Tensor | None:
+def _create(op: Op, base: View, region: Region, out: torch.Tensor | None = None) -> torch.Tensor | None:
     if op.func in _EMPTY:
-        return _allocate(base, region)
+        return _allocate(base, region, out)
     if op.func in _FACTORIES:
         fill = {aten.zeros: 0, aten.zeros_like: 0, aten.new_zeros: 0, aten.ones: 1, aten.ones_like: 1, aten.new_ones: 1}
         packet = op.func.overloadpacket
         value = fill[packet] if packet in fill else op.kwargs.get("fill_value", op.args[-1])
-        return _allocate(base, region).fill_(value)
+        return _allocate(base, region, out).fill_(value)
     if len(op.results) != 1 or not _is_exact(op):
         return None
     args = _operands(op, op.args, base.shape, region)
@@ -218,7 +222,7 @@ def _create(op: Op, base: View, region: Region) -> torch.Tensor | None:
     if args is None or kwargs is None:
         return None
     output: torch.Tensor = op.func(*args, **kwargs)
-    return _allocate(base, region).copy_(output) if output.shape == region.local_shape else None
+    return _allocate(base, region, out).copy_(output) if output.shape == region.local_shape else None
 
 
 def _is_exact(op: Op) -> bool:
@@ -244,7 +248,8 @@ def _write(op: Op, base: View, local: torch.Tensor, region: Region) -> bool:
             if parameter is None:
                 return False
             tensor = parameter[0].expand(piece.shape) if parameter else None
-            fill_region(piece, piece_region, view.strides, op.draws, generator_at(op.state, piece.device), tensor)
+            fill = Fill(op.draws, piece_region, view.strides)
+            fill_region(piece, fill, generator_at(op.state, piece.device), tensor)
         else:
             rest = _operands(op, op.args[1:], view.shape, piece_region)
             kwargs = _operands(op, op.kwargs, view.shape, piece_region)

@@ -1,7 +1,7 @@
 """``parallelize``: a lowered plan becomes DTensor parameters and hooks, and the model runs on the mesh."""
 
 from vescale.runtime._gradients import GradientBucket, GradientMismatchError, GradientReducer
-from vescale.runtime._parallelize import gradient_reducer, implicit_communication, install, parallelize
+from vescale.runtime._parallelize import gradient_reducer, implicit_communication, install, no_sync, parallelize
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._sites import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
 
@@ -16,5 +16,6 @@ __all__ = [
     "gradient_reducer",
     "implicit_communication",
     "install",
+    "no_sync",
     "parallelize",
 ]

@@ -3,6 +3,7 @@ later."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,8 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale.fsdp import ManagedParameter
 from vescale.ir import Annotate, Batch, Hook, Instruction, Program, Redistribute
 from vescale.runtime._gradients import GradientReducer, GradientRule, complete_captured
+from vescale.runtime._units import accumulating, managed_parameters, states_in
 
 __all__ = ["GradientHooks", "full_name", "single_instructions"]
 
@@ -32,6 +35,8 @@ class GradientHooks:
         self.reducer: GradientReducer | None = None
         self._instructions, self._mesh = instructions, mesh
         self._slots: list[tuple[nn.Module, str, str]] = []
+        self._managed: dict[tuple[int, str], ManagedParameter] = {}
+        self._modules: list[weakref.ref[nn.Module]] = []
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @classmethod
@@ -44,6 +49,10 @@ class GradientHooks:
 
     def adopt(self, module: nn.Module, path: str) -> None:
         """Look after the parameters of ``module``, called ``path`` in the model; tied ones under their first name."""
+        self._modules.append(weakref.ref(module))
+        self._managed.update(managed_parameters(module))
+        for state in states_in(module):
+            state.tree.on_backward = self._begin
         prefix = f"{path}." if path else ""
         for name, _ in module.named_parameters():
             owner, _, attribute = name.rpartition(".")
@@ -54,6 +63,9 @@ class GradientHooks:
         new = []
         for owner, attribute, name in self._slots:
             parameter = owner._parameters.get(attribute)
+            managed = self._managed.get((id(owner), attribute))
+            if managed is not None:  # the engine reduces it over the axes of its unit
+                parameter = managed.sharded if _is_replicated_elsewhere(managed) else None
             if parameter is None or not parameter.requires_grad:
                 continue
             known = self._hooked.get(id(parameter))
@@ -65,11 +77,34 @@ class GradientHooks:
             return
         if self.reducer is None:
             self.reducer = GradientReducer(nn.Module(), self._mesh)
+            self.reducer.around_no_sync = self._accumulating
         self.reducer.recover()
         if new:
             self.reducer.add(new)
             for name, parameter, rule in new:
                 complete_captured(parameter, name, rule)
+
+    def _begin(self) -> None:
+        """A backward has reached a unit."""
+        if self.reducer is not None:
+            self.reducer.begin()
+
+    @contextlib.contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for module in self._modules:
+                found = module()
+                if found is not None:
+                    stack.enter_context(accumulating(found))
+            yield
+
+
+def _is_replicated_elsewhere(parameter: ManagedParameter) -> bool:
+    """Whether the gradient may be a sum along axes that are not its unit's."""
+    axes, sharded = parameter.axes, parameter.sharded
+    assert isinstance(sharded, DTensor)
+    others = (a for a in range(axes.mesh.ndim) if a not in (axes.shard, *axes.replicate) and axes.mesh.size(a) > 1)
+    return any(sharded.placements[axis].is_replicate() for axis in others)
 
 
 def _rule(instruction: Instruction | None) -> GradientRule:

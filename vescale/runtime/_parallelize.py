@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir import Annotate, Hook, Instruction, Local, Place, Program, lower
+from vescale.ir import Annotate, Hook, Instruction, Local, Place, Program, Unit, lower, refuse_part_of_replicas
 from vescale.placements import from_local
 from vescale.placements import install as install_placements
 from vescale.plans import MeshAxes, Plan, PlanError
@@ -24,8 +27,9 @@ from vescale.runtime._place import TensorSlots, load_plain, place_tensor
 from vescale.runtime._region import LocalRegion
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._sites import ImplicitSite
+from vescale.runtime._units import Units
 
-__all__ = ["gradient_reducer", "implicit_communication", "install", "parallelize"]
+__all__ = ["gradient_reducer", "implicit_communication", "install", "no_sync", "parallelize"]
 
 
 def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None, strict: bool = False) -> nn.Module:
@@ -62,7 +66,11 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None,
             "parallelize"
         )
     program = lower(plan, model)
-    return install(model, program, _mesh_of(plan, model, mesh), strict=strict)
+    mesh = _mesh_of(plan, model, mesh)
+    if plan.mesh is None:  # else lower has looked at it
+        for unit in (instruction.op for instruction in program if isinstance(instruction.op, Unit)):
+            refuse_part_of_replicas(mesh, unit.shard)
+    return install(model, program, mesh, strict=strict)
 
 
 def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool = False) -> nn.Module:
@@ -72,9 +80,9 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
     enable_rng()
     install_handlers()
     runtime = Runtime(program, mesh, GradientHooks.of(program, mesh), strict=strict)
-    _materialize(model, program, mesh)
-    _place_tensors(model, program, mesh)
-    runtime.adopt(model, "")
+    units = Units(model, program, mesh)
+    units.place(lambda into: _materialize(model, program, mesh, units.deferred, into))
+    _place_tensors(model, program, mesh, units.names)
     by_module: dict[str, list[Instruction]] = {}
     for instruction in single_instructions(program):
         by_module.setdefault(instruction.path, []).append(instruction)
@@ -85,6 +93,8 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
                 region = ExpertRegion if instruction.op.kind == "experts" else LocalRegion
                 region(runtime, module, path, instruction)
         ModuleHooks(runtime, module, path, instructions)
+    units.install()
+    runtime.adopt(model, "")
     model.register_load_state_dict_pre_hook(load_plain)
     return model
 
@@ -111,6 +121,19 @@ def gradient_reducer(model: nn.Module) -> GradientReducer:
     return runtime.gradients.reducer
 
 
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside only accumulate this rank's gradients; the first one outside reduces all of it.
+
+    Communication: none inside but what the forward and backward themselves do, gathers of units among it, unless
+    ``reshard_after_backward=False`` keeps those gathered. Inside, ``.grad`` is None, or incomplete.
+
+    Raises KeyError for a model that was not given to :func:`parallelize`, and on ranks outside of its mesh.
+    """
+    with gradient_reducer(model).no_sync():
+        yield
+
+
 def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
     mesh = mesh if mesh is not None else plan.mesh
     if mesh is None:
@@ -123,12 +146,14 @@ def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMes
     return mesh
 
 
-def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
+def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh, placed: Collection[str]) -> None:
     slots = TensorSlots(model)
     for instruction in program:
         if instruction.hook is not Hook.INIT or not isinstance(instruction.op, Place | Annotate):
             continue
         name = full_name(instruction)
+        if name in placed:
+            continue
         old = slots[name]
         stage = tuple(Replicate() if p is None else p for p in instruction.op.placements)
         if isinstance(instruction.op, Annotate):
@@ -138,15 +163,22 @@ def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh) -> None
         slots.replace(name, new)
 
 
-def _materialize(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
-    """Gives a model built under ``deferred_init`` its values: each rank computes the part that it is to hold.
+def _materialize(
+    model: nn.Module,
+    program: Program,
+    mesh: DeviceMesh,
+    planned: Mapping[int, tuple[Placement, ...]],
+    into: Callable[[str], torch.Tensor | None],
+) -> None:
+    """Gives a model built under ``deferred_init`` its values: each rank computes the part that it is to hold, those of units
+    (``planned``: placements by ``id``) in the memory that ``into`` says.
 
     A parameter whose values are "local" by the plan, and tensors that the program does not place, are computed whole.
     """
     if not has_deferred(model):
         return
     slots = TensorSlots(model)
-    placements: dict[int, tuple[Placement, ...]] = {}
+    placements = dict(planned)
     for instruction in program:
         if instruction.hook is Hook.INIT and isinstance(instruction.op, Place):
             wanted = tuple(Replicate() if p is None else p for p in instruction.op.placements)
@@ -155,4 +187,4 @@ def _materialize(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
     def placements_of(name: str, tensor: torch.Tensor) -> tuple[Placement, ...] | None:
         return placements.get(id(tensor)) if is_deferred(tensor) else None
 
-    materialize(model, mesh, placements_of)
+    materialize(model, mesh, placements_of, into=into)

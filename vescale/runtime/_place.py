@@ -66,6 +66,10 @@ class TensorSlots:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._names[name]
 
+    def places(self, name: str) -> list[tuple[nn.Module, str]]:
+        """(module, name in it) wherever the tensor called ``name`` hangs."""
+        return [(module, slot) for module, _, slot in self._slots[id(self._names[name])]]
+
     def __contains__(self, name: str) -> bool:
         return name in self._names
 

@@ -37,6 +37,9 @@ __all__ = ["GradientReducer"]
 class _Backward:
     """Held by the autograd engine as long as a backward runs: gone when it ends, also by an exception."""
 
+    is_superseded = False
+    """Another one stands for the same backward, and ends later."""
+
 
 class GradientReducer:
     """Reduces gradients over all axes they are Partial on, several in one collective, overlapped with backward.
@@ -108,6 +111,8 @@ class GradientReducer:
         self._schedule = Schedule()
         self._hook: CommHook | None = None
         self._syncs = True
+        self.around_no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """What else :meth:`no_sync` is to enter."""
         self._running: Callable[[], _Backward | None] = _nothing  # the backward that runs: a weak reference
         self._is_begun = False  # and has not come to its end
         self._is_synced = False
@@ -165,7 +170,8 @@ class GradientReducer:
         """Backwards inside only accumulate this rank's gradients; the first one outside reduces all of it."""
         before, self._syncs = self._syncs, False
         try:
-            yield
+            with self.around_no_sync():
+                yield
         finally:
             self._syncs = before
 
@@ -214,7 +220,19 @@ class GradientReducer:
 
     # Backward
 
-    def _begin(self, gradient: torch.Tensor) -> None:
+    def begin(self) -> None:
+        """Inside a backward: gradients will be put into ``.grad`` by others than autograd, who have arranged for doing so at
+        its end. This reducer's work then comes after theirs."""
+        running = self._running()
+        if running is None:
+            self._begin()
+            return
+        running.is_superseded = True
+        backward = _Backward()
+        self._running = weakref.ref(backward)
+        at_end_of_backward(functools.partial(self._end, backward))
+
+    def _begin(self, gradient: torch.Tensor | None = None) -> None:
         """A gradient has been computed; at the first one of a backward none is accumulated yet."""
         if self._running() is not None:
             return
@@ -300,6 +318,8 @@ class GradientReducer:
 
     def _end(self, backward: _Backward) -> None:
         """The outermost backward has ended."""
+        if backward.is_superseded:
+            return
         self._running = _nothing
         with torch.no_grad(), no_torch_function():
             if self._arrived and self._syncs:

@@ -1,0 +1,164 @@
+"""The buffers that a program's units are gathered in: planned with what the engine plans them with, without a rank."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.buffer import Layout, TensorGroup
+from vescale.ir._model_index import ModelIndex
+from vescale.ir._ops import Place, Unit
+from vescale.ir._program import Hook, Program
+from vescale.placements import RaggedShard, local_region, shard_dim
+from vescale.plans import MeshAxes
+
+__all__ = ["UnitBucket", "unit_buckets"]
+
+
+@dataclass(frozen=True)
+class UnitBucket:
+    """Parameters of one unit, dtype and ``requires_grad``: one buffer, one all-gather, one reduce-scatter.
+
+    Sizes are those of one rank. ``resting_bytes`` are always there, ``whole_bytes`` while the unit is gathered, and
+    ``gradient_bytes`` while its gradients are not reduced; padding included.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    shard: str
+    replicate: tuple[str, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    num_ranks: int
+    num_replicas: int
+    num_elements: int
+    buffer_size: int
+    digest: str
+    backward_ranks: int
+    """Among how many ranks parameters are gathered again for backward; 1: they are kept."""
+
+    @property
+    def padding_elements(self) -> int:
+        return self.buffer_size - self.num_elements
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.buffer_size * self.dtype.itemsize
+
+    @property
+    def resting_bytes(self) -> int:
+        return self.whole_bytes // self.num_ranks
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.whole_bytes if self.requires_grad else 0
+
+    @property
+    def collectives(self) -> tuple[tuple[str, str, str, int], ...]:
+        """(phase, op, axes joined with ``,``, bytes that a rank exchanges with others) of each in a step."""
+        whole = self.whole_bytes
+        found = [("forward", "all_gather", self.shard, whole // self.num_ranks * (self.num_ranks - 1))]
+        if self.backward_ranks > 1:
+            again = whole // self.backward_ranks * (self.backward_ranks - 1)
+            found.append(("backward", "all_gather", self.shard, again))
+        if self.requires_grad:
+            found.append(("backward", "reduce_scatter", self.shard, whole // self.num_ranks * (self.num_ranks - 1)))
+            summed = 2 * self.resting_bytes * (self.num_replicas - 1) // self.num_replicas
+            found.append(("backward", "all_reduce", ",".join(self.replicate), summed))
+        return tuple(one for one in found if one[3])
+
+
+def unit_buckets(program: Program, model: nn.Module) -> tuple[UnitBucket, ...]:
+    """Every buffer of every unit, in the program's order. Reads names, shapes and dtypes; nothing is communicated."""
+    index = ModelIndex(model)
+    resting = _resting(program, index)
+    units = [(i.path, i.op) for i in program if isinstance(i.op, Unit)]
+    return tuple(bucket for path, unit in units for bucket in _buckets(path, unit, index, program.axes, resting))
+
+
+def _buckets(
+    path: str, unit: Unit, index: ModelIndex, axes: MeshAxes, resting: dict[str, tuple[Placement, ...]]
+) -> Iterator[UnitBucket]:
+    position = axes.index(unit.shard)
+    ranks = axes.size(unit.shard)
+    kinds: dict[tuple[torch.dtype, bool, bool], list[str]] = {}
+    for name in unit.names:
+        first = index.state_names[f"{path}.{name}" if path else name]
+        owner, attribute = index.owner(first)
+        tensor = getattr(index.modules[owner], attribute)
+        rest = resting[first][position]
+        is_planned = isinstance(rest, RaggedShard) and rest.local_units is None
+        kinds.setdefault((tensor.dtype, tensor.requires_grad, is_planned), []).append(first)
+    keep = unit.reshard_after_forward if unit.reshard_after_forward is not None else bool(path)
+    backward = (ranks if keep else 1) if isinstance(keep, bool) else keep
+    for (dtype, requires_grad, _), names in kinds.items():
+        places = []
+        for name in names:
+            at_rest = resting[name]
+            run = [Replicate() if axis == position else placement for axis, placement in enumerate(at_rest)]
+            places.append(_place(index.states[name].shape or (), at_rest[position], run, axes.sizes, ranks))
+        parts = [part for _, part, _ in places]
+        if parts[0] is None:  # the planner's choice
+            layout = _layout(
+                tuple(numel for numel, _, _ in places), tuple(block for _, _, block in places), ranks, dtype
+            )
+            size = layout.buffer_size
+        else:
+            layout = _layout(tuple(part or 0 for part in parts), (1,) * len(parts), 1, dtype)
+            size = layout.buffer_size * ranks
+        held = sum(numel for numel, _, _ in places)
+        yield UnitBucket(
+            path,
+            tuple(names),
+            unit.shard,
+            unit.replicate,
+            dtype,
+            requires_grad,
+            ranks,
+            math.prod(axes.size(axis) for axis in unit.replicate),
+            held,
+            size,
+            layout.digest,
+            backward,
+        )
+
+
+def _resting(program: Program, index: ModelIndex) -> dict[str, tuple[Placement, ...]]:
+    found: dict[str, tuple[Placement, ...]] = {}
+    for i in program:
+        if i.hook is Hook.INIT and isinstance(i.op, Place):
+            name = index.state_names[f"{i.path}.{i.target}" if i.path else i.target]
+            found[name] = tuple(Replicate() if p is None else p for p in i.op.placements)
+    return found
+
+
+def _place(
+    shape: tuple[int, ...], rest: Placement, run: list[Placement], sizes: tuple[int, ...], ranks: int
+) -> tuple[int, int | None, int]:
+    """(elements, those of the largest rank's part where the cut is given, elements that stay together)."""
+    local = local_region(shape, run, sizes, (0,) * len(sizes)).local_shape
+    inner = [dim for p in run if (dim := shard_dim(p)) is not None and dim > 0]
+    if type(rest) is Shard:
+        dims = list(local)
+        dims[rest.dim] = -(-dims[rest.dim] // ranks)
+        return math.prod(local), math.prod(dims), 1
+    assert isinstance(rest, RaggedShard)
+    if rest.local_units is None:
+        return math.prod(local), None, rest.granule(local, inner)
+    runs = (rest.run(local, local, ranks, rank, inner) for rank in range(ranks))
+    return math.prod(local), max(end - begin for begin, end in runs), 1
+
+
+@functools.lru_cache(maxsize=1024)  # layers repeat
+def _layout(numels: tuple[int, ...], blocks: tuple[int, ...], ranks: int, dtype: torch.dtype) -> Layout:
+    names = [str(number) for number in range(len(numels))]
+    return TensorGroup.plan(
+        {name: (numel,) for name, numel in zip(names, numels)}, ranks, dtypes={dtype}, blocks=dict(zip(names, blocks))
+    ).layout

@@ -1,0 +1,248 @@
+"""Units: which parameters are gathered together, around which module's forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from vescale.ir._findings import Findings
+from vescale.ir._model_index import ModelIndex
+from vescale.ir._repeat import name_list
+from vescale.ir._resolve import Resolution, shown_name
+from vescale.ir._said import StateWords
+from vescale.placements import RaggedShard, shard_dim
+from vescale.plans import MeshAxes, Source, UnitEntry, placement_text
+
+__all__ = ["GatheredUnit", "find_units", "repeated_blocks"]
+
+
+@dataclass(frozen=True)
+class GatheredUnit:
+    """Parameters of one unit that are sharded over one axis.
+
+    Attributes:
+        path: the module.
+        names: full first names of the parameters, in the model's order.
+        shard: the axis over which they are cut at rest, and gathered while the module computes.
+        replicate: axes along which the inputs of the model are cut and the parameters are not: replicas, whose gradients
+            are summed with those of the ranks of ``shard``.
+        entry: the plan's; None for a unit that was inferred.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    shard: str
+    replicate: tuple[str, ...]
+    entry: UnitEntry | None
+
+
+def find_units(
+    resolution: Resolution, index: ModelIndex, axes: MeshAxes, findings: Findings
+) -> tuple[GatheredUnit, ...]:
+    """The units of the parameters that rest sharded over one axis and run replicated there; mistakes become findings."""
+    explicit = resolution.units
+    paths = {**dict.fromkeys(("", *_inferred(index, explicit))), **explicit}
+    replicas = _input_axes(resolution)
+    found: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for name, words in resolution.states.items():
+        if not index.states[name].is_parameter:
+            continue
+        axis = gathered_axis(words, axes)
+        if axis is None:
+            _check_reachable(name, words, index, axes, paths, findings)
+            continue
+        path = _unit_of(name, index, paths, findings)
+        run = dict(zip(axes, words.running(axes)))
+        whole = (a for a in axes if a != axis and isinstance(run[a], Replicate))
+        replicate = tuple(a for a in whole if a in replicas and axes.size(a) > 1)
+        found.setdefault((path, axis, replicate), []).append(name)
+    units = tuple(
+        GatheredUnit(path, tuple(names), axis, replicate, paths[path])
+        for (path, axis, replicate), names in found.items()
+    )
+    _check_entries(units, resolution, axes, findings)
+    return units
+
+
+def gathered_axis(words: StateWords, axes: MeshAxes) -> str | None:
+    """The axis over which a parameter is cut at rest and whole while it runs, if that is all that changes."""
+    if words.annotated or words.grad or words.grad_annotated:
+        return None
+    rest, run = words.init.complete(axes), words.running(axes)
+    differing = [position for position, (one, other) in enumerate(zip(rest, run)) if one != other]
+    if len(differing) != 1:
+        return None
+    (position,) = differing
+    is_cut = isinstance(rest[position], RaggedShard) or type(rest[position]) is Shard
+    return axes.names[position] if is_cut and isinstance(run[position], Replicate) else None
+
+
+def repeated_blocks(index: ModelIndex) -> Iterator[str]:
+    """Outermost modules that a model repeats: the items of its lists, and of sequences with several of one class."""
+
+    def visit(module: nn.Module, path: str) -> Iterator[str]:
+        blocks = _blocks(module)
+        for name, child in module.named_children():
+            inner = f"{path}.{name}" if path else name
+            canonical = index.module_names[inner]
+            if name in blocks and index.is_called(canonical):
+                yield canonical
+            else:
+                yield from visit(child, inner)
+
+    return visit(index.model, "")
+
+
+def _blocks(container: nn.Module) -> set[str]:
+    """Names of the children that are blocks."""
+    children = list(container.named_children())
+    if isinstance(container, nn.ModuleList):
+        return {name for name, _ in children}
+    if not isinstance(container, nn.Sequential | nn.ModuleDict):
+        return set()
+    kinds = [type(child) for _, child in children]
+    composed = {
+        type(child)
+        for _, child in children
+        if any(True for _ in child.children()) or not type(child).__module__.startswith("torch.nn.")
+    }
+    return {name for name, child in children if type(child) in composed and kinds.count(type(child)) > 1}
+
+
+def _inferred(index: ModelIndex, explicit: dict[str, UnitEntry]) -> list[str]:
+    """Repeated blocks that no unit of the plan lies around."""
+    return [path for path in repeated_blocks(index) if not any(around in explicit for around in _around(path))]
+
+
+def _around(path: str) -> Iterator[str]:
+    """A module and all that hold it, innermost first."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _input_axes(resolution: Resolution) -> set[str]:
+    """Axes over which an input of the model is cut."""
+    return {
+        axis
+        for (path, side, _), words in resolution.boundaries.items()
+        if (path, side) == ("", "<in>")
+        for role in (words.dst, words.src, words.annotated)
+        for axis, said in role.items().items()
+        if shard_dim(said.placement) is not None
+    }
+
+
+def _unit_of(name: str, index: ModelIndex, paths: dict[str, UnitEntry | None], findings: Findings) -> str:
+    """The innermost unit that holds all places of a parameter; a finding where the plan puts them into several."""
+    state = index.states[name]
+    chains = []
+    for alias in state.names:
+        around = (index.module_names[path] for path in _around(alias.rpartition(".")[0]))
+        chains.append([path for path in around if path in paths])
+    common = next(path for path in chains[0] if all(path in chain for chain in chains))
+    for alias, (innermost, *_) in zip(state.names, chains):
+        entry = paths[innermost]
+        if innermost != common and entry is not None:
+            others = ", ".join(f"{n} in {c[0] or 'the model itself'}" for n, c in zip(state.names, chains))
+            findings.error(
+                "tied-units",
+                f"unit '{entry.path}': one weight has the names {', '.join(state.names)} ({others}), and lies in one unit: "
+                f"leave out the unit around {alias}, so that {common or 'the model itself'} holds it, or name a module "
+                "around all of them",
+                entry.source,
+            )
+            break
+    return common
+
+
+def _check_reachable(
+    name: str,
+    words: StateWords,
+    index: ModelIndex,
+    axes: MeshAxes,
+    paths: dict[str, UnitEntry | None],
+    findings: Findings,
+) -> None:
+    rest, run = words.init.complete(axes), words.running(axes)
+    if sum(isinstance(placement, RaggedShard) for placement in rest) > 1:
+        return  # an error of its own
+    changes = [(axis, one, other) for axis, one, other in zip(axes, rest, run) if one != other]
+    entry = next((e for path in _around(index.owner(name)[0]) if (e := paths.get(path)) is not None), None)
+    for axis, one, other in changes:
+        if isinstance(other, Replicate) and len(changes) == 1:
+            continue  # its gradient has entries of its own, so that it is moved by itself
+        if isinstance(one, RaggedShard):
+            reason = "a ragged cut at rest is gathered before its module runs, and nothing else"
+        elif entry is not None:
+            reason = f"unit '{entry.path}' gathers parameters along one axis, and moves them in no other way"
+        else:
+            continue
+        said = words.forward.get(axis) or words.init.get(axis)
+        more = ", and its other axes change, too" if len(changes) > 1 else ""
+        findings.error(
+            "unreachable",
+            f"{{names}} rests {placement_text(one)} on {axis} and runs {placement_text(other)} on {axis}{more}: {reason}; "
+            f"write {axis}: {{init: {placement_text(one)}, run: R}}, and change no other axis",
+            said.entry.source if said is not None else None,
+            shown_name(index.states[name]),
+        )
+        return
+
+
+def _check_entries(units: tuple[GatheredUnit, ...], resolution: Resolution, axes: MeshAxes, findings: Findings) -> None:
+    held = {unit.path for unit in units}
+    by_entry: dict[int, tuple[UnitEntry, list[str]]] = {}
+    for path, entry in resolution.units.items():
+        by_entry.setdefault(id(entry), (entry, []))[1].append(path)
+    for entry, matched in by_entry.values():
+        if not held.intersection(matched) and not findings.has_errors:  # it may follow from another mistake
+            _empty(entry, matched, held, findings)
+    for unit in units:
+        if unit.entry is None:
+            continue
+        _check_reshard(unit, axes, findings)
+        region = next((path for path in _around(unit.path) if path != unit.path and path in resolution.locals), None)
+        if region is not None:
+            local = resolution.locals[region]
+            findings.error(
+                "unit-conflict",
+                f"unit '{unit.entry.path}' ({unit.path}) lies inside the local region '{local.path}' ({local.source}), "
+                f"whose ranks may run different modules, while all ranks gather a unit together; make {region}, or a module "
+                "around it, the unit",
+                unit.entry.source,
+            )
+
+
+def _empty(entry: UnitEntry, matched: list[str], held: set[str], findings: Findings) -> None:
+    inner = sorted(path for path in held if any(around in matched for around in _around(path)))
+    shown = name_list(matched)
+    if inner:
+        problem = (
+            f"unit '{entry.path}' covers no sharded parameter: those in {shown} belong to the smaller units "
+            f"{name_list(inner)}; remove one of the two"
+        )
+    else:
+        problem = (
+            f"unit '{entry.path}' covers no sharded parameter: nothing in {shown} is sharded at rest and whole while it "
+            f"runs; add shard entries for its parameters, {{axis: {{init: Ragged, run: R}}}}, or remove the unit"
+        )
+    findings.error("empty-unit", problem, entry.source)
+
+
+def _check_reshard(unit: GatheredUnit, axes: MeshAxes, findings: Findings) -> None:
+    entry = unit.entry
+    assert entry is not None
+    keep, size = entry.reshard_after_forward, axes.size(unit.shard)
+    if keep is not None and not isinstance(keep, bool) and size % keep:
+        source: Source | None = entry.source
+        findings.error(
+            "reshard",
+            f"unit '{entry.path}': reshard_after_forward={keep} does not divide the {size} ranks of {unit.shard}; use True, "
+            "False, or a number of ranks that does",
+            source,
+        )
