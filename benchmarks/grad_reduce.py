@@ -9,6 +9,7 @@ of the machine hits both; the ratio is what counts. One JSON line a figure.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -52,17 +53,24 @@ def layer_shapes(hidden: int) -> list[tuple[int, ...]]:
 
 def alternate(
     sides: dict[str, Callable[[], None]], repeats: int, prepare: Callable[[str], None] = lambda name: None
-) -> dict[str, float]:
-    """Median seconds of each side, the ranks starting together after ``prepare``."""
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Median seconds of each side, and its median of CPU seconds in this rank's threads, the ranks starting together after
+    ``prepare``."""
     times: dict[str, list[float]] = {name: [] for name in sides}
+    cpu_times: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(repeats + 2):
         for name, side in sides.items():
             prepare(name)
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             side()
             if number >= 2:
                 times[name].append(time.perf_counter() - start)
+                cpu_times[name].append(time.process_time() - cpu_start)
+    return _medians(times), _medians(cpu_times)
+
+
+def _medians(times: dict[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -101,7 +109,7 @@ def against_stock(hidden: int, repeats: int) -> dict[str, Any]:
         "buckets": lambda: losses["buckets"].backward(),
         "backward": lambda: losses["backward"].backward(),
     }
-    medians = alternate(sides, repeats, prepare)
+    medians, _ = alternate(sides, repeats, prepare)
     prepare("buckets")
     with record_comms() as ledger:
         losses["buckets"].backward()
@@ -133,26 +141,31 @@ def against_ddp(hidden: int, batch: int, repeats: int) -> dict[str, Any]:
         layers = [nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.ReLU()) for _ in range(16)]
         return nn.Sequential(*layers)
 
-    ours, theirs = build(), DistributedDataParallel(build())
-    GradientReducer(ours, mesh)
+    models = {"ddp": DistributedDataParallel(build()), "buckets": build()}
+    models["ddp_views"] = DistributedDataParallel(build(), gradient_as_bucket_view=True)
+    GradientReducer(models["buckets"], mesh)
     x = torch.randn(batch, hidden, generator=torch.Generator().manual_seed(dist.get_rank()))
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
+    for model in models.values():
         model(x).square().mean().backward()
-        optimizer.step()
-
-    for model in (ours, theirs):
-        model(x).square().mean().backward()
-    for a, b in zip(ours.parameters(), theirs.parameters()):  # later the two drift apart, by float32 rounding alone
+    for a, b in zip(
+        models["buckets"].parameters(), models["ddp"].parameters()
+    ):  # later the two drift apart by rounding
         torch.testing.assert_close(a.grad, b.grad)
-    own, other = (torch.optim.SGD(m.parameters(), lr=1e-3) for m in (ours, theirs))
-    medians = alternate({"ddp": lambda: step(theirs, other), "buckets": lambda: step(ours, own)}, repeats)
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=1e-3) for name, model in models.items()}
+
+    def step(name: str) -> None:
+        optimizers[name].zero_grad()
+        models[name](x).square().mean().backward()
+        optimizers[name].step()
+
+    wall, cpu = alternate({name: functools.partial(step, name) for name in models}, repeats)
     return {
         "figure": f"step of a data-parallel model of width {hidden}, batch {batch}, against DDP",
-        "ddp_ms": round(1e3 * medians["ddp"], 1),
-        "buckets_ms": round(1e3 * medians["buckets"], 1),
-        "ratio": round(medians["buckets"] / medians["ddp"], 3),
+        **{f"{name}_ms": round(1e3 * wall[name], 1) for name in models},
+        "ratio": round(wall["buckets"] / wall["ddp"], 3),
+        "ratio_to_views": round(wall["buckets"] / wall["ddp_views"], 3),
+        "cpu_ratio": round(cpu["buckets"] / cpu["ddp"], 3),
+        "cpu_ratio_to_views": round(cpu["buckets"] / cpu["ddp_views"], 3),
     }
 
 

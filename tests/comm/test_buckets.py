@@ -34,9 +34,16 @@ def test_buckets(items: list[tuple[str, int]], limits: list[int]) -> None:
             assert {items[index][0] for index in bucket} == {key} and list(bucket) == sorted(bucket)
             limit = limits[min(number, len(limits) - 1)]
             size = sum(items[index][1] for index in bucket)
-            assert size <= limit or len(bucket) == 1
+            assert size <= max(limit, limits[-1]) or len(bucket) == 1
+            assert size <= limit or 2 * (size - items[bucket[-1]][1]) < limit  # it was not half full before the last
             if number + 1 < len(own):  # closed because the next did not fit
-                assert size + items[own[number + 1][0]][1] > limit
+                most = limit if 2 * size >= limit else max(limit, limits[-1])
+                assert size + items[own[number + 1][0]][1] > most
+
+
+def test_a_small_first_bucket_holds_a_large_tensor() -> None:
+    bias, weight = 2048, 2**20
+    assert plan_buckets([("a", n) for n in (bias, weight) * 4], (2**20, 25 * 2**20)) == [(0, 1), (2, 3, 4, 5, 6, 7)]
 
 
 def test_limits() -> None:

@@ -11,7 +11,7 @@ __all__ = ["DEFAULT_BUCKET_BYTES", "FIRST_BUCKET_BYTES", "BucketBytes", "bucket_
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
-"""The first bucket is at most this large, so that communication starts early in backward."""
+"""The first bucket is about this large, so that communication starts early in backward."""
 
 BucketBytes = int | Sequence[int] | Literal["auto"]
 
@@ -21,7 +21,7 @@ _DOUBLINGS = 4
 
 
 def bucket_limits(bucket_bytes: BucketBytes, num_ranks: int, link: Link) -> tuple[int, ...]:
-    """The most bytes of the first, second, ... bucket of a kind; the last limit holds for all that follow.
+    """Bytes of the first, second, ... bucket of a kind, see :func:`plan_buckets`; the last holds for all that follow.
 
     ``bucket_bytes`` is the limit of all but the small first bucket; or the limits themselves; or ``"auto"``: each bucket
     is twice the one before, from small ones that start early to the size at which latency no longer counts on the link.
@@ -43,8 +43,9 @@ def bucket_limits(bucket_bytes: BucketBytes, num_ranks: int, link: Link) -> tupl
 def plan_buckets(items: Sequence[tuple[Hashable, int]], limits: Sequence[int]) -> list[tuple[int, ...]]:
     """Group ``(key, bytes)`` items, given in the order in which they get ready, into buckets of equal keys.
 
-    A bucket takes items in order until the next would exceed its limit; an item larger than a limit has a bucket of its
-    own. Returns the items' indices, buckets in the order in which they are full.
+    A bucket takes items in order until the next would exceed its limit. While it is not half full it takes that one, too,
+    up to the last limit: a small first bucket holds a large tensor rather than the bias before it. An item larger than
+    that has a bucket of its own. Returns the items' indices, buckets in the order in which they are full.
     """
     open_: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
@@ -53,7 +54,8 @@ def plan_buckets(items: Sequence[tuple[Hashable, int]], limits: Sequence[int]) -
     for index, (key, num_bytes) in enumerate(items):
         count = num_buckets.get(key, 0)
         limit = limits[min(count, len(limits) - 1)]
-        if open_.get(key) and filled[key] + num_bytes > limit:
+        most = limit if 2 * filled.get(key, 0) >= limit else max(limit, limits[-1])
+        if open_.get(key) and filled[key] + num_bytes > most:
             buckets.append(tuple(open_.pop(key)))
             num_buckets[key] = count + 1
             filled[key] = 0

@@ -4,6 +4,8 @@ from vescale.compat.needs import UnsupportedTorchError, self_check
 
 try:
     from vescale.compat.autograd import (
+        TELLS_HOLDERS,
+        are_unheld,
         at_end_of_backward,
         in_backward,
         is_captured,
@@ -80,6 +82,7 @@ except (ImportError, AttributeError):
     raise
 
 __all__ = [
+    "TELLS_HOLDERS",
     "AsyncCollectiveTensor",
     "CheckpointHooks",
     "DTensorHooks",
@@ -92,6 +95,7 @@ __all__ = [
     "TensorMeta",
     "UnsupportedTorchError",
     "all_gather_single",
+    "are_unheld",
     "as_async_tensor",
     "at_end_of_backward",
     "backend_memory_pool",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 __all__ = [
+    "TELLS_HOLDERS",
+    "are_unheld",
     "at_end_of_backward",
     "in_backward",
     "is_captured",
@@ -45,6 +48,31 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def num_storage_users(tensor: torch.Tensor) -> int:
     """How many tensors and Python objects hold the memory of ``tensor``: to compare with what it was before."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_use_count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
+TELLS_HOLDERS = _use_count is not None
+"""Whether :func:`are_unheld` can tell; else it says that they are not."""
+
+
+def are_unheld(tensors: list[torch.Tensor]) -> bool:
+    """Whether nothing holds these very tensors, in Python or in C++, but one container that they have just been put in the
+    list from. Who holds their memory by other tensors is :func:`num_storage_users`'s to tell."""
+    if _use_count is None:
+        return not tensors
+    return all(_num_holders(t) == _NUM_HOLDERS_OF_UNHELD and _use_count(t) == 1 for t in tensors)
+
+
+def _num_holders(tensor: torch.Tensor) -> int:
+    return sys.getrefcount(tensor)
+
+
+def _count_unheld() -> int:
+    container = {0: torch.empty(0)}
+    return next(_num_holders(t) for t in list(container.values()))
+
+
+_NUM_HOLDERS_OF_UNHELD = _count_unheld()
 
 
 def is_captured(leaf: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial
 
 from vescale.buffer import DBuffer, TensorGroup
 from vescale.comm import Pending, all_reduce_, axis_group, link_of, reduction_cost, ring_bytes
-from vescale.compat import foreach_copy_, foreach_scale_, num_storage_users
+from vescale.compat import TELLS_HOLDERS, are_unheld, foreach_copy_, foreach_scale_, num_storage_users
 from vescale.placements import unpack
 from vescale.runtime._gradients._comm_hook import CommHook, GradientBucket
 from vescale.runtime._gradients._reduction import Arrival, Contribution, Reduction, Stage
@@ -54,8 +54,12 @@ class Slot:
         return self.contribution.reduction
 
     @property
+    def numel(self) -> int:
+        return self.contribution.numel
+
+    @property
     def num_bytes(self) -> int:
-        return self.contribution.numel * self.reduction.reduce_dtype.itemsize
+        return self.numel * self.reduction.reduce_dtype.itemsize
 
 
 class Bucket:
@@ -101,10 +105,15 @@ class Bucket:
         self._num_users = 0
         self._views: list[list[torch.Tensor]] = []  # for each slot, the parts of its gradient in buffer order
         self._marks: list[list[int]] = []  # for each slot, where its part begins in every piece
+        self._bare_marks: list[list[int]] = []  # of these, where the part is empty
         self._all_marks: torch.Tensor | None = None
+        self._all_zeros = torch.empty(0)
+        self._results: dict[int, torch.Tensor] = {}  # by slot, what was given out as a gradient, to be given out again
         self._only: torch.Tensor | None = None  # the contribution of a bucket's one slot, to be reduced in place
         self._result: torch.Tensor | None = None
-        self._takes_only = len(self.slots) == 1 and reduction.scatter is None and not self._casts
+        self._takes_only = (
+            len(self.slots) == 1 and reduction.scatter is None and not self._casts and self.slots[0].numel > 0
+        )
         on_cpu = self._buffer.device.type == "cpu"
         self._copies_early = [
             on_cpu and slot.contribution.pieces is None and slot.num_bytes >= _LARGE_BYTES for slot in self.slots
@@ -140,7 +149,9 @@ class Bucket:
         reduction = self.reduction
         axes = reduction.stages[0].axes
         if reduction.scatter is None:
-            shapes = {f"{i} {slot.name}": slot.contribution.local_shape for i, slot in enumerate(self.slots)}
+            shapes = {
+                f"{i} {s.name}": s.contribution.local_shape if s.numel else (1,) for i, s in enumerate(self.slots)
+            }
         else:
             shapes = {"pieces": (reduction.num_pieces * max(sum(sizes) for sizes in self._sizes),)}
         group = TensorGroup.plan(
@@ -157,28 +168,35 @@ class Bucket:
         if self.is_open:
             return
         self.is_open = True
-        if self._views and num_storage_users(self._buffer.local) > self._num_users:
+        if self._views and not self._is_unseen():
             self._buffer, self._views = self._buffer.like(), []
+            self._results = {}
         if not self._buffer.is_allocated:
             self._buffer.allocate()
         if not self._views:
             self._make_views()
             self._num_users = num_storage_users(self._buffer.local)
 
+    def _is_unseen(self) -> bool:
+        """Whether nobody sees the memory but this bucket."""
+        num_users = self._num_users + len(self._results)
+        return num_storage_users(self._buffer.local) == num_users and are_unheld(list(self._results.values()))
+
     def _make_views(self) -> None:
         if self.reduction.scatter is None:
-            self._views = [[view] for view in self._buffer.views]
-            offsets = self._buffer.group.layout.offsets
-            self._marks = [[offset] if slot.contribution.numel else [] for offset, slot in zip(offsets, self.slots)]
+            views = self._buffer.views
+            self._views = [[view] if slot.numel else [] for view, slot in zip(views, self.slots)]
+            self._marks = [[offset] for offset in self._buffer.group.layout.offsets]
+            self._bare_marks = [[] if slot.numel else own for own, slot in zip(self._marks, self.slots)]
             return
-        local, starts = self._buffer.local, self._starts()
+        local, self._marks = self._buffer.local, self._starts()
         self._views = [[] for _ in self.slots]
-        self._marks = [[] for _ in self.slots]
+        self._bare_marks = [[] for _ in self.slots]
         for place, slot in enumerate(self.slots):
             assert slot.contribution.pieces is not None
-            for piece, start in zip(slot.contribution.pieces, starts[place]):
-                if piece.numel:
-                    self._marks[place].append(start)
+            for piece, start in zip(slot.contribution.pieces, self._marks[place]):
+                if not piece.numel:
+                    self._bare_marks[place].append(start)
                 for box in piece.source:
                     self._views[place].append(local[start : start + box.numel].view(box.sizes))
                     start += box.numel
@@ -197,7 +215,7 @@ class Bucket:
     def place(self, slot: Slot) -> torch.Tensor | None:
         """Where ``slot``'s gradient may accumulate instead of elsewhere: a new view of the open buffer in the shape of
         the gradient; None when the buffer has another dtype or order, or is not needed."""
-        if self.reduction.scatter is not None or self._casts or self._takes_only:
+        if self.reduction.scatter is not None or self._casts or self._takes_only or not slot.numel:
             return None
         self.open()
         return self._views[slot.index][0].view(slot.contribution.local_shape)
@@ -226,9 +244,7 @@ class Bucket:
         ``missing`` stands for those that have not come; None: an element that changes nothing.
         """
         self.is_launched = True
-        local, marks = self._filled(neutral(self.op) if missing is None else missing)
-        if self.op == "sum" and len(marks):
-            clear_signs(local, marks)
+        local = self._filled(neutral(self.op) if missing is None else missing)
         if self.scatters and self.hook is None:
             assert self.reduction.scatter is not None
             scattering = self._buffer.reduce_scatter([self.reduction.scatter], op="sum", asker=self.asker)
@@ -236,45 +252,58 @@ class Bucket:
         else:
             self._pending = self._start(self.reduction.stages[0], local)
 
-    def _filled(self, missing: float) -> tuple[torch.Tensor, torch.Tensor | list[int]]:
-        """What is to be reduced, flat, and where in it contributions begin. What has not been copied yet is copied at
-        once."""
+    def _filled(self, missing: float) -> torch.Tensor:
+        """What is to be reduced, flat. What has not been copied yet is copied at once."""
+        scale = self._early_scale
         if self._only is not None:
-            if self._early_scale != 1:
-                self._only.mul_(self._early_scale)
-            return self._only, [0] if self._only.numel() else []
+            if scale != 1:
+                self._only.mul_(scale)
+            if self.op == "sum":
+                clear_signs(self._only, [0])
+            return self._only
         self.open()
-        marks: list[int] = []
+        absent: list[int] = []
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         unscaled: list[torch.Tensor] = []
-        is_full = True
-        for slot, views, own_marks in zip(self.slots, self._views, self._marks, strict=True):
+        for slot, views in zip(self.slots, self._views, strict=True):
             gradient, slot.gradient = slot.gradient, None
             if gradient is None:
-                is_full = False
+                absent.append(slot.index)
                 for view in views:
                     view.fill_(missing)
+                for mark in self._bare_marks[slot.index]:
+                    self._buffer.local[mark] = missing
                 continue
-            marks += own_marks
+            for mark in self._bare_marks[slot.index]:
+                self._buffer.local[mark] = 0.0
             if slot.contribution.pieces is not None:
                 targets += views
                 sources += [box.view(gradient) for piece in slot.contribution.pieces for box in piece.source]
                 unscaled += views
-            elif gradient is not views[0]:
+            elif views and gradient is not views[0]:
                 if gradient.data_ptr() != views[0].data_ptr():  # else it has accumulated there
                     targets.append(views[0])
                     sources.append(gradient)
                 unscaled.append(views[0])
         if targets:
             foreach_copy_(targets, sources)
-        if self._early_scale != 1 and unscaled:
-            foreach_scale_(unscaled, self._early_scale)
-        if not is_full:
-            return self._buffer.local, marks
-        if self._all_marks is None:
+        if scale != 1 and unscaled:
+            foreach_scale_(unscaled, scale)
+        if self.op == "sum":
+            self._clear_signs(absent)
+        return self._buffer.local
+
+    def _clear_signs(self, absent: Sequence[int]) -> None:
+        if absent:
+            marks = [mark for index, own in enumerate(self._marks) if index not in set(absent) for mark in own]
+            clear_signs(self._buffer.local, marks)
+            return
+        if self._all_marks is None:  # the same in every full bucket
+            marks = [mark for own in self._marks for mark in own]
             self._all_marks = torch.tensor(marks, dtype=torch.int64, device=self._buffer.device)
-        return self._buffer.local, self._all_marks
+            self._all_zeros = self._buffer.local.new_zeros(len(marks))
+        self._buffer.local.index_add_(0, self._all_marks, self._all_zeros)
 
     def _start(self, stage: Stage, tensor: torch.Tensor) -> Pending:
         group = stage.axes.group().group
@@ -314,7 +343,8 @@ class Bucket:
         """Wait for the last collective; :meth:`result` is then there, and the bucket is closed."""
         result = self._wait()
         if self.reduction.divisor > 1 and self._early_scale == 1:
-            result.div_(self.reduction.divisor)
+            numbers = torch.view_as_real(result) if result.is_complex() else result  # complex division makes -0.0 0.0
+            numbers.div_(self.reduction.divisor)
         if self.reduction.scatter is not None:
             if not (self.scatters and self.hook is None):
                 length = self._buffer.numel // self.reduction.num_pieces
@@ -328,8 +358,14 @@ class Bucket:
         """The reduced gradient: in the shape of the contribution, or this rank's part of it in ``own_region_shape``."""
         assert self._result is not None
         if slot.contribution.pieces is None:
+            is_buffer = self._only is None and self._result is self._buffer.local
+            if is_buffer and slot.index in self._results:
+                return self._results[slot.index]
             offset = self._buffer.group.layout.offsets[slot.index] + self._result.storage_offset()
-            return self._result.as_strided(slot.contribution.local_shape, slot.strides, offset)
+            out = self._result.as_strided(slot.contribution.local_shape, slot.strides, offset)
+            if is_buffer and TELLS_HOLDERS:
+                self._results[slot.index] = out
+            return out
         start = sum(self._sizes[self._own][: slot.index])
         piece = slot.contribution.pieces[self._own]
         flat = self._result[start : start + piece.numel]
@@ -340,13 +376,13 @@ class Bucket:
         return out
 
     def mark(self, slot: Slot) -> torch.Tensor:
-        """One element (or none, of an empty result) that tells whether any rank contributed; see :func:`is_untouched`."""
+        """One element that tells whether any rank contributed; see :func:`is_untouched`."""
         assert self._result is not None
         if slot.contribution.pieces is None:
             offset = self._buffer.group.layout.offsets[slot.index]
-            return self._result[offset : offset + min(1, slot.contribution.numel)]
+            return self._result[offset : offset + 1]
         start = sum(self._sizes[self._own][: slot.index])
-        return self._result[start : start + min(1, slot.contribution.pieces[self._own].numel)]
+        return self._result[start : start + 1]
 
     def __repr__(self) -> str:
         return f"Bucket({self.index}, {len(self.slots)} gradients, {self.num_bytes} bytes, {self.reduction.text()})"
@@ -380,16 +416,14 @@ class Bucket:
 
 
 def _piece_sizes(slots: Sequence[Slot], num_pieces: int) -> list[list[int]]:
-    """For each piece, the elements of each slot in it."""
-    found = []
-    for number in range(num_pieces):
-        found.append(
-            [
-                slot.contribution.numel if slot.contribution.pieces is None else slot.contribution.pieces[number].numel
-                for slot in slots
-            ]
-        )
-    return found
+    """For each piece, the elements of each slot in it; one where a slot has none, to be marked."""
+    return [
+        [
+            max(1, slot.numel if slot.contribution.pieces is None else slot.contribution.pieces[number].numel)
+            for slot in slots
+        ]
+        for number in range(num_pieces)
+    ]
 
 
 def _copy_scaled(target: torch.Tensor, source: torch.Tensor, scale: float) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,8 @@ class Entry:
         self.plain_slot: Slot | None = None
         self.carry: torch.Tensor | None = None
         self.is_offered = False
+        self._shown: Callable[[], torch.Tensor | None] = lambda: None  # a contribution, while there is a carry
+        self._version = 0
         self._rule, self._policy = rule, policy
         self._known: dict[Arrival, Contribution] = {}
         self._usual: Arrival | None = None  # how the last gradient came: the next one most likely comes the same way
@@ -135,18 +138,31 @@ class Entry:
             return True
         if not isinstance(gradient, DTensor) or self._rule.source is not None:
             return False
+        if tuple(gradient.placements) != self.home.target:
+            return False
         return self.contribution(self.arrival_of(gradient)).reduction is None
 
     def set_aside(self) -> bool:
         """Keep a complete gradient from what comes now. Returns whether there is an older contribution instead."""
         gradient = self.parameter.grad
-        if gradient is None:
-            self.carry = None  # zero_grad() is about what is hidden, too
+        assert gradient is not None
+        if self.is_complete(gradient):
+            self.carry, self.parameter.grad = gradient, None
             return False
-        if not self.is_complete(gradient):
-            return True
-        self.carry, self.parameter.grad = gradient, None
-        return False
+        local = local_part(gradient)
+        if self.carry is not None and (self._shown() is not local or self._version != local._version):
+            self._follow_change(local)
+        return True
+
+    def _follow_change(self, local: torch.Tensor) -> None:
+        """Somebody has changed the contribution that is shown, and means the complete gradient behind it, too."""
+        if local.any():
+            raise RuntimeError(
+                f"{self.name}.grad was changed after a backward under no_sync() that came on top of a complete gradient: "
+                "only this rank's contribution was there to be changed; change gradients when they are complete, or "
+                "zero_grad() before no_sync()"
+            )
+        self.carry = None
 
     def settle(self) -> None:
         """After a backward without synchronization: show what was complete before, and let contributions go on
@@ -158,15 +174,21 @@ class Entry:
             if self.carry is not None:
                 self.parameter.grad, self.carry = self.carry, None
             return
+        self._move_to_bucket(gradient)
+        if self.carry is not None:
+            assert self.parameter.grad is not None
+            local = local_part(self.parameter.grad)
+            self._shown, self._version = weakref.ref(local), local._version
+
+    def _move_to_bucket(self, gradient: torch.Tensor) -> None:
         arrival = self.arrival_of(gradient)
         slot = next((slot for slot in self.slots if slot.arrival == arrival), None)
         if slot is None or slot.contribution.staged != arrival.placements:
             return
         place, local = slot.bucket.place(slot), local_part(gradient)
-        if place is None or place.data_ptr() == local.data_ptr():
-            return
-        place.copy_(local)
-        self.parameter.grad = _wrapped(gradient, place) if isinstance(gradient, DTensor) else place
+        if place is not None and place.data_ptr() != local.data_ptr():
+            place.copy_(local)
+            self.parameter.grad = _wrapped(gradient, place) if isinstance(gradient, DTensor) else place
 
     def take_carry(self) -> None:
         """At the end of a step: what was complete before is shown again where nothing has been added to it."""
@@ -177,11 +199,17 @@ class Entry:
     # How they get home
 
     def deliver_from(self, slot: Slot) -> None:
+        """What the slot's bucket has reduced."""
         way = slot.contribution
-        if way.pieces is None:
-            self.deliver(way, slot.bucket.result(slot, ()))
-        else:
+        if way.pieces is not None:
             self.deliver(way, slot.bucket.result(slot, _region_shape(self.home, way.reduced)))
+            return
+        result = slot.bucket.result(slot, ())
+        if self.home.mesh is None and self.carry is None and self.parameter.grad is None:
+            result._vescale_complete = True  # type: ignore[attr-defined]  # _COMPLETE
+            self.parameter.grad = result
+        else:
+            self.deliver(way, result)
 
     def deliver(self, way: Contribution, local: torch.Tensor) -> None:
         """Make ``local``, reduced, the parameter's gradient, or add it to what is there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,14 +47,17 @@ class Members:
         _refuse_reducing(module)
         self._module, self._policy = module, policy
         self._begin, self._take = begin, take
+        self._tree = _Tree(module)
         self._seen: list[nn.Parameter | None] = []
         self._of_module: dict[int, Entry] = {}  # by id of the parameter, which the entry keeps alive
         self._handles: dict[Entry, list[Any]] = {}
 
     def changes(self) -> tuple[list[Entry], list[Entry]]:
         """The parameters that the module has got since the last call, and those that it no longer has."""
-        found = _parameters_in(self._module)
-        if len(found) == len(self._seen) and all(map(operator.is_, found, self._seen)):
+        if self._tree.has_changed():
+            self._tree = _Tree(self._module)
+        found = self._tree.parameters()
+        if _are_same(found, self._seen):
             return [], []
         self._seen = found
         now = {id(parameter) for parameter in found}
@@ -104,18 +108,28 @@ class Members:
         self._of_module.clear()
 
 
-def _parameters_in(module: nn.Module) -> list[nn.Parameter | None]:
-    """In an order of its own, shared ones as often as they are met: as fast as may be, for comparison."""
-    found: list[nn.Parameter | None] = []
-    waiting, seen = [module], {module}
-    while waiting:
-        current = waiting.pop()
-        found += current._parameters.values()
-        for child in current._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                waiting.append(child)
-    return found
+class _Tree:
+    """The modules in a module. Their dictionaries are looked at, not walked: this happens in every step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self._children = [part._modules.values() for part in modules]
+        self._parameters = [part._parameters.values() for part in modules]
+        self._seen = self._all_children()
+
+    def _all_children(self) -> list[nn.Module | None]:
+        return list(itertools.chain.from_iterable(self._children))
+
+    def has_changed(self) -> bool:
+        return not _are_same(self._all_children(), self._seen)
+
+    def parameters(self) -> list[nn.Parameter | None]:
+        """Shared ones as often as they are met."""
+        return list(itertools.chain.from_iterable(self._parameters))
+
+
+def _are_same(found: Sequence[object], known: Sequence[object]) -> bool:
+    return len(found) == len(known) and all(map(operator.is_, found, known))
 
 
 def _has_gradients(parameter: nn.Parameter) -> bool:

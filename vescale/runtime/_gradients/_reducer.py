@@ -68,12 +68,12 @@ class GradientReducer:
     way at the end of their backward.
 
     Parameters may be frozen and unfrozen, replaced and added later, in the same way on every rank: what has changed is seen
-    at the module's forward, at the beginning and the end of a backward, and in :meth:`finish`.
+    at the module's forward, at the beginning of a backward, and in :meth:`finish`.
 
     Args:
         module: its parameters, except on meshes that this rank is not part of.
         mesh: over which plain gradients are reduced, and what ``op`` is about.
-        bucket_bytes: the largest bucket (the first is at most 1 MiB); a list: of each in turn; ``"auto"``: growing up to
+        bucket_bytes: the largest bucket (the first is about 1 MiB); a list: of each in turn; ``"auto"``: growing up to
             the size at which latency no longer counts.
         reduce_dtype: communicate in this dtype and cast back; None: each gradient's own.
         op: what ranks' gradients along the axes of ``mesh`` mean together. None: what they say, a DTensor by its
@@ -117,6 +117,7 @@ class GradientReducer:
         self._is_begun = False  # and has not come to its end
         self._is_synced = False
         self._arrived = False
+        self._has_looked = False  # whether changes of the module have been seen, before the backward to come
         self._has_older = False  # contributions of earlier backwards that have not left for their buckets
         self._has_reduced = False
         self._unplaced: dict[tuple[Entry, Arrival], tuple[torch.Tensor, int]] = {}
@@ -246,10 +247,14 @@ class GradientReducer:
     def _prepare(self) -> None:
         """Put complete gradients aside: what comes now is each rank's own contribution."""
         self._arrived = False
-        self._see_changes()
-        self._has_older = False
+        if not self._has_looked:  # the forward was not the module's
+            self._see_changes()
+        self._has_looked = self._has_older = False
         for entry in (*self._entries, *self._new):
-            self._has_older |= entry.set_aside()
+            if entry.parameter.grad is None:
+                entry.carry = None  # zero_grad() is about what is hidden, too
+            else:
+                self._has_older |= entry.set_aside()
 
     def _see_changes(self) -> None:
         """Look after parameters that the module has got; nothing is communicated."""
@@ -258,7 +263,6 @@ class GradientReducer:
         self._members.release(gone)
         self._new = [entry for entry in self._new if entry not in gone] + new
         self._gone += [entry for entry in self._entries if entry in gone]
-        self._has_older |= any(entry.parameter.grad is not None for entry in new)
 
     def _take(self, entry: Entry, parameter: nn.Parameter) -> None:
         """A gradient has been accumulated."""
@@ -278,8 +282,9 @@ class GradientReducer:
                 self._place(entry)
             return
         parameter.grad = None
-        slot.bucket.arrive(slot, gradient)
-        if slot.bucket.is_full:
+        bucket = slot.bucket
+        bucket.arrive(slot, gradient)
+        if bucket.num_missing <= 0:
             self._schedule.launch_full()
 
     def _place(self, entry: Entry) -> None:
@@ -333,6 +338,7 @@ class GradientReducer:
             with torch.no_grad(), no_torch_function():
                 self._break_off()
                 self._see_changes()
+                self._has_looked = True
 
     def _break_off(self) -> None:
         """End a backward that an exception broke off, if one was. Collectives that other ranks may have started are
@@ -350,7 +356,6 @@ class GradientReducer:
 
     def _reduce(self) -> None:
         """Launch what is left, learn what is new, and complete all gradients."""
-        self._see_changes()
         if self._new or self._gone:
             self._agree_on_changes()
         if self._has_older:
@@ -366,7 +371,7 @@ class GradientReducer:
         untouched = _untouched(self._schedule.buckets)
         for bucket in self._schedule.buckets:
             for slot in bucket.slots:
-                if slot not in untouched:
+                if slot.num_arrived or slot not in untouched:
                     slot.entry.deliver_from(slot)
         self._finish_step()
 
@@ -449,7 +454,7 @@ def _untouched(buckets: Sequence[Bucket]) -> set[Slot]:
             if not slot.num_arrived:
                 mark = bucket.mark(slot)
                 slots.append(slot)
-                flags.append(is_untouched(mark, bucket.op) if mark.numel() else mark.new_ones(1, dtype=torch.bool))
+                flags.append(is_untouched(mark, bucket.op))
     if not flags:
         return set()
     return {slot for slot, flag in zip(slots, torch.cat(flags).tolist()) if flag}

@@ -1,8 +1,8 @@
-"""How a reduced buffer tells which gradients no rank has contributed to, without a byte more.
+"""How a reduced buffer tells which gradients no rank has contributed to.
 
 Such a gradient must be None, as on one device, not zeros. So a slot without contribution is filled with an element that
 changes no reduction, and that a contribution never begins with: of a sum -0.0, because only a sum of nothing but -0.0 is
--0.0.
+-0.0. A slot that is empty on this rank has one element for this: whether it has a gradient must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_untouched(mark: torch.Tensor, op: str) -> torch.Tensor:
     return (value == filled) & torch.signbit(value) if op == "sum" else value == filled
 
 
-def clear_signs(flat: torch.Tensor, marks: Sequence[int] | torch.Tensor) -> None:
+def clear_signs(flat: torch.Tensor, marks: Sequence[int]) -> None:
     """Make -0.0 at ``marks`` 0.0, so that none of these looks like a slot without contribution."""
-    where = torch.as_tensor(marks, dtype=torch.int64, device=flat.device)
+    where = torch.tensor(marks, dtype=torch.int64, device=flat.device)
     flat.index_add_(0, where, flat.new_zeros(len(where)))
