@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, concatenate_meshes, local_of, make_dtensor, make_spec, spec_of
 from vescale.fsdp._axes import DataParallelAxes
-from vescale.placements import RaggedShard, local_region, shard_dim
+from vescale.placements import RaggedShard, largest_shape, shard_dim
 
 __all__ = ["ManagedParameter", "Slot", "find_slots"]
 
@@ -97,13 +97,13 @@ class ManagedParameter:
 
     def _largest_local_shape(self) -> tuple[int, ...]:
         mesh_shape = tuple(self._mesh.shape)
-        largest = local_region(self.global_shape, self._others, mesh_shape, (0,) * len(mesh_shape)).shape
+        largest = largest_shape(tuple(self.global_shape), tuple(self._others), mesh_shape)
         if largest[1:] != self.shape[1:]:
             raise NotImplementedError(
                 f"parameter {self.name!r} of shape {self.global_shape} is placed as {tuple(self._others)}, which leaves "
-                f"{self.shape} to this rank and {largest} to the first; fully_shard needs inner dims that are cut evenly"
+                f"{self.shape} to this rank and {largest} to another; fully_shard needs inner dims that are cut evenly"
             )
-        return tuple(largest)
+        return largest
 
     def _granule(self, block: int | None) -> int:
         """Elements that stay together: the policy's block, grown so that no dim that another axis cuts is cut again."""
