@@ -10,12 +10,14 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 SOURCES = sorted(Path("vescale/csrc").glob("*.cpp"))
+HEADERS = sorted(map(str, Path("vescale/csrc").glob("*.h")))
 
 setup(
     ext_modules=[
         Extension(
             f"vescale.csrc._{source.stem}",
             [str(source)],
+            depends=HEADERS,
             language="c++",
             extra_compile_args=["-O3", "-std=c++17", "-fvisibility=hidden"],
             optional=True,

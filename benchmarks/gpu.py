@@ -51,6 +51,7 @@ from vescale import rng
 from vescale.compat import local_of, make_dtensor, make_spec, spec_of
 from vescale.placements import RaggedShard, local_region
 from vescale.rng import _cuda, _cuda_kernel, _engine
+from vescale.rng._fill import Fill
 from vescale.rng._ops import DROPOUT_MASK, RandomOp
 from vescale.rng._philox import Launch, PhiloxRule, PhiloxState
 
@@ -66,7 +67,7 @@ class Real:
         self.device = _cuda.device_at(self.where.index)
         self.name = torch.cuda.get_device_name()
         try:
-            _cuda_kernel.build()
+            _cuda_kernel.build(_cuda_kernel.Kind(0, 4, 4, 0, 0, 0, 1))
             self.compiled = "yes"
         except Exception as error:
             self.compiled = f"no: {type(error).__name__}: {error}"
@@ -78,7 +79,7 @@ class Real:
 
     def fill(self, op: RandomOp, local: torch.Tensor, region: Any, strides: Any, parameter: Any) -> Any:
         generator = torch.Generator(self.where).manual_seed(SEED)
-        _engine.fill_region(local, region, strides, op, generator, parameter)
+        _engine.fill_region(local, Fill(op, region, strides), generator, parameter)
         return generator.get_state().tolist()
 
 
@@ -91,6 +92,7 @@ class Emulated:
         self.device = self.gpu.device
         self.name = "an emulated device of 1,024 threads"
         self.compiled = "for the host"
+        self.rule = functools.cache(functools.partial(_cuda.find_rule, device=self.device, where=self.where))
 
     def native(self, op: RandomOp, out: torch.Tensor, parameter: torch.Tensor | None) -> Any:
         final: list[PhiloxState] = []
@@ -98,8 +100,8 @@ class Emulated:
         return final[0]
 
     def fill(self, op: RandomOp, local: torch.Tensor, region: Any, strides: Any, parameter: Any) -> Any:
-        rule = _cuda.find_rule(op, local.dtype, parameter is not None, self.device, self.where)
-        return _cuda.generate(local, region, strides, op, PhiloxState(SEED, 0), self.device, rule, parameter)
+        rule = self.rule(op, local.dtype, parameter is not None)
+        return _cuda.generate(local, Fill(op, region, strides), PhiloxState(SEED, 0), self.device, rule, parameter)
 
 
 @dataclass

@@ -37,6 +37,7 @@ from vescale import csrc
 from vescale.placements import local_region
 from vescale.rng import _jump
 from vescale.rng._cpu import fill_region
+from vescale.rng._fill import Fill
 from vescale.rng._mt19937 import Mt19937State
 from vescale.rng._ops import RandomOp
 
@@ -78,7 +79,7 @@ def shard_ratio(op: RandomOp, dim: int, turns: int) -> tuple[float, float]:
     native = torch.empty(region.local_shape) if dim == 0 else torch.empty(SIZE, SIZE)
 
     def ours() -> None:
-        fill_region(local, region, (SIZE, 1), op, generator.manual_seed(1))
+        fill_region(local, Fill(op, region, (SIZE, 1)), generator.manual_seed(1))
 
     def reference() -> None:
         op.fill(native, generator.manual_seed(1))

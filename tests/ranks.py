@@ -2,7 +2,8 @@
 
 A case is a module-level function; ``ranks.run(fn, *args, world_size=4)`` calls it on every rank with
 ``torch.distributed`` initialized and returns the results in rank order. Processes are forked from a server that has
-torch loaded, so a pool starts in well under a second. A pool with a failure is replaced before the next case.
+torch loaded, so a pool starts in well under a second. A pool with a failure is replaced before the next case, and one
+whose cases have made many process groups.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class RankError(AssertionError):
 
 # A collective that some rank never enters fails on the others after this long.
 _TIMEOUT = timedelta(seconds=60)
+
+# Each group of gloo keeps three threads, of which one wakes up a hundred times a second; groups of meshes are never freed.
+_MAX_THREADS = 150
 
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
@@ -128,6 +132,12 @@ class RankPool:
     def alive(self) -> bool:
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
+    @property
+    def is_worn(self) -> bool:
+        """Whether cases have left so many process groups behind that their threads slow everything down."""
+        tasks = Path(f"/proc/{self._processes[0].pid}/task")
+        return tasks.exists() and sum(1 for _ in tasks.iterdir()) > _MAX_THREADS
+
     def close(self) -> None:
         for process in self._processes:
             process.kill()
@@ -147,6 +157,8 @@ class RankPools:
         self, fn: Callable[..., Any], *args: Any, world_size: int = 4, timeout: float = 300.0, **kwargs: Any
     ) -> list[Any]:
         pool = self._pools.get(world_size)
+        if pool is not None and pool.alive and pool.is_worn:
+            pool.close()
         if pool is None or not pool.alive:
             pool = self._pools[world_size] = RankPool(world_size)
         return pool.run(fn, *args, timeout=timeout, **kwargs)

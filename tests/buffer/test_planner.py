@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.buffer import oracle
-from vescale import csrc
 from vescale.buffer import BufferPlan, Layout, plan_layout
 from vescale.buffer._bounds import Bounds
 from vescale.buffer._group import plan_group
@@ -20,8 +19,6 @@ from vescale.buffer._placing import earliest_start, last_end
 from vescale.buffer._problem import Problem
 
 Tensors = tuple[tuple[int, ...], tuple[int, ...]]
-
-native = pytest.mark.skipif(csrc.load("planner") is None, reason="the C++ helper was not built")
 
 
 def tensors(pairs: list[tuple[int, int]]) -> Tensors:
@@ -264,7 +261,7 @@ def test_bad_arguments(change: dict, error: type[Exception], parts: tuple[str, .
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
-@native
+@pytest.mark.helper("planner")
 @given(families(most=9, largest=60), st.integers(2, 9), st.sampled_from([1, 2, 4]), st.sampled_from([30, 300, 10**6]))
 @settings(max_examples=150, deadline=None)
 def test_the_helper_and_the_fallback_agree(lists: Tensors, num_shards: int, alignment: int, effort: int) -> None:

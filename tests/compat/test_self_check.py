@@ -87,8 +87,9 @@ def private_imports(files: str = "*.py") -> set[tuple[str, str]]:
     }
 
 
-def test_every_private_import_is_checked() -> None:
+def test_every_private_import_is_checked_once() -> None:
     needs = NEEDS + OPTIONAL
+    assert len(set(needs)) == len(needs)
     known = {(need.module, need.path.split(".")[0]) for need in needs} | {
         (need.module.rpartition(".")[0], need.module.rpartition(".")[2]) for need in needs
     }

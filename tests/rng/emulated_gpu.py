@@ -8,20 +8,29 @@ makes of them is right or wrong as on a GPU; whether a GPU does the same as this
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.rng import cases
 from vescale import csrc
 from vescale.rng import _cuda_kernel
 from vescale.rng._cuda import Device
+from vescale.rng._cuda_kernel import Plan
 from vescale.rng._ops import DROPOUT_MASK, RandomOp
 from vescale.rng._philox import GridStride, Launch, PhiloxRule, PhiloxState, Quads, Vectors, philox
 from vescale.rng._spans import Piece, Span
 
-__all__ = ["EmulatedGpu", "host_launcher"]
+__all__ = ["COINS", "NORMAL", "SMALL", "STATE", "UNIFORM", "EmulatedGpu", "host_launcher", "no_kernel"]
+
+SMALL = Launch(num_sms=2, threads_per_sm=512)  # 1,024 threads
+STATE = PhiloxState(seed=2**35 + 99, offset=24)
+UNIFORM, NORMAL, COINS = cases.OPS["uniform"], cases.OPS["normal"], RandomOp("bernoulli_")
+
+
+def no_kernel(*_: Any) -> bool:
+    return False
 
 
 def host_launcher() -> Any:
@@ -29,11 +38,12 @@ def host_launcher() -> Any:
     library = csrc.load("philox")
     if library is None:
         return None
-    library.philox_fill.argtypes = [ctypes.c_void_p] * 3
+    library.philox_fill.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(Plan)]
+    library.philox_plan_bytes.restype = ctypes.c_uint64
+    assert library.philox_plan_bytes() == ctypes.sizeof(Plan)
 
-    def kernel(grid: Sequence[int], block: Sequence[int], args: Sequence[torch.Tensor]) -> None:
-        out, parameter, plan = args
-        library.philox_fill(out.data_ptr(), parameter.data_ptr(), plan.contiguous().data_ptr())
+    def kernel(out: torch.Tensor, parameter: torch.Tensor, plan: Plan, blocks: int, threads: int) -> None:
+        library.philox_fill(out.data_ptr(), parameter.data_ptr(), plan)
 
     return kernel
 
@@ -46,12 +56,12 @@ class EmulatedGpu:
         self.calls: list[int] = []
         self.launches: list[int] = []
         self._host = host_launcher()
-        kernels = _cuda_kernel.Kernels(launch, self.native, lambda: self._launch if with_kernel else None)
+        kernels = _cuda_kernel.Kernels(launch, self.native, lambda kind: self._launch if with_kernel else None)
         self.device = Device(launch, self.native, kernels.fill)
 
-    def _launch(self, grid: Sequence[int], block: Sequence[int], args: Sequence[torch.Tensor]) -> None:
-        self.launches.append(int(args[2][2]))
-        self._host(grid, block, args)
+    def _launch(self, out: torch.Tensor, parameter: torch.Tensor, plan: Plan, blocks: int, threads: int) -> None:
+        self.launches.append(plan.count)
+        self._host(out, parameter, plan, blocks, threads)
 
     def native_rule(self, op: RandomOp, dtype: torch.dtype, n: int, has_parameter: bool) -> PhiloxRule:
         if has_parameter:
@@ -95,8 +105,5 @@ class EmulatedGpu:
             return
         span = Span(0, n, (Piece((n,), 0, (1,), 0, (1,)),))
         dtype = None if parameter is None else parameter.dtype
-        plan = _cuda_kernel.launch_plan(
-            transform, rule, self.launch, stream.dtype, dtype, span, span.pieces[0], n, state
-        )
-        table = torch.tensor(plan, dtype=torch.int64)
-        self._host((1, 1, 1), (1, 1, 1), [stream, stream if parameter is None else parameter, table])
+        plan = _cuda_kernel.plan_of(transform, rule, self.launch, stream.dtype, dtype, span, span.pieces[0], n, state)
+        self._host(stream, stream if parameter is None else parameter, plan, 1, 1)

@@ -20,15 +20,14 @@ import torch
 from torch.distributed.tensor import Shard
 
 from tests.rng import cases
-from tests.rng.emulated_gpu import EmulatedGpu, host_launcher
+from tests.rng.emulated_gpu import COINS, NORMAL, SMALL, STATE, UNIFORM, EmulatedGpu, no_kernel
 from vescale.placements import RaggedShard, local_region
-from vescale.rng import _cuda
+from vescale.rng import _cuda, _cuda_kernel
 from vescale.rng._cuda import Device, generate
+from vescale.rng._cuda_kernel import Plan
+from vescale.rng._fill import Fill
 from vescale.rng._ops import DROPOUT_MASK, RandomOp
 from vescale.rng._philox import GridStride, Launch, PhiloxRule, PhiloxState, Quads, Vectors, leaves, philox
-
-SMALL = Launch(num_sms=2, threads_per_sm=512)  # 1024 threads
-STATE = PhiloxState(seed=2**35 + 99, offset=24)
 
 
 def word(state: PhiloxState, thread: int, block: int, lane: int) -> int:
@@ -121,10 +120,6 @@ def emulated_native(launch: Launch, rule_of: Any) -> Any:
     return native
 
 
-def no_kernel(*_: Any) -> bool:
-    return False
-
-
 def fills(rng: random.Random, max_numel: int) -> Iterator[tuple[Any, ...]]:
     for _ in range(120):
         first, *rest = cases.random_shape(rng, 4)
@@ -151,7 +146,7 @@ def test_native_chunks_give_every_coordinate_its_elements(name: str, monkeypatch
             region = local_region(shape, placements, mesh, coordinate)
             local = torch.full(region.local_shape, -1)
             op = RandomOp("uniform_", (0.0, 1.0))
-            left = generate(local, region, whole.stride(), op, STATE, device, rule)
+            left = generate(local, Fill(op, region, whole.stride()), STATE, device, rule)
             assert torch.equal(local, cases.part_of(whole, region)), (shape, order, mesh, placements, coordinate)
             assert left == final[0]
     assert passes > 10
@@ -185,7 +180,7 @@ def test_fills_of_more_than_two_gib_are_split(monkeypatch: pytest.MonkeyPatch) -
         for index in range(3):
             region = local_region((n,), placements, (3,), (index,))
             local = torch.empty(region.local_shape, dtype=torch.int64)
-            left = generate(local, region, (1,), RandomOp("uniform_", (0.0, 1.0)), STATE, device, rule)
+            left = generate(local, Fill(RandomOp("uniform_", (0.0, 1.0)), region, (1,)), STATE, device, rule)
             assert torch.equal(local, cases.part_of(whole, region))
             assert left.offset == offset
 
@@ -200,111 +195,8 @@ def test_unknown_draws_are_generated_whole() -> None:
     local = torch.empty(region.local_shape, dtype=torch.int64)
     _cuda._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="every rank generates the whole tensor"):
-        assert generate(local, region, (50, 1), RandomOp("uniform_"), STATE, device, None) == final[0]
+        assert generate(local, Fill(RandomOp("uniform_"), region, (50, 1)), STATE, device, None) == final[0]
     assert torch.equal(local, cases.part_of(whole, region))
-
-
-# --- the kernel's source, compiled for the host
-
-
-@pytest.fixture
-def host_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(_cuda, "KERNEL_COST", 0)  # preferred wherever it may be used
-    if host_launcher() is None:
-        pytest.skip("the C++ helper was not built")
-    return EmulatedGpu(SMALL).device.kernel
-
-
-def reference_values(op: RandomOp, rule: Any, n: int, dtype: torch.dtype, parameter: Any) -> torch.Tensor:
-    """One element after the other from the formulas, in Python and numpy scalars; float32 where the device has it."""
-    thread, block, lane = rule.address(SMALL, n, np.arange(n))
-    words = philox(STATE, thread, block)
-    at = np.arange(n)
-    if isinstance(rule, GridStride) and rule.unroll == 2:
-        low, high = words[at, 2 * lane].astype(object), words[at, 2 * lane + 1].astype(object)
-        if op.name == "random_":
-            base, bound = op.arguments
-            return torch.tensor([((a << 32) | b) % (bound - base) + base for a, b in zip(low, high, strict=True)]).to(
-                dtype
-            )
-        unit = torch.tensor(
-            [(a ^ (b << 21)) * 2.0**-53 + 2.0**-54 for a, b in zip(low, high, strict=True)], dtype=dtype
-        )
-    else:
-        raw = words[at, lane]
-        if op.name == "random_":
-            base, bound = op.arguments
-            return torch.from_numpy((raw.astype(np.int64) % (bound - base)) + base).to(dtype)
-        unit = torch.from_numpy(raw.astype(np.float32)) * 2.0**-32 + 2.0**-33
-    if parameter is not None:
-        return (unit.double() <= (parameter.double() if dtype == torch.float64 else parameter.float().double())).to(
-            dtype
-        )
-    if op.name == "bernoulli_":
-        return (unit < op.arguments[0]).to(dtype)
-    low_, high_ = (torch.tensor(value, dtype=dtype) for value in op.arguments)
-    scale = (high_ - low_).to(unit.dtype)
-    values = (
-        (unit.double() * scale.double() + low_.double()).to(unit.dtype).to(dtype)
-    )  # one rounding: a fused multiply-add
-    return torch.where(values == high_, low_, values)
-
-
-@pytest.mark.parametrize("n", [300, 9_216])
-@pytest.mark.parametrize(
-    ("op", "dtype", "rule"),
-    [
-        (RandomOp("bernoulli_", (0.3,)), torch.float32, GridStride(4)),
-        (RandomOp("bernoulli_", (0.3,)), torch.bool, GridStride(4)),
-        (RandomOp("bernoulli_", (0.25,)), torch.float64, GridStride(2)),
-        (RandomOp("random_", (-5, 100)), torch.int64, GridStride(4)),
-        (RandomOp("random_", (0, 200)), torch.bfloat16, GridStride(4)),
-        (RandomOp("random_", (0, 1500)), torch.float16, GridStride(4)),
-        (RandomOp("random_", (3, 2**40)), torch.int64, GridStride(2)),
-        (RandomOp("uniform_", (0.0, 1.0)), torch.float32, GridStride(4)),
-        (RandomOp("uniform_", (0.0, 1.0)), torch.float64, GridStride(2)),
-        (RandomOp("uniform_", (0.0, 1.0)), torch.bfloat16, GridStride(4)),
-        (RandomOp("uniform_", (0.0, 3.0)), torch.float16, GridStride(4)),
-        (RandomOp("bernoulli_"), torch.float32, Quads()),
-        (RandomOp("bernoulli_"), torch.uint8, Quads()),
-    ],
-)
-def test_kernel_source_on_the_host(host_kernel: Any, op: RandomOp, dtype: torch.dtype, rule: Any, n: int) -> None:
-    """The arithmetic of the kernel, on boxes of a tensor, without a GPU (transcendental functions aside)."""
-    shape = (n // 12, 3, 4)
-    parameter = torch.rand(n, generator=torch.Generator().manual_seed(1)) if op.arguments == () else None
-    expected = reference_values(op, rule, n, dtype, parameter).view(shape)
-    device = Device(SMALL, no_kernel, host_kernel)
-    for placements in ([Shard(0)], [Shard(1)], [Shard(2)], [RaggedShard((0, 1))]):
-        for index in range(2):
-            region = local_region(shape, placements, (2,), (index,))
-            local = torch.empty(region.local_shape, dtype=dtype)
-            given = None if parameter is None else cases.part_of(parameter.view(shape), region)
-            contiguous = len(list(region.runs())) == 1
-            if isinstance(rule, GridStride) and contiguous and n >= SMALL.max_threads:
-                continue  # the engine prefers native chunks
-            generate(local, region, (12, 4, 1), op, STATE, device, rule, given)
-            assert torch.equal(local, cases.part_of(expected, region)), (placements, index)
-
-
-@pytest.mark.parametrize(("dtype", "rule"), [(torch.float32, GridStride(4)), (torch.float64, GridStride(2))])
-def test_normals_of_the_kernel_source(host_kernel: Any, dtype: torch.dtype, rule: Any) -> None:
-    n = 40_000
-    local = torch.empty(n // 2, 1, dtype=dtype)
-    region = local_region((n // 2, 2), [Shard(1)], (2,), (1,))
-    device = Device(SMALL, no_kernel, host_kernel)
-    generate(local, region, (2, 1), RandomOp("normal_", (1.0, 2.0)), STATE, device, rule)
-    assert abs(local.mean().item() - 1.0) < 0.05 and abs(local.std().item() - 2.0) < 0.05
-    thread, block, lane = rule.address(SMALL, n, np.array([2 * 7 + 1]))
-    words = [int(w) for w in philox(STATE, thread, block)[0]]
-    if dtype == torch.float64:
-        u = (words[0] ^ words[1] << 21) * 2.0**-53 + 2.0**-54
-        angle = 2 * math.pi * ((words[2] ^ words[3] << 21) * 2.0**-53 + 2.0**-54)
-    else:
-        first = int(lane[0]) & 2
-        u, angle = words[first] * 2.0**-32 + 2.0**-33, 2 * math.pi * (words[first + 1] * 2.0**-32 + 2.0**-33)
-    expected = math.sqrt(-2 * math.log(u)) * (math.cos(angle) if int(lane[0]) & 1 else math.sin(angle)) * 2 + 1
-    assert abs(local[7].item() - expected) < 1e-5
 
 
 # --- what the engine makes of devices that are not as it knows them
@@ -329,10 +221,9 @@ class Strange(EmulatedGpu):
 class Inexact(EmulatedGpu):
     """The kernel compiles, and its numbers are off by one step of the generator."""
 
-    def _launch(self, grid: Any, block: Any, args: Any) -> None:
-        plan = args[2].clone()
-        plan[1] += 1
-        super()._launch(grid, block, [args[0], args[1], plan])
+    def _launch(self, out: torch.Tensor, parameter: torch.Tensor, plan: Plan, blocks: int, threads: int) -> None:
+        plan.block += 1
+        super()._launch(out, parameter, plan, blocks, threads)
 
 
 def expect_bits(gpu: EmulatedGpu, op: RandomOp, dtype: torch.dtype, shape: tuple[int, ...] = (90, 64)) -> Any:
@@ -348,29 +239,26 @@ def expect_bits(gpu: EmulatedGpu, op: RandomOp, dtype: torch.dtype, shape: tuple
             region = local_region(shape, placements, (8,), (index,))
             local = torch.empty(region.local_shape, dtype=dtype)
             given = None if parameter is None else cases.part_of(parameter, region)
-            left = generate(local, region, whole.stride(), op, STATE, gpu.device, rule, given)
+            left = generate(local, Fill(op, region, whole.stride()), STATE, gpu.device, rule, given)
             assert torch.equal(local, cases.part_of(whole, region)), (placements, index)
             assert left == final[0]
     return rule
 
 
 @pytest.fixture
-def _helper() -> None:
-    if host_launcher() is None:
-        pytest.skip("the C++ helper was not built")
+def _warns_again() -> None:
     _cuda._warn_once.cache_clear()
 
 
-UNIFORM, NORMAL, COINS = cases.OPS["uniform"], cases.OPS["normal"], RandomOp("bernoulli_")
-
-
-def test_dropout_of_older_versions_is_recognized(_helper: None) -> None:
+@pytest.mark.helper("philox")
+def test_dropout_of_older_versions_is_recognized(_warns_again: None) -> None:
     mask = RandomOp(DROPOUT_MASK, (0.3, False), torch.bfloat16)
     assert expect_bits(OldDropout(SMALL), mask, torch.bool) == Vectors(4)
     assert expect_bits(EmulatedGpu(SMALL), mask, torch.bool) == Vectors(8)
 
 
-def test_probes_do_not_trust_arguments_that_tell_nothing(_helper: None) -> None:
+@pytest.mark.helper("philox")
+def test_probes_do_not_trust_arguments_that_tell_nothing(_warns_again: None) -> None:
     """Nothing is dropped, one value is possible: every rule would seem to fit. The probes use other arguments."""
     mask = RandomOp(DROPOUT_MASK, (0.0, False), torch.bfloat16)
     assert expect_bits(OldDropout(SMALL), mask, torch.bool) == Vectors(4)
@@ -379,13 +267,15 @@ def test_probes_do_not_trust_arguments_that_tell_nothing(_helper: None) -> None:
     expect_bits(gpu, RandomOp("random_", (0, 100)), torch.int64)
 
 
-def test_unknown_rules_fall_back_with_one_warning(_helper: None) -> None:
+@pytest.mark.helper("philox")
+def test_unknown_rules_fall_back_with_one_warning(_warns_again: None) -> None:
     with pytest.warns(UserWarning, match="every rank generates the whole tensor") as caught:
         assert expect_bits(Strange(SMALL), UNIFORM, torch.float32) is None
     assert len(caught) == 1
 
 
-def test_kernels_with_other_bits_are_not_used(_helper: None) -> None:
+@pytest.mark.helper("philox")
+def test_kernels_with_other_bits_are_not_used(_warns_again: None) -> None:
     gpu = Inexact(SMALL)
     for op in (UNIFORM, NORMAL):
         expect_bits(gpu, op, torch.float32)
@@ -398,11 +288,12 @@ def test_kernels_with_other_bits_are_not_used(_helper: None) -> None:
     assert len(caught) == 1
 
 
-def test_probabilities_for_tensors_that_are_not_row_major_are_refused(_helper: None) -> None:
+@pytest.mark.helper("philox")
+def test_probabilities_for_tensors_that_are_not_row_major_are_refused(_warns_again: None) -> None:
     region = local_region((4, 6), [Shard(0)], (2,), (0,))
     local, given = torch.empty(region.local_shape), torch.rand(region.local_shape)
     with pytest.raises(NotImplementedError, match="expected a row-major tensor"):
-        generate(local, region, (1, 4), COINS, STATE, EmulatedGpu(SMALL).device, Quads(), given)
+        generate(local, Fill(COINS, region, (1, 4)), STATE, EmulatedGpu(SMALL).device, Quads(), given)
 
 
 class Generator:
@@ -430,7 +321,24 @@ def test_states_are_seed_and_offset() -> None:
         _cuda.read_state(generator)
 
 
-def test_without_a_compiler(_helper: None) -> None:
+class WrongWhereItCounts(EmulatedGpu):
+    """Right with the arguments of the probes, wrong with a standard deviation of 0.25."""
+
+    def _launch(self, out: torch.Tensor, parameter: torch.Tensor, plan: Plan, blocks: int, threads: int) -> None:
+        if plan.b == _cuda_kernel._bits(0.25):
+            plan.block += 1
+        super()._launch(out, parameter, plan, blocks, threads)
+
+
+@pytest.mark.helper("philox")
+def test_the_kernel_is_compared_with_the_native_op_for_each_arguments(_warns_again: None) -> None:
+    gpu = WrongWhereItCounts(SMALL)
+    for std in (1.5, 0.25, 1.5):
+        expect_bits(gpu, RandomOp("normal_", (0.0, std)), torch.float32)
+
+
+@pytest.mark.helper("philox")
+def test_without_a_compiler(_warns_again: None) -> None:
     gpu = EmulatedGpu(SMALL, with_kernel=False)
     for op in (UNIFORM, NORMAL, RandomOp(DROPOUT_MASK, (0.4, False), torch.float32)):
         expect_bits(gpu, op, torch.bool if op.name == DROPOUT_MASK else torch.float32)
@@ -438,7 +346,8 @@ def test_without_a_compiler(_helper: None) -> None:
         expect_bits(gpu, COINS, torch.bool)
 
 
-def test_inner_dims_use_the_kernel_and_rows_the_native_op(_helper: None) -> None:
+@pytest.mark.helper("philox")
+def test_inner_dims_use_the_kernel_and_rows_the_native_op(_warns_again: None) -> None:
     gpu = EmulatedGpu(SMALL)
     rule = _cuda.find_rule(UNIFORM, torch.float32, False, gpu.device, torch.device("cpu"))
     for dim, uses_kernel in ((0, False), (1, True)):
@@ -447,15 +356,14 @@ def test_inner_dims_use_the_kernel_and_rows_the_native_op(_helper: None) -> None
             gpu.calls.clear()
             gpu.launches.clear()
             local = torch.empty(region.local_shape)
-            generate(local, region, (512, 1), UNIFORM, STATE, gpu.device, rule)
+            generate(local, Fill(UNIFORM, region, (512, 1)), STATE, gpu.device, rule)
         assert bool(gpu.launches) == uses_kernel
         assert sum(gpu.calls) <= (0 if uses_kernel else 512 * 512 / 8 + 2 * 4096)
 
 
+@pytest.mark.helper("philox")
 def test_the_gpu_benchmark_on_an_emulated_device() -> None:
     """All of its checks: every op and dtype, DTensors, states; so that the first run on a GPU is not the script's first."""
-    if host_launcher() is None:
-        pytest.skip("the C++ helper was not built")
     script = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", str(script), "--emulate", "--json"], capture_output=True, text=True
@@ -491,6 +399,6 @@ def test_bits_of_the_device(name: str) -> None:
                     local = torch.empty(region.local_shape, dtype=dtype, device="cuda")
                     generator = torch.Generator("cuda").manual_seed(11)
                     given = None if probabilities is None else cases.part_of(probabilities, region)
-                    fill_region(local, region, whole.stride(), op, generator, given)
+                    fill_region(local, Fill(op, region, whole.stride()), generator, given)
                     assert torch.equal(local, cases.part_of(whole, region)), (dtype, shape, mesh, placements)
                     assert torch.equal(generator.get_state(), expected.get_state())

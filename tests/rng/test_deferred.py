@@ -137,9 +137,9 @@ def test_overwritten_draws_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch) 
     filled: list[str] = []
     original = _replay.fill_region
 
-    def counting(local: Any, region: Any, strides: Any, op: Any, *rest: Any) -> None:
-        filled.append(op.name)
-        original(local, region, strides, op, *rest)
+    def counting(local: Any, fill: Any, *rest: Any) -> None:
+        filled.append(fill.op.name)
+        original(local, fill, *rest)
 
     monkeypatch.setattr(_replay, "fill_region", counting)
     view = view_of(module.get_parameter("overwritten"))  # uniform_, then normal_

@@ -14,6 +14,7 @@ from tests.rng import cases
 from vescale.placements import RaggedShard, local_region
 from vescale.rng import _cpu, _ops, _probes
 from vescale.rng._cpu import fill_region
+from vescale.rng._fill import Fill
 from vescale.rng._ops import RandomOp
 
 COMBINATIONS = 1_800  # of each of the 13 ops (and of bernoulli_ with a tensor): over 20,000 in all
@@ -68,7 +69,7 @@ def test_every_coordinate_gets_the_bits_of_one_device(name: str, span_limits: No
                 local = torch.empty(region.local_shape, dtype=dtype)
                 parameter = None if probabilities is None else cases.part_of(probabilities, region)
                 generator = cases.clone_of(start)
-                fill_region(local, region, whole.stride(), op, generator, parameter)
+                fill_region(local, Fill(op, region, whole.stride()), generator, parameter)
                 assert torch.equal(local, cases.part_of(whole, region)), f"values: {where} at {coordinate}"
                 assert torch.equal(generator.get_state(), state), f"generator: {where} at {coordinate}"
             count += 1
@@ -81,7 +82,7 @@ def test_the_bits_are_of_the_plain_chunks() -> None:
         local = torch.empty_like(whole.chunk(4, dim)[index])
         generator = torch.Generator().manual_seed(1)
         region = local_region((12, 10), [Shard(dim)], (4,), (index,))
-        fill_region(local, region, whole.stride(), RandomOp("normal_"), generator)
+        fill_region(local, Fill(RandomOp("normal_"), region, whole.stride()), generator)
         assert torch.equal(local, whole.chunk(4, dim)[index])
 
 
@@ -96,7 +97,7 @@ def test_large_tensors_cross_spans_and_jumps(op: RandomOp) -> None:
         for coordinate in ((0,), (2,), (3,)):
             region = local_region(shape, placements, (4,), coordinate)
             local, generator = torch.empty(region.local_shape), cases.clone_of(start)
-            fill_region(local, region, whole.stride(), op, generator)
+            fill_region(local, Fill(op, region, whole.stride()), generator)
             assert torch.equal(local, cases.part_of(whole, region)), (placements, coordinate)
             assert torch.equal(generator.get_state(), expected.get_state())
 
@@ -105,7 +106,7 @@ def test_local_tensors_of_any_strides() -> None:
     whole = torch.empty(9, 6).normal_(generator=torch.Generator().manual_seed(2))
     region = local_region((9, 6), [Shard(0)], (2,), (1,))
     for local in (torch.empty(6, 4).t(), torch.empty(4, 12)[:, ::2], torch.empty(6, 6)[1:5]):
-        fill_region(local, region, whole.stride(), RandomOp("normal_"), torch.Generator().manual_seed(2))
+        fill_region(local, Fill(RandomOp("normal_"), region, whole.stride()), torch.Generator().manual_seed(2))
         assert torch.equal(local, whole[5:])
 
 
@@ -115,7 +116,7 @@ def test_strided_slices_are_filled_row_major() -> None:
     base[:, ::2].normal_(generator=torch.Generator().manual_seed(3))
     region = local_region((6, 10), [Shard(0)], (2,), (1,))
     local = torch.empty(3, 10)
-    fill_region(local, region, (20, 2), RandomOp("normal_"), torch.Generator().manual_seed(3))
+    fill_region(local, Fill(RandomOp("normal_"), region, (20, 2)), torch.Generator().manual_seed(3))
     assert torch.equal(local, base[3:, ::2])
 
 
@@ -129,7 +130,7 @@ def test_complex(dtype: torch.dtype, placement: object, op: RandomOp) -> None:
     for index in range(3):
         region = local_region((5, 7), [placement], (3,), (index,))  # type: ignore[list-item]
         local, generator = torch.empty(region.local_shape, dtype=dtype), cases.clone_of(start)
-        fill_region(local, region, whole.stride(), op, generator)
+        fill_region(local, Fill(op, region, whole.stride()), generator)
         assert torch.equal(local, cases.part_of(whole, region))
         assert torch.equal(generator.get_state(), expected.get_state())
 
@@ -152,7 +153,7 @@ def test_unknown_draws_are_replayed_whole_with_one_warning(monkeypatch: pytest.M
                     region = local_region(shape, placements, mesh, coordinate)
                     local, generator = torch.empty(region.local_shape), torch.Generator().manual_seed(6)
                     parameter = None if probabilities is None else cases.part_of(probabilities, region)
-                    fill_region(local, region, whole.stride(), op, generator, parameter)
+                    fill_region(local, Fill(op, region, whole.stride()), generator, parameter)
                     assert torch.equal(local, cases.part_of(whole, region))
                     assert torch.equal(generator.get_state(), expected.get_state())
     assert len([w for w in caught if "whole tensor" in str(w.message)]) == 2  # one for each op and dtype
@@ -180,7 +181,7 @@ def test_a_build_that_draws_otherwise_is_noticed(
                 for placements, index in itertools.product(([Shard(0)], [Shard(1)], [RaggedShard()]), range(3)):
                     region = local_region((13, 7), placements, (3,), (index,))
                     local, generator = torch.empty(region.local_shape, dtype=dtype), torch.Generator().manual_seed(8)
-                    fill_region(local, region, (7, 1), cases.OPS[name], generator)
+                    fill_region(local, Fill(cases.OPS[name], region, (7, 1)), generator)
                     assert torch.equal(local, cases.part_of(whole, region))
                     assert torch.equal(generator.get_state(), expected.get_state())
         assert len(caught) == 1
@@ -200,7 +201,7 @@ def test_either_rule_of_half_normals_gives_the_bits_of_this_build(
     for index in range(2):
         region = local_region((9, 5), [Shard(0)], (2,), (index,))
         local = torch.empty(region.local_shape, dtype=torch.bfloat16)
-        fill_region(local, region, (5, 1), RandomOp("normal_", (0.0, 1.0)), torch.Generator().manual_seed(3))
+        fill_region(local, Fill(RandomOp("normal_", (0.0, 1.0)), region, (5, 1)), torch.Generator().manual_seed(3))
         assert torch.equal(local, cases.part_of(whole, region))
 
 
@@ -234,11 +235,11 @@ def test_bad_arguments_raise_everywhere_and_draw_nothing(op: RandomOp, dtype: to
         generator = torch.Generator().manual_seed(7)
         before = generator.get_state()
         with pytest.raises((RuntimeError, NotImplementedError)):
-            fill_region(torch.empty(region.local_shape, dtype=dtype), region, (2, 1), op, generator)
+            fill_region(torch.empty(region.local_shape, dtype=dtype), Fill(op, region, (2, 1)), generator)
         assert torch.equal(generator.get_state(), before)
 
 
 def test_a_local_tensor_of_another_rank_is_refused() -> None:
     region = local_region((5, 2), [Shard(0)], (2,), (0,))
     with pytest.raises(ValueError, match="expected the same shapes"):
-        fill_region(torch.empty(2, 2), region, (2, 1), RandomOp("normal_"), torch.Generator())
+        fill_region(torch.empty(2, 2), Fill(RandomOp("normal_"), region, (2, 1)), torch.Generator())

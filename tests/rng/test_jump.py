@@ -8,17 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from vescale import csrc
 from vescale.rng import _jump
 from vescale.rng._mt19937 import Mt19937State
 
 
-@pytest.fixture(params=["native", "numpy"])
+@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.helper("mt19937")), "numpy"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "numpy":
         monkeypatch.setenv("VESCALE_NO_NATIVE", "1")
-    elif csrc.load("mt19937") is None:
-        pytest.skip("the C++ helper was not built")
     yield request.param
 
 
@@ -61,9 +58,8 @@ def test_far_jumps_compose(path: str) -> None:
     assert not np.array_equal(there, _jump.advance_blocks(block, near + far + 1))
 
 
+@pytest.mark.helper("mt19937")
 def test_both_paths_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    if csrc.load("mt19937") is None:
-        pytest.skip("the C++ helper was not built")
     block = Mt19937State.of(seeded(5, 1)).block
     for num_blocks in (1, 500, 50_000, 10**9, 2**53):
         native = _jump.advance_blocks(block, num_blocks)

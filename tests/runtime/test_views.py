@@ -93,6 +93,9 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+CUTS = ("rows", "columns", "pending")
+
+
 class Apply(nn.Module):
     def __init__(self, change: Callable[[Any], Any], returns: bool) -> None:
         super().__init__()
@@ -139,7 +142,7 @@ def writes(cut: str) -> None:
         run_cases(same, cases)
 
 
-@pytest.mark.parametrize("cut", ["rows", "columns", "pending"])
+@pytest.mark.parametrize("cut", CUTS)
 def test_writes_reach_what_was_viewed(ranks: RankPools, cut: str) -> None:
     ranks.run(writes, cut, world_size=2)
 
@@ -162,9 +165,9 @@ def test_writes_reach_what_was_viewed_whatever_ran_before() -> None:
     """PyTorch's dispatcher keeps what it called first, and how it decided, for the life of a process."""
     pool = RankPool(2)
     try:
-        for cut in ("rows", "columns", "pending"):
+        for cut in CUTS:
             pool.run(writes_outside_of_models, cut)
-        for cut in ("rows", "columns", "pending"):
+        for cut in CUTS:
             pool.run(writes, cut)
             pool.run(writes_outside_of_models, cut)
             pool.run(writes, cut)

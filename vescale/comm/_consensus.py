@@ -29,8 +29,9 @@ _LOCK = threading.Lock()
 class Consensus:
     """A meeting place of some ranks. Every rank makes them, and holds their rounds, in the same order.
 
-    When all messages are equal, which is the rule, a round costs every rank two small requests to the store; the first
-    rank reads a digest of each. Messages themselves are read only when they differ.
+    When all messages are equal, which is the rule, a round costs every rank three small requests to the store; the first
+    rank reads a digest of each. Messages themselves are read only when they differ. The last rank to leave a round deletes
+    what was written in it; only a round that some rank did not come to stays, so that it learns of that when it comes.
 
     Args:
         ranks: global ranks, the same on each of them, this one included.
@@ -61,20 +62,35 @@ class Consensus:
         store.set(digests[self._index], hashlib.sha256(message).hexdigest())
         if self._index == 0:
             absent = self._absent(store, digests)
-            found = set() if absent else {store.get(key) for key in digests}
-            store.set(verdict, f"absent {absent}" if absent else "equal" if len(found) == 1 else "different")
-        elif self._absent(store, [verdict]):
-            raise ConsensusError(f"{about()}; rank {self.ranks[0]} did not come to compare within {self._timeout}")
-        answer = store.get(verdict).decode()
+            different = set() if absent else {store.get(key) for key in digests}
+            proposed = f"absent {absent}" if absent else "equal" if len(different) == 1 else "different"
+        else:
+            is_late = bool(self._absent(store, [verdict]))
+            if is_late and store.check(digests[:1]):  # the first rank came, and is about to say who did not
+                is_late = bool(self._absent(store, [verdict]))
+            proposed = f"absent [{self.ranks[0]}]" if is_late else ""
+        # The first verdict holds: a rank that gives up on the first one lets it know.
+        answer = (store.compare_set(verdict, "", proposed) if proposed else store.get(verdict)).decode()
         if answer.startswith("absent"):
             raise ConsensusError(f"{about()}; ranks {answer[7:]} did not come to compare within {self._timeout}")
         if answer == "equal":
+            self._leave(store, place, [*digests, verdict])
             return [message] * len(self.ranks)
         messages = [f"{place} message {index}" for index in range(len(self.ranks))]
         store.set(messages[self._index], message.hex())
         if absent := self._absent(store, messages):
             raise ConsensusError(f"{about()}; ranks {absent} left the comparison")
-        return [bytes.fromhex(store.get(key).decode()) for key in messages]
+        found = [bytes.fromhex(store.get(key).decode()) for key in messages]
+        self._leave(store, place, [*digests, verdict, *messages])
+        return found
+
+    def _leave(self, store: dist.Store, place: str, keys: Sequence[str]) -> None:
+        """This rank has read what it needs. Nobody reads after the last one, which cannot know to be it before: a counter
+        tells."""
+        counter = f"{place} left"
+        if store.add(counter, 1) == len(self.ranks):
+            for key in (*keys, counter):
+                store.delete_key(key)
 
     def _absent(self, store: dist.Store, keys: Sequence[str]) -> list[int]:
         """The ranks, by position of their keys, that have not written in time."""

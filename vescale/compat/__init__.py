@@ -22,6 +22,7 @@ try:
         reduce_scatter_single,
         traced_all_to_all,
     )
+    from vescale.compat.containers import map_tensors, tensors_in
     from vescale.compat.deferred import without_modes
     from vescale.compat.dispatch import (
         OpSchema,
@@ -62,7 +63,14 @@ try:
         set_local,
         spec_of,
     )
-    from vescale.compat.foreach import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm, has_foreach
+    from vescale.compat.foreach import (
+        foreach_add_,
+        foreach_copy_,
+        foreach_mul_,
+        foreach_norm,
+        foreach_scale_,
+        has_foreach,
+    )
     from vescale.compat.groups import make_group
     from vescale.compat.install import DTensorHooks, install, stock
     from vescale.compat.meshes import concatenate_meshes, flatten_mesh
@@ -99,6 +107,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
+    "foreach_scale_",
     "has_foreach",
     "has_results",
     "in_backward",
@@ -113,6 +122,7 @@ __all__ = [
     "make_dtensor",
     "make_group",
     "make_spec",
+    "map_tensors",
     "native_sharding",
     "no_torch_function",
     "node_sequence",
@@ -134,6 +144,7 @@ __all__ = [
     "static_keywords",
     "stock",
     "stock_dispatch",
+    "tensors_in",
     "traced_all_to_all",
     "with_aliasing",
     "without_modes",

@@ -84,7 +84,7 @@ def install_dispatch(handlers: Mapping[Any, Handler], listener: DispatchListener
         _listen_to_writes(dispatcher, listener)
         _listen_to_plain_operands(dispatcher, listener)
         _format_scalars()
-        clear_sharding_cache()  # decisions that the listener has not seen
+        clear_sharding_cache()  # of decisions that the listener has not seen
 
 
 def _format_scalars() -> None:
@@ -121,49 +121,13 @@ def _listen_to_redistributions(dispatcher: Any, listener: DispatchListener) -> N
     dispatcher.redistribute_local_args = redistribute_local_args
 
 
-def _telling_tail(
-    self: Any,
-    op_call: Any,
-    args: Any,
-    kwargs: Any,
-    compute_mesh: Any,
-    output_sharding: Any,
-    local_results: Any,
-    participating: bool,
-    is_inplace_op: bool,
-    is_out_variant_op: bool,
-) -> Any:
-    """Runs as the code of another module's function, so that it may use nothing of this module."""
-    result = self._vescale_stock_tail(
-        op_call,
-        args,
-        kwargs,
-        compute_mesh,
-        output_sharding,
-        local_results,
-        participating,
-        is_inplace_op,
-        is_out_variant_op,
-    )
-    if participating and (is_inplace_op or is_out_variant_op):
-        self._vescale_wrote(result)
-    return result
-
-
 def _listen_to_writes(dispatcher: Any, listener: DispatchListener) -> None:
-    """The C++ dispatcher looks its last step up once in a process, at the first in-place op of any DTensor, and keeps that
-    bound method. Another method in its place would be called or not by what ran before, so that the method gets new code."""
-    method = type(dispatcher)._dispatch_fast_path_python_tail
-    stock = types.FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__)
-    dispatcher._vescale_stock_tail = types.MethodType(stock, dispatcher)
-
     def wrote(result: Any) -> None:
         for written in result if isinstance(result, tuple | list) else (result,):
             if isinstance(written, DTensor):
                 listener.wrote(written)
 
-    dispatcher._vescale_wrote = wrote
-    method.__code__ = _telling_tail.__code__
+    _replace_code(type(dispatcher)._dispatch_fast_path_python_tail, _telling_tail, wrote)
 
     handlers: Any = dispatcher._custom_op_handlers
     for op, handler in handlers.items():
@@ -190,6 +154,49 @@ class _Telling:
         return result
 
 
+def _telling_tail(
+    self: Any,
+    op_call: Any,
+    args: Any,
+    kwargs: Any,
+    compute_mesh: Any,
+    output_sharding: Any,
+    local_results: Any,
+    participating: bool,
+    is_inplace_op: bool,
+    is_out_variant_op: bool,
+    original: Any = None,
+    wrote: Any = None,
+) -> Any:
+    result = original(
+        self,
+        op_call,
+        args,
+        kwargs,
+        compute_mesh,
+        output_sharding,
+        local_results,
+        participating,
+        is_inplace_op,
+        is_out_variant_op,
+    )
+    if participating and (is_inplace_op or is_out_variant_op):
+        wrote(result)
+    return result
+
+
+def _replace_code(function: types.FunctionType, replacement: Any, *helpers: Any) -> None:
+    """Make ``function`` do what ``replacement`` does, which gets the original and ``helpers`` as its last arguments, and
+    may use no other names: it runs among the globals of ``function``.
+
+    For what C++ looks up once in a process, by the first op that needs it: another attribute would never be found there.
+    """
+    original = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    function.__code__, function.__defaults__ = replacement.__code__, (original, *helpers)
+
+
 def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -> None:
     original = dispatcher._propagate_op_sharding_dispatch_slow_path
 
@@ -207,22 +214,20 @@ def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -
             return result
         if op_call._schema.is_mutable and _moves_written(sharding, op_info.schema):
             result = listener.no_strategy(op_call, args, kwargs)
-            # The C++ caller keeps a decision for all later calls, which the listener may take over: so it gets a result.
-            return _stock_result(op_call, args, kwargs, op_info, sharding) if result is NotImplemented else result
+            # A decision that is returned is cached, and the listener not asked again, where it may answer otherwise.
+            return stock(op_call, args, kwargs, op_info, sharding) if result is NotImplemented else result
         return sharding
 
+    def stock(op_call: Any, args: Any, kwargs: Any, op_info: Any, sharding: Any) -> Any:
+        op_info.output_sharding = sharding
+        mesh, inplace = op_info.compute_mesh, not any(argument.is_out for argument in op_call._schema.arguments)
+        local = dispatcher._dispatch_get_local_results_slow_path(op_call, args, op_info)
+        participating = mesh.get_coordinate() is not None
+        return dispatcher._dispatch_fast_path_python_tail(
+            op_call, args, kwargs, mesh, sharding, local, participating, inplace, not inplace
+        )
+
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagate
-
-
-def _stock_result(op: Any, args: Any, kwargs: Any, op_info: Any, sharding: Any) -> Any:
-    """What stock DTensor does with its decision about an in-place op."""
-    dispatcher: Any = DTensor._op_dispatcher
-    op_info.output_sharding = sharding
-    local = dispatcher._dispatch_get_local_results_slow_path(op, args, op_info)
-    participating = op_info.compute_mesh.get_coordinate() is not None
-    return dispatcher._vescale_stock_tail(
-        op, args, kwargs, op_info.compute_mesh, sharding, local, participating, True, False
-    )
 
 
 def _moves_written(sharding: Any, schema: Any) -> bool:

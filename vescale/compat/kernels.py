@@ -11,18 +11,28 @@ import torch
 __all__ = ["compile_kernel", "fused_dropout"]
 
 
-def compile_kernel(source: str, name: str) -> Callable[..., Any]:
-    """A launcher ``kernel(grid=, block=, args=)`` for tensors of the current device.
+def compile_kernel(source: str, name: str) -> Callable[..., None]:
+    """A launcher ``kernel(blocks, threads, *arguments)``, on the current stream of the current device.
 
-    ``source`` includes nothing: ``torch.cuda._compile_kernel`` asks for the headers of a CUDA toolkit, which a machine
-    with only PyTorch's wheels lacks, so NVRTC is called directly here. Raises whatever is missing: no NVRTC, an unknown
-    architecture, a torch without a loader.
+    ``arguments`` are ctypes values in the order of the kernel's parameters; they are copied at the launch. ``source``
+    includes nothing: ``torch.cuda._compile_kernel`` asks for the headers of a CUDA toolkit, which a machine with only
+    PyTorch's wheels lacks, so NVRTC is called directly here; its launcher takes no structures, so the driver is, too.
+    Raises whatever is missing: no NVRTC, an unknown architecture, a torch without a loader.
     """
     from torch.cuda import _utils
 
     loaded: Any = _utils._cuda_load_module(_compiled(source, name), [name])
-    kernel: Callable[..., Any] = loaded[name]
-    return kernel
+    function = loaded[name].func
+    driver = _utils._get_gpu_runtime_library()
+
+    def launch(blocks: int, threads: int, *arguments: Any) -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        code = driver.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None)
+        if code != 0:
+            raise RuntimeError(f"CUDA driver error {code} launching {name} with {blocks} blocks of {threads} threads")
+
+    return launch
 
 
 def _compiled(source: str, name: str) -> bytes:

@@ -1,18 +1,34 @@
-// The host build of philox.h: the kernel's arithmetic, an element at a time, for tests on machines without a GPU.
+// The host build of philox.h: the kernel's arithmetic, a unit of work at a time, for tests on machines without a GPU.
 
 #include <math.h>
 
+static unsigned long long blocks_made = 0;
+
 #define DEVICE static inline
+#define COUNT_BLOCK ++blocks_made
+#define UNROLL
+#define FAST_LOG logf
+#define FAST_EXP expf
+#define FAST_TAN tanf
 #define FAST_SINCOS(angle, sine, cosine) (*(sine) = sinf(angle), *(cosine) = cosf(angle))
 #define SINCOSPI(x, sine, cosine) (*(sine) = sin(3.14159265358979323846 * (x)), *(cosine) = cos(3.14159265358979323846 * (x)))
 
 #include "philox.h"
 
-extern "C" __attribute__((visibility("default"))) void philox_fill(void* out, const void* parameter, const i64* plan) {
-  for (i64 index = 0; index < plan[kCount]; ++index) {
-    if (plan[kNarrow])
-      fill_element(out, parameter, plan, (u32)index);
+extern "C" __attribute__((visibility("default"))) void philox_fill(void* out, const void* parameter, const Plan* plan) {
+  for (u64 index = 0; index < plan->count; ++index) {
+    if (plan->kind.narrow)
+      fill_unit(out, parameter, *plan, plan->kind, (u32)index);
     else
-      fill_element(out, parameter, plan, (u64)index);
+      fill_unit(out, parameter, *plan, plan->kind, index);
   }
+}
+
+extern "C" __attribute__((visibility("default"))) u64 philox_plan_bytes() { return sizeof(Plan); }
+
+// How many blocks of Philox were made since the last call.
+extern "C" __attribute__((visibility("default"))) u64 philox_blocks_made() {
+  u64 made = blocks_made;
+  blocks_made = 0;
+  return made;
 }

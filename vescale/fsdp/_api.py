@@ -20,6 +20,7 @@ from vescale.fsdp._module import FSDPModule
 from vescale.fsdp._parameter import find_slots
 from vescale.fsdp._state import ModuleState, state_of
 from vescale.placements import install as install_placements
+from vescale.rng import check_recorded_alike, has_deferred, is_deferred, materialize
 
 __all__ = ["fully_shard"]
 
@@ -100,12 +101,16 @@ def fully_shard(
             ``vescale.buffer.GranularityTable``); None for "anywhere". Names are relative to ``module``.
         alignment_bytes: shards, and tensors in them, start at multiples of this.
 
+    A module built inside ``vescale.deferred_init()`` needs no :func:`vescale.materialize`: each rank computes only its part
+    of every parameter, and buffers whole. (One all-reduce of 16 bytes on each axis tells whether the ranks recorded alike.)
+
     Returns ``module``, whose class is now also an :class:`FSDPModule`.
 
     Raises:
         ValueError: a container without forward; a mesh that is neither FSDP's nor HSDP's; a parameter that a group of
             another module has taken (tied weights); a module that was given before.
         NotImplementedError: parameters that are tensor subclasses.
+        RuntimeError: ranks that recorded other constructors or seeds, of a deferred module.
     """
     install_placements()
     modules = _roots(module)
@@ -121,6 +126,9 @@ def fully_shard(
                 "another group already; give the modules that share it to one call, fully_shard([a, b]), or leave the inner "
                 "one to the outer call"
             )
+    deferred = any(has_deferred(one) for one in modules)
+    if deferred:
+        check_recorded_alike(axes.mesh, [parameter for _, parameter in named if is_deferred(parameter)])
     groups = []
     for group_axes, members in _by_mesh(modules, named, axes, shard_placement_fn, orig_param_policy):
         after_forward = _checked_reshard(True if reshard_after_forward is None else reshard_after_forward, group_axes)
@@ -146,6 +154,8 @@ def fully_shard(
     )
     for one in modules:
         one.__class__ = _sharded_class(type(one))
+        if deferred:
+            materialize(one, device=axes.device)  # buffers, tensors in attributes, ignored parameters: whole
     return module
 
 

@@ -19,7 +19,8 @@ from vescale.comm import Pending
 from vescale.compat import DTensorSpec, local_of, make_dtensor, run_post_accumulate_hooks, set_local
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._parameter import ManagedParameter
-from vescale.placements import RaggedShard
+from vescale.placements import RaggedShard, Region
+from vescale.rng import is_deferred, materialize_part
 
 __all__ = ["GRADIENT_PLACE", "Bucket"]
 
@@ -121,12 +122,20 @@ class Bucket:
         _, numel, begin = self._runs[index]
         return whole_local.reshape(-1)[begin : begin + numel]
 
+    def _own_region(self, index: int) -> Region:
+        """The same part, by its place in the parameter."""
+        _, numel, begin = self._runs[index]
+        shape = self.parameters[index].shape
+        return Region(shape, tuple(((0, size),) for size in shape), (begin, begin + numel))
+
     def cut(self, whole_locals: Sequence[torch.Tensor]) -> None:
-        """Take this rank's part of each whole (local) tensor, and register the sharded forms."""
+        """Take this rank's part of each whole (local) or deferred tensor, and register the sharded forms."""
         with torch.no_grad():
             for index, (parameter, tensor) in enumerate(zip(self.parameters, whole_locals, strict=True)):
                 local = self.shard(index)
-                if not local.is_meta:
+                if is_deferred(tensor):  # only this part of it is ever computed
+                    local.copy_(materialize_part(tensor, self._own_region(index)).view_as(local))
+                elif not local.is_meta:
                     local.copy_(self._own(index, tensor.detach()))
                 parameter.make_sharded(local, self.placement(index))
 

@@ -15,7 +15,7 @@ from vescale.buffer import Allocation, DBuffer, PendingBuffer, TensorGroup
 from vescale.comm import Pending
 from vescale.compat import StridedShard
 from vescale.fsdp._bucket import Bucket
-from vescale.placements import RaggedShard
+from vescale.placements import RaggedShard, Region
 
 __all__ = ["DimBucket"]
 
@@ -100,6 +100,11 @@ class DimBucket(Bucket):
 
     def _own(self, index: int, whole_local: torch.Tensor) -> torch.Tensor:
         return whole_local.narrow(self.parameters[index].dim or 0, *self._lengths[index])
+
+    def _own_region(self, index: int) -> Region:
+        shape, dim = self.parameters[index].shape, self.parameters[index].dim or 0
+        begin, length = self._lengths[index]
+        return Region(shape, tuple(((begin, begin + length),) if d == dim else ((0, n),) for d, n in enumerate(shape)))
 
     # Between the two layouts
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import DTensorSpec, concatenate_meshes, local_of, make_dtensor, make_spec, spec_of
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.placements import RaggedShard, largest_shape, shard_dim
+from vescale.rng import is_deferred
 
 __all__ = ["ManagedParameter", "Slot", "find_slots"]
 
@@ -65,7 +66,7 @@ class ManagedParameter:
         self.unsharded_spec: DTensorSpec | None = None
         if isinstance(parameter, DTensor):
             self.unsharded_spec = spec_of(parameter)
-        elif type(parameter.data) is not torch.Tensor:
+        elif type(parameter.data) is not torch.Tensor and not is_deferred(parameter):
             raise NotImplementedError(
                 f"parameter {name!r} of shape {self.global_shape} is a {type(parameter.data).__name__}; fully_shard takes "
                 "plain tensors and DTensors. Pass it in ignored_params, or convert it before"

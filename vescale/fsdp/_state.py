@@ -13,10 +13,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale.buffer import check_same_buffers
-from vescale.compat import in_backward
+from vescale.compat import in_backward, map_tensors, tensors_in
 from vescale.fsdp._context import CommContext, TreeContext
 from vescale.fsdp._group import ParameterGroup
-from vescale.fsdp._nested import map_tensors, tensors_in
 from vescale.fsdp._parameter import Slot
 from vescale.fsdp._phase import Phase
 

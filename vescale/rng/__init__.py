@@ -9,7 +9,15 @@ from vescale.rng._data import SampleSeeds, ShardedBatchSampler
 from vescale.rng._deferred import DeferredTensor, DeferredValueError, is_deferred
 from vescale.rng._init import rand, randint, randn
 from vescale.rng._local import drawing_part_of
-from vescale.rng._materialize import PlacementFn, fingerprint, has_deferred, materialize, materialize_tensor
+from vescale.rng._materialize import (
+    PlacementFn,
+    check_recorded_alike,
+    fingerprint,
+    has_deferred,
+    materialize,
+    materialize_part,
+    materialize_tensor,
+)
 from vescale.rng._switch import deferred_init, disable, enable, is_enabled
 
 __all__ = [
@@ -18,6 +26,7 @@ __all__ = [
     "PlacementFn",
     "SampleSeeds",
     "ShardedBatchSampler",
+    "check_recorded_alike",
     "deferred_init",
     "disable",
     "drawing_part_of",
@@ -27,6 +36,7 @@ __all__ = [
     "is_deferred",
     "is_enabled",
     "materialize",
+    "materialize_part",
     "materialize_tensor",
     "rand",
     "randint",

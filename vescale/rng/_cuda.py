@@ -17,20 +17,31 @@ from dataclasses import dataclass
 
 import torch
 
-from vescale.placements import Region
 from vescale.rng import _cuda_kernel
-from vescale.rng._complex import as_real
+from vescale.rng._fill import Fill
 from vescale.rng._ops import DROPOUT_MASK, RandomOp
-from vescale.rng._philox import ChunkedRule, GridStride, Launch, PhiloxRule, PhiloxState, Quads, Vectors, leaves
-from vescale.rng._spans import Span, is_contiguous, spans, stream_order
+from vescale.rng._philox import (
+    ChunkedRule,
+    GridStride,
+    Launch,
+    PhiloxRule,
+    PhiloxState,
+    Quads,
+    Vectors,
+    fits_one_launch,
+    leaves,
+)
+from vescale.rng._spans import Span, spans
+from vescale.rng._whole import copy_out, fill_from_whole, laid_out_as
 
 __all__ = ["Device", "device_at", "fill_region", "find_rule", "generate", "read_state", "write_state"]
 
 # Gaps up to this many elements are generated and dropped, and spans up to so many go through scratch memory.
 GAP_ELEMENTS = 1 << 22
 SCRATCH_CHUNKS = 8
-# An element of our kernel in elements of the native op: it computes a block of Philox for one number, not for four.
-KERNEL_COST = 3
+# An element of our kernel in elements of the native op, where a rank owns all elements of few blocks or few of many:
+# from instructions counted, not measured.
+KERNEL_COST = 1.5
 
 
 @dataclass(frozen=True)
@@ -48,88 +59,81 @@ class Device:
 
 
 def fill_region(
-    local: torch.Tensor,
-    region: Region,
-    global_strides: Sequence[int],
-    op: RandomOp,
-    generator: torch.Generator,
-    parameter: torch.Tensor | None = None,
+    local: torch.Tensor, fill: Fill, generator: torch.Generator, parameter: torch.Tensor | None = None
 ) -> None:
-    """As :func:`vescale.rng._cpu.fill_region`, for a CUDA tensor and generator. Memory: a few chunks beyond ``local``."""
+    """As :func:`vescale.rng._cpu.fill_region`, for a CUDA tensor and generator, on the current stream of its device.
+
+    Memory: a few chunks beyond ``local``. Raises RuntimeError while a CUDA graph is captured.
+    """
     local = local.detach()
     index = local.device.index or 0
     with torch.cuda.device(local.device):
-        _check_arguments(op, local.dtype, None if parameter is None else parameter.dtype, index)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{fill.op.name} on a sharded tensor of shape {fill.shape} while a CUDA graph is captured: a replay would "
+                "draw the captured numbers again; expected no capture: leave the random op out of the graph, or "
+                "replicate the tensor, which runs the native op"
+            )
+        _check_arguments(fill.op, local.dtype, None if parameter is None else parameter.dtype, index)
         if local.is_complex():
-            op, local, region, global_strides = as_real(op, local, region, global_strides)
-        rule = probed_rule(_RuleKey(op, local.dtype, parameter is not None, index))
-        final = generate(local, region, global_strides, op, read_state(generator), device_at(index), rule, parameter)
+            fill, local = fill.as_real(local)
+        rule = probed_rule(_RuleKey(fill.op, local.dtype, parameter is not None, index))
+        final = generate(local, fill, read_state(generator), device_at(index), rule, parameter)
         write_state(generator, final)
 
 
 def generate(
     local: torch.Tensor,
-    region: Region,
-    global_strides: Sequence[int],
-    op: RandomOp,
+    fill: Fill,
     state: PhiloxState,
     device: Device,
     rule: PhiloxRule | None,
     parameter: torch.Tensor | None = None,
 ) -> PhiloxState:
     """Fills ``local``; returns the state that one device would be left with. ``rule`` None: not known."""
-    n = math.prod(region.global_shape)
-    order = stream_order(region.global_shape, global_strides)
-    dense = is_contiguous([region.global_shape[d] for d in order], [global_strides[d] for d in order])
-    if local.shape != region.local_shape:
-        raise ValueError(
-            f"{op.name}: a local tensor of shape {tuple(local.shape)} for a region of shape {region.local_shape} of "
-            f"the global shape {region.global_shape}; expected the same shapes: give the local tensor of this very rank"
-        )
+    n, op, region = fill.numel, fill.op, fill.region
+    fill.check(local)
     if n == 0:
         return state
-    if parameter is not None and not is_contiguous(region.global_shape, global_strides):
-        raise NotImplementedError(
-            f"{op.name} with a tensor of probabilities on a CUDA tensor of shape {region.global_shape} and strides "
-            f"{tuple(global_strides)}: its order depends on the strides of both; expected a row-major tensor to be filled: "
-            "fill a contiguous one and copy, or use torch.bernoulli"
-        )
+    if parameter is not None:
+        if not fill.is_row_major:
+            raise NotImplementedError(
+                f"{op.name} with a tensor of probabilities on a CUDA tensor of shape {fill.shape} and strides "
+                f"{fill.strides}: its order depends on the strides of both; expected a row-major tensor to be filled: "
+                "fill a contiguous one and copy, or use torch.bernoulli"
+            )
+        parameter = laid_out_as(local, parameter)
     if rule is None:
-        return _whole(local, region, global_strides, order, op, state, device, parameter)
+        return _whole(local, fill, state, device, parameter)
     rule = rule.at(n)
     parts = _leaves(rule, n, local.element_size(), state, device.launch)
-    if len(parts) > 1 and not dense:
+    if isinstance(rule, GridStride) and not fill.is_dense and not fits_one_launch(fill.extent, local.element_size()):
         raise NotImplementedError(
-            f"{op.name} on a tensor of shape {region.global_shape} and strides {tuple(global_strides)}: more than 2 GiB "
-            "with holes between its elements; expected a dense tensor: fill a contiguous one and copy"
-        )
-    if parameter is not None:  # laid out as the local tensor, so that pieces address both
-        parameter = torch.empty_strided(local.shape, local.stride(), dtype=parameter.dtype, device=local.device).copy_(
-            parameter
+            f"{op.name} on a tensor of shape {fill.shape} and strides {fill.strides}: more than 2 GiB with holes between "
+            "its elements; expected a dense tensor: fill a contiguous one and copy"
         )
     final = parts[-1].after(rule, device.launch)
     if region.numel == 0:
         return final
-    if len(parts) == 1 and _prefers_kernel(rule, region, order, local, n, device.launch):
-        everything = list(spans(region, order, local.stride(), n, n))
+    if len(parts) == 1 and _prefers_kernel(rule, fill, local, device.launch):
+        everything = list(spans(region, fill.order, local.stride(), n, n))
         if device.kernel(op, rule, local, everything, n, state, parameter):
             return final
     if not isinstance(rule, ChunkedRule):
-        return _whole(local, region, global_strides, order, op, state, device, parameter)
+        return _whole(local, fill, state, device, parameter)
     longest = SCRATCH_CHUNKS * rule.chunk(device.launch)
-    for span in spans(region, order, local.stride(), longest, GAP_ELEMENTS):
+    for span in spans(region, fill.order, local.stride(), longest, GAP_ELEMENTS):
         _fill_span(local, span, op, rule, parts, device)
     return final
 
 
-def _prefers_kernel(
-    rule: PhiloxRule, region: Region, order: Sequence[int], local: torch.Tensor, n: int, launch: Launch
-) -> bool:
+def _prefers_kernel(rule: PhiloxRule, fill: Fill, local: torch.Tensor, launch: Launch) -> bool:
     """Whether making a rank's elements one by one costs less than sweeping over all whole chunks that hold some."""
-    if not isinstance(rule, ChunkedRule) or n < launch.max_threads:
+    if not isinstance(rule, ChunkedRule) or fill.numel < launch.max_threads:
         return True
     swept = owned = 0
-    for span in spans(region, order, local.stride(), SCRATCH_CHUNKS * rule.chunk(launch), GAP_ELEMENTS):
+    longest = SCRATCH_CHUNKS * rule.chunk(launch)
+    for span in spans(fill.region, fill.order, local.stride(), longest, GAP_ELEMENTS):
         if span.direct is None:
             swept += span.stop - span.start
             owned += sum(math.prod(piece.sizes) for piece in span.pieces)
@@ -175,10 +179,7 @@ def _fill_span(
             piece = out[start - span.start : stop - span.start]
             _fill_stretch(piece, start - leaf.start, leaf, op, rule, device)
     if span.direct is None:
-        for piece_ in span.pieces:
-            source = out.as_strided(piece_.sizes, piece_.span_strides, out.storage_offset() + piece_.span_offset)
-            target = local.as_strided(piece_.sizes, piece_.local_strides, local.storage_offset() + piece_.local_offset)
-            target.copy_(source)
+        copy_out(span, out, local)
 
 
 def _fill_stretch(out: torch.Tensor, start: int, leaf: _Leaf, op: RandomOp, rule: ChunkedRule, device: Device) -> None:
@@ -212,38 +213,14 @@ def _fill_stretch(out: torch.Tensor, start: int, leaf: _Leaf, op: RandomOp, rule
 
 
 def _whole(
-    local: torch.Tensor,
-    region: Region,
-    global_strides: Sequence[int],
-    order: Sequence[int],
-    op: RandomOp,
-    state: PhiloxState,
-    device: Device,
-    parameter: torch.Tensor | None,
+    local: torch.Tensor, fill: Fill, state: PhiloxState, device: Device, parameter: torch.Tensor | None
 ) -> PhiloxState:
     """The slow way: the whole tensor on every rank, then this rank's part."""
-    _warn_once(op.name, local.dtype)
-    whole = torch.empty_strided(region.global_shape, global_strides, dtype=local.dtype, device=local.device)
-    parts = list(spans(region, order, local.stride(), max(whole.numel(), 1), 0))
-    probabilities = None
-    if parameter is not None:
-        probabilities = torch.zeros_like(whole, dtype=parameter.dtype)
-        in_order = probabilities.permute(tuple(order)).reshape(-1)
-        for span in parts:
-            for piece in span.pieces:
-                target = in_order.as_strided(piece.sizes, piece.span_strides, span.start + piece.span_offset)
-                target.copy_(
-                    parameter.as_strided(
-                        piece.sizes, piece.local_strides, parameter.storage_offset() + piece.local_offset
-                    )
-                )
+    _warn_once(fill.op.name, local.dtype)
     final: list[PhiloxState] = []
-    device.native(op, whole, state, probabilities, final)
-    stream = whole.permute(tuple(order)).reshape(-1)
-    for span in parts:
-        for piece in span.pieces:
-            target = local.as_strided(piece.sizes, piece.local_strides, local.storage_offset() + piece.local_offset)
-            target.copy_(stream.as_strided(piece.sizes, piece.span_strides, span.start + piece.span_offset))
+    fill_from_whole(
+        fill, local, parameter, lambda whole, arguments: device.native(fill.op, whole, state, arguments, final)
+    )
     return final[0]
 
 

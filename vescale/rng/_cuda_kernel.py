@@ -1,27 +1,30 @@
 """A kernel of our own that makes any elements of a random fill: for inner-dim shards, and fills of few elements.
 
-The source is ``vescale/csrc/philox.h``, compiled on first use. For each op and dtype it is compared with the native op
-on the device, once, before it is used; where it cannot be built or its bits differ, the caller's slower way serves.
+The source is ``vescale/csrc/philox.h``, compiled on first use. For each op, arguments and dtype it is compared with the
+native op on the device, once, before it is used; where it cannot be built or its bits differ, the caller's slower way
+serves.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import struct
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from vescale import csrc
 from vescale.compat.kernels import compile_kernel
 from vescale.rng._ops import DROPOUT_MASK, RandomOp
-from vescale.rng._philox import ChunkedRule, GridStride, Launch, PhiloxRule, PhiloxState, Quads, Vectors
+from vescale.rng._philox import ChunkedRule, GridStride, Launch, PhiloxRule, PhiloxState, Vectors
 from vescale.rng._spans import Piece, Span
 
-__all__ = ["Kernels", "build", "compiled", "launch_plan", "transform_of"]
+__all__ = ["Kernels", "Kind", "Launcher", "Plan", "build", "compiled", "plan_of", "source", "transform_of"]
 
 _MAX_DIMS = 6
 _DTYPES = {
@@ -36,42 +39,106 @@ _DTYPES = {
     torch.int32: 7,
     torch.int64: 8,
 }
-_UNIFORM, _NORMAL, _BELOW, _BELOW_PARAMETER, _MODULO, _FULL = range(6)
+_UNIFORM, _NORMAL, _LOG_NORMAL, _EXPONENTIAL, _CAUCHY, _BELOW, _BELOW_PARAMETER, _MODULO, _FULL = range(9)
+_GRID_STRIDE, _VECTORS, _QUADS = range(3)
+# Consecutive integers from 0 up to here are floats: native ops change bounds beyond.
+_EXACT_INTEGERS = {torch.float64: 2**53, torch.float32: 2**24, torch.float16: 2**11, torch.bfloat16: 2**8}
 
-_NARROW = 2**31  # elements whose numbers, and a grid beyond them, fit into 32 bits
-_COUNT = 2  # its place in a launch plan
-_THREADS = 256  # of a block
+_UNIT = 4  # neighbouring elements that a thread makes together, where those of one block are passes apart
+_NARROW = 2**31  # element numbers below fit into 32 bits, and divide by a multiplication
+_THREADS = 256  # of a block of the kernel
 _MAX_LAUNCHES = 64  # for one fill; beyond, sweeping over whole chunks costs less
 
 _DEVICE_SOURCE = """
 #define DEVICE static __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+#define COUNT_BLOCK
+#define FAST_LOG __logf
+#define FAST_EXP __expf
+#define FAST_TAN __tanf
 #define FAST_SINCOS __sincosf
 #define SINCOSPI sincospi
 {header}
-extern "C" __global__ void vescale_fill(void* __restrict__ out, const void* parameter, const i64* __restrict__ plan) {{
-  u64 first = blockIdx.x * (u64)blockDim.x + threadIdx.x, step = (u64)gridDim.x * blockDim.x, count = (u64)plan[kCount];
-  if (plan[kNarrow]) {{
-    for (u32 index = (u32)first; index < (u32)count; index += (u32)step) fill_element(out, parameter, plan, index);
-  }} else {{
-    for (u64 index = first; index < count; index += step) fill_element(out, parameter, plan, index);
-  }}
+extern "C" __global__ void __launch_bounds__({threads})
+vescale_fill(void* out, const void* parameter, const __grid_constant__ Plan plan) {{
+  typedef {index} Index;
+  const Kind kind = {{{kind}}};
+  Index step = (Index)gridDim.x * blockDim.x;
+  for (Index index = blockIdx.x * (Index)blockDim.x + threadIdx.x; index < (Index)plan.count; index += step)
+    fill_unit(out, parameter, plan, kind, index);
 }}
 """
 
 
+class _Divisor(ctypes.Structure):
+    _fields_ = [("value", ctypes.c_uint64), ("multiplier", ctypes.c_uint32), ("shift", ctypes.c_uint32)]
+
+
+class Kind(NamedTuple):
+    """What tells one compiled kernel from another: everything that all launches for an op, dtype and rule share."""
+
+    rule: int
+    lanes: int
+    width: int
+    transform: int
+    dtype: int
+    parameter_dtype: int
+    narrow: int
+
+
+class Plan(ctypes.Structure):
+    """What the kernel is told about one piece; the meaning of each field stands in ``philox.h``."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("seed", "block", "count", "stream")),
+        *((name, ctypes.c_int64) for name in ("local", "a", "b", "c")),
+        *((name, _Divisor) for name in ("threads", "units")),
+        *((name, _Divisor * _MAX_DIMS) for name in ("sizes", "stream_strides")),
+        ("local_strides", ctypes.c_int64 * _MAX_DIMS),
+        ("dims", ctypes.c_int64),
+        ("kind", ctypes.c_int * len(Kind._fields)),
+    ]
+
+
+# Fills one piece: (elements that tensors are counted from, those of the parameter, plan, blocks, threads of a block).
+Launcher = Callable[[torch.Tensor, torch.Tensor, Plan, int, int], None]
+
+
 @functools.cache
-def compiled(index: int) -> Callable[..., Any] | None:
-    """The launcher of the kernel on CUDA device ``index``, which is the current one; None where it cannot be built."""
+def compiled(index: int, kind: Kind) -> Launcher | None:
+    """A kernel on CUDA device ``index``, which is the current one; None, with a warning, where it cannot be built."""
     try:
-        return build()
-    except Exception:  # whatever is missing: the engine has another way
+        return build(kind)
+    except Exception as error:  # whatever is missing: the engine has another way
+        _warn_once(index, f"{type(error).__name__}: {error}")
         return None
 
 
-def build() -> Callable[..., Any]:
-    """Compile the kernel for the current device. Raises what :func:`vescale.compat.kernels.compile_kernel` raises."""
+@functools.cache
+def _warn_once(index: int, reason: str) -> None:
+    warnings.warn(
+        f"the kernel of vescale.rng could not be built for cuda:{index} ({reason}); shards of inner dims are cut out of "
+        "native fills of all that lies between them: right, but slower",
+        stacklevel=2,
+    )
+
+
+def source(kind: Kind) -> str:
+    """A kernel as NVRTC gets it; it includes nothing."""
     header = (Path(csrc.__file__).parent / "philox.h").read_text()
-    return compile_kernel(_DEVICE_SOURCE.format(header=header), "vescale_fill")
+    index = "u32" if kind.narrow else "u64"
+    return _DEVICE_SOURCE.format(header=header, threads=_THREADS, index=index, kind=", ".join(map(str, kind)))
+
+
+def build(kind: Kind) -> Launcher:
+    """Compile a kernel for the current device. Raises what :func:`vescale.compat.kernels.compile_kernel` raises."""
+    kernel = compile_kernel(source(kind), "vescale_fill")
+
+    def launch(out: torch.Tensor, parameter: torch.Tensor, plan: Plan, blocks: int, threads: int) -> None:
+        pointers = ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(parameter.data_ptr())
+        kernel(blocks, threads, *pointers, plan)
+
+    return launch
 
 
 def _bits(value: float) -> int:
@@ -82,33 +149,81 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
 
 
-def transform_of(op: RandomOp, dtype: torch.dtype, has_parameter: bool) -> tuple[int, int, int, int] | None:
-    """(transform, a, b, c) of the kernel for an op, or None for the ops that it does not know."""
+class Transform(NamedTuple):
+    """How the kernel makes a value of random words: which formula, and its numbers (doubles as their bits)."""
+
+    number: int
+    a: int = 0
+    b: int = 0
+    c: int = 0
+
+
+def transform_of(op: RandomOp, dtype: torch.dtype, has_parameter: bool) -> Transform | None:
+    """The formula of an op, or None for ops and arguments that the kernel does not know."""
+    accumulated = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def numbers(*values: float | int | None) -> list[int]:
+        return [_bits(_rounded(float(value or 0.0), accumulated)) for value in values]
+
     match op.name, op.arguments:
         case "uniform_", (low, high):
-            low, high = float(low or 0.0), float(high or 0.0)
-            start, stop = _rounded(low, dtype), _rounded(high, dtype)
-            return _UNIFORM, _bits(start), _bits(stop), _bits(_rounded(stop - start, dtype))
+            start, stop = (torch.tensor(float(bound or 0.0), dtype=torch.float64).to(dtype) for bound in (low, high))
+            return Transform(_UNIFORM, _bits(start.item()), _bits(stop.item()), _bits((stop - start).item()))
         case "normal_", (mean, std):
-            accumulate = torch.float64 if dtype == torch.float64 else torch.float32
-            numbers = [_bits(_rounded(float(value or 0.0), accumulate)) for value in (mean, std)]
-            return _NORMAL, numbers[0], numbers[1], 0
+            return Transform(_NORMAL, *numbers(mean, std))
+        case "log_normal_", (mean, std):
+            return Transform(_LOG_NORMAL, *numbers(mean, std))
+        case "exponential_", (rate,):
+            return Transform(_EXPONENTIAL, *numbers(rate))
+        case "cauchy_", (median, sigma):
+            return Transform(_CAUCHY, *numbers(median, sigma))
         case "bernoulli_", () if has_parameter:
-            return _BELOW_PARAMETER, 0, 0, 0
+            return Transform(_BELOW_PARAMETER)
         case "bernoulli_", (p,):
-            return _BELOW, _bits(_rounded(float(p or 0.0), dtype if dtype == torch.float64 else torch.float32)), 0, 0
+            return Transform(_BELOW, *numbers(p))
         case name, (p, _) if name == DROPOUT_MASK:
             keep = 1.0 - float(p or 0.0)
-            return _BELOW, _bits(_rounded(keep, torch.float64 if op.dtype == torch.float64 else torch.float32)), 0, 0
+            return Transform(
+                _BELOW, _bits(_rounded(keep, torch.float64 if op.dtype == torch.float64 else torch.float32))
+            )
+        case "random_", ():
+            return Transform(_MODULO, 0, _signed(_num_values(dtype)))
+        case "random_", (int(low), None):
+            return Transform(_FULL) if low == -(2**63) else _between(low, _num_values(dtype), dtype)
         case "random_", (int(low), int(high)):
-            return _MODULO, low, high - low, 0
+            return _between(low, high, dtype)
         case "random_", (int(high),):
-            return _MODULO, 0, high, 0
+            return _between(0, high, dtype)
     return None
 
 
-def launch_plan(
-    transform: tuple[int, int, int, int],
+def _between(low: int, high: int, dtype: torch.dtype) -> Transform | None:
+    limit = _EXACT_INTEGERS.get(dtype)
+    if limit is not None and (low < -limit or high > limit + 1):
+        return None
+    return Transform(_MODULO, low, _signed(high - low))
+
+
+def _num_values(dtype: torch.dtype) -> int:
+    """How many values ``random_()`` without bounds has: those from 0 up to the largest that is exact."""
+    if dtype == torch.bool:
+        return 2
+    return _EXACT_INTEGERS[dtype] + 1 if dtype in _EXACT_INTEGERS else torch.iinfo(dtype).max + 1
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _divisor(value: int) -> _Divisor:
+    """Division by a multiplication, for dividends below 2^31 (Granlund and Montgomery 1994)."""
+    shift = max(0, (value - 1).bit_length())
+    multiplier = (2**32 * (2**shift - value)) // max(value, 1) + 1
+    return _Divisor(value, multiplier % 2**32, shift)
+
+
+def plan_of(
+    transform: Transform,
     rule: PhiloxRule,
     launch: Launch,
     dtype: torch.dtype,
@@ -117,34 +232,58 @@ def launch_plan(
     piece: Piece,
     n: int,
     state: PhiloxState,
-) -> list[int] | None:
-    """The integers that tell the kernel about one piece; None when it has too many dims."""
+) -> Plan | None:
+    """What the kernel is told about one piece; None when it is not a box of few dims, which the kernel needs."""
     if isinstance(rule, Vectors) and rule.width == 1:
         rule = GridStride(4)
-    narrow = int(n < _NARROW)
-    kind = {GridStride: 0, Vectors: 1, Quads: 2}[type(rule)]
-    width = rule.unroll if isinstance(rule, GridStride) else rule.width if isinstance(rule, Vectors) else 4
-    if len(piece.sizes) > _MAX_DIMS or dtype not in _DTYPES:
+    sizes, strides, locals_ = piece.sizes, piece.span_strides, piece.local_strides
+    nested = all(inner * size <= outer for outer, inner, size in zip(strides, strides[1:], sizes[1:], strict=False))
+    if len(sizes) > _MAX_DIMS or strides[-1:] != (1,) or not nested or dtype not in _DTYPES:
         return None
-    pad = [0] * (_MAX_DIMS - len(piece.sizes))
-    seed = state.seed - 2**64 if state.seed >= 2**63 else state.seed
-    return [
-        *(seed, state.offset // 4, math.prod(piece.sizes), kind, launch.threads(n), width, transform[0]),
-        *(_DTYPES[dtype], _DTYPES.get(parameter_dtype or torch.float32, 0), *transform[1:]),
-        *(span.start + piece.span_offset, piece.local_offset, len(piece.sizes), narrow),
-        *(*piece.sizes, *pad, *piece.span_strides, *pad, *piece.local_strides, *pad),
-    ]
+    threads = launch.threads(n)
+    match rule:
+        case GridStride(unroll):
+            number, lanes, width, units = _GRID_STRIDE, unroll, unroll, -(-sizes[-1] // _UNIT)
+        case Vectors(width):
+            number, lanes = _VECTORS, min(width, 4)
+            units = (sizes[-1] + lanes - 2) // lanes + 1  # of the blocks that a run may touch, wherever it starts
+        case _:
+            number, lanes, width = _QUADS, 4, 4
+            units = (sizes[-1] + lanes - 2) // lanes + 1
+    # Of the numbers of elements, also of those that are looked for and do not exist.
+    narrow = n + 4 * (threads + _UNIT) < _NARROW
+    parameter_number = _DTYPES.get(parameter_dtype or torch.float32, 0)
+    kind = Kind(number, lanes, width, transform.number, _DTYPES[dtype], parameter_number, int(narrow))
+
+    def divisors(values: Sequence[int]) -> Any:
+        return (_Divisor * _MAX_DIMS)(*(_divisor(value) for value in values))
+
+    return Plan(
+        seed=state.seed,
+        block=state.offset // 4,
+        count=math.prod(sizes[:-1]) * units,
+        stream=span.start + piece.span_offset,
+        local=piece.local_offset,
+        a=transform.a,
+        b=transform.b,
+        c=transform.c,
+        threads=_divisor(threads),
+        units=_divisor(units),
+        sizes=divisors(sizes),
+        stream_strides=divisors(strides),
+        local_strides=(ctypes.c_int64 * _MAX_DIMS)(*locals_),
+        dims=len(sizes),
+        kind=(ctypes.c_int * len(kind))(*kind),
+    )
 
 
 class Kernels:
     """The kernels of one device, and what is known about their bits.
 
-    ``native``: as in ``Device``. ``build()``: a launcher ``kernel(grid=, block=, args=[out, parameter, plan])`` or None.
+    ``native``: as in ``Device``. ``build(kind)``: a launcher, or None where there is none.
     """
 
-    def __init__(
-        self, launch: Launch, native: Callable[..., None], build: Callable[[], Callable[..., Any] | None]
-    ) -> None:
+    def __init__(self, launch: Launch, native: Callable[..., None], build: Callable[[Kind], Launcher | None]) -> None:
         self.launch, self.native, self.build = launch, native, build
         self._trusted: dict[Any, bool] = {}
 
@@ -164,13 +303,23 @@ class Kernels:
         return self.trusts(op, rule, local, parameter) and self._fill(op, rule, local, spans, n, state, parameter)
 
     def trusts(self, op: RandomOp, rule: PhiloxRule, local: torch.Tensor, parameter: torch.Tensor | None) -> bool:
-        """Whether the kernel gave the native bits when it was first asked for such a fill."""
-        if transform_of(op, local.dtype, parameter is not None) is None:
-            return False
-        key = (op.name, op.dtype, len(op.arguments), local.dtype, rule, None if parameter is None else parameter.dtype)
+        """Whether the kernel gives the native bits: of the op in general, and with these very arguments.
+
+        Each is compared when it is first asked for, and never again.
+        """
+        general = op.telling(local.dtype)
+        return self._passes(general, rule, local, parameter, 8 * self.launch.max_threads + 8 * 5) and (
+            general == op or self._passes(op, rule, local, parameter, 8 * 777)
+        )
+
+    def _passes(
+        self, op: RandomOp, rule: PhiloxRule, local: torch.Tensor, parameter: torch.Tensor | None, numel: int
+    ) -> bool:
+        key = (op, local.dtype, rule, None if parameter is None else parameter.dtype, numel)
         if key not in self._trusted:
-            probes = {op, op.telling(local.dtype)}
-            self._trusted[key] = all(self._equals_native(probe, rule, local, parameter) for probe in probes)
+            self._trusted[key] = transform_of(op, local.dtype, parameter is not None) is not None and all(
+                self._equals_native(op, rule, local, parameter, n) for n in sorted({8 * 777, numel})
+            )
         return self._trusted[key]
 
     def _fill(
@@ -184,44 +333,48 @@ class Kernels:
         parameter: torch.Tensor | None,
     ) -> bool:
         transform = transform_of(op, local.dtype, parameter is not None)
-        kernel = None if transform is None else self.build()
-        if kernel is None or transform is None:
+        if transform is None:
             return False
         parameter_dtype = None if parameter is None else parameter.dtype
-        plans = []
+        launches = []
         for span in spans:
             for piece in span.pieces:
-                plan = launch_plan(transform, rule, self.launch, local.dtype, parameter_dtype, span, piece, n, state)
-                if plan is None:
+                plan = plan_of(transform, rule, self.launch, local.dtype, parameter_dtype, span, piece, n, state)
+                kernel = None if plan is None else self.build(Kind(*plan.kind))
+                if plan is None or kernel is None:
                     return False
-                plans.append(plan)
-        if not plans:
-            return True
+                launches.append((kernel, plan))
         # The kernel counts from the first element of the storage's view that it is given.
         out = local.as_strided((1,), (1,), local.storage_offset())
         given = out if parameter is None else parameter.as_strided((1,), (1,), parameter.storage_offset())
-        tables = torch.tensor(plans, dtype=torch.int64, device=local.device)
-        # Several elements a thread, so that the plan is read once for all of them.
-        most = 8 * self.launch.max_threads // _THREADS
-        for plan, table in zip(plans, tables, strict=True):
-            blocks = min(-(-plan[_COUNT] // _THREADS), most)
-            kernel(grid=(blocks, 1, 1), block=(_THREADS, 1, 1), args=[out, given, table])
+        most = 8 * self.launch.max_threads // _THREADS  # several units a thread
+        for kernel, plan in launches:
+            kernel(out, given, plan, min(-(-plan.count // _THREADS), most), _THREADS)
         return True
 
     def _equals_native(
-        self, op: RandomOp, rule: PhiloxRule, local: torch.Tensor, parameter: torch.Tensor | None
+        self, op: RandomOp, rule: PhiloxRule, local: torch.Tensor, parameter: torch.Tensor | None, n: int
     ) -> bool:
-        """Compares fills of few elements, and of several passes of all threads."""
+        """Compares one fill: all of it, and a part of every row, whose blocks are shared with what is not owned."""
         state = PhiloxState(2**40 + 11, 16)
-        for n in (8 * 777, 8 * self.launch.max_threads + 8 * 5):
-            n = rule.padded(n) if isinstance(rule, ChunkedRule) else n
-            probabilities = None
-            if parameter is not None:
-                probabilities = torch.linspace(0, 1, n, dtype=torch.float64, device=local.device).to(parameter.dtype)
-            native = torch.empty(n, dtype=local.dtype, device=local.device)
-            self.native(op, native, state, probabilities)
-            own = torch.empty_like(native)
-            span = Span(0, n, (Piece((n,), 0, (1,), 0, (1,)),))
-            if not self._fill(op, rule, own, [span], n, state, probabilities) or not torch.equal(own, native):
+        n = rule.padded(n) if isinstance(rule, ChunkedRule) else n
+        probabilities = None
+        if parameter is not None:
+            probabilities = torch.linspace(0, 1, n, dtype=torch.float64, device=local.device).to(parameter.dtype)
+        native = torch.empty(n, dtype=local.dtype, device=local.device)
+        self.native(op, native, state, probabilities)
+        own = torch.empty_like(native)
+        columns, first, last = 61, 7, 40
+        rows, width = n // columns, last - first
+        whole = Piece((n,), 0, (1,), 0, (1,))
+        part = Piece((rows, width), first, (columns, 1), first, (columns, 1))
+        for piece, view in ((whole, (n,)), (part, (rows, width))):
+            own.zero_()
+            if not self._fill(op, rule, own, [Span(0, n, (piece,))], n, state, probabilities):
+                return False
+            found, expected = (
+                values.as_strided(view, piece.local_strides, piece.local_offset) for values in (own, native)
+            )
+            if not torch.equal(found, expected):
                 return False
         return True

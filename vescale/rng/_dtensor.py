@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, spec_of
 from vescale.placements import Region, local_region
 from vescale.rng._engine import fill_region
+from vescale.rng._fill import Fill
 from vescale.rng._ops import RandomOp
 from vescale.rng._spans import stream_order
 
@@ -67,7 +68,7 @@ def fill(
     local = local_of(dtensor).detach()
     terms = None if parameter is None else local_of(parameter).detach()
     assert spec.tensor_meta is not None
-    strides = spec.tensor_meta.stride
+    strides = tuple(spec.tensor_meta.stride)
     if region is None:
         # The placeholder local tensor of a rank outside: an empty region, on the mesh's kind of device.
         device = torch.device(spec.mesh.device_type)
@@ -83,7 +84,7 @@ def fill(
     if local.numel() == math.prod(region.global_shape) and region.flat is None and local.stride() == strides:
         op.fill(local, generator, terms)  # this rank holds everything, laid out as on one device
         return
-    fill_region(local, region, strides, op, generator, terms)
+    fill_region(local, Fill(op, region, strides), generator, terms)
 
 
 def empty(

@@ -8,6 +8,7 @@ import torch
 
 from vescale.placements import Region
 from vescale.rng import _cpu
+from vescale.rng._fill import Fill
 from vescale.rng._mt19937 import Mt19937State
 from vescale.rng._ops import RandomOp
 
@@ -29,26 +30,21 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def fill_region(
-    local: torch.Tensor,
-    region: Region,
-    global_strides: Sequence[int],
-    op: RandomOp,
-    generator: torch.Generator | None = None,
-    parameter: torch.Tensor | None = None,
+    local: torch.Tensor, fill: Fill, generator: torch.Generator | None = None, parameter: torch.Tensor | None = None
 ) -> None:
-    """Fill ``local`` with its part of ``op`` on a whole tensor; see :func:`vescale.rng._cpu.fill_region`."""
+    """Fill ``local`` with its part of a fill of a whole tensor; see :func:`vescale.rng._cpu.fill_region`."""
     generator = default_generator(local.device) if generator is None else generator
     if local.device.type != generator.device.type:
         raise ValueError(
-            f"{op.name}: a tensor on {local.device} and a generator on {generator.device}; expected one device: "
+            f"{fill.op.name}: a tensor on {local.device} and a generator on {generator.device}; expected one device: "
             f"pass a torch.Generator({str(local.device)!r})"
         )
     if local.device.type == "cpu":
-        _cpu.fill_region(local, region, global_strides, op, generator, parameter)
+        _cpu.fill_region(local, fill, generator, parameter)
     else:
         from vescale.rng import _cuda  # compiles nothing, but programs without a GPU need not read it
 
-        _cuda.fill_region(local, region, global_strides, op, generator, parameter)
+        _cuda.fill_region(local, fill, generator, parameter)
 
 
 def advance(
@@ -63,7 +59,7 @@ def advance(
     nothing = Region(tuple(shape), tuple(((0, size),) for size in shape), (0, 0))
     parameter = None if parameter_dtype is None else torch.empty(0, dtype=parameter_dtype, device=generator.device)
     local = torch.empty(0, dtype=dtype, device=generator.device)
-    fill_region(local, nothing, strides, op, generator, parameter)
+    fill_region(local, Fill(op, nothing, tuple(strides)), generator, parameter)
 
 
 def saved_state(generator: torch.Generator) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,15 @@ from vescale.rng._graph import Constant, Record, View, needed_ops, next_time
 from vescale.rng._ops import RandomOp
 from vescale.rng._replay import part_values, whole_values
 
-__all__ = ["PlacementFn", "fingerprint", "has_deferred", "materialize", "materialize_tensor"]
+__all__ = [
+    "PlacementFn",
+    "check_recorded_alike",
+    "fingerprint",
+    "has_deferred",
+    "materialize",
+    "materialize_part",
+    "materialize_tensor",
+]
 
 # (qualified name, deferred tensor) -> one placement per mesh axis, or None: a plain tensor, whole on every rank.
 PlacementFn = Callable[[str, torch.Tensor], Sequence[Placement] | None]
@@ -71,7 +79,7 @@ def materialize(
     named = list(_named_tensors(module))
     if mesh is not None:
         deferred = [tensor for _, tensor in named if isinstance(tensor, DeferredTensor)]
-        _check_all_ranks_recorded_the_same(mesh, deferred)
+        check_recorded_alike(mesh, deferred)
     maker = _Maker(mesh, device)
     for name, tensor in named:
         maker.make(name, tensor, None if placements is None else placements(name, tensor))
@@ -87,14 +95,28 @@ def materialize_tensor(
 
     Raises TypeError for a tensor that has values, ValueError for placements that do not fit. Communication: none.
     """
+    _check_deferred(tensor)
+    maker = _Maker(mesh, None)
+    maker.make("tensor", tensor, placements)
+    return maker.made[id(tensor)]
+
+
+def materialize_part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """The region's part of a deferred tensor's values, of its local shape; nothing else is computed where that can be.
+
+    Raises TypeError for a tensor that has values. Communication: none.
+    """
+    assert _check_deferred(tensor)
+    return part_values(view_of(tensor), next_time(), region)
+
+
+def _check_deferred(tensor: torch.Tensor) -> TypeGuard[DeferredTensor]:
     if not isinstance(tensor, DeferredTensor):
         raise TypeError(
             f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has its values already; expected a tensor made "
             "inside deferred_init(): use distribute_tensor for others"
         )
-    maker = _Maker(mesh, None)
-    maker.make("tensor", tensor, placements)
-    return maker.made[id(tensor)]
+    return True
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -269,8 +291,9 @@ def _sum_of_bits(values: torch.Tensor) -> int:
     return int(values.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64))
 
 
-def _check_all_ranks_recorded_the_same(mesh: DeviceMesh, tensors: Sequence[DeferredTensor]) -> None:
-    """Raises on every rank of the mesh when their constructors ran from different generator states or did other ops."""
+def check_recorded_alike(mesh: DeviceMesh, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises RuntimeError on every rank of the mesh when their constructors ran from different generator states or did
+    other ops. Communication: an all-reduce of 16 bytes on each axis."""
     if mesh.get_coordinate() is None:
         return
     number = _fingerprint(tensors)
@@ -279,6 +302,6 @@ def _check_all_ranks_recorded_the_same(mesh: DeviceMesh, tensors: Sequence[Defer
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
     if extremes[0] != -extremes[1]:
         raise RuntimeError(
-            "materialize: the ranks of the mesh recorded different constructors or generator states; expected the same "
+            "the ranks of the mesh recorded different constructors or generator states; expected the same "
             "model and seed on every rank: call torch.manual_seed(seed) with one seed before deferred_init()"
         )

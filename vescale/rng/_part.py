@@ -15,6 +15,7 @@ import torch
 from vescale.compat.random import WrapperTensor, tree_leaves, tree_map_only
 from vescale.placements import Region
 from vescale.rng._engine import fill_region
+from vescale.rng._fill import Fill
 from vescale.rng._ops import RandomOp
 
 __all__ = ["Part"]
@@ -56,8 +57,8 @@ class Part(WrapperTensor):
         first: Part = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, Part))
         if func in _FILLS:
             generator = kwargs.get("generator")
-            op = RandomOp(_FILLS[func], tuple(args[1:]))
-            fill_region(first.local, first.region, first.global_strides, op, generator)
+            fill = Fill(RandomOp(_FILLS[func], tuple(args[1:])), first.region, first.global_strides)
+            fill_region(first.local, fill, generator)
             return first
         if func is aten._local_scalar_dense.default:
             value = first.local.item()

@@ -15,7 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Address", "GridStride", "Launch", "PhiloxRule", "PhiloxState", "Quads", "Vectors", "leaves", "philox"]
+__all__ = [
+    "Address",
+    "GridStride",
+    "Launch",
+    "PhiloxRule",
+    "PhiloxState",
+    "Quads",
+    "Vectors",
+    "fits_one_launch",
+    "leaves",
+    "philox",
+]
 
 Index = npt.NDArray[np.int64]
 Address = tuple[Index, Index, Index]  # subsequence, block (after the offset), lane
@@ -150,11 +161,16 @@ class Quads(PhiloxRule):
         return element // 4, np.zeros_like(element), element % 4
 
 
+def fits_one_launch(extent: int, itemsize: int) -> bool:
+    """Whether 32-bit offsets reach all of ``extent`` elements of memory."""
+    return (extent - 1) * itemsize + 1 <= 2**31 - 1 and extent <= 2**31 - 1
+
+
 def leaves(n: int, itemsize: int) -> Iterator[tuple[int, int]]:
     """``(start, stop)`` of the launches that a fill of ``n`` contiguous elements is split into: 32-bit offsets each."""
 
     def split(start: int, stop: int) -> Iterator[tuple[int, int]]:
-        if (stop - start - 1) * itemsize + 1 <= 2**31 - 1 and stop - start <= 2**31 - 1:
+        if fits_one_launch(stop - start, itemsize):
             yield start, stop
         else:
             middle = start + (stop - start) // 2

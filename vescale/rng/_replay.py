@@ -17,6 +17,7 @@ from vescale.compat.deferred import tree_map
 from vescale.placements import Region
 from vescale.rng._dtensor import part_of_whole
 from vescale.rng._engine import fill_region, generator_at
+from vescale.rng._fill import Fill
 from vescale.rng._graph import Constant, Initializer, Op, Record, View, live_writes, needed_ops
 from vescale.rng._ops import RandomOp
 from vescale.rng._spans import is_contiguous, stream_order
@@ -244,7 +245,8 @@ def _write(op: Op, base: View, local: torch.Tensor, region: Region) -> bool:
             if parameter is None:
                 return False
             tensor = parameter[0].expand(piece.shape) if parameter else None
-            fill_region(piece, piece_region, view.strides, op.draws, generator_at(op.state, piece.device), tensor)
+            fill = Fill(op.draws, piece_region, view.strides)
+            fill_region(piece, fill, generator_at(op.state, piece.device), tensor)
         else:
             rest = _operands(op, op.args[1:], view.shape, piece_region)
             kwargs = _operands(op, op.kwargs, view.shape, piece_region)

@@ -167,8 +167,9 @@ def leave_local(
 
 
 def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Global strides with the local tensor's order of dims."""
-    order = sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim))
+    """Global strides with the local tensor's order of dims in memory, the same on every rank, also where a rank holds
+    one index of a dim: of two dims with equal strides, the one of local size 1 lies inside the other."""
+    order = sorted(range(len(shape)), key=lambda dim: (local.stride(dim), local.shape[dim] > 1, -dim))
     stride, step = [1] * len(shape), 1
     for dim in order:
         stride[dim] = step

@@ -30,12 +30,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import no_torch_function
+from vescale.compat import map_tensors, no_torch_function, tensors_in
 from vescale.ir import Instruction, Local
 from vescale.placements import local_region, shard_dim
 from vescale.plans import PlanError
 from vescale.runtime._boundary import convert, enter_local, leave_local
-from vescale.runtime._containers import map_tensors, tensors_in
 from vescale.runtime._region import local_state
 from vescale.runtime._runtime import Runtime
 

@@ -17,13 +17,13 @@ from vescale.compat import (
     local_of,
     make_dtensor,
     make_spec,
+    map_tensors,
     no_torch_function,
     spec_of,
     stock_dispatch,
 )
 from vescale.placements import move_local
 from vescale.runtime._boundary import bring, wrap_global
-from vescale.runtime._containers import map_tensors
 from vescale.runtime._elementwise_loss import ELEMENTWISE_LOSS_HANDLERS
 from vescale.runtime._loss import LOSS_HANDLERS
 from vescale.runtime._norm import NORM_HANDLERS

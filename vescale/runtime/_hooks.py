@@ -11,12 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import no_torch_function
+from vescale.compat import map_tensors, no_torch_function
 from vescale.ir import Annotate, Hook, Instruction, Redistribute, Wrap
 from vescale.placements import from_local, shard_dim
 from vescale.plans import PlanError
 from vescale.runtime._boundary import convert, enter_local, wrap_global
-from vescale.runtime._containers import map_tensors
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._sharing import convert_once
 from vescale.runtime._sites import placements_text

@@ -21,11 +21,11 @@ from vescale.compat import (
     local_of,
     node_sequence,
     sequence_number,
+    tensors_in,
 )
 from vescale.ir import Factory, Program
 from vescale.plans import MeshAxes
 from vescale.runtime._active import Activation, Frame, activations, current
-from vescale.runtime._containers import tensors_in
 from vescale.runtime._sites import (
     ImplicitCommunicationError,
     ImplicitCommunicationWarning,

@@ -3,47 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Partial
 
 from vescale.buffer import DBuffer, TensorGroup
 from vescale.comm import Pending, all_reduce_, axis_group, link_of, reduction_cost, ring_bytes
-from vescale.compat import foreach_copy_, num_storage_users
+from vescale.compat import foreach_copy_, foreach_scale_, num_storage_users
 from vescale.placements import unpack
+from vescale.runtime._gradients._comm_hook import CommHook, GradientBucket
 from vescale.runtime._gradients._reduction import Arrival, Contribution, Reduction, Stage
+from vescale.runtime._gradients._untouched import clear_signs, neutral
 
-__all__ = ["Bucket", "CommHook", "GradientBucket", "Slot", "is_untouched"]
+__all__ = ["Bucket", "Slot"]
 
-
-@dataclass(frozen=True)
-class GradientBucket:
-    """What a communication hook is given: one full bucket, one process group.
-
-    Attributes:
-        index: the bucket's place in the schedule.
-        names: of the parameters, in the order of their gradients' arrival.
-        buffer: this rank's contributions, flat; the hook may write to it.
-        group: the ranks to reduce over.
-        op: ``sum``, ``max``, ``min`` or ``product``. Averages are sums here; they are divided afterwards.
-    """
-
-    index: int
-    names: tuple[str, ...]
-    buffer: torch.Tensor
-    group: dist.ProcessGroup
-    op: str
-
-    def all_reduce(self, tensor: torch.Tensor | None = None) -> Pending:
-        """Reduce ``tensor`` (None: ``buffer``) in place over the group: what is done without a hook."""
-        return all_reduce_(self.buffer if tensor is None else tensor, self.op, self.group, asker=f"bucket {self.index}")
-
-
-CommHook = Callable[[GradientBucket], "Pending | torch.Tensor"]
+_LARGE_BYTES = 2**16
+"""From here on a gradient on the CPU is copied when it comes, while it is in the cache; smaller ones cost less together."""
 
 
 class Slot:
@@ -55,7 +32,12 @@ class Slot:
         arrival, contribution: how it comes, and what is to be done.
         num_expected: how often it comes in one backward (more than once under reentrant checkpointing).
         gradient: what has come for the running reduction; None: nothing yet.
+        scale: what ``gradient`` has been multiplied by already.
+        bucket, index: where the place is.
     """
+
+    bucket: Bucket
+    index: int
 
     def __init__(self, name: str, entry: Any, arrival: Arrival, contribution: Contribution, num_expected: int) -> None:
         self.name, self.entry = name, entry
@@ -64,13 +46,16 @@ class Slot:
         self.strides = torch.empty(contribution.local_shape, device="meta").stride()
         self.num_arrived = 0
         self.gradient: torch.Tensor | None = None
-        self.bucket: Bucket | None = None
-        self.index = 0
+        self.scale = 1.0
+
+    @property
+    def reduction(self) -> Reduction:
+        assert self.contribution.reduction is not None
+        return self.contribution.reduction
 
     @property
     def num_bytes(self) -> int:
-        assert self.contribution.reduction is not None
-        return self.contribution.numel * self.contribution.reduction.reduce_dtype.itemsize
+        return self.contribution.numel * self.reduction.reduce_dtype.itemsize
 
 
 class Bucket:
@@ -86,21 +71,23 @@ class Bucket:
     ``finish``    results
     ============  ==================================================================================================
 
-    A slot without contribution on any rank must not become a gradient of zeros: one device would have none. So a slot
-    without is filled with -0.0, and the first element of one with is never that: only a sum of nothing but -0.0 is -0.0.
-
     The buffer of a bucket that is scattered along an axis has one piece for each rank there, with its parts of all slots.
+
+    Nothing is copied into the bucket of one gradient that nobody else sees: it is reduced where it is.
+
+    An average is a sum that is divided: before, where that is exact and a large gradient is copied anyway, else after.
     """
 
-    def __init__(self, index: int, reduction: Reduction, slots: Sequence[Slot]) -> None:
+    def __init__(self, index: int, reduction: Reduction, slots: Sequence[Slot], hook: CommHook | None = None) -> None:
         self.index, self.reduction, self.slots = index, reduction, tuple(slots)
+        self.hook = hook
         for place, slot in enumerate(self.slots):
             slot.bucket, slot.index = self, place
         self.is_open = False
         self.is_launched = False
         self.num_missing = sum(slot.num_expected for slot in self.slots)
+        self._is_advanced = False
         self._pending: Pending | None = None
-        self._hook: CommHook | None = None
         self._sizes = _piece_sizes(self.slots, reduction.num_pieces)
         self._buffer = self._new_buffer()
         self.num_bytes = self._buffer.num_bytes
@@ -115,7 +102,14 @@ class Bucket:
         self._views: list[list[torch.Tensor]] = []  # for each slot, the parts of its gradient in buffer order
         self._marks: list[list[int]] = []  # for each slot, where its part begins in every piece
         self._all_marks: torch.Tensor | None = None
-        self._result = self._buffer.local if self._buffer.is_allocated else None
+        self._only: torch.Tensor | None = None  # the contribution of a bucket's one slot, to be reduced in place
+        self._result: torch.Tensor | None = None
+        self._takes_only = len(self.slots) == 1 and reduction.scatter is None and not self._casts
+        on_cpu = self._buffer.device.type == "cpu"
+        self._copies_early = [
+            on_cpu and slot.contribution.pieces is None and slot.num_bytes >= _LARGE_BYTES for slot in self.slots
+        ]
+        self._can_scale_early = any(self._copies_early) and _is_exact(reduction)
 
     @property
     def op(self) -> str:
@@ -124,6 +118,15 @@ class Bucket:
     @property
     def is_full(self) -> bool:
         return self.num_missing <= 0
+
+    @property
+    def _casts(self) -> bool:
+        return self.reduction.dtype != self.reduction.reduce_dtype
+
+    @property
+    def _early_scale(self) -> float:
+        """What contributions are multiplied by. A hook is given sums."""
+        return 1 / self.reduction.divisor if self._can_scale_early and self.hook is None else 1.0
 
     @property
     def asker(self) -> str:
@@ -180,17 +183,6 @@ class Bucket:
                     self._views[place].append(local[start : start + box.numel].view(box.sizes))
                     start += box.numel
 
-    def _clear_signs(self, marks: list[int]) -> None:
-        """Make -0.0 at ``marks`` 0.0, so that none of these looks like a slot without contribution."""
-        if self._all_marks is None:
-            every = [mark for own in self._marks for mark in own]
-            self._all_marks = torch.tensor(every, dtype=torch.int64, device=self._buffer.device)
-        where = self._all_marks
-        if len(marks) < len(where):
-            where = torch.tensor(marks, dtype=torch.int64, device=self._buffer.device)
-        local = self._buffer.local
-        local.index_add_(0, where, local.new_zeros(len(where)))
-
     def _starts(self) -> list[list[int]]:
         """For each slot, where its part begins in each piece."""
         length = self._buffer.numel // self.reduction.num_pieces
@@ -204,8 +196,8 @@ class Bucket:
 
     def place(self, slot: Slot) -> torch.Tensor | None:
         """Where ``slot``'s gradient may accumulate instead of elsewhere: a new view of the open buffer in the shape of
-        the gradient; None when the buffer has another dtype or order."""
-        if self.reduction.scatter is not None or self.reduction.dtype != self.reduction.reduce_dtype:
+        the gradient; None when the buffer has another dtype or order, or is not needed."""
+        if self.reduction.scatter is not None or self._casts or self._takes_only:
             return None
         self.open()
         return self._views[slot.index][0].view(slot.contribution.local_shape)
@@ -214,87 +206,117 @@ class Bucket:
 
     def arrive(self, slot: Slot, gradient: torch.Tensor) -> None:
         """A contribution that nobody else writes to any more; a second one is added to the first."""
-        if slot.gradient is None:
-            slot.gradient = gradient
+        if slot.gradient is not None:
+            slot.gradient.add_(gradient, alpha=slot.scale)
+        elif self._takes_only and _is_sole(gradient):
+            slot.gradient, slot.scale = gradient, 1.0
+            self._only = gradient.view(-1)
+        elif self._copies_early[slot.index]:
+            self.open()
+            slot.gradient, slot.scale = self._views[slot.index][0], self._early_scale
+            _copy_scaled(slot.gradient, gradient, slot.scale)
         else:
-            slot.gradient.add_(gradient)
+            slot.gradient, slot.scale = gradient, 1.0
         slot.num_arrived += 1
         self.num_missing -= 1
 
-    def launch(self, hook: CommHook | None) -> None:
-        """Bring all contributions together and start the first collective; the same on every rank."""
-        self.open()
-        self.is_launched, self._hook = True, hook
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        marks: list[int] = []
-        for place, slot in enumerate(self.slots):
-            if slot.gradient is None:
-                for view in self._views[place]:
-                    view.fill_(_neutral(self.op))
-                continue
-            marks += self._marks[place]
-            parts = [slot.gradient]
-            if slot.contribution.pieces is not None:
-                parts = [box.view(slot.gradient) for piece in slot.contribution.pieces for box in piece.source]
-            for view, part in zip(self._views[place], parts):
-                if view.data_ptr() != part.data_ptr() or view.dtype != part.dtype:
-                    targets.append(view)
-                    sources.append(part)
-            slot.gradient = None
-        if targets:
-            foreach_copy_(targets, sources)
-        if self.op == "sum" and marks:
-            self._clear_signs(marks)
-        if self.scatters and hook is None:
+    def launch(self, missing: float | None = None) -> None:
+        """Bring all contributions together and start the first collective; the same on every rank.
+
+        ``missing`` stands for those that have not come; None: an element that changes nothing.
+        """
+        self.is_launched = True
+        local, marks = self._filled(neutral(self.op) if missing is None else missing)
+        if self.op == "sum" and len(marks):
+            clear_signs(local, marks)
+        if self.scatters and self.hook is None:
             assert self.reduction.scatter is not None
             scattering = self._buffer.reduce_scatter([self.reduction.scatter], op="sum", asker=self.asker)
             self._pending = Pending(scattering.buffer.local, [scattering])
         else:
-            self._pending = self._start(self.reduction.stages[0], self._buffer.local)
+            self._pending = self._start(self.reduction.stages[0], local)
+
+    def _filled(self, missing: float) -> tuple[torch.Tensor, torch.Tensor | list[int]]:
+        """What is to be reduced, flat, and where in it contributions begin. What has not been copied yet is copied at
+        once."""
+        if self._only is not None:
+            if self._early_scale != 1:
+                self._only.mul_(self._early_scale)
+            return self._only, [0] if self._only.numel() else []
+        self.open()
+        marks: list[int] = []
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        unscaled: list[torch.Tensor] = []
+        is_full = True
+        for slot, views, own_marks in zip(self.slots, self._views, self._marks, strict=True):
+            gradient, slot.gradient = slot.gradient, None
+            if gradient is None:
+                is_full = False
+                for view in views:
+                    view.fill_(missing)
+                continue
+            marks += own_marks
+            if slot.contribution.pieces is not None:
+                targets += views
+                sources += [box.view(gradient) for piece in slot.contribution.pieces for box in piece.source]
+                unscaled += views
+            elif gradient is not views[0]:
+                if gradient.data_ptr() != views[0].data_ptr():  # else it has accumulated there
+                    targets.append(views[0])
+                    sources.append(gradient)
+                unscaled.append(views[0])
+        if targets:
+            foreach_copy_(targets, sources)
+        if self._early_scale != 1 and unscaled:
+            foreach_scale_(unscaled, self._early_scale)
+        if not is_full:
+            return self._buffer.local, marks
+        if self._all_marks is None:
+            self._all_marks = torch.tensor(marks, dtype=torch.int64, device=self._buffer.device)
+        return self._buffer.local, self._all_marks
 
     def _start(self, stage: Stage, tensor: torch.Tensor) -> Pending:
         group = stage.axes.group().group
-        if self._hook is None:
+        if self.hook is None:
             return all_reduce_(tensor, stage.op, group, asker=self.asker)
         names = tuple(slot.name for slot in self.slots)
-        answer = self._hook(GradientBucket(self.index, names, tensor, group, stage.op))
+        answer = self.hook(GradientBucket(self.index, names, tensor, group, stage.op))
         return answer if isinstance(answer, Pending) else Pending(answer)
 
     def advance(self) -> None:
-        """Wait for the first collective, and start what follows it."""
-        first = self._wait()
+        """Wait for the first collective if another one follows it, and start that; once in a reduction."""
+        if self._is_advanced:
+            return
+        self._is_advanced = True
         stages = self.reduction.stages
-        rest: tuple[int, ...] = ()
-        if self.scatters and self._hook is None:
+        if self.scatters and self.hook is None:
             rest = tuple(axis for axis in stages[0].axes.axes if axis != self.reduction.scatter)
             if rest:
                 group = axis_group(stages[0].axes.mesh, rest).group
-                self._pending = all_reduce_(first, "sum", group, asker=self.asker)
+                self._pending = all_reduce_(self._wait(), "sum", group, asker=self.asker)
         for stage in stages[1:]:
             self._pending = self._start(stage, self._wait())
-        self._result = first
 
     def _wait(self) -> torch.Tensor:
         """The result of the collective in flight, where the one before left it."""
-        if self._pending is None:
-            assert self._result is not None
-            return self._result
+        assert self._pending is not None
         found = self._pending.wait()
         self._pending = None
-        if self._hook is not None and found.data_ptr() != self._buffer.local.data_ptr():
-            self._buffer.local.copy_(found.view(-1))
-            found = self._buffer.local
-        self._result = found
+        if self.hook is not None:
+            local = self._only if self._only is not None else self._buffer.local
+            if found.data_ptr() != local.data_ptr() or found.dtype != local.dtype:
+                local.copy_(found.view(-1))
+            return local
         return found
 
     def finish(self) -> None:
         """Wait for the last collective; :meth:`result` is then there, and the bucket is closed."""
         result = self._wait()
-        if self.reduction.divisor > 1:
+        if self.reduction.divisor > 1 and self._early_scale == 1:
             result.div_(self.reduction.divisor)
         if self.reduction.scatter is not None:
-            if not (self.scatters and self._hook is None):
+            if not (self.scatters and self.hook is None):
                 length = self._buffer.numel // self.reduction.num_pieces
                 result = result[self._own * length : (self._own + 1) * length].clone()
             self._buffer.free()  # results live in memory of their own
@@ -331,8 +353,8 @@ class Bucket:
 
     def close(self) -> None:
         """Ready for the next reduction; the results belong to the gradients now."""
-        self._result = None
-        self.is_open = self.is_launched = False
+        self._result = self._only = None
+        self.is_open = self.is_launched = self._is_advanced = False
         self.num_missing = sum(slot.num_expected for slot in self.slots)
         for slot in self.slots:
             slot.gradient, slot.num_arrived = None, 0
@@ -370,13 +392,22 @@ def _piece_sizes(slots: Sequence[Slot], num_pieces: int) -> list[list[int]]:
     return found
 
 
-def _neutral(op: str) -> float:
-    """What a slot without contribution is filled with: it changes no reduction, and is recognized when all have it."""
-    return {"sum": -0.0, "product": 1.0, "max": -math.inf, "min": math.inf}[op]
+def _copy_scaled(target: torch.Tensor, source: torch.Tensor, scale: float) -> None:
+    if target.dtype == source.dtype and target.data_ptr() != source.data_ptr() and scale != 1:
+        torch.mul(source, scale, out=target)
+        return
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+    if scale != 1:
+        target.mul_(scale)
 
 
-def is_untouched(mark: torch.Tensor, op: str) -> torch.Tensor:
-    """Whether a slot's first element shows that no rank contributed; a 0-dim bool tensor."""
-    value = mark.real if mark.is_complex() else mark
-    neutral = _neutral(op)
-    return (value == neutral) & torch.signbit(value) if op == "sum" else value == neutral
+def _is_exact(reduction: Reduction) -> bool:
+    """Whether contributions may be divided before they are added up: by a power of two, in a dtype with room below."""
+    divisor = reduction.divisor
+    return divisor > 1 and divisor & (divisor - 1) == 0 and reduction.reduce_dtype != torch.float16
+
+
+def _is_sole(gradient: torch.Tensor) -> bool:
+    """Whether nobody else sees the memory of a gradient, and it is one piece."""
+    return gradient.is_contiguous() and num_storage_users(gradient) <= num_storage_users(torch.empty(0))

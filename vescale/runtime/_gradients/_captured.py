@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import is_captured, local_of, make_dtensor, make_spec, no_torch_function
 from vescale.runtime._boundary import contiguous_stride, convert, reduced, wrap_global
-from vescale.runtime._gradients._reducer import GradientRule
+from vescale.runtime._gradients._entry import GradientRule
 
 __all__ = ["complete_captured"]
 

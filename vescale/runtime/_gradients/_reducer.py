@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes, Consensus, bucket_limits, link_of
-from vescale.compat import (
-    AsyncCollectiveTensor,
-    at_end_of_backward,
-    current_autograd_node,
-    local_of,
-    make_dtensor,
-    make_spec,
-    no_torch_function,
-)
-from vescale.placements import local_region, move_local
+from vescale.compat import at_end_of_backward, in_backward, no_torch_function
 from vescale.runtime._gradients._axes import unite
-from vescale.runtime._gradients._bucket import Bucket, CommHook, Slot, is_untouched
-from vescale.runtime._gradients._reduction import Arrival, Contribution, Home, Policy, contribution
+from vescale.runtime._gradients._bucket import Bucket, Slot
+from vescale.runtime._gradients._comm_hook import CommHook
+from vescale.runtime._gradients._entry import Entry, GradientRule, local_part
+from vescale.runtime._gradients._members import Members
+from vescale.runtime._gradients._reduction import Arrival, Policy
 from vescale.runtime._gradients._schedule import (
     Observed,
     Schedule,
@@ -35,44 +29,13 @@ from vescale.runtime._gradients._schedule import (
     agree_on_parameters,
     make_buckets,
 )
+from vescale.runtime._gradients._untouched import is_untouched
 
-__all__ = ["GradientReducer", "GradientRule"]
-
-# Set on a gradient that a reducer has completed: what is accumulated on top of it is reduced by itself.
-_COMPLETE = "_vescale_complete"
-# Set on a parameter that has a reducer.
-_OWNED = "_vescale_reduced"
+__all__ = ["GradientReducer"]
 
 
-@dataclass(frozen=True)
-class GradientRule:
-    """What is known of one parameter's gradient beforehand.
-
-    Attributes:
-        source: what each rank's gradient is, whatever it says of itself; None on an axis: what it says.
-        target: where it goes; None on an axis: as the parameter lies there.
-    """
-
-    source: tuple[Placement | None, ...] | None = None
-    target: tuple[Placement | None, ...] | None = None
-
-
-@dataclass
-class _Entry:
-    """One parameter: where its gradient belongs, and what is underway.
-
-    ``carry`` is a complete gradient that was there before this backward, kept aside until the new one is added to it.
-    """
-
-    index: int
-    name: str
-    parameter: nn.Parameter
-    home: Home
-    rule: GradientRule
-    known: dict[Arrival, Contribution] = field(default_factory=dict)
-    slots: list[Slot] = field(default_factory=list)
-    usual: Arrival | None = None  # how the last gradient came: the next one most likely comes the same way
-    carry: torch.Tensor | None = None
+class _Backward:
+    """Held by the autograd engine as long as a backward runs: gone when it ends, also by an exception."""
 
 
 class GradientReducer:
@@ -101,8 +64,11 @@ class GradientReducer:
     use contributes zeros. Later arrivals (another part of the model is trained, another placement) are learned the same
     way at the end of their backward.
 
+    Parameters may be frozen and unfrozen, replaced and added later, in the same way on every rank: what has changed is seen
+    at the module's forward, at the beginning and the end of a backward, and in :meth:`finish`.
+
     Args:
-        module: its parameters that require gradients now, except on meshes that this rank is not part of.
+        module: its parameters, except on meshes that this rank is not part of.
         mesh: over which plain gradients are reduced, and what ``op`` is about.
         bucket_bytes: the largest bucket (the first is at most 1 MiB); a list: of each in turn; ``"auto"``: growing up to
             the size at which latency no longer counts.
@@ -116,7 +82,7 @@ class GradientReducer:
             when they bring the gradient of one parameter in different ways.
         ConsensusError: ranks that others wait for in vain.
         ValueError: a mesh that overlaps a parameter's without both being axes of one mesh; an unknown op; sizes that are
-            none; a parameter that has a reducer already.
+            none; a parameter that has a reducer already, or whose gradient ``fully_shard``, DDP or ``parallelize`` reduces.
     """
 
     def __init__(
@@ -135,41 +101,46 @@ class GradientReducer:
             raise ValueError(
                 f"GradientReducer over {mesh}, which this rank is not part of; make it on the mesh's ranks"
             )
+        bucket_limits(bucket_bytes, 1, link_of(mesh.device_type))  # refuses what is no size
         self._mesh = mesh
         self._bucket_bytes: BucketBytes = bucket_bytes
         self._policy = Policy(mesh, op, reduce_dtype)
         self._schedule = Schedule()
         self._hook: CommHook | None = None
         self._syncs = True
-        self._in_backward = False
+        self._running: Callable[[], _Backward | None] = _nothing  # the backward that runs: a weak reference
+        self._is_begun = False  # and has not come to its end
+        self._is_synced = False
         self._arrived = False
+        self._has_older = False  # contributions of earlier backwards that have not left for their buckets
         self._has_reduced = False
-        self._has_learned = False
-        self._unplaced: dict[tuple[int, Arrival], tuple[torch.Tensor, int]] = {}
-        self._entries: list[_Entry] = []
-        self._handles: list[Any] = [module.register_forward_pre_hook(lambda *_: self.recover())]
-        bucket_limits(bucket_bytes, 1, link_of(mesh.device_type))  # refuses what is no size
-        parameters = [(name, p, GradientRule()) for name, p in module.named_parameters() if p.requires_grad]
-        entries = _entries(parameters, 0)
-        self._consensus = Consensus(_ranks(entries, mesh), "GradientReducer", timeout)
-        self._adopt(entries, f"op={op} bucket_bytes={bucket_bytes} reduce_dtype={reduce_dtype}")
+        self._unplaced: dict[tuple[Entry, Arrival], tuple[torch.Tensor, int]] = {}
+        self._members = Members(module, self._policy, self._begin, self._take)
+        self._entries: list[Entry] = []
+        self._new: list[Entry] = []  # watched, and not agreed on by the ranks yet
+        self._gone: list[Entry] = []  # no longer there, and not agreed on either
+        self._is_outdated = False  # the schedule has places for what is gone
+        new, _ = self._members.changes()
+        self._consensus = Consensus(_ranks(new, mesh), "GradientReducer", timeout)
+        self._agree(new, f"op={op} bucket_bytes={bucket_bytes} reduce_dtype={reduce_dtype}")
+        self._members.watch(new)
+        self._handle = module.register_forward_pre_hook(lambda *_: self.recover())
 
     def add(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> None:
-        """Reduce the gradients of more parameters (unfrozen since), on meshes of those known; the same on every rank.
+        """Reduce the gradients of more parameters, on meshes of those known; the same on every rank.
 
         Raises GradientMismatchError and ValueError as the constructor does.
         """
-        self._adopt(_entries(parameters, len(self._entries)), "more parameters")
+        new = self._members.entries_of(parameters)
+        self._agree(new, "more parameters")
+        self._members.watch(new)
 
-    def _adopt(self, entries: list[_Entry], what: str) -> None:
-        agree_on_parameters([_described(entry) for entry in entries], what, self._consensus)
-        self._entries += entries
-        for entry in entries:
-            setattr(entry.parameter, _OWNED, id(entry.parameter))
-            self._handles += [
-                entry.parameter.register_hook(lambda grad: self._begin()),
-                entry.parameter.register_post_accumulate_grad_hook(lambda _, entry=entry: self._take(entry)),
-            ]
+    def _agree(self, new: Sequence[Entry], what: str) -> None:
+        """Compare new parameters with those of other ranks, and number them."""
+        agree_on_parameters([entry.describe() for entry in new], what, self._consensus)
+        self._entries += new
+        for index, entry in enumerate(self._entries):
+            entry.index = index
 
     # What users see
 
@@ -182,7 +153,11 @@ class GradientReducer:
     @property
     def buckets(self) -> Sequence[Bucket]:
         """The schedule, in the order in which it is carried out: for reports and tests."""
-        return self._schedule.buckets or make_buckets(self._guess(), self._bucket_bytes, self._mesh.device_type)
+        if self._schedule.buckets:
+            return self._schedule.buckets
+        trained = [entry for entry in reversed(self._entries) if entry.parameter.requires_grad]
+        guessed = self._slots([(entry, entry.likely_arrival(), 1) for entry in trained])
+        return make_buckets(guessed, self._bucket_bytes, self._mesh.device_type)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -199,20 +174,19 @@ class GradientReducer:
 
         Call it once a step, on every rank, where some rank may have had nothing to do backward for.
         """
-        if not self._has_reduced:
-            with torch.no_grad(), no_torch_function():
+        with torch.no_grad(), no_torch_function():
+            self._break_off()
+            if not self._has_reduced:
                 self._prepare()
                 self._reduce()
         self._has_reduced = False
 
     def remove(self) -> None:
         """Take the reducer off the module: gradients are each rank's own again."""
-        for handle in self._handles:
-            handle.remove()
-        for entry in self._entries:
-            delattr(entry.parameter, _OWNED)
-        self._handles.clear()
-        self._entries.clear()
+        self._handle.remove()
+        self._members.release_all()
+        for entries in (self._entries, self._new, self._gone):
+            entries.clear()
         self._schedule = Schedule()
 
     def register_comm_hook(self, hook: CommHook) -> None:
@@ -220,8 +194,14 @@ class GradientReducer:
 
         The hook returns the reduced tensor, or a ``Pending`` of it, in any dtype, with the buffer's number of elements.
         It must start the same collectives on every rank.
+
+        Raises RuntimeError inside of a backward.
         """
+        if self._running() is not None:
+            raise RuntimeError("register_comm_hook in a backward; some of its gradients are on their way already")
         self._hook = hook
+        for bucket in self._schedule.buckets:
+            bucket.hook = hook
 
     def describe(self) -> list[str]:
         """One line for each bucket: gradients, bytes, axes, op, and the bytes that a rank sends."""
@@ -233,78 +213,89 @@ class GradientReducer:
 
     # Backward
 
-    def _begin(self) -> None:
-        """The first gradient of a backward has been computed, and none is accumulated yet."""
-        if self._in_backward:
+    def _begin(self, gradient: torch.Tensor) -> None:
+        """A gradient has been computed; at the first one of a backward none is accumulated yet."""
+        if self._running() is not None:
             return
-        self._in_backward = True
-        self._arrived = False
-        at_end_of_backward(self._end)
         with torch.no_grad(), no_torch_function():
+            self._break_off()
+            backward = _Backward()
+            self._running = weakref.ref(backward)
+            self._is_begun, self._is_synced = True, self._syncs
+            at_end_of_backward(functools.partial(self._end, backward))
             self._prepare()
 
     def _prepare(self) -> None:
         """Put complete gradients aside: what comes now is each rank's own contribution."""
-        for entry in self._entries:
-            gradient = entry.parameter.grad
-            if gradient is None:
-                entry.carry = None  # zero_grad() is about what is hidden, too
-            elif self._is_complete(entry, gradient):
-                entry.carry, entry.parameter.grad = gradient, None
+        self._arrived = False
+        self._see_changes()
+        self._has_older = False
+        for entry in (*self._entries, *self._new):
+            self._has_older |= entry.set_aside()
 
-    def _is_complete(self, entry: _Entry, gradient: torch.Tensor) -> bool:
-        if getattr(gradient, _COMPLETE, False):
-            return True
-        if not isinstance(gradient, DTensor) or entry.rule.source is not None:
-            return False
-        return self._contribution(entry, _arrival(entry, gradient)).reduction is None
+    def _see_changes(self) -> None:
+        """Look after parameters that the module has got; nothing is communicated."""
+        new, gone = self._members.changes()
+        self._members.watch(new)
+        self._members.release(gone)
+        self._new = [entry for entry in self._new if entry not in gone] + new
+        self._gone += [entry for entry in self._entries if entry in gone]
+        self._has_older |= any(entry.parameter.grad is not None for entry in new)
 
-    def _take(self, entry: _Entry) -> None:
+    def _take(self, entry: Entry, parameter: nn.Parameter) -> None:
         """A gradient has been accumulated."""
         self._arrived = True
         if not self._syncs:
             return
-        if entry.home.mesh is None and not torch.is_grad_enabled():
-            self._place(entry)
+        slot, gradient = entry.plain_slot, parameter.grad
+        if (
+            slot is None
+            or type(gradient) is not torch.Tensor
+            or gradient.dtype is not slot.arrival.dtype
+            or gradient.layout is not torch.strided
+            or slot.bucket.is_launched
+            or torch.is_grad_enabled()
+        ):
+            with torch.no_grad(), no_torch_function():
+                self._place(entry)
             return
-        with torch.no_grad(), no_torch_function():
-            self._place(entry)
+        parameter.grad = None
+        slot.bucket.arrive(slot, gradient)
+        if slot.bucket.is_full:
+            self._schedule.launch_full()
 
-    def _place(self, entry: _Entry) -> None:
+    def _place(self, entry: Entry) -> None:
         """Hand this rank's contribution over to its bucket."""
         gradient = entry.parameter.grad
         assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"{entry.name}.grad comes as a {gradient.layout} tensor, which is not reduced; make it dense "
+                "(nn.Embedding(sparse=False))"
+            )
         entry.parameter.grad = None
-        arrival = _arrival(entry, gradient)
-        local = _local(gradient)
+        arrival = entry.arrival_of(gradient)
+        local = local_part(gradient)
         for slot in entry.slots:
-            assert slot.bucket is not None
             if (slot.arrival is arrival or slot.arrival == arrival) and not slot.bucket.is_launched:
-                slot.bucket.arrive(slot, self._staged(entry, arrival, slot.contribution, local))
+                slot.bucket.arrive(slot, entry.staged(arrival, slot.contribution, local))
                 if slot.bucket.is_full:
-                    self._launch_full()
+                    self._schedule.launch_full()
                 return
-        way = self._contribution(entry, arrival)
-        local = self._staged(entry, arrival, way, local)
+        way = entry.contribution(arrival)
+        local = entry.staged(arrival, way, local)
         if way.reduction is None:
-            self._deliver(entry, way, local.detach())
+            entry.deliver(way, local.detach())
             return
-        known = self._unplaced.get((entry.index, arrival))
+        known = self._unplaced.get((entry, arrival))
         if known is None:
-            self._unplaced[entry.index, arrival] = (local, 1)
+            self._unplaced[entry, arrival] = (local, 1)
         else:
-            self._unplaced[entry.index, arrival] = (known[0].add_(local), known[1] + 1)
+            self._unplaced[entry, arrival] = (known[0].add_(local), known[1] + 1)
 
-    def _launch_full(self) -> None:
-        """Buckets are launched in the order of the schedule, whatever order they get full in."""
-        schedule = self._schedule
-        while schedule.num_launched < len(schedule.buckets) and schedule.buckets[schedule.num_launched].is_full:
-            schedule.buckets[schedule.num_launched].launch(self._hook)
-            schedule.num_launched += 1
-
-    def _end(self) -> None:
+    def _end(self, backward: _Backward) -> None:
         """The outermost backward has ended."""
-        self._in_backward = False
+        self._running = _nothing
         with torch.no_grad(), no_torch_function():
             if self._arrived and self._syncs:
                 self._reduce()
@@ -312,202 +303,113 @@ class GradientReducer:
                 return
             if self._arrived:
                 self._has_reduced = False  # there is something to reduce again
-            for entry in self._entries:
-                self._settle(entry)
-
-    def _settle(self, entry: _Entry) -> None:
-        """Without synchronization: show what was complete before, and let contributions go on accumulating in buckets."""
-        gradient = entry.parameter.grad
-        if gradient is None or self._is_complete(entry, gradient):
-            if entry.carry is not None and gradient is not None:
-                entry.carry.add_(gradient)
-            if entry.carry is not None:
-                entry.parameter.grad, entry.carry = entry.carry, None
-            return
-        arrival = _arrival(entry, gradient)
-        slot = next((slot for slot in entry.slots if slot.arrival == arrival), None)
-        if slot is None or slot.contribution.staged != arrival.placements:
-            return
-        assert slot.bucket is not None
-        place, local = slot.bucket.place(slot), _local(gradient)
-        if place is None or place.data_ptr() == local.data_ptr():
-            return
-        place.copy_(local)
-        entry.parameter.grad = _wrapped(gradient, place) if isinstance(gradient, DTensor) else place
+            for entry in (*self._entries, *self._new):
+                entry.settle()
+            self._is_begun = False
 
     def recover(self) -> None:
-        """A forward begins outside of any backward: if one seems to be running, it ended by an exception."""
-        if self._in_backward and current_autograd_node() is None:
-            self._in_backward = False
-            for bucket in self._schedule.buckets[: self._schedule.num_launched]:
-                bucket.advance()
-                bucket.finish()
-            self._finish_step()
+        """Before a forward: see what has changed, and end a backward that an exception broke off."""
+        if self._running() is None or not in_backward():
+            with torch.no_grad(), no_torch_function():
+                self._break_off()
+                self._see_changes()
+
+    def _break_off(self) -> None:
+        """End a backward that an exception broke off, if one was. Collectives that other ranks may have started are
+        carried out, with nan for what has not come: a rank without exception must not take the sums for complete."""
+        if not self._is_begun:
+            return
+        self._running = _nothing
+        if self._is_synced:
+            self._schedule.launch_all(missing=math.nan)
+            self._schedule.finish()
+            self._has_reduced = True
+        self._finish_step()
 
     # The end of a step
 
     def _reduce(self) -> None:
         """Launch what is left, learn what is new, and complete all gradients."""
-        schedule = self._schedule
-        for entry in self._entries:  # accumulated under no_sync, and not touched by the last backward
-            gradient = entry.parameter.grad
-            if gradient is not None and not self._is_complete(entry, gradient):
-                self._place(entry)
-        for bucket in schedule.buckets[schedule.num_launched :]:
-            bucket.launch(self._hook)
-        if self._unplaced or not self._has_learned:
-            self._has_learned = True
-            for bucket in self._learn():
-                bucket.launch(self._hook)
-        schedule.num_launched = len(schedule.buckets)
-        launched = list(schedule.buckets)
-        here = {bucket.index: [slot for slot in bucket.slots if slot.num_arrived] for bucket in launched}
-        for bucket in launched:
-            bucket.advance()
-        for bucket in launched:
-            bucket.finish()
-        untouched = _untouched(launched)
-        for bucket in launched:
+        self._see_changes()
+        if self._new or self._gone:
+            self._agree_on_changes()
+        if self._has_older:
+            for entry in self._entries:  # accumulated under no_sync, and not touched by the last backward
+                gradient = entry.parameter.grad
+                if gradient is not None and not entry.is_complete(gradient):
+                    self._place(entry)
+        self._schedule.launch_all()
+        if self._unplaced or any(entry.parameter.requires_grad and not entry.is_offered for entry in self._entries):
+            self._learn()
+            self._schedule.launch_all()
+        self._schedule.finish()
+        untouched = _untouched(self._schedule.buckets)
+        for bucket in self._schedule.buckets:
             for slot in bucket.slots:
-                if slot in here[bucket.index] or slot not in untouched:
-                    self._deliver_slot(slot)
+                if slot not in untouched:
+                    slot.entry.deliver_from(slot)
         self._finish_step()
 
+    def _agree_on_changes(self) -> None:
+        """Number new parameters. What is gone leaves with the schedule, after this step."""
+        gone = set(self._gone)
+        self._entries = [entry for entry in self._entries if entry not in gone]
+        self._unplaced = {key: value for key, value in self._unplaced.items() if key[0] not in gone}
+        names = sorted(entry.name for entry in gone)
+        self._agree(sorted(self._new, key=lambda entry: entry.name), f"no longer there: {names}")
+        self._is_outdated |= bool(gone)
+        self._new, self._gone = [], []
+
     def _finish_step(self) -> None:
-        for bucket in self._schedule.buckets:
-            bucket.close()
-        self._schedule.num_launched = 0
+        self._schedule.close()
         self._unplaced.clear()
-        for entry in self._entries:
-            if entry.parameter.grad is None and entry.carry is not None:
-                entry.parameter.grad = entry.carry
-            entry.carry = None
+        for entry in (*self._entries, *self._new):
+            if entry.carry is not None:
+                entry.take_carry()
+        if self._is_outdated:
+            self._is_outdated = False
+            self._schedule = Schedule()
+            for entry in self._entries:
+                entry.drop_slots()
+        self._is_begun = False
 
-    def _learn(self) -> list[Bucket]:
+    def _learn(self) -> None:
         """Agree on places for gradients that have none, and give them these."""
-        observed = [Observed(index, arrival, count) for (index, arrival), (_, count) in self._unplaced.items()]
-        agreed = agree_on_arrivals(
-            observed, lambda index: self._entries[index].name, self._arrival_text, self._consensus
+        observed = [Observed(entry.index, arrival, count) for (entry, arrival), (_, count) in self._unplaced.items()]
+        unseen = [e.index for e in reversed(self._entries) if e.parameter.requires_grad and not e.is_offered]
+        agreed, offered = agree_on_arrivals(
+            observed,
+            unseen,
+            lambda index: self._entries[index].name,
+            lambda found: self._entries[found.index].arrival_text(found.arrival),
+            self._consensus,
         )
-        slots = []
-        for item in agreed + self._not_seen({item.index for item in agreed}):
-            entry = self._entries[item.index]
-            way = self._contribution(entry, item.arrival)
-            if way.reduction is not None:
-                slots.append(Slot(entry.name, entry, item.arrival, way, item.count))
-        new = self._schedule.extend(slots, self._bucket_bytes, self._mesh.device_type)
-        for slot in slots:
-            slot.entry.slots.append(slot)
-            found = self._unplaced.get((slot.entry.index, slot.arrival))
-            if found is not None:
-                assert slot.bucket is not None
-                slot.bucket.arrive(slot, found[0])
-        return new
-
-    def _not_seen(self, seen: set[int]) -> list[Observed]:
-        """Parameters that no rank has used yet, if it is known how their gradients will come: a rank may use one that
-        others never do. DTensors' own axes tell nothing; there all ranks use what any rank uses."""
-        found = []
-        for entry in reversed(self._entries):
+        seen = {item.index for item in agreed}
+        found = [(self._entries[item.index], item.arrival, item.count) for item in agreed]
+        for entry in (self._entries[index] for index in offered):
+            # A rank may use a parameter that others never do. Of a DTensor's own axes nothing is known; there all ranks
+            # use what any rank uses.
+            entry.is_offered = True
             if entry.index not in seen and not entry.slots:
-                placements = None if entry.home.mesh is None else entry.home.target
-                found.append(Observed(entry.index, Arrival(placements, entry.parameter.dtype), 1))
-        return found
+                found.append((entry, entry.known_arrival(), 1))
+        slots = self._slots(found)
+        self._schedule.extend(slots, self._bucket_bytes, self._mesh.device_type, self._hook)
+        for slot in slots:
+            slot.entry.add_slot(slot)
+            come = self._unplaced.get((slot.entry, slot.arrival))
+            if come is not None:
+                slot.bucket.arrive(slot, come[0])
 
-    def _arrival_text(self, observed: Observed) -> str:
-        arrival = observed.arrival
-        way = self._contribution(self._entries[observed.index], arrival)
-        reduction = way.reduction.text() if way.reduction is not None else "complete"
-        placed = "a plain tensor" if arrival.placements is None else str(list(map(str, arrival.placements)))
-        return f"{placed} ({reduction})"
-
-    def _deliver_slot(self, slot: Slot) -> None:
-        entry: _Entry = slot.entry
-        assert slot.bucket is not None
-        shape = _region_shape(entry.home, slot.contribution.reduced)
-        self._deliver(entry, slot.contribution, slot.bucket.result(slot, shape))
-
-    def _deliver(self, entry: _Entry, way: Contribution, local: torch.Tensor) -> None:
-        """Make ``local``, reduced, the parameter's gradient, or add it to what is there."""
-        home = entry.home
-        result = local
-        if home.mesh is not None:
-            if way.reduced != home.target:
-                local = move_local(local, home.mesh, home.shape, way.reduced, home.target).wait()
-            spec = make_spec(home.mesh, home.target, home.shape, _row_major(home.shape), local.dtype)
-            result = make_dtensor(local, spec)
-        for before in (entry.parameter.grad, entry.carry):
-            if before is not None:
-                same = not isinstance(before, DTensor) or tuple(before.placements) == home.target
-                (_local(before) if same else before).add_(local if same else result)
-                entry.parameter.grad, entry.carry = before, None
-                setattr(before, _COMPLETE, True)
-                return
-        setattr(result, _COMPLETE, True)
-        entry.parameter.grad = result
-
-    # How gradients come
-
-    def _contribution(self, entry: _Entry, arrival: Arrival) -> Contribution:
-        way = entry.known.get(arrival)
-        if way is None:
-            try:
-                way = contribution(arrival, entry.home, self._policy)
-            except ValueError as error:
-                raise ValueError(f"{entry.name}: {error}") from None
-            entry.known[arrival] = way
-        return way
-
-    def _staged(self, entry: _Entry, arrival: Arrival, way: Contribution, local: torch.Tensor) -> torch.Tensor:
-        """This rank's contribution with all axes that are not pending where they belong."""
-        if arrival.placements is None or way.staged == arrival.placements:
-            return local
-        assert entry.home.mesh is not None and way.staged is not None
-        return move_local(local, entry.home.mesh, entry.home.shape, arrival.placements, way.staged).wait()
-
-    def _guess(self) -> list[Slot]:
-        """What the first step is likely to bring: every replicated parameter's gradient Partial."""
-        slots = []
-        for entry in reversed(self._entries):
-            placements = None
-            if entry.home.mesh is not None:
-                guessed = [Partial() if isinstance(p, Replicate) else p for p in entry.home.target]
-                source = entry.rule.source or (None,) * len(guessed)
-                placements = tuple(g if s is None else s for g, s in zip(guessed, source))
-            arrival = Arrival(placements, entry.parameter.dtype)
-            way = self._contribution(entry, arrival)
-            if way.reduction is not None:
-                slots.append(Slot(entry.name, entry, arrival, way, 1))
-        return slots
+    def _slots(self, found: Sequence[tuple[Entry, Arrival, int]]) -> list[Slot]:
+        ways = [(entry, arrival, entry.contribution(arrival), count) for entry, arrival, count in found]
+        return [Slot(e.name, e, arrival, way, n) for e, arrival, way, n in ways if way.reduction is not None]
 
 
-def _entries(parameters: Sequence[tuple[str, nn.Parameter, GradientRule]], first: int) -> list[_Entry]:
-    entries: list[_Entry] = []
-    for name, parameter, rule in parameters:
-        if getattr(parameter, _OWNED, None) == id(parameter):  # a copy carries its original's
-            raise ValueError(
-                f"{name} has a GradientReducer already, so that its gradient would be reduced twice; use that one "
-                "(gradient_reducer(model) of a parallelized model), or remove() it"
-            )
-        home = Home(tuple(parameter.shape), None, ())
-        if isinstance(parameter, DTensor):
-            own = parameter.device_mesh
-            if own.get_coordinate() is None:
-                continue
-            target = tuple(Replicate() if p.is_partial() else p for p in parameter.placements)
-            if rule.target is not None:
-                target = tuple(t if p is None else p for p, t in zip(rule.target, target))
-            home = Home(tuple(parameter.shape), own, target)
-        entries.append(_Entry(first + len(entries), name, parameter, home, rule))
-    return entries
+def _nothing() -> None:
+    """What a weak reference to no backward would return."""
 
 
-def _described(entry: _Entry) -> str:
-    placed = list(map(str, entry.home.target)) if entry.home.mesh is not None else "plain"
-    return f"{entry.name} {entry.home.shape} {entry.parameter.dtype} {placed}"
-
-
-def _ranks(entries: Sequence[_Entry], mesh: DeviceMesh) -> tuple[int, ...]:
+def _ranks(entries: Sequence[Entry], mesh: DeviceMesh) -> tuple[int, ...]:
     """Everyone whose collectives must match this rank's: the ranks of a mesh that all parameters' meshes are axes of, as
     far as such a mesh is known."""
     home = mesh
@@ -517,52 +419,6 @@ def _ranks(entries: Sequence[_Entry], mesh: DeviceMesh) -> tuple[int, ...]:
         if union is not None and union.home.size() > home.size():
             home = union.home
     return tuple(sorted(home.mesh.flatten().tolist()))
-
-
-def _arrival(entry: _Entry, gradient: torch.Tensor) -> Arrival:
-    placements = _placements(entry, gradient)
-    usual = entry.usual
-    if usual is None or usual.placements != placements or usual.dtype != gradient.dtype:
-        entry.usual = usual = Arrival(placements, gradient.dtype)
-    return usual
-
-
-def _placements(entry: _Entry, gradient: torch.Tensor) -> tuple[Placement, ...] | None:
-    if entry.home.mesh is None:
-        return None
-    if isinstance(gradient, DTensor):
-        placements = tuple(gradient.placements)
-    else:  # of one that is no DTensor every rank has the same
-        placements = (Replicate(),) * len(entry.home.target)
-    if entry.rule.source is not None:
-        placements = tuple(f if s is None else s for f, s in zip(placements, entry.rule.source))
-    return placements
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
-    local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-    return local.detach() if local.requires_grad else local
-
-
-def _wrapped(gradient: DTensor, local: torch.Tensor) -> DTensor:
-    spec = make_spec(gradient.device_mesh, gradient.placements, gradient.shape, _row_major(gradient.shape), local.dtype)
-    return make_dtensor(local, spec)
-
-
-def _region_shape(home: Home, placements: Sequence[Placement]) -> tuple[int, ...]:
-    if home.mesh is None:
-        return home.shape
-    coordinate = home.mesh.get_coordinate()
-    assert coordinate is not None
-    return local_region(home.shape, placements, tuple(home.mesh.shape), coordinate).local_shape
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    stride = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
-    return tuple(stride)
 
 
 def _untouched(buckets: Sequence[Bucket]) -> set[Slot]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vescale.comm import BucketBytes, Consensus, bucket_limits, link_of, plan_buckets
 from vescale.runtime._gradients._bucket import Bucket, Slot
+from vescale.runtime._gradients._comm_hook import CommHook
 from vescale.runtime._gradients._reduction import Arrival
 
 __all__ = ["GradientMismatchError", "Observed", "Schedule", "agree_on_arrivals", "agree_on_parameters"]
@@ -29,32 +30,70 @@ class Observed:
 
 @dataclass
 class Schedule:
-    """Buckets in the order in which every rank launches them; it only grows."""
+    """Buckets in the order in which every rank launches them; it only grows.
+
+    A bucket that takes two collectives starts the second one right after the next bucket's first: at a moment that is the
+    same on every rank, as collectives of one group must be, and at which the one it waits for has had a bucket's time.
+    """
 
     buckets: list[Bucket] = field(default_factory=list)
     num_launched: int = 0
 
-    def extend(self, slots: Sequence[Slot], bucket_bytes: BucketBytes, device_type: str) -> list[Bucket]:
+    def extend(
+        self, slots: Sequence[Slot], bucket_bytes: BucketBytes, device_type: str, hook: CommHook | None = None
+    ) -> None:
         """Give slots, in the order in which their gradients arrive, places in new buckets."""
-        new = make_buckets(slots, bucket_bytes, device_type, len(self.buckets))
-        self.buckets += new
-        return new
+        self.buckets += make_buckets(slots, bucket_bytes, device_type, len(self.buckets), hook)
+
+    def launch_full(self) -> None:
+        """Launch the buckets that are next, as far as they are full; not one before another that is not."""
+        while self.num_launched < len(self.buckets) and self.buckets[self.num_launched].is_full:
+            self._launch_next()
+
+    def launch_all(self, missing: float | None = None) -> None:
+        """``missing``: what stands for a contribution that has not come; None: nothing."""
+        while self.num_launched < len(self.buckets):
+            self._launch_next(missing)
+
+    def _launch_next(self, missing: float | None = None) -> None:
+        self.buckets[self.num_launched].launch(missing)
+        if self.num_launched:
+            self.buckets[self.num_launched - 1].advance()
+        self.num_launched += 1
+
+    def finish(self) -> None:
+        """Wait for what has been launched; the results are there then."""
+        launched = self.buckets[: self.num_launched]
+        for bucket in launched:
+            bucket.advance()
+        for bucket in launched:
+            bucket.finish()
+
+    def close(self) -> None:
+        """Ready for the next step."""
+        for bucket in self.buckets:
+            bucket.close()
+        self.num_launched = 0
 
 
-def make_buckets(slots: Sequence[Slot], bucket_bytes: BucketBytes, device_type: str, first: int = 0) -> list[Bucket]:
+def make_buckets(
+    slots: Sequence[Slot],
+    bucket_bytes: BucketBytes,
+    device_type: str,
+    first: int = 0,
+    hook: CommHook | None = None,
+) -> list[Bucket]:
     """Pure but for the buckets, which have no memory yet."""
     items = []
     num_ranks = 1
     for slot in slots:
-        reduction = slot.contribution.reduction
-        assert reduction is not None
-        num_ranks = max(num_ranks, *(stage.axes.num_ranks for stage in reduction.stages))
-        items.append((reduction, slot.num_bytes))
+        num_ranks = max(num_ranks, *(stage.axes.num_ranks for stage in slot.reduction.stages))
+        items.append((slot.reduction, slot.num_bytes))
     if not items:
         return []
     limits = bucket_limits(bucket_bytes, num_ranks, link_of(device_type))
     return [
-        Bucket(first + number, items[indices[0]][0], [slots[index] for index in indices])
+        Bucket(first + number, items[indices[0]][0], [slots[index] for index in indices], hook)
         for number, indices in enumerate(plan_buckets(items, limits))
     ]
 
@@ -82,11 +121,13 @@ def agree_on_parameters(described: Sequence[str], what: str, consensus: Consensu
 
 def agree_on_arrivals(
     observed: Sequence[Observed],
+    unseen: Sequence[int],
     name_of: Callable[[int], str],
     describe: Callable[[Observed], str],
     consensus: Consensus,
-) -> list[Observed]:
-    """The gradients that need places on any rank, in the order of the first rank that has them; the same on every rank.
+) -> tuple[list[Observed], list[int]]:
+    """The gradients that need places on any rank, and the parameters that are ``unseen`` on any, in the order of the first
+    rank that has them; the same on every rank.
 
     Ranks may have used different parameters, not the same one in different ways: GradientMismatchError on every rank,
     naming the parameter.
@@ -96,11 +137,13 @@ def agree_on_arrivals(
     def about() -> str:
         return first or "no gradient came in this backward"
 
-    payload: Any = [(o.index, o.arrival.placements, o.arrival.dtype, o.count) for o in observed]
+    payload: Any = [(o.index, o.arrival.placements, o.arrival.dtype, o.count) for o in observed], list(unseen)
     found: list[list[Observed]] = []
+    everyones: dict[int, None] = {}
     for message in consensus.exchange(pickle.dumps(payload), about):
-        rows = pickle.loads(message)
+        rows, indices = pickle.loads(message)
         found.append([Observed(index, Arrival(placements, dtype), count) for index, placements, dtype, count in rows])
+        everyones.update(dict.fromkeys(indices))
     merged: dict[tuple[int, Arrival], Observed] = {}
     kinds: dict[int, tuple[int, frozenset[Arrival]]] = {}
     for rank, list_ in zip(consensus.ranks, found):
@@ -120,4 +163,4 @@ def agree_on_arrivals(
                     f"{name_of(index)}.grad comes as {texts[0]} on rank {rank}, and as {texts[1]} on rank {other}; run the "
                     "same model code on inputs that are placed alike on every rank"
                 )
-    return list(merged.values())
+    return list(merged.values()), list(everyones)

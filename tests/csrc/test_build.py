@@ -1,0 +1,36 @@
+"""The C++ helpers are optional, but where there is a compiler they are built, and of these sources."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from vescale import csrc
+
+FOLDER = Path(csrc.__file__).parent
+NAMES = sorted(path.stem for path in FOLDER.glob("*.cpp"))
+
+
+def compiler() -> str | None:
+    """What setuptools would compile with."""
+    command = sysconfig.get_config_var("CXX") or "c++"
+    return shutil.which(shlex.split(command)[0])
+
+
+def test_there_are_helpers() -> None:
+    assert {"mt19937", "philox", "planner"} <= set(NAMES)
+
+
+@pytest.mark.skipif(compiler() is None, reason="optional accelerators: no C++ compiler on this machine")
+@pytest.mark.parametrize("name", NAMES)
+def test_helpers_are_built_where_a_compiler_is(name: str) -> None:
+    """Tests of a helper are skipped where it is missing: without this one, a broken build would go unnoticed."""
+    library = csrc.load(name)
+    assert library is not None, f"vescale/csrc/{name}.cpp is not built; run `python setup.py build_ext --inplace`"
+    built = Path(library._name).stat().st_mtime
+    stale = [path.name for path in (FOLDER / f"{name}.cpp", *FOLDER.glob(f"{name}.h")) if path.stat().st_mtime > built]
+    assert not stale, f"{stale} changed after the build; run `python setup.py build_ext --inplace`"

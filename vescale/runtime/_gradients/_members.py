@@ -1,0 +1,138 @@
+"""Which parameters a reducer looks after: those of a module, as the module changes, and those it is given by name."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as StockFSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from vescale.fsdp import FSDPModule
+from vescale.runtime._gradients._entry import Entry, GradientRule
+from vescale.runtime._gradients._reduction import Policy
+from vescale.runtime._runtime import Runtime
+
+__all__ = ["Members"]
+
+# Set on a parameter that has a reducer.
+_OWNED = "_vescale_reduced"
+_REDUCING = (DistributedDataParallel, FullyShardedDataParallel, StockFSDPModule, FSDPModule)
+
+
+class Members:
+    """Parameters with hooks.
+
+    Args:
+        module: whose parameters are looked after, frozen ones too: their hooks wait for the day they are not. ValueError
+            if something else reduces their gradients.
+        begin: called with each gradient before it is accumulated.
+        take: called after that, with the entry and the parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: Policy,
+        begin: Callable[[torch.Tensor], None],
+        take: Callable[[Entry, nn.Parameter], None],
+    ) -> None:
+        _refuse_reducing(module)
+        self._module, self._policy = module, policy
+        self._begin, self._take = begin, take
+        self._seen: list[nn.Parameter | None] = []
+        self._of_module: dict[int, Entry] = {}  # by id of the parameter, which the entry keeps alive
+        self._handles: dict[Entry, list[Any]] = {}
+
+    def changes(self) -> tuple[list[Entry], list[Entry]]:
+        """The parameters that the module has got since the last call, and those that it no longer has."""
+        found = _parameters_in(self._module)
+        if len(found) == len(self._seen) and all(map(operator.is_, found, self._seen)):
+            return [], []
+        self._seen = found
+        now = {id(parameter) for parameter in found}
+        gone = [entry for key, entry in self._of_module.items() if key not in now]
+        for entry in gone:
+            del self._of_module[id(entry.parameter)]
+        named = [(n, p, GradientRule()) for n, p in self._module.named_parameters() if id(p) not in self._of_module]
+        new = self.entries_of([each for each in named if _has_gradients(each[1])])
+        self._of_module.update((id(entry.parameter), entry) for entry in new)
+        return new, gone
+
+    def entries_of(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> list[Entry]:
+        """Without hooks yet. Skips parameters on meshes that this rank is not part of."""
+        entries = []
+        for name, parameter, rule in parameters:
+            if getattr(parameter, _OWNED, None) == id(parameter):  # a copy carries its original's
+                if not parameter.requires_grad:
+                    continue
+                raise ValueError(
+                    f"{name} has a GradientReducer already, so that its gradient would be reduced twice; use that one "
+                    "(gradient_reducer(model) of a parallelized model), or remove() it"
+                )
+            if not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is not None:
+                entries.append(Entry(name, parameter, rule, self._policy))
+        return entries
+
+    def watch(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            parameter = entry.parameter
+            setattr(parameter, _OWNED, id(parameter))
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # only then are hooks taken; they stay when it is frozen
+            self._handles[entry] = [
+                parameter.register_hook(self._begin),
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._take, entry)),
+            ]
+            parameter.requires_grad_(is_trained)
+
+    def release(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            for handle in self._handles.pop(entry, ()):
+                handle.remove()
+            if hasattr(entry.parameter, _OWNED):
+                delattr(entry.parameter, _OWNED)
+
+    def release_all(self) -> None:
+        self.release(list(self._handles))
+        self._of_module.clear()
+
+
+def _parameters_in(module: nn.Module) -> list[nn.Parameter | None]:
+    """In an order of its own, shared ones as often as they are met: as fast as may be, for comparison."""
+    found: list[nn.Parameter | None] = []
+    waiting, seen = [module], {module}
+    while waiting:
+        current = waiting.pop()
+        found += current._parameters.values()
+        for child in current._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return found
+
+
+def _has_gradients(parameter: nn.Parameter) -> bool:
+    return (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference()
+
+
+def _refuse_reducing(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        kind = next((kind for kind in _REDUCING if isinstance(part, kind)), None)
+        if kind is None and Runtime.of(part) is None:
+            continue
+        raise ValueError(
+            f"GradientReducer of a module whose part {name or '(itself)'!r} is "
+            + (
+                f"a {kind.__module__}.{kind.__qualname__}, which reduces the gradients of its parameters; give the "
+                "reducer only modules without such parts"
+                if kind is not None
+                else "parallelized, so that its gradients are reduced already; use vescale.runtime.gradient_reducer(model)"
+            )
+        )
