@@ -17,7 +17,16 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from vescale.comm._ledger import record
-from vescale.comm._pending import GLOO_REDUCES, REDUCE_OPS, Pending, as_bytes, is_gloo, is_nccl, reduce_rows
+from vescale.comm._pending import (
+    GLOO_REDUCES,
+    REDUCE_OPS,
+    Pending,
+    as_bytes,
+    is_gloo,
+    is_nccl,
+    moves_nothing,
+    reduce_rows,
+)
 from vescale.compat import all_gather_single, reduce_scatter_single
 
 __all__ = ["all_gather_into", "all_reduce_", "reduce_scatter_into"]
@@ -37,7 +46,7 @@ def all_gather_into(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessG
     num_ranks = group.size()
     moved = (num_ranks - 1) * piece.numel() * piece.element_size()
     record("all_gather_v", num_ranks, moved, asker=asker, group=group)
-    if num_ranks <= _FEW_RANKS and out.device.type == "cpu" and is_gloo(out, group):
+    if num_ranks <= _FEW_RANKS and is_gloo(out, group):
         return _all_gather_by_broadcasts(out, piece, group)
     return Pending(out, [all_gather_single(as_bytes(out), as_bytes(piece), group=group, async_op=True)])
 
@@ -67,7 +76,7 @@ def reduce_scatter_into(
     num_ranks = group.size()
     moved = (num_ranks - 1) * out.numel() * out.element_size()
     record("reduce_scatter_v", num_ranks, moved, asker=asker, group=group)
-    if not is_gloo(send, group):
+    if is_nccl(send, group) or moves_nothing(group):
         return Pending(out, [reduce_scatter_single(out, send, op=REDUCE_OPS[op], group=group, async_op=True)])
     received = torch.empty_like(send)
     work = dist.all_to_all_single(as_bytes(received), as_bytes(send), group=group, async_op=True)

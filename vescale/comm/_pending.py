@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["GLOO_REDUCES", "REDUCE_OPS", "Pending", "as_bytes", "is_gloo", "is_nccl", "reduce_rows"]
+__all__ = ["GLOO_REDUCES", "REDUCE_OPS", "Pending", "as_bytes", "is_gloo", "is_nccl", "moves_nothing", "reduce_rows"]
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -67,8 +67,13 @@ def is_nccl(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the group moves this tensor by gloo, on a CPU or by way of one."""
-    return not is_nccl(tensor, group) and dist.Backend.GLOO in dist.get_backend_config(group)
+    """Whether the group moves this tensor, on a CPU, by gloo."""
+    return tensor.device.type == "cpu" and dist.Backend.GLOO in dist.get_backend_config(group)
+
+
+def moves_nothing(group: dist.ProcessGroup) -> bool:
+    """Whether the group only pretends to communicate: benchmarks measure the rest alone."""
+    return bool(dist.get_backend(group) == "fake")
 
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
