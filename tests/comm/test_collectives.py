@@ -192,7 +192,7 @@ def nccl_branches(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_nccl_branches(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
-    monkeypatch.setattr(_collectives, "_is_nccl", lambda tensor, group: True)
+    monkeypatch.setattr(_collectives, "is_nccl", lambda tensor, group: True)
     simulate(nccl_branches, 4, sizes)
 
 
@@ -259,7 +259,7 @@ def results_of_late_work(sizes: tuple[int, ...]) -> None:
 def test_nccl_branches_with_late_work(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Streams: several collectives in flight, results only once they are waited for; the forms that NCCL is given."""
     late = LateCollectives()
-    monkeypatch.setattr(_collectives, "_is_nccl", lambda tensor, group: True)
+    monkeypatch.setattr(_collectives, "is_nccl", lambda tensor, group: True)
     monkeypatch.setattr(_collectives, "dist", late)
     for single in ("all_gather_single", "reduce_scatter_single"):
         monkeypatch.setattr(_collectives, single, late.late(single, getattr(_collectives, single)))

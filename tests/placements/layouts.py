@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.compat import spec_of
 from vescale.placements import InterleavedShard, RaggedShard, StridedRaggedShard, distribute_tensor, strict_placements
 
 Layout = tuple[tuple[int, ...], tuple[Placement, ...]]
@@ -101,6 +102,9 @@ def assert_same(actual: Any, expected: Any) -> None:
             assert_same(one, other)
     elif isinstance(expected, torch.Tensor):
         assert actual.shape == expected.shape and actual.dtype == expected.dtype, (actual, expected)
+        if isinstance(actual, DTensor):  # what the next op goes by
+            meta = spec_of(actual).tensor_meta
+            assert meta is not None and meta.shape == expected.shape and meta.dtype == expected.dtype, (meta, expected)
         torch.testing.assert_close(whole(actual), expected, equal_nan=True)
     elif isinstance(expected, float):
         assert abs(actual - expected) <= 1e-5 * max(1.0, abs(expected)), (actual, expected)

@@ -17,7 +17,15 @@ from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from vescale.placements import InterleavedShard, RaggedShard
 
-__all__ = ["coordinates", "held_dims", "local_indices", "local_shape", "local_tensor", "share_of_largest"]
+__all__ = [
+    "coordinates",
+    "held_dims",
+    "largest_dims",
+    "local_indices",
+    "local_shape",
+    "local_tensor",
+    "share_of_largest",
+]
 
 
 def chunks(items: list[int], count: int) -> list[list[int]]:
@@ -50,10 +58,16 @@ def held_dims(
     return held
 
 
+def largest_dims(shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int]) -> list[int]:
+    """For each dim the most indices that placements other than ragged ones leave to any coordinate."""
+    lengths = [list(map(len, held_dims(shape, placements, mesh_shape, c))) for c in coordinates(mesh_shape)]
+    return [max(column) for column in zip(*lengths)]
+
+
 def share_of_largest(
     placement: RaggedShard, largest: Sequence[int], inner_dims: Sequence[int], num_shares: int | None = None
 ) -> int:
-    """Elements of one share of the local tensor at coordinate 0, whose shape is ``largest``; 0 for an empty tensor."""
+    """Elements of one share of the largest local tensor, whose shape is ``largest``; 0 for an empty tensor."""
     numel = math.prod(largest)
     if numel == 0:
         return 0
@@ -86,7 +100,7 @@ def local_indices(
         return [flat for _, flat in everything]
     (axis,) = ragged
     placement = placements[axis]
-    largest = [len(indices) for indices in held_dims(shape, placements, mesh_shape, [0] * len(mesh_shape))]
+    largest = largest_dims(shape, placements, mesh_shape)
     inner_dims = [p.dim for p in placements if isinstance(p, Shard | _StridedShard | InterleavedShard) and p.dim > 0]
     share = share_of_largest(placement, largest, inner_dims)
     if share == 0:

@@ -11,10 +11,10 @@ from typing import Any
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
-from tests.placements.oracle import held_dims
+from tests.placements.oracle import largest_dims
 from vescale.placements import InterleavedShard, RaggedShard, StridedRaggedShard
 
-__all__ = ["Spec", "draw_mesh_shape", "draw_placements", "draw_shape", "draw_spec", "draw_units"]
+__all__ = ["Spec", "draw_mesh_shape", "draw_placements", "draw_ragged", "draw_shape", "draw_spec", "draw_units"]
 
 SIZES = (0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12)
 MESHES = ((1,), (2,), (3,), (4,), (8,), (2, 2), (2, 3), (4, 2), (1, 4), (2, 4), (2, 2, 2), (2, 1, 3), (1, 2, 4), (8, 1))
@@ -60,7 +60,7 @@ def draw_ragged(
     rng: random.Random, shape: Sequence[int], others: Sequence[Any], mesh_shape: Sequence[int], axis: int
 ) -> RaggedShard:
     """A ragged placement for ``axis`` that fits what ``others`` (Replicate on ``axis``) leave."""
-    largest = [len(indices) for indices in held_dims(shape, others, mesh_shape, [0] * len(mesh_shape))]
+    largest = largest_dims(shape, others, mesh_shape)
     inner_dims = [dim for p in others if (dim := getattr(p, "dim", 0)) > 0]
     uncut = math.prod(largest[min(inner_dims) :]) if inner_dims else 1
     numel = math.prod(largest)

@@ -358,6 +358,16 @@ def mixed_entry_points() -> None:
         plain.redistribute(placements=[Shard(1)])
     assert ledger.count() == 0, "stock redistribution is PyTorch's own"
     assert oracle.local_shape((8, 3), (UNEVEN,), (4,), (1,)) == (0,)
+    for placement in (Shard(0), UNEVEN):  # placements from a generator can be looked at once
+        made = torch.distributed.tensor.distribute_tensor(whole, mesh, (p for p in [placement]))
+        again = DTensor.from_local(local(made), mesh, (p for p in [placement]), shape=(8, 3), stride=(3, 1))
+        with_gradient = DTensor.from_local(
+            local(made), mesh, [placement], shape=(8, 3), stride=(3, 1), grad_placements=(p for p in [placement])
+        )
+        for result in (made, again, with_gradient):
+            assert result.placements == (placement,) and torch.equal(result.full_tensor(), whole)
+            moved = result.redistribute(placements=(p for p in [Replicate()]))
+            assert moved.placements == (Replicate(),) and torch.equal(local(moved), whole)
 
 
 def test_entry_points(ranks: RankPools) -> None:

@@ -535,6 +535,27 @@ def on_rank_arguments() -> None:
             with strict_placements():
                 assert_same(torch.ones_like(x, dtype=dtype), torch.ones_like(full, dtype=dtype))
                 assert_same(x.sum(dtype=dtype), full.sum(dtype=dtype))
+        for low in (1, 1.5, 1):
+            with strict_placements():
+                assert_same(torch.clamp(x, min=low), torch.clamp(full, min=low))
+                assert_same(torch.sub(x, low), torch.sub(full, low))
+                assert_same(torch._foreach_add([x], low)[0], full + low)
+        floats, whole = place(data(), layout), data()
+        for dtype in (torch.float64, torch.int32, None, torch.float64):
+            with strict_placements():
+                assert_same(torch.zeros_like(floats, dtype=dtype), torch.zeros_like(whole, dtype=dtype))
+                assert_same(floats.sum(dtype=dtype), whole.sum(dtype=dtype))
+                assert_same(floats.new_zeros(3, 2, dtype=dtype), whole.new_zeros(3, 2, dtype=dtype))
+        for factor in (1, 2.5, 1):
+            with strict_placements():
+                assert_same(torch.add(floats, floats, alpha=factor), torch.add(whole, whole, alpha=factor))
+                assert_same(torch.clamp(floats, min=factor), torch.clamp(whole, min=factor))
+    whole = torch.arange(96.0).reshape(4, 2, 3, 4)
+    images = place(whole, ((2,), (InterleavedShard(0, 2),)))
+    for order in (torch.preserve_format, torch.channels_last, torch.preserve_format):
+        with strict_placements():
+            made = torch.zeros_like(images, memory_format=order)
+        assert made.stride() == torch.zeros_like(whole, memory_format=order).stride()
 
 
 def test_arguments_that_decide_a_dtype(ranks: RankPools) -> None:

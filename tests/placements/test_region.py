@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.placements import oracle
-from tests.placements.specs import Spec, draw_spec, draw_units
+from tests.placements.specs import Spec, draw_ragged, draw_spec, draw_units
 from vescale.placements import (
     InterleavedShard,
     RaggedShard,
@@ -126,6 +126,35 @@ def test_many_ranks_on_three_axes() -> None:
         for box in local_region(shape, placements, mesh_shape, coordinate).boxes:
             covered[tuple(slice(o, o + n) for o, n in zip(box.offset, box.sizes))] += 1
     assert bool((covered == 1).all())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_element_is_held(seed: int) -> None:
+    """Also where pieces are cut from parts of unequal length, so that the first coordinate does not hold the most."""
+    rng = random.Random(seed)
+    cuts = [
+        Shard(0),
+        Shard(0),
+        InterleavedShard(0, 4),
+        InterleavedShard(0, 2),
+        _StridedShard(0, split_factor=3),
+        Shard(1),
+    ]
+    for _ in range(150):
+        mesh_shape = tuple(rng.choice((2, 2, 3)) for _ in range(rng.choice((2, 3, 3))))
+        shape = (rng.randint(1, 30), rng.randint(1, 3))
+        placements: list[Any] = [rng.choice(cuts) for _ in mesh_shape]
+        axis = rng.randrange(len(mesh_shape))
+        placements[axis] = Replicate()
+        placements[axis] = draw_ragged(rng, shape, placements, mesh_shape, axis)
+        placements = list(normalize_placements(placements, shape, mesh_shape))
+        held: list[int] = []
+        for coordinate in oracle.coordinates(mesh_shape):
+            expected = oracle.local_indices(shape, placements, mesh_shape, coordinate)
+            region = local_region(shape, placements, mesh_shape, coordinate)
+            assert [i for start, length in region.runs() for i in range(start, start + length)] == expected
+            held += expected
+        assert sorted(held) == list(range(math.prod(shape))), (shape, placements, mesh_shape)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])

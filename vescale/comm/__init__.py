@@ -1,7 +1,7 @@
 """Variable-size collectives, process groups over mesh axes, and the communication ledger."""
 
 from vescale.comm._buckets import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes, bucket_limits, plan_buckets
-from vescale.comm._collectives import MAX_PADDING, Pending, all_gather_v, all_reduce, all_to_all_v, reduce_scatter_v
+from vescale.comm._collectives import MAX_PADDING, all_gather_v, all_reduce, all_to_all_v, reduce_scatter_v
 from vescale.comm._consensus import Consensus, ConsensusError
 from vescale.comm._cost import (
     Link,
@@ -16,6 +16,7 @@ from vescale.comm._cost import (
 from vescale.comm._flat import all_gather_into, all_reduce_, reduce_scatter_into
 from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
 from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms
+from vescale.comm._pending import Pending
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",

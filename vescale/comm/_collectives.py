@@ -23,74 +23,19 @@ backend. Local reductions add in rank order, half precision in float32, so that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from vescale.comm._ledger import record
+from vescale.comm._pending import GLOO_REDUCES, REDUCE_OPS, Pending, as_bytes, is_nccl, reduce_rows
 from vescale.compat import all_gather_single, is_traced, reduce_scatter_single, traced_all_to_all
 
-__all__ = ["MAX_PADDING", "Pending", "all_gather_v", "all_reduce", "all_to_all_v", "reduce_scatter_v"]
+__all__ = ["MAX_PADDING", "all_gather_v", "all_reduce", "all_to_all_v", "reduce_scatter_v"]
 
 # A padded all-gather may move at most this share of its payload as padding.
 MAX_PADDING = 0.25
-
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,  # only NCCL's; gloo has none, so it sums and divides
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-
-
-class Pending:
-    """A collective in flight. ``out`` is the tensor that holds the result once ``wait()`` has returned it.
-
-    ``finish`` is the local step that follows the collective (a reduction, a copy out of padding); it writes ``out``.
-    """
-
-    def __init__(self, out: torch.Tensor, works: Sequence[Any] = (), finish: Callable[[], Any] | None = None) -> None:
-        self.out = out
-        self._works = works
-        self._finish = finish
-
-    def wait(self) -> torch.Tensor:
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        if self._finish is not None:
-            self._finish()
-        self._works, self._finish = (), None
-        return self.out
-
-    def is_completed(self) -> bool:
-        """Whether ``wait()`` would return without waiting for another rank."""
-        return all(work is None or work.is_completed() for work in self._works)
-
-    def reshaped(self, out: torch.Tensor) -> Pending:
-        """The same collective, whose result is seen through another view of its memory."""
-        return Pending(out, [self])
-
-
-# What gloo's own all_reduce takes, without the half precisions, which it would add up in half precision.
-_GLOO_REDUCES = frozenset(
-    {torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64}
-)
-
-
-def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous flat tensor."""
-    assert flat.is_contiguous(), "a tensor with gaps would be read, or written, beside its elements"
-    # The stride of a contiguous tensor with fewer than two elements is arbitrary, but view() wants 1.
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
-
-
-def _is_nccl(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the group moves this tensor by NCCL; a group may have one backend for each device type."""
-    return tensor.is_cuda and dist.Backend.NCCL in dist.get_backend_config(group)
 
 
 def all_to_all_v(
@@ -127,8 +72,8 @@ def _exchange(
         received = traced_all_to_all(send.view(torch.uint8), sent, [n * size for n in receive_sizes], group)
         return Pending(out.copy_(received.view(send.dtype)))
     work = dist.all_to_all_single(
-        _bytes(out),
-        _bytes(send),
+        as_bytes(out),
+        as_bytes(send),
         [n * size for n in receive_sizes],
         [n * size for n in send_sizes],
         group=group,
@@ -160,25 +105,25 @@ def all_gather_v(
         return _exchange(local.repeat(num_ranks), [local.numel()] * num_ranks, sizes, group, out)
     if num_ranks * largest == total:
         record("all_gather_v", num_ranks, payload, asker=asker, group=group)
-        return Pending(out, [all_gather_single(_bytes(out), _bytes(local), group=group, async_op=True)])
+        return Pending(out, [all_gather_single(as_bytes(out), as_bytes(local), group=group, async_op=True)])
     if num_ranks * largest <= (1 + MAX_PADDING) * total:
         padding = (num_ranks * largest - total - (largest - sizes[rank])) * size
         record("all_gather_v", num_ranks, payload + padding, padding_bytes=padding, asker=asker, group=group)
         padded = local.new_zeros(largest)
         padded[: local.numel()] = local
         wide = local.new_empty(num_ranks * largest)
-        work = all_gather_single(_bytes(wide), _bytes(padded), group=group, async_op=True)
+        work = all_gather_single(as_bytes(wide), as_bytes(padded), group=group, async_op=True)
         pieces = [wide[i * largest : i * largest + n] for i, n in enumerate(sizes)]
         return Pending(out, [work], lambda: torch.cat(pieces, out=out))
     record("all_gather_v", num_ranks, payload, asker=asker, group=group)
     slots = list(out.split(list(sizes)))
-    if _is_nccl(local, group):
-        work = dist.all_gather([_bytes(slot) for slot in slots], _bytes(local), group=group, async_op=True)
+    if is_nccl(local, group):
+        work = dist.all_gather([as_bytes(slot) for slot in slots], as_bytes(local), group=group, async_op=True)
         return Pending(out, [work])
     slots[rank].copy_(local)
     owners = [i for i, n in enumerate(sizes) if n]
     if len(owners) <= 2:
-        works = [dist.broadcast(_bytes(slots[i]), group=group, group_src=i, async_op=True) for i in owners]
+        works = [dist.broadcast(as_bytes(slots[i]), group=group, group_src=i, async_op=True) for i in owners]
         return Pending(out, works)
     return _exchange(local.repeat(num_ranks), [local.numel()] * num_ranks, sizes, group, out)
 
@@ -201,43 +146,17 @@ def reduce_scatter_v(
     if sum(sizes) == 0:
         return Pending(out)
     record("reduce_scatter_v", num_ranks, (sum(sizes) - sizes[rank]) * send.element_size(), asker=asker, group=group)
-    if _is_nccl(send, group) and not is_traced(send):
+    if is_nccl(send, group) and not is_traced(send):
         if len(set(sizes)) == 1:
-            work = reduce_scatter_single(out, send, op=_OPS[op], group=group, async_op=True)
+            work = reduce_scatter_single(out, send, op=REDUCE_OPS[op], group=group, async_op=True)
         else:
-            work = dist.reduce_scatter(out, list(send.split(list(sizes))), op=_OPS[op], group=group, async_op=True)
+            work = dist.reduce_scatter(
+                out, list(send.split(list(sizes))), op=REDUCE_OPS[op], group=group, async_op=True
+            )
         return Pending(out, [work])
     own = sizes[rank]
     pending = _exchange(send, sizes, [own] * num_ranks, group, send.new_empty(num_ranks * own))
-    return Pending(out, [pending], lambda: _reduce_rows(pending.out.view(num_ranks, own), op, out))
-
-
-_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-}
-
-
-def _reduce_rows(rows: torch.Tensor, op: str, out: torch.Tensor) -> None:
-    """Reduce dim 0 one row after the other into ``out``, in float32 for half precision."""
-    combine = _COMBINE[op]
-    if rows.dtype in (torch.float16, torch.bfloat16):
-        result = rows[0].float()
-        for row in rows[1:]:
-            combine(result, row, out=result)
-    elif len(rows) == 1:
-        result = out.copy_(rows[0])
-    else:
-        result = combine(rows[0], rows[1], out=out)
-        for row in rows[2:]:
-            combine(result, row, out=result)
-    if op == "avg":
-        result.div_(len(rows))
-    if result is not out:
-        out.copy_(result)
+    return Pending(out, [pending], lambda: reduce_rows(pending.out.view(num_ranks, own), op, out))
 
 
 def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker: str = "") -> Pending:
@@ -245,7 +164,7 @@ def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker:
     num_ranks = dist.get_world_size(group)
     if local.numel() == 0:
         return Pending(torch.empty_like(local, memory_format=torch.contiguous_format))
-    if is_traced(local) or (local.dtype not in _GLOO_REDUCES and not _is_nccl(local, group)):
+    if is_traced(local) or (local.dtype not in GLOO_REDUCES and not is_nccl(local, group)):
         base, extra = divmod(local.numel(), num_ranks)
         sizes = [base + (rank < extra) for rank in range(num_ranks)]
         piece = reduce_scatter_v(local.reshape(-1), sizes, op, group, asker=asker).wait()
@@ -254,6 +173,6 @@ def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker:
     moved = math.ceil(2 * (num_ranks - 1) / num_ranks * local.numel() * local.element_size())
     record("all_reduce", num_ranks, moved, asker=asker, group=group)
     out = local.clone(memory_format=torch.contiguous_format)
-    divide = op == "avg" and not _is_nccl(local, group)
-    work = dist.all_reduce(out, op=_OPS["sum" if divide else op], group=group, async_op=True)
+    divide = op == "avg" and not is_nccl(local, group)
+    work = dist.all_reduce(out, op=REDUCE_OPS["sum" if divide else op], group=group, async_op=True)
     return Pending(out, [work], (lambda: out.div_(num_ranks)) if divide else None)

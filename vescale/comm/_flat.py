@@ -16,8 +16,17 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from vescale.comm._collectives import _GLOO_REDUCES, _OPS, Pending, _bytes, _is_nccl, _reduce_rows
 from vescale.comm._ledger import record
+from vescale.comm._pending import (
+    GLOO_REDUCES,
+    REDUCE_OPS,
+    Pending,
+    as_bytes,
+    is_gloo,
+    is_nccl,
+    moves_nothing,
+    reduce_rows,
+)
 from vescale.compat import all_gather_single, reduce_scatter_single
 
 __all__ = ["all_gather_into", "all_reduce_", "reduce_scatter_into"]
@@ -25,10 +34,6 @@ __all__ = ["all_gather_into", "all_reduce_", "reduce_scatter_into"]
 _FEW_RANKS = 8
 """Up to here an all-gather is a broadcast from each rank: 0.65 of the CPU time of gloo's own with 4 ranks; with 2 ranks 0.7
 at 1 KB and 8 MB, and 1.3 at 128 KB and 1 MB."""
-
-
-def _is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    return tensor.device.type == "cpu" and dist.Backend.GLOO in dist.get_backend_config(group)
 
 
 def all_gather_into(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup, *, asker: str = "") -> Pending:
@@ -41,9 +46,9 @@ def all_gather_into(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessG
     num_ranks = group.size()
     moved = (num_ranks - 1) * piece.numel() * piece.element_size()
     record("all_gather_v", num_ranks, moved, asker=asker, group=group)
-    if num_ranks <= _FEW_RANKS and _is_gloo(out, group):
+    if num_ranks <= _FEW_RANKS and is_gloo(out, group):
         return _all_gather_by_broadcasts(out, piece, group)
-    return Pending(out, [all_gather_single(_bytes(out), _bytes(piece), group=group, async_op=True)])
+    return Pending(out, [all_gather_single(as_bytes(out), as_bytes(piece), group=group, async_op=True)])
 
 
 def _all_gather_by_broadcasts(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Pending:
@@ -53,7 +58,7 @@ def _all_gather_by_broadcasts(out: torch.Tensor, piece: torch.Tensor, group: dis
         if own.data_ptr() != piece.data_ptr():
             own.copy_(piece)
         works = [
-            dist.broadcast(_bytes(slot), group=group, group_src=source, async_op=True)
+            dist.broadcast(as_bytes(slot), group=group, group_src=source, async_op=True)
             for source, slot in enumerate(slots)
         ]
     return Pending(out, works)
@@ -71,11 +76,11 @@ def reduce_scatter_into(
     num_ranks = group.size()
     moved = (num_ranks - 1) * out.numel() * out.element_size()
     record("reduce_scatter_v", num_ranks, moved, asker=asker, group=group)
-    if _is_nccl(send, group) or dist.get_backend(group) == "fake":  # a fake group moves nothing: measure the rest alone
-        return Pending(out, [reduce_scatter_single(out, send, op=_OPS[op], group=group, async_op=True)])
+    if is_nccl(send, group) or moves_nothing(group):
+        return Pending(out, [reduce_scatter_single(out, send, op=REDUCE_OPS[op], group=group, async_op=True)])
     received = torch.empty_like(send)
-    work = dist.all_to_all_single(_bytes(received), _bytes(send), group=group, async_op=True)
-    return Pending(out, [work], lambda: _reduce_rows(received.view(num_ranks, -1), op, out))
+    work = dist.all_to_all_single(as_bytes(received), as_bytes(send), group=group, async_op=True)
+    return Pending(out, [work], lambda: reduce_rows(received.view(num_ranks, -1), op, out))
 
 
 def all_reduce_(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker: str = "") -> Pending:
@@ -83,13 +88,13 @@ def all_reduce_(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, *, aske
     if tensor.numel() == 0:
         return Pending(tensor)
     num_ranks = group.size()
-    on_nccl = _is_nccl(tensor, group)
-    if tensor.dtype not in _GLOO_REDUCES and not on_nccl:
+    on_nccl = is_nccl(tensor, group)
+    if tensor.dtype not in GLOO_REDUCES and not on_nccl:
         return _reduce_and_gather(tensor, op, group, asker)
     moved = math.ceil(2 * (num_ranks - 1) / num_ranks * tensor.numel() * tensor.element_size())
     record("all_reduce", num_ranks, moved, asker=asker, group=group)
     divide = op == "avg" and not on_nccl
-    work = dist.all_reduce(tensor, op=_OPS["sum" if divide else op], group=group, async_op=True)
+    work = dist.all_reduce(tensor, op=REDUCE_OPS["sum" if divide else op], group=group, async_op=True)
     return Pending(tensor, [work], (lambda: tensor.div_(num_ranks)) if divide else None)
 
 

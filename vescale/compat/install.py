@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -32,14 +32,15 @@ __all__ = ["DTensorHooks", "install", "stock"]
 class DTensorHooks:
     """What runs instead of stock DTensor once a custom placement is involved.
 
-    ``has_custom(placements)`` decides; the others have the signatures of what they replace (``set_item`` gets the original
-    first), except
+    ``has_custom(placements)`` decides: whether the type of one is in ``custom_types``, a set that may grow. The others have
+    the signatures of what they replace (``set_item`` gets the original first), except
     ``local_gradient(grad, spec, grad_placements)``, the DTensor that ``to_local``'s backward gives for the gradient of the
     local tensor of a DTensor with ``spec``, and ``run_op(op, args, kwargs, schema)``, which runs an op or gives the
     sharding decision that the dispatcher caches.
     """
 
     has_custom: Callable[..., bool]
+    custom_types: Set[type]
     redistribute: Callable[..., Any]
     redistribute_local: Callable[..., Any]
     local_gradient: Callable[..., Any]
@@ -87,11 +88,18 @@ def install(hooks: DTensorHooks) -> None:
         wrap_dispatch(hooks.has_custom, hooks.run_op)
 
 
+def _again(placements: Any) -> Any:
+    """Placements that can be looked at and passed on, also when they come from a generator, as stock entry points allow."""
+    return placements if placements is None or isinstance(placements, list | tuple) else tuple(placements)
+
+
 def _wrap_methods(hooks: DTensorHooks) -> None:
-    has_custom, stock_redistribute, stock_from_local = hooks.has_custom, _STOCK.redistribute, _STOCK.from_local
+    stock_redistribute, stock_from_local = _STOCK.redistribute, _STOCK.from_local
+    has_custom, custom_types = hooks.has_custom, hooks.custom_types
 
     @functools.wraps(_STOCK.redistribute)
     def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        placements = _again(placements)
         if placements is None or not (has_custom(self._spec.placements) or has_custom(placements)):
             return stock_redistribute(self, device_mesh, placements, **options)
         return hooks.redistribute(self, device_mesh, placements, **options)
@@ -104,9 +112,14 @@ def _wrap_methods(hooks: DTensorHooks) -> None:
 
     @functools.wraps(_STOCK.from_local)
     def from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
-        if not options and placements is not None and not has_custom(placements):  # most calls; the rest costs more
-            return stock_from_local(local_tensor, device_mesh, placements)
-        gradient = options.get("grad_placements")
+        if not options and type(placements) is list:  # most calls; the loop is has_custom, whose call would show
+            for placement in placements:
+                if type(placement) in custom_types:
+                    break
+            else:
+                return stock_from_local(local_tensor, device_mesh, placements)
+        placements = _again(placements)
+        gradient = options["grad_placements"] = _again(options.get("grad_placements"))
         if not ((placements and has_custom(placements)) or (gradient and has_custom(gradient))):
             return stock_from_local(local_tensor, device_mesh, placements, **options)
         return hooks.from_local(local_tensor, device_mesh, placements, **options)
@@ -160,6 +173,7 @@ def _wrap_distribute_tensor(hooks: DTensorHooks) -> None:
 
     @functools.wraps(original)
     def distribute_tensor(tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        placements = _again(placements)
         if not placements or not hooks.has_custom(placements):
             return original(tensor, device_mesh, placements, **options)
         return hooks.distribute_tensor(tensor, device_mesh, placements, **options)

@@ -15,7 +15,13 @@ from vescale.comm import asking
 from vescale.compat import DTensorSpec, StridedShard, concatenate_meshes, local_of, make_dtensor, make_spec, spec_of
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._summands import summands
-from vescale.placements import RaggedShard, StridedRaggedShard, local_region, move_local, shard_dim
+from vescale.placements import (
+    RaggedShard,
+    StridedRaggedShard,
+    largest_shape,
+    move_local,
+    shard_dim,
+)
 from vescale.rng import is_deferred
 
 __all__ = ["ManagedParameter", "Slot", "find_slots"]
@@ -104,13 +110,13 @@ class ManagedParameter:
 
     def _largest_local_shape(self) -> tuple[int, ...]:
         mesh_shape = tuple(self._mesh.shape)
-        largest = local_region(self.global_shape, self._others, mesh_shape, (0,) * len(mesh_shape)).shape
+        largest = largest_shape(tuple(self.global_shape), tuple(self._others), mesh_shape)
         if largest[1:] != self.shape[1:]:
             raise NotImplementedError(
                 f"parameter {self.name!r} of shape {self.global_shape} is placed as {tuple(self._others)}, which leaves "
-                f"{self.shape} to this rank and {largest} to the first; fully_shard needs inner dims that are cut evenly"
+                f"{self.shape} to this rank and {largest} to another; fully_shard needs inner dims that are cut evenly"
             )
-        return tuple(largest)
+        return largest
 
     def _granule(self, block: int | None) -> int:
         """Elements that stay together: the policy's block, grown so that no dim that another axis cuts is cut again."""

@@ -11,7 +11,7 @@ from vescale.placements._move import move_local
 from vescale.placements._normalize import normalize_placements
 from vescale.placements._ops import register_rule
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
-from vescale.placements._region import Box, Region, local_region
+from vescale.placements._region import Box, Region, largest_shape, local_region
 from vescale.placements._rules import Decision, OpCall
 from vescale.placements._serialization import allow_safe_load
 from vescale.placements._strict import PlacementFallbackError, PlacementFallbackWarning, strict_placements
@@ -34,6 +34,7 @@ __all__ = [
     "full_tensor",
     "has_custom",
     "install",
+    "largest_shape",
     "local_region",
     "move_local",
     "normalize_placements",

@@ -7,17 +7,17 @@ from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["CustomPlacement", "has_custom"]
+__all__ = ["CUSTOM_TYPES", "CustomPlacement", "has_custom"]
 
 # Placements are C++ objects, whose isinstance() costs five times a look into a set, and every wrapper of a stock entry
 # point asks.
-_CUSTOM_TYPES: set[type] = set()
+CUSTOM_TYPES: set[type] = set()
 
 
 def has_custom(placements: Iterable[Any]) -> bool:
     """Whether any axis has a placement that stock DTensor does not know."""
     for placement in placements:  # noqa: SIM110  # a generator costs more than the whole loop
-        if type(placement) in _CUSTOM_TYPES:
+        if type(placement) in CUSTOM_TYPES:
             return True
     return False
 
@@ -34,10 +34,11 @@ class CustomPlacement(Placement):
     """
 
     _fields: tuple[str, ...] = ()
+    _hash: int
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        _CUSTOM_TYPES.add(cls)
+        CUSTOM_TYPES.add(cls)
 
     def _freeze(self, *values: Any) -> None:
         # Without Placement.__init__ the C++ holder stays unset and is_shard() crashes the process.
@@ -57,10 +58,12 @@ class CustomPlacement(Placement):
         return tuple(getattr(self, name) for name in self._fields)
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._key() == other._key()
+        if self is other:
+            return True
+        return type(self) is type(other) and hash(self) == hash(other) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return int(self._hash)  # type: ignore[attr-defined]
+        return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._key()

@@ -19,11 +19,12 @@ def install() -> None:
     if _DONE:
         return
     from vescale.placements import _api, _checkpoint, _local, _ops
-    from vescale.placements._kinds import has_custom
+    from vescale.placements._custom import CUSTOM_TYPES, has_custom
 
     install_hooks(
         DTensorHooks(
             has_custom=has_custom,
+            custom_types=CUSTOM_TYPES,
             redistribute=_api.redistribute,
             redistribute_local=_api.redistribute_local,
             local_gradient=_local.local_gradient,

@@ -35,7 +35,7 @@ from vescale.placements._exchange import (
 )
 from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim
 from vescale.placements._ragged import RaggedShard
-from vescale.placements._region import local_region
+from vescale.placements._region import largest_shape
 
 __all__ = ["move_local"]
 
@@ -169,7 +169,7 @@ def _scattered(
         fits = all(shard_dim(later) != shard_dim(wanted) for later in source[axis + 1 :])
     if fits:
         return wanted
-    held = local_region(shape, source, mesh_shape, (0,) * len(mesh_shape)).shape
+    held = largest_shape(tuple(shape), tuple(source), mesh_shape)
     inner = [dim for p in others if (dim := shard_dim(p)) is not None and dim > 0]
     return RaggedShard().resolve(held, mesh_shape[axis], inner)
 

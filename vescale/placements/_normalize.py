@@ -12,7 +12,7 @@ from vescale.compat import StridedShard
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._kinds import ragged_axis, shard_dim
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
-from vescale.placements._region import local_region
+from vescale.placements._region import largest_shape, local_region
 
 __all__ = ["normalize_placements"]
 
@@ -75,7 +75,7 @@ def _resolve_ragged(
     assert isinstance(placement, RaggedShard)
     others: list[Placement] = [p for a, p in enumerate(placements) if a != axis]
     other_sizes = tuple(n for a, n in enumerate(mesh_shape) if a != axis)
-    held = local_region(shape, others, other_sizes, (0,) * len(others)).shape
+    held = largest_shape(shape, tuple(others), other_sizes)
     inner_dims = [dim for p in others if (dim := shard_dim(p)) is not None and dim > 0]
     num_pieces = 1
     for later in range(axis + 1, len(placements)):

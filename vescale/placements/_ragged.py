@@ -32,7 +32,7 @@ class RaggedShard(CustomPlacement):
     Shares are never cut. Shapes are those of the tensor that the other axes leave. Where another axis shards an inner
     dim (``Shard(dim > 0)``), a block grows to the least common multiple that never cuts into that dim, and units whose
     shares would cut into it are refused. Where the other axes leave unequal local tensors, shares are those of the
-    largest (coordinate 0), and shorter local tensors are filled from the first rank on.
+    largest, and shorter local tensors are filled from the first rank on.
 
     Args:
         dims: the leading dims that are flattened and divided, ``(0, 1, ..., k)``.
@@ -98,7 +98,7 @@ class RaggedShard(CustomPlacement):
     ) -> tuple[int, int]:
         """``(begin, end)`` elements that rank ``index`` owns of the flattening of a local tensor of ``shape``.
 
-        ``largest_shape`` is the local shape at coordinate 0 of the other axes; it defines the shares.
+        ``largest_shape`` is the largest local shape at any coordinate of the other axes; it defines the shares.
         """
         if self.local_units is None:
             return self.resolve(largest_shape, num_ranks, inner_dims).run(

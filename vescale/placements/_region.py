@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim, split_factor
 from vescale.placements._ragged import RaggedShard
 
-__all__ = ["Box", "Interval", "Region", "local_region", "same_regions"]
+__all__ = ["Box", "Interval", "Region", "largest_shape", "local_region", "same_regions"]
 
 Interval = tuple[int, int]
 
@@ -214,10 +214,33 @@ def _local_region(
         return product
     placement = placements[axis]
     assert isinstance(placement, RaggedShard)
-    largest = _shard_product(global_shape, placements, mesh_shape, (0,) * len(mesh_shape))
+    largest = largest_shape(global_shape, placements, mesh_shape)
     inner_dims = [dim for p in placements if (dim := shard_dim(p)) is not None and dim > 0]
-    flat = placement.run(product.shape, largest.shape, mesh_shape[axis], coordinate[axis], inner_dims)
+    flat = placement.run(product.shape, largest, mesh_shape[axis], coordinate[axis], inner_dims)
     return Region(global_shape, product.intervals, flat)
+
+
+@functools.lru_cache(maxsize=4096)
+def largest_shape(
+    global_shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    """For each dim the most indices that the shard-like placements leave to any coordinate: what ragged shares count in.
+
+    Some coordinate holds the most of all dims at once. It is the first, unless pieces (of interleaved and strided
+    placements) are cut from parts of unequal length: of 5 rows in 4 pieces the first of two ranks has 3, of 4 rows all 4.
+    """
+    origin = (0,) * len(mesh_shape)
+    shape = list(_shard_product(global_shape, placements, mesh_shape, origin).shape)
+    for dim in range(len(shape)):
+        axes = [axis for axis, placement in enumerate(placements) if shard_dim(placement) == dim]
+        if all(split_factor(placements[axis]) == 1 for axis in axes[1:]):
+            continue
+        for indices in itertools.product(*(range(mesh_shape[axis]) for axis in axes)):
+            along = dict(zip(axes, indices))
+            coordinate = tuple(along.get(axis, 0) for axis in range(len(mesh_shape)))
+            held = _shard_product(global_shape, placements, mesh_shape, coordinate).shape
+            shape[dim] = max(shape[dim], held[dim])
+    return tuple(shape)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,104 @@
+"""What all collectives have in common: a result that is waited for, memory as bytes, operations, who moves a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["GLOO_REDUCES", "REDUCE_OPS", "Pending", "as_bytes", "is_gloo", "is_nccl", "moves_nothing", "reduce_rows"]
+
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,  # only NCCL's; gloo has none, so it sums and divides
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class Pending:
+    """A collective in flight. ``out`` is the tensor that holds the result once ``wait()`` has returned it.
+
+    ``finish`` is the local step that follows the collective (a reduction, a copy out of padding); it writes ``out``.
+    """
+
+    def __init__(self, out: torch.Tensor, works: Sequence[Any] = (), finish: Callable[[], Any] | None = None) -> None:
+        self.out = out
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> torch.Tensor:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish = (), None
+        return self.out
+
+    def is_completed(self) -> bool:
+        """Whether ``wait()`` would return without waiting for another rank."""
+        return all(work is None or work.is_completed() for work in self._works)
+
+    def reshaped(self, out: torch.Tensor) -> Pending:
+        """The same collective, whose result is seen through another view of its memory."""
+        return Pending(out, [self])
+
+
+# What gloo's own all_reduce takes, without the half precisions, which it would add up in half precision.
+GLOO_REDUCES = frozenset(
+    {torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64}
+)
+
+
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous flat tensor."""
+    assert flat.is_contiguous(), "a tensor with gaps would be read, or written, beside its elements"
+    # The stride of a contiguous tensor with fewer than two elements is arbitrary, but view() wants 1.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def is_nccl(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the group moves this tensor by NCCL; a group may have one backend for each device type."""
+    return tensor.is_cuda and dist.Backend.NCCL in dist.get_backend_config(group)
+
+
+def is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the group moves this tensor, on a CPU, by gloo."""
+    return tensor.device.type == "cpu" and dist.Backend.GLOO in dist.get_backend_config(group)
+
+
+def moves_nothing(group: dist.ProcessGroup) -> bool:
+    """Whether the group only pretends to communicate: benchmarks measure the rest alone."""
+    return bool(dist.get_backend(group) == "fake")
+
+
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+
+
+def reduce_rows(rows: torch.Tensor, op: str, out: torch.Tensor) -> None:
+    """Reduce dim 0 one row after the other into ``out``, in float32 for half precision."""
+    combine = _COMBINE[op]
+    if rows.dtype in (torch.float16, torch.bfloat16):
+        result = rows[0].float()
+        for row in rows[1:]:
+            combine(result, row, out=result)
+    elif len(rows) == 1:
+        result = out.copy_(rows[0])
+    else:
+        result = combine(rows[0], rows[1], out=out)
+        for row in rows[2:]:
+            combine(result, row, out=result)
+    if op == "avg":
+        result.div_(len(rows))
+    if result is not out:
+        out.copy_(result)
