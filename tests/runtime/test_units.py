@@ -521,6 +521,19 @@ def looked_at() -> None:
         exact(same_steps(reference, model, step))
 
 
+def stale() -> None:
+    """A forward whose backward never comes leaves units gathered; what the optimizer's step makes old is not used."""
+    for number in (1, 2, 3):
+        reference, model = pair({"dp": 4}, lambda s, number=number: zero_plan(s, number))
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (reference, model)]
+        for m, optimizer in zip((reference, model), optimizers, strict=True):
+            m.eval()
+            one_loss(m, 0)
+            m(batch(1)[0])
+            optimizer.step()
+        torch.testing.assert_close(whole(model(batch(2)[0])), reference(batch(2)[0]), rtol=1e-12, atol=1e-14)
+
+
 def evaluated() -> None:
     """Forwards without gradients between steps, a backward of a part, and one that never comes."""
     reference, model = pair({"dp": 4})
@@ -577,7 +590,7 @@ def broken_off() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [broken_off, looked_at, clipped, not_cut, mixed_arrivals, penalty, frozen, unused, several_calls, evaluated],
+    [broken_off, looked_at, stale, clipped, not_cut, mixed_arrivals, penalty, frozen, unused, several_calls, evaluated],
     ids=lambda f: f.__name__,
 )
 def test_training(ranks: RankPools, case: Callable[[], None]) -> None:
