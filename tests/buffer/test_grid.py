@@ -6,7 +6,6 @@ import pytest
 
 from tests.buffer import grid, oracle
 from tests.buffer.grid import Case
-from tests.buffer.test_planner import native
 from vescale.buffer import plan_layout
 from vescale.buffer._group import plan_group
 
@@ -38,7 +37,7 @@ def test_paper_order(name: str) -> None:
             assert planned(case, order="default").shard_size == RECORDED[case].paper, case
 
 
-@native
+@pytest.mark.helper("planner")
 @pytest.mark.parametrize("name", grid.LISTS)
 def test_all_orders(name: str) -> None:
     for case in grid.CASES:

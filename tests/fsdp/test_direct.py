@@ -15,7 +15,7 @@ from tests.fsdp.compare import by_block, data, full, mesh_of
 from tests.fsdp.copies import engine_copies
 from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools, run_cases
-from vescale.fsdp import fully_shard
+from vescale.fsdp import FSDPModule, fully_shard
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 BF16_SUMMED_WIDE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -95,6 +95,30 @@ def autocast() -> None:
     same_gradients(models, "autocast")
 
 
+def second_derivatives() -> None:
+    """A penalty on the gradient of the inputs, which differentiates the backward; parameters have to stay for that."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3)])
+    models: list[Any] = [copy.deepcopy(plain), copy.deepcopy(plain)]
+    for model in models:
+        for block in model:
+            fully_shard(block, mesh=mesh_of(), reshard_after_forward=False)
+        fully_shard(model, mesh=mesh_of())
+        model.set_reshard_after_backward(False)
+    models[0].set_direct_linear_gradients()
+    x = data((4, 6), 0, 7).requires_grad_()
+    for model in (plain, *models):
+        y = model(x).square().sum()
+        (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+        (gradient.square().sum() + y).backward()
+    for model in models:
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(own.grad), expected.grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def nothing_is_copied() -> None:
     """P bytes of parameters: P are copied by default, the biases' alone with direct gradients."""
     for bias, direct in ((False, False), (False, True), (True, True)):
@@ -123,7 +147,7 @@ def nothing_is_copied() -> None:
 def run() -> int:
     count = run_cases(steps, [(name,) for name in CASES])
     count += run_cases(accumulated, [("plain",), ("every layer used twice",), ("bf16",)])
-    return count + run_cases(lambda case: case(), [(frozen,), (autocast,), (nothing_is_copied,)])
+    return count + run_cases(lambda case: case(), [(frozen,), (autocast,), (second_derivatives,), (nothing_is_copied,)])
 
 
 def test_direct_gradients(ranks: RankPools) -> None:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
 from tests.fsdp.compare import by_block, compare
@@ -19,6 +20,7 @@ from tests.fsdp.models import Block, Net, dense_loss, net_loss
 from tests.ranks import RankPools, run_cases
 from vescale.fsdp import CPUOffloadPolicy as OurCPUOffloadPolicy
 from vescale.fsdp import FSDPModule
+from vescale.fsdp import fully_shard as our_fully_shard
 
 assert OurCPUOffloadPolicy is CPUOffloadPolicy  # the same class: policies of a user's script are taken as they are
 
@@ -181,6 +183,37 @@ def cast_at_the_end(model: Any, fully_shard: Callable[..., Any], mesh: DeviceMes
     assert model.blocks[0].up.weight.dtype == torch.float32
 
 
+def blocks_of_rows(model: Any, fully_shard: Callable[..., Any], mesh: DeviceMesh) -> None:
+    """Two rows of a matrix, and three elements of a vector, stay on one rank."""
+
+    def policy(name: str, parameter: nn.Parameter) -> int:
+        return 2 * parameter.shape[1] if parameter.ndim == 2 else 3
+
+    ours = fully_shard is our_fully_shard
+    by_block(model, fully_shard, mesh, **({"orig_param_policy": policy} if ours else {}))
+    for name, parameter in model.named_parameters() if ours else ():
+        size = policy(name, parameter)
+        assert parameter.to_local().numel() % size == 0 or holds_the_end(parameter), name
+
+
+def holds_the_end(parameter: Any) -> bool:
+    """Whether this rank has the last element of a ragged parameter: only that piece may end inside of a block."""
+    units = parameter.placements[0].local_units
+    return not any(units[parameter.device_mesh.get_local_rank() + 1 :])
+
+
+def own_mesh_for_some(model: Any, fully_shard: Callable[..., Any], mesh: DeviceMesh) -> None:
+    """Some weights are sharded over two ranks and replicated over two; all others over four."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    info = HSDPMeshInfo(grid, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        return ShardPlacementResult(Shard(0), info) if parameter.ndim == 2 else None
+
+    by_block(model, fully_shard, mesh, shard_placement_fn=placement)
+    assert {parameter.device_mesh.ndim for parameter in model.blocks[0].parameters()} == {1, 2}
+
+
 class Case(NamedTuple):
     name: str
     arguments: dict[str, Any]
@@ -237,6 +270,8 @@ CASES = [
     case("Shard(0)", shard=options(shard_placement_fn=lambda p: Shard(0))),
     case("Shard(last) for matrices", functools.partial(Net, 8), shard=options(
         shard_placement_fn=lambda p: Shard(-1) if p.ndim == 2 and p.shape[-1] % 4 == 0 else None)),
+    case("a mesh of their own for some", shard=own_mesh_for_some),
+    case("blocks of rows", shard=blocks_of_rows),
     case("Shard(last), uneven", stock=False, shard=options(shard_placement_fn=lambda p: Shard(-1) if p.ndim else None)),
     case("mixed dtypes", mixed_dtypes, stock=False),
     case("LSTM", functools.partial(Net, block=lambda dim: Recurrent(dim))),

@@ -5,6 +5,7 @@ What needs a GPU is under the ``gpu`` mark at the end (and in benchmarks/gpu.py)
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import random
@@ -370,8 +371,48 @@ def test_the_gpu_benchmark_on_an_emulated_device() -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads(done.stdout)
-    assert report["wrong"] == {} and report["parts"] > 6_000
+    assert report["wrong"] == [] and report["parts"] > 6_000
     assert len(report["rows"]) > 80 and not any("unknown" in row["rule"] for row in report["rows"])
+
+
+@pytest.mark.helper("philox")
+def test_the_gpu_benchmark_tells_what_raised(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An op that raises stands in the table with the type and message, the others are compared, and the exit code is 1."""
+    path = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_gpu", path)
+    assert spec is not None and spec.loader is not None
+    script: Any = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, script)
+    spec.loader.exec_module(script)
+    values = EmulatedGpu._values
+
+    def failing(self: EmulatedGpu, op: RandomOp, *rest: Any) -> None:
+        if op.name == "cauchy_":
+            raise ArithmeticError("an injected failure")
+        values(self, op, *rest)
+
+    def no_clock(*_: Any) -> Any:
+        raise OSError("no clock")
+
+    few = [entry for entry in script.ops() if entry[0] in ("uniform", "cauchy")]
+    monkeypatch.setattr(script, "ops", lambda: few)
+    monkeypatch.setattr(script, "check_dtensors", lambda where: [])
+    monkeypatch.setattr(script, "_bandwidth", no_clock)
+    monkeypatch.setattr(EmulatedGpu, "_values", failing)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--emulate"])
+    assert script.main() == 1
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    for op, text in (("cauchy", "ArithmeticError: an injected failure"), ("bandwidth of uniform", "OSError: no clock")):
+        found = [row for row in rows if f"| {op} |" in row]
+        assert found and all(text in row for row in found)
+    right = [row for row in rows if "| uniform |" in row]
+    assert len(right) == 4 and all(row.endswith("| 0 |  |") for row in right)
+    rows_of_rank: list[str] = []
+    with script.recorded(rows_of_rank, " at rank 3"):
+        raise KeyError("x")
+    assert rows_of_rank == ["KeyError: 'x' at rank 3"]
 
 
 # --- on a GPU

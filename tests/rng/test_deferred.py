@@ -132,6 +132,21 @@ def test_parts_are_computed_without_the_whole(monkeypatch: pytest.MonkeyPatch) -
     assert wholes
 
 
+@pytest.mark.parametrize("std", [1.0, 0.02])
+def test_rejections_of_large_tensors(std: float) -> None:
+    """More elements than may be computed for a value that is asked for: no value of the model is, here."""
+
+    def build() -> nn.Module:
+        module = nn.Linear(1_100, 1_000, bias=False)
+        nn.init.trunc_normal_(module.weight, std=std)
+        return module
+
+    reference, module = built_twice(build)
+    part = part_values(view_of(module.weight), next_time(), local_region((1_000, 1_100), [Shard(1)], (7,), (3,)))
+    assert torch.equal(part, reference.weight.detach().chunk(7, 1)[3])
+    assert_same(reference, materialize(module))
+
+
 def test_overwritten_draws_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     _, module = built_twice(Unusual)
     filled: list[str] = []
@@ -354,6 +369,23 @@ def test_ops_after_the_constructor_are_recorded_too() -> None:
     finish(module)
     assert torch.equal(torch.get_rng_state(), state)
     assert_same(reference, materialize(module))
+
+
+def test_several_models_and_materialize_inside() -> None:
+    """Models made one after the other draw what they draw without deferring, whichever is materialized first."""
+    torch.manual_seed(6)
+    expected = [nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 2)]
+    torch.manual_seed(6)
+    with deferred_init():
+        first = nn.Linear(4, 5)
+    with deferred_init():
+        second = nn.Linear(5, 3)
+        third = materialize(nn.Linear(3, 2))
+        assert not is_deferred(third.weight) and is_deferred(second.weight) and is_deferred(torch.empty(1))
+    materialize(second)
+    materialize(first)
+    for reference, module in zip(expected, (first, second, third), strict=True):
+        assert_same(reference, module)
 
 
 def test_errors() -> None:

@@ -16,7 +16,8 @@ static unsigned long long blocks_made = 0;
 #include "philox.h"
 
 extern "C" __attribute__((visibility("default"))) void philox_fill(void* out, const void* parameter, const Plan* plan) {
-  for (u64 index = 0; index < plan->count; ++index) {
+  // The last unit first, so that no element is right only because a later unit mends it: on a device there is no order.
+  for (u64 index = plan->count; index-- > 0;) {
     if (plan->kind.narrow)
       fill_unit(out, parameter, *plan, plan->kind, (u32)index);
     else

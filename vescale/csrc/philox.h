@@ -253,7 +253,7 @@ DEVICE u64 value_of(
     }
     case kModulo: {
       if (wide) return integer_as((i64)(((u64)low << 32 | high) % (u64)plan.b) + plan.a, dtype);
-      return integer_as((i64)(u64)((u64)plan.b >> 32 ? low : low % (u32)plan.b) + plan.a, dtype);
+      return integer_as((i64)(low % (u32)plan.b) + plan.a, dtype);
     }
     default: return integer_as((i64)((u64)low << 32 | high), dtype);
   }

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from vescale.fsdp._bucket import GRADIENT_PLACE
 from vescale.fsdp._group import ParameterGroup
@@ -54,7 +53,6 @@ class _Linear(torch.autograd.Function):
         return nn.functional.linear(input, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         for_input = for_weight = for_bias = None
@@ -63,7 +61,8 @@ class _Linear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
             bucket, index = ctx.place
-            out = bucket.place_for(index, rows.dtype)
+            # With a graph of the backward itself (create_graph) the gradient must be an ordinary, differentiable result.
+            out = None if torch.is_grad_enabled() else bucket.place_for(index, rows.dtype)
             columns = input.reshape(-1, input.shape[-1])
             # Autograd keeps a gradient tensor that nobody else refers to, and adds into copies of others.
             for_weight = torch.mm(rows.t(), columns) if out is None else torch.mm(rows.t(), columns, out=out)

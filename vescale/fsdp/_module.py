@@ -171,7 +171,8 @@ class FSDPModule:
     def set_direct_linear_gradients(self, enable: bool = True, *, recurse: bool = True) -> None:
         """True: ``nn.Linear`` layers compute the gradient of their weight where the reduce-scatter takes it from, instead
         of copying it there. No effect where ``reduce_dtype`` is not the dtype of the computation, and on gradients that
-        are added to earlier ones (accumulation without sync, a layer used twice)."""
+        are added to earlier ones (accumulation without sync, a layer used twice), or differentiated (``create_graph``;
+        that needs ``set_reshard_after_backward(False)``, with and without this)."""
         for group in self._groups(recurse):
             use_direct_gradients(group, enable)
 

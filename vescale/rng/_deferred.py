@@ -308,7 +308,8 @@ def record_initializer(
     """Record an elementwise initializer as one op, and move the generator as it would (the time of one device)."""
     generator = default_generator(tensor.device) if generator is None else generator
     view, state = view_of(tensor), saved_state(generator)
-    replay_draws(function, arguments, view.shape, view.strides, view.dtype, generator)
+    with without_modes():  # its scratch tensors have values
+        replay_draws(function, arguments, view.shape, view.strides, view.dtype, generator)
     op = Op(next_time(), None, (view,), {}, (), (view,), Initializer(function, arguments), state)
     view.record.writes.append(op)
 

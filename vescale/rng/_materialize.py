@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import make_dtensor, make_spec
-from vescale.compat.deferred import tree_leaves
+from vescale.compat.deferred import tree_leaves, without_modes
 from vescale.placements import Region, local_region, normalize_placements
 from vescale.rng._deferred import DeferredTensor, view_of
 from vescale.rng._dtensor import part_of_whole
@@ -83,10 +83,11 @@ def materialize(
         deferred = [tensor for _, tensor in named if isinstance(tensor, DeferredTensor)]
         check_recorded_alike(mesh, deferred)
     maker = _Maker(mesh, device, into)
-    for name, tensor in named:
-        maker.make(name, tensor, None if placements is None else placements(name, tensor))
-    for submodule in module.modules():
-        maker.replace_in(submodule)
+    with without_modes():  # also inside of deferred_init()
+        for name, tensor in named:
+            maker.make(name, tensor, None if placements is None else placements(name, tensor))
+        for submodule in module.modules():
+            maker.replace_in(submodule)
     return module
 
 
@@ -99,7 +100,8 @@ def materialize_tensor(
     """
     _check_deferred(tensor)
     maker = _Maker(mesh, None, None)
-    maker.make("tensor", tensor, placements)
+    with without_modes():
+        maker.make("tensor", tensor, placements)
     return maker.made[id(tensor)]
 
 
@@ -109,7 +111,8 @@ def materialize_part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     Raises TypeError for a tensor that has values. Communication: none.
     """
     assert _check_deferred(tensor)
-    return part_values(view_of(tensor), next_time(), region)
+    with without_modes():
+        return part_values(view_of(tensor), next_time(), region)
 
 
 def _check_deferred(tensor: torch.Tensor) -> TypeGuard[DeferredTensor]:
