@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.plan_zoo.models import MODELS
 from tests.plan_zoo.test_training import TOLERANCE
 from tests.ranks import RankPools
 from tests.runtime.hf import Step, one_step
 from tests.runtime.zero import sharded_at_rest
-from vescale import plan_zoo
+from vescale import Plan, plan_zoo
 
 
 def train(name: str) -> Step:
@@ -25,6 +27,24 @@ def train(name: str) -> Step:
         strict=True,
         loss=model.loss,
     )
+
+
+def with_experts_on(axis: str) -> Step:
+    """The plan that the model carries, whole experts on each rank of ``axis``; where that is dp, they stay as they are."""
+    model = MODELS["mixtral"]
+    others = ".*(?<!experts.(gate_up|down)_proj)" if axis == "dp" else ".*"
+
+    def plan(mixtral: nn.Module, mesh: DeviceMesh) -> Plan:
+        return sharded_at_rest(Plan.from_hf(mixtral, mesh, expert_axis=axis, sequence_parallel=True), others)
+
+    return one_step(model.build, model.inputs(), plan, {"dp": 2, "tp": 2}, strict=True, loss=model.loss)
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_experts_of_the_models_own_plan(ranks: RankPools, axis: str) -> None:
+    for step in ranks.run(with_experts_on, axis):
+        assert step.is_same(1e-6) and step.gradient[0] <= 1e-12, step
+        assert step.implicit == 0
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

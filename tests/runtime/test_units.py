@@ -506,6 +506,34 @@ def recomputed(how: str, around: str) -> None:
     exact(same_steps(reference, model, one_loss))
 
 
+def looked_at() -> None:
+    """Forwards between a backward and the optimizer's step leave nothing gathered that the step makes stale."""
+    for number in (1, 2, 3):
+        reference, model = pair({"dp": 4}, lambda s, number=number: zero_plan(s, number))
+
+        def step(m: nn.Module, number: int) -> Tensor:
+            loss = one_loss(m, number)
+            m(batch(number)[0])  # with gradients, and without a backward
+            with torch.no_grad():
+                m(batch(number)[0])
+            return loss
+
+        exact(same_steps(reference, model, step))
+
+
+def stale() -> None:
+    """A forward whose backward never comes leaves units gathered; what the optimizer's step makes old is not used."""
+    for number in (1, 2, 3):
+        reference, model = pair({"dp": 4}, lambda s, number=number: zero_plan(s, number))
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (reference, model)]
+        for m, optimizer in zip((reference, model), optimizers, strict=True):
+            m.eval()
+            one_loss(m, 0)
+            m(batch(1)[0])
+            optimizer.step()
+        torch.testing.assert_close(whole(model(batch(2)[0])), reference(batch(2)[0]), rtol=1e-12, atol=1e-14)
+
+
 def evaluated() -> None:
     """Forwards without gradients between steps, a backward of a part, and one that never comes."""
     reference, model = pair({"dp": 4})
@@ -522,9 +550,47 @@ def evaluated() -> None:
     exact(same_steps(reference, model, step))
 
 
+class Broken(nn.Module):
+    """Raises in the forward or the backward of the block it is put into, when asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.when = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "forward":
+            raise ArithmeticError
+        if self.when == "backward" and x.requires_grad:
+            x.register_hook(self._refuse)
+        return x
+
+    def _refuse(self, gradient: Tensor) -> None:
+        raise ArithmeticError
+
+
+def broken_off() -> None:
+    """An exception in forward or backward leaves nothing behind: the next steps are those of one device."""
+    for number in (2, 3):
+        reference = build()
+        reference.blocks[1].dropout = Broken()
+        model = copy.deepcopy(reference)
+        parallelize(model, zero_plan({"dp": 4}, number), strict=True)
+
+        def step(m: nn.Module, number: int) -> Tensor:
+            if isinstance(m, FSDPModule):
+                m.blocks[1].dropout.when = ("forward", "backward", "backward", "forward")[number]
+                with pytest.raises(ArithmeticError):
+                    one_loss(m, 0)
+                m.blocks[1].dropout.when = ""
+                m.zero_grad()
+            return one_loss(m, number)
+
+        exact(same_steps(reference, model, step, num_steps=4))
+
+
 @pytest.mark.parametrize(
     "case",
-    [clipped, not_cut, mixed_arrivals, penalty, frozen, unused, several_calls, evaluated],
+    [broken_off, looked_at, stale, clipped, not_cut, mixed_arrivals, penalty, frozen, unused, several_calls, evaluated],
     ids=lambda f: f.__name__,
 )
 def test_training(ranks: RankPools, case: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._group import GroupMember, ParameterGroup
 from vescale.fsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from vescale.fsdp._parameter import ManagedParameter, Slot
+from vescale.fsdp._phase import Phase
 from vescale.fsdp._report import GroupReport, Report, report
 from vescale.fsdp._state import ModuleState, state_of
 
@@ -22,6 +23,7 @@ __all__ = [
     "ModuleState",
     "OffloadPolicy",
     "ParameterGroup",
+    "Phase",
     "Report",
     "Slot",
     "UnshardHandle",

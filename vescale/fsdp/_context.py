@@ -123,6 +123,11 @@ class TreeContext:
         self.post_optimizer_event: Any = None
         self._callback_is_queued = False
 
+    @property
+    def awaits_end_of_backward(self) -> bool:
+        """A backward has begun, and its end has not come; of one that is not running, an exception broke it off."""
+        return self._callback_is_queued
+
     def at_end_of_backward(self, comm: CommContext) -> None:
         """See to it that this backward is concluded, once; called by every state that backward reaches."""
         if not self._callback_is_queued:

@@ -400,6 +400,11 @@ class ParameterGroup:
         self._calls_to_come_back = 0
         self.phase = Phase.IDLE
 
+    def forget_forward(self) -> None:
+        """After an exception in the module's forward: no backward of that call will come."""
+        self.phase = Phase.IDLE
+        self._calls_to_come_back = max(0, self._calls_to_come_back - 1)
+
     def forget_forward_order(self) -> None:
         self._forward_places.clear()
 

@@ -13,13 +13,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
+from vescale.compat import in_backward, local_of, make_dtensor, make_spec, no_torch_function
 from vescale.fsdp import (
     DataParallelAxes,
     GroupMember,
     ManagedParameter,
     ModuleState,
     ParameterGroup,
+    Phase,
     Slot,
     give_methods,
     state_of,
@@ -183,17 +184,59 @@ class Units:
 
 
 class UnitState(ModuleState):
-    """A unit's hooks. What the engine does inside of a forward is no part of the model: the function mode is off."""
+    """A unit's hooks. What the engine does inside of a forward is no part of the model: the function mode is off. After an
+    exception, parameters are at rest, and the next step begins anew."""
 
     accumulates_gathered = False
 
+    def _install_hooks(self, first: bool) -> None:
+        super()._install_hooks(first)
+        (module,) = self.modules
+        module.register_forward_hook(self._after_exception, always_call=True)
+
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with no_torch_function():
+            if self.tree.awaits_end_of_backward and not in_backward():
+                self.tree.states[0].abandon_iteration()
             return super().before_forward(module, args, kwargs)
 
+    def _begin_iteration(self, args: Any, kwargs: Any) -> Any:
+        """What an earlier forward has left gathered may be older than the parameters, which an optimizer has written since,
+        unless gradients are being accumulated: it is gathered anew."""
+        begins = self.tree.forward_root is None
+        args, kwargs = super()._begin_iteration(args, kwargs)
+        if begins:
+            for group in (group for state in self.tree.states for group in state.groups):
+                if group.is_unsharded and not any(bucket.has_gradients for bucket in group.buckets):
+                    group.reshard()
+        return args, kwargs
+
+    def _after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Also called when there was none: then the forward has ended already."""
+        if self.phase is not Phase.FORWARD:
+            return
+        self.to_rest()
+        self.phase = Phase.IDLE
+        for group in self.groups:
+            group.forget_forward()
+        if self.tree.forward_root is self:
+            self.tree.forward_root = None
+            self.comm.post_forward_order.clear()
+            self._all_to_rest()
+            for state in self.tree.states:
+                state.forget_forward_order()
+
+    def _all_to_rest(self) -> None:
+        for state in self.tree.states:
+            state.to_rest()
+
     def after_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+        is_last = self.tree.forward_root is self
         with no_torch_function():
-            return super().after_forward(module, args, output)
+            output = super().after_forward(module, args, output)
+            if is_last and not torch.is_grad_enabled() and not in_backward():
+                self._all_to_rest()  # no backward will come
+            return output
 
     def _before_backward(self, *gradients: Any) -> None:
         with no_torch_function():
