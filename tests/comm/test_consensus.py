@@ -40,16 +40,19 @@ def test_rounds_leave_nothing_in_the_store(ranks: RankPools) -> None:
 def absence(late: int) -> None:
     """A rank that comes too late is named to the others, and learns of it."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    consensus = Consensus(range(world), "late", timedelta(seconds=1))
+    consensus = Consensus(range(world), "late", timedelta(seconds=2))
+    store, gave_up = default_store(), f"gave up on {late}"
     dist.barrier()
     if rank == late:
-        time.sleep(2.5)
+        while store.add(gave_up, 0) < world - 1:
+            time.sleep(0.05)
         with pytest.raises(ConsensusError, match="mine"):
             consensus.exchange(b"", lambda: "mine")
     else:
         expected = rf"of rank {rank}.*ranks \[{late}\] did not come"
         with pytest.raises(ConsensusError, match=expected):
             consensus.exchange(b"", lambda: f"of rank {rank}")
+        store.add(gave_up, 1)
     dist.barrier()
 
 
