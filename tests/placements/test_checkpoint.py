@@ -29,6 +29,7 @@ from vescale.placements import (
     distribute_tensor,
     from_local,
     has_custom,
+    largest_shape,
     local_region,
     shard_dim,
 )
@@ -68,7 +69,7 @@ def random_placements(rng: random.Random, shape: tuple[int, ...], mesh_shape: tu
         axis = rng.randrange(len(mesh_shape))
         others = placements[:axis] + placements[axis + 1 :]
         sizes = mesh_shape[:axis] + mesh_shape[axis + 1 :]
-        held = local_region(shape, others, sizes, (0,) * len(sizes)).shape
+        held = largest_shape(shape, tuple(others), sizes)
         placements[axis] = random_ragged(rng, held, mesh_shape[axis], [d for p in others if (d := shard_dim(p))])
     return placements
 
