@@ -181,11 +181,13 @@ def test_checkpoints_cross_meshes(ranks: RankPools, tmp_path: Any) -> None:
 
 
 def test_explained_collectives_are_those_that_run(ranks: RankPools) -> None:
-    """Pieces of gradients in buckets are as uneven as the planner cuts; their sum over dp is as predicted."""
+    """Pieces of gradients in buckets are as uneven as the planner cuts; their sum over dp is as predicted, and an element
+    for each that is empty, which tells whether there is a gradient."""
     all_found = ranks.run(predicted)
     for found in all_found:
         assert found["units"] == found["expected units"]
-        assert sum(other["bucket bytes"] for other in all_found) == 4 * found["expected bucket bytes"]
+        flags = 4 * sum(other["empty pieces"] for other in all_found)
+        assert sum(other["bucket bytes"] for other in all_found) == 4 * found["expected bucket bytes"] + flags
 
 
 def predicted() -> dict[str, Any]:
@@ -207,5 +209,6 @@ def predicted() -> dict[str, Any]:
             (c.path, c.op, c.num_bytes) for c in prediction.collectives if c.target.startswith("<unit>")
         ),
         "bucket bytes": sum(bucket.num_bytes for bucket in gradient_reducer(model).buckets),
+        "empty pieces": sum(not slot.numel for bucket in gradient_reducer(model).buckets for slot in bucket.slots),
         "expected bucket bytes": sum(b.num_bytes for b in prediction.buckets),
     }
