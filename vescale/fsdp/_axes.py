@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import AxisGroup, axis_group
@@ -111,7 +111,3 @@ class DataParallelAxes:
 
     def unreduced(self, op: str) -> list[Placement | None]:
         return self.buffer_placements(Partial(op), Partial(op))
-
-    def on_this_mesh(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is a DTensor on :attr:`mesh` itself."""
-        return isinstance(parameter, DTensor) and parameter.device_mesh == self.mesh
