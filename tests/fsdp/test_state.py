@@ -21,14 +21,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.fsdp.compare import by_block, full, mesh_of
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
 from vescale.fsdp import fully_shard
-from vescale.placements import RaggedShard, StridedRaggedShard
+from vescale.placements import RaggedShard, StridedRaggedShard, distribute_tensor
 
 
 def trained(shard: Any = fully_shard, mesh_shape: tuple[int, ...] | None = None, steps: int = 1, seed: int = 0) -> Any:
@@ -176,6 +176,21 @@ def meta_device() -> None:
     model.half()
     assert {p.dtype for p in model.parameters()} == {torch.float16}
     net_loss(model.float(), 0, dist.get_rank()).backward()
+    with torch.device("meta"):
+        model = Net()
+    fully_shard(
+        [model.blocks[0], model.blocks[1]], mesh=mesh_of()
+    )  # one group, whose modules get their memory in turns
+    fully_shard(model, mesh=mesh_of())
+    for number, part in enumerate((model.blocks[0], model.blocks[1], model)):
+        part.to_empty(device="cpu")
+        assert any(p.is_meta for p in model.parameters()) == (number < 2)
+    for p, value in zip(model.parameters(), values(expected).values(), strict=True):
+        with torch.no_grad():
+            p.copy_(distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None))
+    loss = net_loss(model, 0, dist.get_rank())
+    loss.backward()
+    assert torch.equal(loss.detach(), results[0])
 
 
 class Mlp(nn.Module):
