@@ -167,6 +167,11 @@ def refuse_on_every_rank(mesh_ranks: Any) -> list[str]:
         (lambda: redistribute(placed, make_mesh((0, 1)), (Replicate(),)), "go through full_tensor"),
         (lambda: from_local(part, mesh, (good,)), "pass shape="),
         (lambda: from_local(part, mesh, (good,), shape=(5, 2)), "does not divide"),
+        # as many elements as the first dim has, but not its shape
+        (
+            lambda: from_local(torch.zeros(1, 2), mesh, (InterleavedShard(0, 1),), shape=(8, 1)),
+            "has shape|expected|local",
+        ),
         (lambda: from_local(whole, mesh, (Replicate(),), shape=(6, 2), grad_placements=(good,)), "other elements than"),
         (lambda: to_local(placed, grad_placements=(Partial(),)), "has its shape; keep the sharded axes"),
         (lambda: placed.full_tensor(grad_placements=(good,)), "full_tensor: grad_placements"),

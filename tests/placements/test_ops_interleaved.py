@@ -65,6 +65,20 @@ LOCAL: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], Placement
     "view of chunks": (lambda x: x.view(5, 3, 4), [((5, 12), interleaved(1, 3))], Shard(2)),
     "view of heads": (lambda x: x.view(5, 3, 8, 2), [((5, 48), interleaved(1, 3))], Shard(2)),
     "view of inner dims": (lambda x: x.view(5, 12, 3, 2), [((5, 12, 6), interleaved(1, 3))], interleaved(1, 3)),
+    "merged with a dim before": (lambda x: x.view(60, 6), [((5, 12, 6), interleaved(1, 3))], interleaved(0, 15)),
+    "split from a dim before": (lambda x: x.view(5, 12, 6), [((60, 6), interleaved(0, 15))], interleaved(1, 3)),
+    "expand": (lambda x: x.expand(5, 12, 7), [((5, 12, 1), interleaved(1, 3))], interleaved(1, 3)),
+    "expand before": (lambda x: x.expand(3, 5, 12), [((5, 12), interleaved(1, 3))], interleaved(2, 3)),
+    "gradient of slice": (
+        lambda g: torch.ops.aten.slice_backward(g, [9, 12], 0, 2, 7, 1),
+        [((5, 12), interleaved(1, 3))],
+        interleaved(1, 3),
+    ),
+    "gradient of select": (
+        lambda g: torch.ops.aten.select_backward(g, [9, 5, 12], 0, 4),
+        [((5, 12), interleaved(1, 3))],
+        interleaved(2, 3),
+    ),
     "unsqueeze": (lambda x: x.unsqueeze(1), [((5, 12), interleaved(1, 3))], interleaved(2, 3)),
 }
 
@@ -99,6 +113,10 @@ GATHERED: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], Placem
     "uneven split": (lambda x: x.split([5, 7], 1), [((5, 12), interleaved(1, 3))]),
     "select": (lambda x: x[:, 3], [((5, 12), interleaved(1, 3))]),
     "cat": (lambda x: torch.cat([x, x], 1), [((5, 12), interleaved(1, 3))]),
+    "gradient of slice": (
+        lambda g: torch.ops.aten.slice_backward(g, [5, 24], 1, 3, 15, 1),
+        [((5, 12), interleaved(1, 3))],
+    ),
     "view across": (lambda x: x.view(6, 10), [((5, 12), interleaved(1, 3))]),
     "argmax": (lambda x: x.argmax(1), [((5, 12), interleaved(1, 3))]),
     "mean": (lambda x: x.mean(1), [((5, 12), interleaved(1, 3))]),

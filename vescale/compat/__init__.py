@@ -48,6 +48,7 @@ try:
         node_sequence,
         sequence_number,
         stock_dispatch,
+        tell_move,
     )
     from vescale.compat.dtensor import (
         DTensorSpec,
@@ -148,6 +149,7 @@ __all__ = [
     "static_keywords",
     "stock",
     "stock_dispatch",
+    "tell_move",
     "tensors_in",
     "traced_all_to_all",
     "with_aliasing",

@@ -28,6 +28,7 @@ __all__ = [
     "node_sequence",
     "sequence_number",
     "stock_dispatch",
+    "tell_move",
     "telling",
 ]
 
@@ -42,6 +43,11 @@ class DispatchListener:
 
     def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, DTensorSpec, DTensorSpec]]) -> None:
         """Before an op brings operands (position, local tensor, from, to) to other placements on its own account."""
+
+    def placement_move(
+        self, op: Any, operand: str, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec
+    ) -> None:
+        """The same, for an op on vescale's placements, operand by operand."""
 
     def viewed_copies(
         self, op: Any, moves: Sequence[tuple[torch.Tensor, DTensorSpec, torch.Tensor, DTensorSpec]]
@@ -267,6 +273,12 @@ def _listen_to_plain_operands(dispatcher: Any, listener: DispatchListener) -> No
         return original(op_call, tensor, mesh)
 
     dispatcher._try_replicate_spec_for_scalar_tensor = replicate_spec
+
+
+def tell_move(op: Any, operand: str, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:
+    """A rule of ours, not DTensor's own, brings an operand elsewhere; called before anything is communicated."""
+    for listener in _INSTALLED:
+        listener.placement_move(op, operand, local, source, target)
 
 
 def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from vescale.ir._diff import Change, ProgramDiff
 from vescale.ir._findings import Finding, LoweringError
 from vescale.ir._gradient_buckets import PredictedBucket
 from vescale.ir._lower import check, lower
-from vescale.ir._ops import Annotate, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._ops import Annotate, Attention, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
 from vescale.ir._passes import (
     batch_redistributions,
     drop_noops,
@@ -21,6 +21,7 @@ from vescale.ir._unit_layouts import UnitBucket, unit_buckets
 
 __all__ = [
     "Annotate",
+    "Attention",
     "Batch",
     "Change",
     "Collective",

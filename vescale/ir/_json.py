@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir._ops import Annotate, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._ops import Annotate, Attention, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
 from vescale.ir._program import Hook, Instruction, Program
-from vescale.plans import MeshAxes, Source, parse_placement, placement_text
+from vescale.plans import ATTENTION_METHODS, AttentionMethod, MeshAxes, Source, parse_placement, placement_text
 
 __all__ = ["program_from_json", "program_to_json"]
 
@@ -22,6 +22,7 @@ _KINDS: dict[str, type[Op]] = {
     "redistribute": Redistribute,
     "annotate": Annotate,
     "factory": Factory,
+    "attention": Attention,
     "local": Local,
     "unit": Unit,
     "batch": Batch,
@@ -74,6 +75,8 @@ def _op(op: Op, axes: MeshAxes) -> dict[str, Any]:
         value = getattr(op, field.name)
         if value is not None:
             data[field.name] = _stage(value, axes) if field.name in _STAGES else value
+    if isinstance(op, Attention):
+        data["methods"] = {axis: method for axis, method in zip(axes, op.methods) if method is not None}
     return data
 
 
@@ -110,6 +113,8 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
             values[key] = tuple(_text(value) for value in values.get(key, ()))
         for axis in (_text(values["shard"]), *values["replicate"]):
             axes.index(axis)
+    if kind is Attention:
+        values["methods"] = _read_methods(data["methods"], axes)
     if kind is Local:
         values = {"kind": None, "dispatch": None, **values}
     return kind(**values)
@@ -126,6 +131,14 @@ def _read_stage(data: Mapping[str, str], axes: MeshAxes) -> tuple[Placement | No
     for axis in data:
         axes.index(axis)
     return tuple(parse_placement(data[axis]) if axis in data else None for axis in axes)
+
+
+def _read_methods(data: Mapping[str, Any], axes: MeshAxes) -> tuple[AttentionMethod | None, ...]:
+    for axis, method in data.items():
+        axes.index(axis)
+        if method not in ATTENTION_METHODS:
+            raise ValueError(f"{method!r} is no method of attention")
+    return tuple(data.get(axis) for axis in axes)
 
 
 def _text(value: Any) -> str:

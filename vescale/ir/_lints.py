@@ -43,6 +43,7 @@ def _unused_axes(plan: Plan, findings: Findings) -> None:
 
 def _redundant_entries(plan: Plan, resolution: Resolution, index: ModelIndex, findings: Findings) -> None:
     used = {id(said.entry) for words in _all_words(resolution) for said in words.items().values()}
+    used |= {id(entry) for said in resolution.attention.values() for _, entry in said.values()}
     used |= {id(entry) for entry in (*resolution.locals.values(), *resolution.units.values())}
     for entry in plan.entries:
         states = [index.states.get(name) for name in resolution.matches.get(id(entry), ())]

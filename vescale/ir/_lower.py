@@ -12,7 +12,7 @@ from vescale.ir._checks import check_boundaries, check_states
 from vescale.ir._findings import Finding, Findings, LoweringError
 from vescale.ir._lints import lint
 from vescale.ir._model_index import ModelIndex
-from vescale.ir._ops import Annotate, Factory, Local, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._ops import Annotate, Attention, Factory, Local, Place, Redistribute, Stage, Unit, Wrap
 from vescale.ir._program import Hook, Instruction, Program
 from vescale.ir._replicas import check_replicas
 from vescale.ir._resolve import Resolution, resolve
@@ -37,7 +37,7 @@ def lower(plan: Plan, model: nn.Module) -> Program:
     - for inputs of the model a :class:`Wrap`, Replicate on axes that no entry names;
     - for inputs and outputs of modules a :class:`Redistribute`, also where nothing moves in the forward: the gradient may
       arrive Partial, and is reduced there;
-    - regions (:class:`Factory`, :class:`Local`), :class:`Unit`, and :class:`Annotate`.
+    - regions (:class:`Factory`, :class:`Attention`, :class:`Local`), :class:`Unit`, and :class:`Annotate`.
 
     Raises:
         LoweringError: a :class:`PlanError` with every mistake: paths that match nothing, entries that disagree, dims out
@@ -199,6 +199,10 @@ class _Emitter:
             if placed[path] != around:
                 source = _source(words) if words is not None else None
                 yield Instruction(path, Hook.FORWARD, "<self>", None, Factory(placed[path]), source)
+        for path, said in self.resolution.attention.items():
+            methods = tuple(said[axis][0] if axis in said else None for axis in self.axes)
+            source = next((entry.source for _, entry in said.values()), None)
+            yield Instruction(path, Hook.FORWARD, "<self>", None, Attention(methods), source)
         for path, entry in self.resolution.locals.items():
             inputs, outputs = dict(entry.inputs), dict(entry.outputs)
             region = Local(

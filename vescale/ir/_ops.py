@@ -12,10 +12,11 @@ from typing import Literal
 
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.plans import MeshAxes, placement_text
+from vescale.plans import AttentionMethod, MeshAxes, placement_text
 
 __all__ = [
     "Annotate",
+    "Attention",
     "Batch",
     "Factory",
     "Local",
@@ -111,6 +112,17 @@ class Factory:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """How attention inside the module's forward works along axes over which the sequence is cut; None: nothing is said."""
+
+    methods: tuple[AttentionMethod | None, ...]
+
+    def text(self, axes: MeshAxes) -> str:
+        said = (f"{axis}={method}" for axis, method in zip(axes, self.methods) if method is not None)
+        return f"attention({','.join(said)})"
+
+
+@dataclass(frozen=True)
 class Local:
     """The module's forward runs on local tensors; its borders are brought to these placements."""
 
@@ -162,4 +174,4 @@ class Batch:
         return f"batch({' '.join(parts)})"
 
 
-Op = Place | Wrap | Redistribute | Annotate | Factory | Local | Unit | Batch
+Op = Place | Wrap | Redistribute | Annotate | Factory | Attention | Local | Unit | Batch

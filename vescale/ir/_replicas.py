@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.compat import root_mesh
 from vescale.ir._findings import Findings
 from vescale.ir._resolve import Resolution
-from vescale.plans import Entry, LocalEntry, Plan, PlanError, RedistributeEntry, UnitEntry
+from vescale.plans import AttentionEntry, Entry, LocalEntry, Plan, PlanError, RedistributeEntry, UnitEntry
 
 __all__ = ["axes_named", "check_replicas", "refuse_part_of_replicas"]
 
@@ -76,6 +76,8 @@ def axes_named(entry: Entry) -> set[str]:
     """The axes that an entry says something of."""
     if isinstance(entry, UnitEntry):
         return set()
+    if isinstance(entry, AttentionEntry):
+        return {axis for axis, _ in entry.methods}
     if isinstance(entry, LocalEntry):
         sides = (entry.inputs, entry.outputs)
     elif isinstance(entry, RedistributeEntry):

@@ -22,6 +22,8 @@ from vescale.plans import (
     INIT,
     RUN,
     AnnotateEntry,
+    AttentionEntry,
+    AttentionMethod,
     AxisPlacements,
     Entry,
     FactoryEntry,
@@ -51,6 +53,7 @@ class Resolution:
         boundaries: what was said of inputs and outputs; indexed ones include what was said of all of the module's.
         given: inputs of the model -> the entry that says whether the caller passes local parts.
         factories: module -> placements of tensors that its forward makes.
+        attention: module -> axis -> how attention works along it, and the entry that says so.
         locals: module -> the entry that runs it on local tensors.
         units: module -> the entry that groups its parameters.
         gathered: what is gathered together; filled in by :func:`vescale.ir._units.find_units`.
@@ -62,6 +65,7 @@ class Resolution:
         self.boundaries: dict[Boundary, BoundaryWords] = {}
         self.given: dict[Boundary, ShardEntry] = {}
         self.factories: dict[str, AxisWords] = {}
+        self.attention: dict[str, dict[str, tuple[AttentionMethod, AttentionEntry]]] = {}
         self.locals: dict[str, LocalEntry] = {}
         self.units: dict[str, UnitEntry] = {}
         self.gathered: tuple[GatheredUnit, ...] = ()
@@ -83,6 +87,8 @@ def resolve(plan: Plan, index: ModelIndex, findings: Findings) -> Resolution:
             resolver.annotate(entry)
         elif isinstance(entry, FactoryEntry):
             resolver.factory(entry)
+        elif isinstance(entry, AttentionEntry):
+            resolver.attention(entry)
         elif isinstance(entry, LocalEntry):
             resolver.local(entry)
         else:
@@ -167,6 +173,20 @@ class _Resolver:
             words = self.resolution.factories.setdefault(path, AxisWords("for tensors it makes"))
             for axis, placement in entry.placements:
                 words.say(axis, placement, entry, path, self.findings)
+
+    def attention(self, entry: AttentionEntry) -> None:
+        for path in self._modules(entry, "attention"):
+            said = self.resolution.attention.setdefault(path, {})
+            for axis, method in entry.methods:
+                before, first = said.setdefault(axis, (method, entry))
+                if before != method:
+                    self.findings.error(
+                        "conflict",
+                        f"{{names}} on axis {axis!r}: attention '{entry.path}' says {method}, but '{first.path}' "
+                        f"({first.source}) says {before}; keep one of the two",
+                        entry.source,
+                        path,
+                    )
 
     def local(self, entry: LocalEntry) -> None:
         for path in self._called_modules(entry, "local"):

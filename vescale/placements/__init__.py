@@ -5,7 +5,7 @@ from vescale.placements._custom import CustomPlacement
 from vescale.placements._exchange import Exchange, Piece, plan_exchange, unpack
 from vescale.placements._install import install
 from vescale.placements._interleaved import InterleavedShard
-from vescale.placements._kinds import has_custom, ragged_axis, shard_dim
+from vescale.placements._kinds import at_dim, has_custom, ragged_axis, shard_dim, split_factor
 from vescale.placements._local import from_local, to_local
 from vescale.placements._move import move_local
 from vescale.placements._normalize import normalize_placements
@@ -29,6 +29,7 @@ __all__ = [
     "RaggedShard",
     "Region",
     "StridedRaggedShard",
+    "at_dim",
     "distribute_tensor",
     "from_local",
     "full_tensor",
@@ -43,6 +44,7 @@ __all__ = [
     "redistribute",
     "register_rule",
     "shard_dim",
+    "split_factor",
     "strict_placements",
     "to_local",
     "unpack",

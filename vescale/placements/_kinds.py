@@ -12,7 +12,7 @@ from vescale.placements._custom import has_custom
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._ragged import RaggedShard
 
-__all__ = ["has_custom", "is_replicated", "is_sharded", "ragged_axis", "shard_dim", "split_factor"]
+__all__ = ["at_dim", "has_custom", "is_replicated", "is_sharded", "ragged_axis", "shard_dim", "split_factor"]
 
 
 def shard_dim(placement: Placement) -> int | None:
@@ -20,6 +20,15 @@ def shard_dim(placement: Placement) -> int | None:
     if isinstance(placement, Shard | StridedShard | InterleavedShard):
         return int(placement.dim)
     return None
+
+
+def at_dim(placement: Placement, dim: int) -> Placement:
+    """A shard-like placement with the same cut of another dim (of the same tensor seen otherwise, or of a result)."""
+    if isinstance(placement, StridedShard):
+        return StridedShard(dim, split_factor=placement.split_factor)
+    if isinstance(placement, InterleavedShard):
+        return InterleavedShard(dim, placement.num_chunks)
+    return Shard(dim)
 
 
 def split_factor(placement: Placement) -> int:

@@ -32,6 +32,7 @@ from vescale.compat import (
     observe_redistribution,
     rank_in_mesh,
     static_keywords,
+    tell_move,
     with_aliasing,
 )
 from vescale.placements._custom import CustomPlacement
@@ -187,11 +188,12 @@ def _execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: di
             "mask of the tensor's own shape (x[mask] = value) or to rows of a ragged tensor (x[2:5] = value), use "
             "torch.where, or call redistribute() first"
         )
+    locals_ = [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     for index, spec, target in moves:  # refuse before the first communication
+        tell_move(call.op, call.argument_name(call.positions[index][0]), locals_[index], spec, target)
         if _is_reported(spec, target):
             report_fallback(str(call.op), _describe(call, index), _text(target.placements), is_view(call.op))
         observe_redistribution(spec, target, call.op)
-    locals_ = [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     for index, spec, target in moves:
         locals_[index] = move_local(locals_[index], spec.mesh, spec.shape, spec.placements, target.placements).wait()
     if decision.redispatch:

@@ -1,7 +1,10 @@
 """Plans: how each tensor of a model is placed on a mesh, as data, in Python or YAML."""
 
 from vescale.plans._entries import (
+    ATTENTION_METHODS,
     AnnotateEntry,
+    AttentionEntry,
+    AttentionMethod,
     AxisPlacements,
     Entry,
     FactoryEntry,
@@ -20,11 +23,14 @@ from vescale.plans._plan import Plan, VescalePlan
 
 __all__ = [
     "ALL",
+    "ATTENTION_METHODS",
     "BWD",
     "FWD",
     "INIT",
     "RUN",
     "AnnotateEntry",
+    "AttentionEntry",
+    "AttentionMethod",
     "AxisPlacements",
     "Entry",
     "FactoryEntry",

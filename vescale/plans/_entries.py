@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from torch.distributed.tensor.placement_types import Placement
 
@@ -12,7 +12,10 @@ from vescale.plans._path import Path
 from vescale.plans._phase import ALL, Phase
 
 __all__ = [
+    "ATTENTION_METHODS",
     "AnnotateEntry",
+    "AttentionEntry",
+    "AttentionMethod",
     "AxisPlacements",
     "Entry",
     "FactoryEntry",
@@ -80,6 +83,23 @@ class FactoryEntry:
     source: Source | None = field(default=None, compare=False)
 
 
+AttentionMethod = Literal["all_gather", "ulysses"]
+ATTENTION_METHODS: tuple[AttentionMethod, ...] = get_args(AttentionMethod)
+
+
+@dataclass(frozen=True)
+class AttentionEntry:
+    """How scaled dot product attention inside the matching modules works along axes over which the sequence is cut.
+
+    ``all_gather``: keys and values are gathered, and each rank attends with its own queries; ``ulysses``: heads are
+    exchanged for the sequence, and back. ``methods`` are (axis name, method) pairs, in the order of the mesh's axes.
+    """
+
+    path: Path
+    methods: tuple[tuple[str, AttentionMethod], ...]
+    source: Source | None = field(default=None, compare=False)
+
+
 @dataclass(frozen=True)
 class LocalEntry:
     """The matching modules run on plain local tensors.
@@ -111,4 +131,4 @@ class UnitEntry:
     source: Source | None = field(default=None, compare=False)
 
 
-Entry = ShardEntry | RedistributeEntry | AnnotateEntry | FactoryEntry | LocalEntry | UnitEntry
+Entry = ShardEntry | RedistributeEntry | AnnotateEntry | FactoryEntry | AttentionEntry | LocalEntry | UnitEntry

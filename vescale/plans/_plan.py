@@ -11,7 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.plans._entries import (
+    ATTENTION_METHODS,
     AnnotateEntry,
+    AttentionEntry,
+    AttentionMethod,
     AxisPlacements,
     Entry,
     FactoryEntry,
@@ -155,6 +158,44 @@ class Plan:
         source = source or calling_line()
         parsed = self._module(path, "factory", source)
         return self._add(FactoryEntry(parsed, self._placements(placement, mesh, source), source))
+
+    def attention(
+        self,
+        path: str,
+        method: AttentionMethod | Mapping[str, AttentionMethod],
+        mesh: str | Sequence[str] | None = None,
+        *,
+        source: Source | None = None,
+    ) -> Plan:
+        """Say how attention in the modules that ``path`` matches works along axes over which its *sequence* is cut (context
+        parallelism); :class:`AttentionEntry`. Along axes that cut the batch or heads it needs nothing.
+
+        ==============  ==========================================================================  ====================
+        method          what is communicated, forward (backward: the same, the other way)           fits
+        ==============  ==========================================================================  ====================
+        ``all_gather``  one all-gather of keys and values: ``2 (n-1)/n`` of their size              any number of heads
+        ``ulysses``     an all-to-all each of q, k, v and the result: ``(n-1)/n**2`` of their size  heads that n divides
+        ==============  ==========================================================================  ====================
+
+        ``method`` may be a mapping from axis to method; else it holds for the axes of ``mesh``.
+        """
+        source = source or calling_line()
+        parsed = self._module(path, "attention", source)
+        given = dict(self._pairs(method, mesh, source))
+        for axis, name in given.items():
+            if axis not in self._axes:
+                raise PlanError(
+                    f"attention {path!r}: no axis {axis!r}; the axes are {self._axes}{did_you_mean(axis, self._axes)}",
+                    source,
+                )
+            if name not in ATTENTION_METHODS:
+                raise PlanError(
+                    f"attention {path!r}: {name!r} on {axis} is no method; use {' or '.join(ATTENTION_METHODS)}"
+                    f"{did_you_mean(str(name), ATTENTION_METHODS)}",
+                    source,
+                )
+        methods = tuple((axis, given[axis]) for axis in self._axes if axis in given)
+        return self._add(AttentionEntry(parsed, methods, source))
 
     def local(
         self,
@@ -349,9 +390,7 @@ class Plan:
             raise PlanError(f"axes {[axis for axis, _ in pairs]} repeat; name each axis once", source)
         return tuple(pair for _, pair in sorted(zip(order, pairs), key=lambda item: item[0]))
 
-    def _pairs(
-        self, spec: PlacementSpec, mesh: str | Sequence[str] | None, source: Source
-    ) -> Iterator[tuple[str, Any]]:
+    def _pairs(self, spec: Any, mesh: str | Sequence[str] | None, source: Source) -> Iterator[tuple[str, Any]]:
         if isinstance(spec, Mapping):
             if mesh is not None:
                 raise PlanError(
@@ -371,7 +410,7 @@ class Plan:
         if isinstance(mesh, str):
             yield mesh, spec
             return
-        placements = [spec] * len(mesh) if isinstance(spec, Placement) else list(spec)
+        placements = [spec] * len(mesh) if isinstance(spec, Placement | str) else list(spec)
         if len(placements) != len(mesh):
             raise PlanError(
                 f"{len(placements)} placements for the {len(mesh)} axes {tuple(mesh)}; give one for each", source

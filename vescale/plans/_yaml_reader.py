@@ -35,6 +35,7 @@ _SECTIONS = (
     "redistribute",
     "annotate",
     "factory",
+    "attention",
     "local",
     "units",
 )
@@ -76,6 +77,11 @@ def _add_entries(plan: Plan, file: PlanFile) -> None:
             expanded = reader.expand(path, place)
             for item, where in _items(value, place):
                 add(expanded, reader.axes(item, where), source=document.at(where))
+    for path, value in (data.get("attention") or {}).items():
+        place = ("attention", path)
+        for axis in value:
+            reader.check_axis(axis, (*place, axis))
+        plan.attention(reader.expand(path, place), value, source=document.at(place))
     for path, value in (data.get("local") or {}).items():
         reader.local(path, value)
     for index, unit in enumerate(data.get("units") or []):

@@ -11,6 +11,7 @@ import yaml
 
 from vescale.plans._entries import (
     AnnotateEntry,
+    AttentionEntry,
     AxisPlacements,
     FactoryEntry,
     LocalEntry,
@@ -41,7 +42,7 @@ def plan_text(plan: Plan) -> str:
             continue
         section, value = _section_value(entry)
         kinds.setdefault(section, {}).setdefault(entry.path.text, []).append(value)
-    for section in ("shard", "redistribute", "annotate", "factory", "local"):
+    for section in ("shard", "redistribute", "annotate", "factory", "attention", "local"):
         if section in kinds:
             lines += [f"{section}:", *_section(kinds[section])]
     if units:
@@ -59,7 +60,7 @@ def _section(values: dict[str, list[str]]) -> Iterable[str]:
 
 
 def _section_value(
-    entry: ShardEntry | RedistributeEntry | AnnotateEntry | FactoryEntry | LocalEntry,
+    entry: ShardEntry | RedistributeEntry | AnnotateEntry | FactoryEntry | AttentionEntry | LocalEntry,
 ) -> tuple[str, str]:
     if isinstance(entry, ShardEntry):
         options = [] if entry.phase == ALL else [f"phase: {phase_text(entry.phase)}"]
@@ -72,6 +73,8 @@ def _section_value(
         return "annotate", _axes(entry.placements)
     if isinstance(entry, FactoryEntry):
         return "factory", _axes(entry.placements)
+    if isinstance(entry, AttentionEntry):
+        return "attention", _braces(f"{axis}: {method}" for axis, method in entry.methods)
     parts = [f"{name}: {value}" for name, value in (("kind", entry.kind), ("dispatch", entry.dispatch)) if value]
     parts += [f"{name}: {_axes(axes)}" for name, axes in (("in", entry.inputs), ("out", entry.outputs)) if axes]
     return "local", _braces(parts)

@@ -6,8 +6,8 @@ function         forward                                    gradient
 ``convert``      ``src -> dst``                             arrives anyhow; brought to ``grad_src``, then to
                                                             ``grad_dst``, by default ``src`` (Replicate for Partial)
 ``enter_local``  this rank's part; nothing moves            this rank's gradient, labelled ``grad_placements``
-``leave_local``  a DTensor around it; nothing moves         brought to the DTensor's placements (Replicate for
-                                                            Partial); communication here is implicit
+``leave_local``  a DTensor around it; nothing moves         brought to ``grad_placements``, by default the DTensor's
+                                                            (Replicate for Partial); communication here is implicit
 ``wrap_global``  the global tensor is cut; nothing moves    gathered, so that the caller's gradient is the global one
 ===============  =========================================  ======================================================
 
@@ -144,26 +144,33 @@ def enter_local(x: DTensor, grad_placements: Sequence[Placement] | None = None) 
 
 class _LeaveLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, op: str) -> DTensor:
-        ctx.grad_placements, ctx.op = reduced(spec.placements), op
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, grad_placements: Any, op: str) -> DTensor:
+        ctx.grad_placements, ctx.op = grad_placements, op
         ctx.set_materialize_grads(False)
         return make_dtensor(local.detach(), spec, requires_grad=local.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
         if grad is None:
-            return None, None, None
+            return None, None, None, None
         with no_torch_function():
-            return local_of(bring(grad, ctx.grad_placements, ctx.op, "gradient")), None, None
+            return local_of(bring(grad, ctx.grad_placements, ctx.op, "gradient")), None, None, None
 
 
 def leave_local(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], op: str
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    op: str,
+    grad_placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor of global ``shape`` whose part on this rank is ``local``."""
+    """A DTensor of global ``shape`` whose part on this rank is ``local``; ``grad_placements``, by default the DTensor's own,
+    say which part of the gradient the local tensor gets."""
     spec = make_spec(mesh, placements, shape, stride_like(local, shape), local.dtype)
     with no_torch_function():
-        return _LeaveLocal.apply(local, spec, op)
+        grads = reduced(placements) if grad_placements is None else tuple(grad_placements)
+        return _LeaveLocal.apply(local, spec, grads, op)
 
 
 def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:

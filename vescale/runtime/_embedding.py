@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, no_torch_function
-from vescale.placements import local_region, shard_dim
+from vescale.placements import at_dim, local_region, shard_dim
 from vescale.runtime._boundary import bring, convert, enter_local, leave_local
 from vescale.runtime._runtime import locate
 
@@ -67,7 +67,7 @@ def _lookup(runtime: Runtime, weight: DTensor, indices: DTensor, padding: int | 
             index_target.append(Replicate())
             weight_target.append(own)
             grads.append(own)
-            out.append(Partial() if dim == 0 else Shard(indices.ndim + dim - 1))
+            out.append(Partial() if dim == 0 else at_dim(own, indices.ndim + dim - 1))
         else:
             kept = Replicate() if of_index.is_partial() else of_index
             index_target.append(kept)

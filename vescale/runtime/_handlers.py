@@ -129,6 +129,11 @@ class _Listener(DispatchListener):
             where.runtime.implicit(where, str(op), name, local, source.placements, target.placements)
             _enter_in_ledger(str(op), local, source, target)
 
+    def placement_move(self, op: Any, operand: str, local: torch.Tensor, source: Any, target: Any) -> None:
+        where = locate()
+        if where is not None:
+            where.runtime.implicit(where, str(op), operand, local, source.placements, target.placements)
+
     def viewed_copies(self, op: Any, moves: Sequence[tuple[torch.Tensor, Any, torch.Tensor, Any]]) -> None:
         for local, source, copy, target in moves:
             remember_copy(local, source, copy, target)

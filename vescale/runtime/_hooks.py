@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import map_tensors, no_torch_function
 from vescale.ir import Annotate, Hook, Instruction, Redistribute, Wrap
-from vescale.placements import from_local, shard_dim
+from vescale.placements import at_dim, from_local, shard_dim
 from vescale.plans import PlanError
 from vescale.runtime._boundary import convert, enter_local, wrap_global
 from vescale.runtime._runtime import Runtime
@@ -244,7 +244,7 @@ def _front(stage: Sequence[Placement | None] | None, ndim: int) -> tuple[Placeme
     """Placements with dims counted from the front."""
     if stage is None:
         return None
-    return tuple(Shard(p.dim + ndim) if type(p) is Shard and p.dim < 0 else p for p in stage)
+    return tuple(p if p is None or (dim := shard_dim(p)) is None or dim >= 0 else at_dim(p, dim + ndim) for p in stage)
 
 
 def _with_item(output: Any, key: Any, value: Any) -> Any:

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import all_reduce, asking, axis_group
-from vescale.compat import StridedShard, local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
-from vescale.placements import local_region, shard_dim
+from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
+from vescale.placements import at_dim, local_region, shard_dim
 from vescale.runtime._boundary import bring, contiguous_stride, cut, reduced
 
 __all__ = ["LOSS_HANDLERS", "local_part", "without_dim"]
@@ -161,9 +161,7 @@ def without_dim(placement: Placement, dim: int) -> Placement:
         return placement
     if own == dim:
         return Replicate()
-    if type(placement) is StridedShard:
-        return StridedShard(own - (own > dim), split_factor=placement.split_factor)
-    return Shard(own - (own > dim))
+    return at_dim(placement, own - (own > dim))
 
 
 def local_part(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], op: Any, name: str) -> torch.Tensor:

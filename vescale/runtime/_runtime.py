@@ -23,8 +23,8 @@ from vescale.compat import (
     sequence_number,
     tensors_in,
 )
-from vescale.ir import Factory, Program
-from vescale.plans import MeshAxes
+from vescale.ir import Attention, Factory, Program
+from vescale.plans import AttentionMethod, MeshAxes
 from vescale.runtime._active import Activation, Frame, activations, current
 from vescale.runtime._sites import (
     ImplicitCommunicationError,
@@ -66,6 +66,7 @@ class Runtime:
             for instruction in program
             if isinstance(instruction.op, Factory)
         }
+        self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.gradients = gradients
         self._numbers: list[int] = []  # autograd sequence numbers at which the running module changed ...
@@ -115,6 +116,18 @@ class Runtime:
             path = path.rpartition(".")[0]
         placements = self._factories.get(path, self.replicated)
         return tuple(r if p is None else p for p, r in zip(placements, self.replicated))
+
+    def attention_methods(self) -> tuple[AttentionMethod | None, ...]:
+        """For each axis how attention works along it in the running module, as the nearest entry around it says."""
+        activation = current()
+        path = activation.frames[-1].path if activation is not None else ""
+        methods: list[AttentionMethod | None] = [None] * self.mesh.ndim
+        while True:
+            said = self._attention.get(path, ())
+            methods = [own if own is not None else outer for own, outer in zip(methods, said)] or methods
+            if not path:
+                return tuple(methods)
+            path = path.rpartition(".")[0]
 
     # Where the thread is
 
@@ -206,6 +219,7 @@ class Runtime:
         local: torch.Tensor | None,
         source: Sequence[Placement],
         target: Sequence[Placement],
+        edit: str | None = None,
     ) -> None:
         """Count, report or refuse that ``op`` brings an operand from ``source`` to ``target``.
 
@@ -215,7 +229,8 @@ class Runtime:
         sizes = tuple(self.mesh.shape)
         if not communicates(source, target, sizes):
             return
-        operand, edit = self._name_operand(where, operand, local, source, target)
+        operand, usual_edit = self._name_operand(where, operand, local, source, target)
+        edit = edit or usual_edit
         site = ImplicitSite(where.path, where.phase, op, operand, tuple(source), tuple(target), edit)
         if self.strict:
             raise ImplicitCommunicationError(_with_line(site).message(self.axes))

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import no_torch_function
-from vescale.placements import shard_dim
+from vescale.placements import at_dim, shard_dim
 from vescale.runtime._boundary import convert, enter_local, leave_local
 from vescale.runtime._loss import local_part, without_dim
 
@@ -74,7 +74,7 @@ def _uniform(
     """``-sum(weight * scores)`` over the classes, and over the rows that are not ignored unless ``per_row``."""
     mesh, placements = scores.device_mesh, tuple(scores.placements)
     rows = tuple(without_dim(placement, class_dim) for placement in placements)
-    classes: list[Placement] = [Shard(0) if shard_dim(p) == class_dim else Replicate() for p in placements]
+    classes: list[Placement] = [at_dim(p, 0) if shard_dim(p) == class_dim else Replicate() for p in placements]
     local = enter_local(scores)
     with no_torch_function():
         counted = local_part(target, mesh, rows, _OP, "target") != ignored

@@ -19,6 +19,7 @@ from vescale.placements._rules.random import random_rule
 from vescale.placements._rules.reductions import reduction_rule
 from vescale.placements._rules.rows import rows_rule
 from vescale.placements._rules.rowwise import rowwise_rule
+from vescale.placements._rules.slices import slice_gradient_rule
 from vescale.placements._rules.stand_ins import stand_in_rule, treats_indices_alike
 from vescale.placements._rules.views import view_rule
 
@@ -47,6 +48,7 @@ _RULES: tuple[Rule, ...] = (
     rowwise_rule,
     chunk_rule,
     view_rule,
+    slice_gradient_rule,
     rows_rule,
     stand_in_rule,
 )

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec
 from vescale.placements._interleaved import InterleavedShard
-from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim, split_factor
+from vescale.placements._kinds import at_dim, is_sharded, ragged_axis, shard_dim, split_factor
 from vescale.placements._ragged import RaggedShard
 from vescale.placements._region import local_region
 from vescale.placements._rules._call import Decision, OpCall, Placements, names, with_placements
@@ -35,6 +35,8 @@ def view_rule(call: OpCall) -> Decision | None:
     if call.name not in _RESHAPES or call.mutated or isinstance(call.argument("dtype"), torch.dtype):
         return None
     spec, shape = call.operands[0], tuple(call.meta.shape)
+    if call.name == "expand" and shape != tuple(spec.shape):
+        return _expand(spec, shape)
     if math.prod(shape) != math.prod(spec.shape):
         return None
     if ragged_axis(spec.placements) is not None:
@@ -44,6 +46,26 @@ def view_rule(call: OpCall) -> Decision | None:
     if viewed is None:
         return None
     return Decision((spec.placements,), (viewed,), functools.partial(_local_view, spec.mesh, shape, viewed))
+
+
+def _expand(spec: DTensorSpec, shape: tuple[int, ...]) -> Decision | None:
+    """Sharded dims stay as they are; others are repeated."""
+    more = len(shape) - len(spec.shape)
+    dims = {shard_dim(placement) for placement in spec.placements} - {None}
+    if ragged_axis(spec.placements) is not None or any(
+        spec.shape[dim] != shape[dim + more] for dim in dims if dim is not None
+    ):
+        return None
+    sizes = tuple(-1 if d - more in dims else size for d, size in enumerate(shape))
+    outputs = tuple(
+        placement if (dim := shard_dim(placement)) is None else at_dim(placement, dim + more)
+        for placement in spec.placements
+    )
+    return Decision((spec.placements,), (outputs,), functools.partial(_local_expand, sizes))
+
+
+def _local_expand(sizes: tuple[int, ...], local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return local.expand(sizes)
 
 
 def _ragged_view(spec: DTensorSpec, shape: tuple[int, ...]) -> Placements | None:
@@ -61,7 +83,7 @@ def _ragged_view(spec: DTensorSpec, shape: tuple[int, ...]) -> Placements | None
 def _viewed(spec: DTensorSpec, shape: tuple[int, ...]) -> Iterator[Placements]:
     """Placements that may describe the same elements in the new shape, likely and simple ones first."""
     choices: list[list[Placement]] = []
-    for placement in spec.placements:
+    for axis, placement in enumerate(spec.placements):
         dim, pieces = shard_dim(placement), split_factor(placement)
         if dim is None:
             choices.append([placement])
@@ -71,8 +93,25 @@ def _viewed(spec: DTensorSpec, shape: tuple[int, ...]) -> Iterator[Placements]:
         if pieces > 1:
             interleaved: list[Placement] = [InterleavedShard(d, pieces) for d in range(len(shape))]
             shards = [interleaved[d] for d in same] + shards + interleaved
-        choices.append(shards)
+        choices.append(list(dict.fromkeys([*shards, *_regrouped(spec, axis, shape)])))
     yield from itertools.product(*choices)
+
+
+def _regrouped(spec: DTensorSpec, axis: int, shape: tuple[int, ...]) -> Iterator[Placement]:
+    """Placements for dims that are merged with dims before them, or split from them: a rank has as many pieces of the whole
+    tensor as before, so the number of pieces of the new dim follows from the sizes before both dims, of what is left of them
+    by the axes that cut them first."""
+    placement = spec.placements[axis]
+    dim, pieces = shard_dim(placement), split_factor(placement)
+    assert dim is not None
+    earlier = [i for i in range(axis) if (other := shard_dim(spec.placements[i])) is not None and other <= dim]
+    cuts = (1, math.prod(spec.mesh.size(i) for i in earlier))
+    total = math.prod(spec.shape[:dim]) * pieces
+    for d, size in enumerate(shape):
+        for before, after in itertools.product(cuts, cuts):
+            found, rest = divmod(total * after, math.prod(shape[:d]) * before)
+            if not rest and 1 < found <= size:
+                yield InterleavedShard(d, found)
 
 
 def _holds_the_same(spec: DTensorSpec, shape: tuple[int, ...], placements: Placements) -> bool:
@@ -80,7 +119,8 @@ def _holds_the_same(spec: DTensorSpec, shape: tuple[int, ...], placements: Place
     that the view leaves alone are shrunk to size 1, which changes nothing but the cost."""
     old, new = _shrunk(tuple(spec.shape), spec.placements, shape, placements)
     last = max(dim for p in spec.placements if (dim := shard_dim(p)) is not None)
-    if math.prod(old[: last + 1]) > _MAX_RUNS:
+    pieces = max(split_factor(p) for p in (*spec.placements, *placements))
+    if math.prod(old[:last]) * pieces > _MAX_RUNS:
         return False
     mesh_shape = tuple(spec.mesh.shape)
     return all(

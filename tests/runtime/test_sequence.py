@@ -1,0 +1,256 @@
+"""Attention over a sequence that is cut, against one device: gathered keys and values, Ulysses, with tensor parallelism."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.ranks import RankPools, run_cases
+from tests.runtime.llama import batch, double_loss, make_llama, make_mesh, tensor_parallel, worst_gradient
+from vescale.comm import record_comms
+from vescale.placements import InterleavedShard
+from vescale.plans import Plan, PlanError, Target
+from vescale.runtime import ImplicitCommunicationError, implicit_communication, parallelize
+
+R, BATCH, HEADS, ROWS = Replicate(), Shard(0), Shard(1), Shard(2)
+BALANCED = InterleavedShard(2, 3)
+
+
+class Attend(nn.Module):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, q: Any, k: Any, v: Any, mask: Any = None) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q * self.scale, k * self.scale, v, attn_mask=mask, **self.options)
+
+
+def tensors(heads: int, kv_heads: int, length: int, num_keys: int, mask: str) -> list[torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, length, 4), (2, kv_heads, num_keys, 4), (2, kv_heads, num_keys, 3)]
+    made: list[torch.Tensor | None] = [
+        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes
+    ]
+    shape = {
+        "batch": (2, 1, length, num_keys),
+        "heads": (1, heads, length, num_keys),
+        "plain": (length, num_keys),
+        "keys": (2, 1, 1, num_keys),
+    }.get(mask)
+    bias = torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() if shape else None
+    if mask == "bool":
+        bias = torch.ones(length, num_keys, dtype=torch.bool).tril()
+    return [*made, bias]
+
+
+class Case:
+    """One call: placements of q, k, v and the mask on (dp, cp, tp) or (cp, tp), and methods for axes."""
+
+    def __init__(
+        self,
+        placed: list[Any],
+        methods: dict[str, str],
+        *,
+        heads: int = 4,
+        kv_heads: int = 4,
+        length: int = 12,
+        num_keys: int | None = None,
+        mask: str = "",
+        **options: Any,
+    ) -> None:
+        self.placed, self.methods, self.options = placed, methods, options
+        self.given = heads, kv_heads, length, num_keys or length, mask
+
+    def __repr__(self) -> str:
+        return f"Case({self.placed}, {self.methods}, {self.given}, {self.options})"
+
+
+def attend(mesh: Any, case: Case, strict: bool = True) -> None:
+    reference, model = Attend(case.options), Attend(case.options)
+    plan = Plan(mesh)
+    for name, placements in zip(("q", "k", "v", "mask"), case.placed):
+        plan.shard(f"<in:{name}>", dict(zip(mesh.mesh_dim_names, placements)))
+    if case.methods:
+        plan.attention("", case.methods)  # type: ignore[arg-type]
+    parallelize(model, plan, strict=strict)
+    expected_in, found_in = tensors(*case.given), tensors(*case.given)
+    torch.manual_seed(5)
+    expected = reference(*expected_in)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    found = model(*found_in)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert isinstance(found, DTensor)
+    assert found.placements == tuple(case.placed[0])
+    torch.testing.assert_close(found.full_tensor(), expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    torch.testing.assert_close(model.scale.grad.full_tensor(), reference.scale.grad)
+    for own, other in zip(found_in, expected_in):
+        if other is not None and other.requires_grad:
+            torch.testing.assert_close(own.grad, other.grad)
+    assert bool(implicit_communication(model)) == (not strict)
+
+
+GATHER, ULYSSES = {"cp": "all_gather"}, {"cp": "ulysses"}
+
+
+def cases() -> list[Case]:
+    """On (cp=2, tp=2)."""
+    made = []
+    for method, rows, causal in itertools.product((GATHER, ULYSSES), (ROWS, BALANCED), (False, True)):
+        made.append(Case([(rows, R)] * 3, method, is_causal=causal))
+        made.append(Case([(rows, HEADS)] * 3, method, is_causal=causal))
+        made.append(Case([(rows, BATCH)] * 3, method, is_causal=causal))
+        made.append(Case([(rows, HEADS)] * 3, method, is_causal=causal, heads=8, kv_heads=4, enable_gqa=True))
+        made.append(Case([(rows, HEADS)] * 3, method, is_causal=causal, heads=8, kv_heads=2, enable_gqa=True))
+        made.append(Case([(rows, R)] * 3, method, is_causal=causal, heads=4, kv_heads=1, enable_gqa=True))
+        made.append(Case([(rows, R), (R, R), (R, R)], method, is_causal=causal, num_keys=7))
+        made.append(Case([(rows, R), (rows, R), (rows, R)], method, is_causal=causal, length=6, num_keys=18))
+        made.append(Case([(rows, R)] * 3, method, is_causal=causal, dropout_p=0.3))
+        made.append(Case([(rows, HEADS)] * 3, method, is_causal=causal, dropout_p=0.3, scale=0.7))
+    for method, rows, mask in itertools.product(
+        (GATHER, ULYSSES), (ROWS, BALANCED), ("batch", "heads", "plain", "bool")
+    ):
+        made.append(Case([(rows, HEADS)] * 3 + [(R, R)], method, mask=mask))
+    for method in (GATHER, ULYSSES):
+        made.append(Case([(ROWS, HEADS)] * 3 + [(Shard(2), R)], method, mask="batch"))
+        made.append(Case([(ROWS, HEADS)] * 3 + [(Shard(0), R)], method, mask="plain"))
+        made.append(Case([(ROWS, HEADS)] * 3 + [(R, R)], method, mask="keys"))
+    made.append(Case([(ROWS, R)] * 3, GATHER, heads=3, kv_heads=3, length=7, is_causal=True))  # uneven rows, odd heads
+    made.append(Case([(ROWS, ROWS)] * 3, {"cp": "all_gather", "tp": "all_gather"}, is_causal=True))
+    made.append(Case([(ROWS, ROWS)] * 3, {"cp": "all_gather", "tp": "ulysses"}, is_causal=True))
+    made.append(Case([(ROWS, ROWS)] * 3, {"cp": "ulysses", "tp": "ulysses"}, is_causal=True))
+    made.append(Case([(HEADS, ROWS)] * 3, {"tp": "ulysses"}, is_causal=True))
+    return made
+
+
+def all_cases() -> int:
+    mesh = make_mesh(cp=2, tp=2)
+    return run_cases(attend, [(mesh, case) for case in cases()])
+
+
+def test_values_gradients_and_dropout_are_those_of_one_device(ranks: RankPools) -> None:
+    assert set(ranks.run(all_cases)) == {len(cases())}
+
+
+def wide() -> None:
+    mesh = make_mesh(cp=4)
+    for method, rows in itertools.product((GATHER, ULYSSES), (ROWS, BALANCED)):
+        attend(mesh, Case([(rows,)] * 3, method, is_causal=True))
+    attend(mesh, Case([(ROWS,)] * 3, GATHER, length=3, is_causal=True))  # a rank without rows
+    attend(mesh, Case([(ROWS,)] * 3, GATHER, length=3, is_causal=True, dropout_p=0.5))
+
+
+def test_four_ranks(ranks: RankPools) -> None:
+    ranks.run(wide)
+
+
+def unasked() -> str:
+    """Without an entry keys and values are gathered, which is implicit; in strict mode it is refused."""
+    mesh = make_mesh(cp=2, tp=2)
+    attend(mesh, Case([(ROWS, R)] * 3, {}, is_causal=True), strict=False)
+    with pytest.raises(ImplicitCommunicationError) as caught:
+        attend(mesh, Case([(ROWS, R)] * 3, {}, is_causal=True))
+    return str(caught.value)
+
+
+def test_without_an_entry_it_is_implicit(ranks: RankPools) -> None:
+    for message in ranks.run(unasked):
+        assert "write `'': {cp: all_gather}` in the plan's attention section" in message
+
+
+def indivisible() -> str:
+    with pytest.raises(PlanError) as caught:
+        attend(make_mesh(cp=2, tp=2), Case([(ROWS, HEADS)] * 3, ULYSSES, heads=6, kv_heads=6))
+    return str(caught.value)
+
+
+def test_heads_that_ranks_do_not_divide(ranks: RankPools) -> None:
+    for message in ranks.run(indivisible):
+        assert "the query of shape (2, 6, 12, 4) has 6 heads, which 4 ranks do not divide; write all_gather" in message
+
+
+def communicated() -> list[list[tuple[str, int]]]:
+    mesh = make_mesh(cp=4)
+    found = []
+    for method, kv_heads in itertools.product((GATHER, ULYSSES), (4, 2)):
+        with record_comms() as ledger:
+            attend(mesh, Case([(ROWS,)] * 3, method, kv_heads=kv_heads, enable_gqa=kv_heads < 4))
+        found.append([(r.op, r.bytes) for r in ledger.records if r.asker.startswith("attention")])
+    return found
+
+
+def test_bytes_of_each_method(ranks: RankPools) -> None:
+    """For tensors of 2 x 4 x 12 x (4 + 3) doubles on four ranks: what a rank sends, forward and backward."""
+    for gathered, gathered_grouped, exchanged, _ in ranks.run(communicated):
+        part = 2 * 12 * 7 * 8 // 4  # of a rank, for one head of k and v
+        assert gathered == [("all_gather_v", 3 * 4 * part), ("reduce_scatter_v", 3 * 4 * part)], gathered
+        assert gathered_grouped == [("all_gather_v", 3 * 2 * part), ("reduce_scatter_v", 3 * 2 * part)]
+        assert len(exchanged) == 8 and {op for op, _ in exchanged} == {"all_to_all_v"}
+        # q, k, v and the result have 4 + 4 + 3 + 3 numbers a position; three of four parts leave a rank
+        assert sum(size for _, size in exchanged) == 2 * (2 * 4 * 12 * 14 * 8 // 4) * 3 // 4
+
+
+def llama(mesh: Any, method: str, rows: Any, in_model: bool, plan: Plan | None = None) -> tuple[float, float]:
+    """One strict step of an unmodified Llama in float64: relative differences of the loss and of the worst gradient."""
+    options = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
+    reference, model = make_llama(**options), make_llama(**options)
+    plan = plan or Plan(mesh)
+    plan.shard("<in:input_ids>", rows, mesh="cp")
+    if "dp" in mesh.mesh_dim_names:
+        plan.shard("<in:input_ids>", Shard(0), mesh="dp").shard("<in:labels>", Shard(0), mesh="dp")
+    plan.attention(r"model.layers.\d+.self_attn", method, mesh="cp")  # type: ignore[arg-type]
+    parallelize(model, plan, strict=True)
+    ids, labels = batch()
+    if in_model:
+        expected, loss = (m(input_ids=ids, labels=labels).loss for m in (reference, model))
+    else:
+        expected, loss = (double_loss(m(ids).logits, labels) for m in (reference, model))
+    expected.backward()
+    loss.backward()
+    return abs(loss.item() - expected.item()) / expected.item(), worst_gradient(model, reference)
+
+
+def llamas() -> list[Any]:
+    found = []
+    rows = (Shard(1), InterleavedShard(1, 3))
+    for shape in ({"cp": 4}, {"dp": 2, "cp": 2}, {"cp": 2, "dp": 2}):
+        mesh = make_mesh(**shape)
+        for method, cut, in_model in itertools.product(("all_gather", "ulysses"), rows, (True, False)):
+            found.append((f"{shape} {method} {cut} {in_model}", llama(mesh, method, cut, in_model), in_model))
+    return found
+
+
+def test_llama(ranks: RankPools) -> None:
+    """Strict: nothing is communicated but what the plan says. The model's own loss is in float32."""
+    for found in ranks.run(llamas):
+        for case, (loss, gradient), in_model in found:
+            assert loss <= (1e-6 if in_model else 1e-14), case
+            assert gradient <= 1e-12, case
+
+
+def llamas_with_tensor_parallelism() -> list[Any]:
+    found = []
+    for shape in ({"cp": 2, "tp": 2}, {"tp": 2, "cp": 2}):
+        mesh = make_mesh(**shape)
+        for method, cut in itertools.product(("all_gather", "ulysses"), (Shard(1), InterleavedShard(1, 3))):
+            plan = Plan(mesh)
+            for entry in tensor_parallel(make_mesh(dp=2, tp=2)).entries:
+                if entry.path.target is not Target.IN or entry.path.pattern:
+                    plan.add(entry)
+            found.append((f"{shape} {method} {cut}", llama(mesh, method, cut, False, plan)))
+    return found
+
+
+def test_llama_with_tensor_parallelism(ranks: RankPools) -> None:
+    for found in ranks.run(llamas_with_tensor_parallelism):
+        for case, (loss, gradient) in found:
+            assert loss <= 1e-14 and gradient <= 1e-12, (case, loss, gradient)

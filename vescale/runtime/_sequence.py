@@ -1,0 +1,144 @@
+"""Attention over a sequence that is cut (context parallelism): what is exchanged, and which keys each query meets.
+
+Two methods, chosen by a plan's ``attention`` entries axis by axis:
+
+==============  ===========================================================  ==============================================
+method          before the kernel                                            after it
+==============  ===========================================================  ==============================================
+``all_gather``  keys and values, packed, are gathered along the axis         nothing; their gradients are reduce-scattered
+``ulysses``     q, k and v: cut over heads instead of the sequence           the result: cut over the sequence again
+==============  ===========================================================  ==============================================
+
+Positions are global: a rank that holds rows 4 to 7 attends as one device does for these rows. So causal attention is
+balanced by cutting the sequence into interleaved pieces (``Interleaved(1, 8)``): each rank then has early and late rows,
+nothing is permuted, and only the keys up to a piece's end take part.
+
+Source: Ulysses: Jacobs et al., arXiv:2309.14509; gathered keys and values: the Llama 3 report, arXiv:2407.21783, 3.3.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn.attention.bias import causal_lower_right
+
+from vescale.compat import no_torch_function
+from vescale.placements import InterleavedShard, shard_dim
+from vescale.plans import PlanError
+from vescale.runtime._boundary import convert, enter_local, leave_local
+
+__all__ = ["attend_to_prefixes", "causal_rows", "exchange", "exchange_back", "gather_pair", "sequence_axes"]
+
+# Devices whose kernels know a causal mask that is aligned to the last key, without its matrix.
+_WITH_LOWER_RIGHT = ("cuda", "xpu")
+
+
+def sequence_axes(query: DTensor) -> tuple[int, ...]:
+    """Mesh axes that cut the query's rows."""
+    mesh, rows = query.device_mesh, query.ndim - 2
+    return tuple(a for a, p in enumerate(query.placements) if shard_dim(p) == rows and mesh.size(a) > 1)
+
+
+# all_gather
+
+
+def gather_pair(key: DTensor, value: DTensor, axes: Sequence[int], who: str) -> tuple[DTensor, DTensor]:
+    """Keys and values, whole along the mesh axes ``axes``, in one collective where they lie alike: packed side by side.
+
+    Their gradients arrive as sums over the axes, and are reduce-scattered, packed as well.
+    """
+    target = tuple(Replicate() if axis in axes else None for axis in range(key.device_mesh.ndim))
+    packable = key.placements == value.placements and key.shape[:-1] == value.shape[:-1] and key.dtype == value.dtype
+    if not packable or any(shard_dim(p) == key.ndim - 1 for p in key.placements):
+        return convert(key, target, who=who), convert(value, target, who=who)
+    with no_torch_function():
+        packed = torch.cat([enter_local(key), enter_local(value)], -1)
+    sizes = [key.shape[-1], value.shape[-1]]
+    whole = convert(
+        leave_local(packed, key.device_mesh, key.placements, (*key.shape[:-1], sum(sizes)), who), target, who=who
+    )
+    summed = tuple(Partial() if axis in axes else p for axis, p in enumerate(whole.placements))
+    with no_torch_function():
+        parts = enter_local(whole, summed).split(sizes, -1)
+    made = [
+        leave_local(part, key.device_mesh, whole.placements, (*key.shape[:-1], size), who, summed)
+        for part, size in zip(parts, sizes)
+    ]
+    return made[0], made[1]
+
+
+# ulysses
+
+
+def exchange(x: DTensor, axis: int, what: str, who: str) -> DTensor:
+    """A query, key or value cut over heads instead of the sequence along mesh axis ``axis``.
+
+    Keys and values with fewer heads than the ranks that cut them are gathered instead; each rank then takes those of its
+    query heads. Raises PlanError for queries whose heads the ranks do not divide: on every rank, nothing communicated.
+    """
+    heads, mesh = x.ndim - 3, x.device_mesh
+    others = [a for a, p in enumerate(x.placements) if a != axis and shard_dim(p) == heads]
+    num_ranks = mesh.size(axis) * math.prod(mesh.size(a) for a in others)
+    if x.ndim < 3 or (what == "query" and x.shape[heads] % num_ranks):
+        raise PlanError(
+            f"{who}: the {what} of shape {tuple(x.shape)} has {x.shape[heads] if x.ndim >= 3 else 0} heads, which "
+            f"{num_ranks} ranks do not divide; write all_gather for this axis, or use fewer ranks"
+        )
+    if x.shape[heads] % num_ranks:
+        placement: Placement = Replicate()
+    else:
+        # Axes that come later cut what this one leaves; theirs is the outer cut, so that nothing changes along them.
+        inner = math.prod(mesh.size(a) for a in others if a > axis)
+        placement = Shard(heads) if inner == 1 else InterleavedShard(heads, inner)
+    target = [placement if a == axis else None for a in range(mesh.ndim)]
+    return convert(x, target, who=who)
+
+
+def exchange_back(x: DTensor, placements: Sequence[Placement], axes: Sequence[int], who: str) -> DTensor:
+    """The result, cut over the sequence again as the query was."""
+    return convert(x, [placements[a] if a in axes else None for a in range(len(placements))], who=who)
+
+
+# Causal attention of some rows
+
+
+def causal_rows(runs: Sequence[tuple[int, int]], num_keys: int, device: torch.device) -> torch.Tensor:
+    """Which of ``num_keys`` keys the global rows of ``runs`` meet: a bool matrix (rows, keys), row i meets keys 0 to i."""
+    rows = [torch.arange(start, stop, device=device) for start, stop in runs]
+    index = torch.cat(rows) if rows else torch.arange(0, device=device)
+    return torch.arange(num_keys, device=device) <= index.unsqueeze(1)
+
+
+def attend_to_prefixes(
+    func: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    runs: Sequence[tuple[int, int]],
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Causal attention of the global rows of ``runs``, which ``query`` holds one after the other, to keys from the first on.
+
+    A run meets the keys up to its own end, so that a rank's work is that of its rows.
+    """
+    options = {name: option for name, option in options.items() if name != "is_causal"}
+    results, offset = [], 0
+    for start, stop in runs:
+        rows = query.narrow(-2, offset, stop - start)
+        offset += stop - start
+        keys, values = (x.narrow(-2, 0, min(stop, x.shape[-2])) for x in (key, value))
+        if start == 0:
+            results.append(func(rows, keys, values, is_causal=True, **options))
+        elif query.device.type in _WITH_LOWER_RIGHT and stop <= key.shape[-2] and not options["enable_gqa"]:
+            results.append(func(rows, keys, values, attn_mask=causal_lower_right(stop - start, stop), **options))
+        else:
+            mask = causal_rows([(start, stop)], keys.shape[-2], query.device)
+            results.append(func(rows, keys, values, attn_mask=mask, **options))
+    if not results:
+        return func(query, key, value, **options)
+    return results[0] if len(results) == 1 else torch.cat(results, -2)
