@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from itertools import repeat
 
 import torch
 import torch.distributed as dist
@@ -161,7 +160,7 @@ class Bucket:
         if not parameters:
             return True
         gradients = [parameter.grad for parameter in parameters]
-        if not all(map(operator.is_not, gradients, repeat(None))) or not self._fit(gradients):  # type: ignore[arg-type]
+        if not self._fit(gradients):
             return False
         if versions and any(versions.get(id(p)) == g._version for p, g in zip(parameters, gradients) if g is not None):
             return False
@@ -189,8 +188,8 @@ class Bucket:
             if versions is None or versions.get(id(slot.parameter)) != gradient._version:
                 self._given[slot.index], slot.parameter.grad = gradient, None
 
-    def _fit(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Whether gradients are what they were when they got their places."""
+    def _fit(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether gradients are there, and what they were when they got their places."""
         num = len(gradients)
         return (
             list(map(type, gradients)) == [torch.Tensor] * num
@@ -207,8 +206,8 @@ class Bucket:
         self.is_launched = True
         if not self._has_all:
             self._take_present(versions if missing is not None else None)
-        self.absent = [slot for slot, gradient in zip(self.slots, self._given) if gradient is None]
-        self._has_all = not self.absent
+            self.absent = [slot for slot, gradient in zip(self.slots, self._given) if gradient is None]
+            self._has_all = not self.absent
         local = self._filled(neutral(self.op) if missing is None else missing)
         if self.scatters and self.hook is None:
             assert self.reduction.scatter is not None
@@ -228,7 +227,7 @@ class Bucket:
                 clear_signs(self._only, [0])
             return self._only
         self._open()
-        self._memory.fill(given, missing, scale)
+        self._memory.fill(given, missing, scale, has_all=self._has_all)
         if self.op == "sum":
             self._memory.clear_signs(self.absent)
         return self._memory.local

@@ -49,7 +49,8 @@ class GradientReducer:
     ========================  =========================================================================================
     moment                    ``parameter.grad``
     ========================  =========================================================================================
-    in backward               the gradient leaves for its bucket; a full bucket is reduced while backward goes on
+    in backward               the gradient leaves for its bucket, a small one of a plain parameter once all of the bucket
+                              have come; a full bucket is reduced while backward goes on
     ``backward()`` returned   complete: a view of its bucket, placed as the parameter; None if no rank used the parameter
     under :meth:`no_sync`     this rank's contribution: plain, or still Partial; further backwards add to it in the bucket
     :meth:`finish`            as after backward; for ranks whose backward reached no parameter
@@ -342,11 +343,13 @@ class GradientReducer:
 
     def recover(self) -> None:
         """Before a forward: see what has changed, and end a backward that an exception broke off."""
-        if self._running() is None or not in_backward():
+        if self._running() is not None and in_backward():
+            return
+        if self._is_begun:
             with torch.no_grad(), no_torch_function():
                 self._break_off()
-                self._see_changes()
-                self._has_looked = True
+        self._see_changes()
+        self._has_looked = True
 
     def _break_off(self) -> None:
         """End a backward that an exception broke off, if one was. Collectives that other ranks may have started are
@@ -389,6 +392,7 @@ class GradientReducer:
     def _deliver(self) -> None:
         """Make what has been reduced the parameters' gradients."""
         untouched = self._schedule.untouched()
+        is_regular = not untouched and not self._has_carries
         for bucket in self._schedule.buckets:
             if bucket.reduction.scatter is not None:
                 for slot in bucket.slots:
@@ -396,12 +400,10 @@ class GradientReducer:
                         slot.entry.deliver_scattered(slot)
                 continue
             for slot, result in zip(bucket.slots, bucket.results()):
-                if untouched and slot in untouched:
-                    continue
                 parameter = slot.parameter
-                if parameter is not None and parameter.grad is None and not self._has_carries:
+                if is_regular and parameter is not None and parameter.grad is None:
                     parameter.grad = result  # marked as complete
-                else:
+                elif slot not in untouched:
                     slot.entry.deliver(slot.contribution, result)
 
     def _agree_on_changes(self) -> None:
