@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from tests.ranks import RankPools, run_cases
 from tests.runtime.llama import counted
 from tests.simulate import simulate
 from vescale.comm import record_comms
+from vescale.fsdp import fully_shard
 from vescale.optim import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from vescale.placements import InterleavedShard, RaggedShard, from_local
 
 DENSE = ((0, 1, 2, 3), (4, 5, 6, 7))  # dp=2, tp=4
 EXPERT = ((0, 1), (2, 3), (4, 5), (6, 7))  # ep=4, edp=2: the same ranks
 FEW = (0, 1, 2, 3, 4, 5, 6, 7)
+TURNED = ((0, 4), (1, 5), (2, 6), (3, 7))  # each axis spans the same ranks as one of DENSE's
 R, S, P = Replicate, Shard, Partial
 
 # mesh ranks (None: a plain tensor), shape, placements
@@ -48,6 +51,8 @@ MIXED: list[tuple[Any, ...]] = [
     (DENSE, (3, 3), (P("avg"), P("avg"))),
     (DENSE, (4,), (P("max"), R())),
     (EXPERT, (5,), (P("avg"), R())),
+    (TURNED, (3, 2), (S(0), P())),
+    (TURNED, (7,), (R(), P("avg"))),
 ]
 ORDERS = [2, 2.0, 1, 3, 0, math.inf, "inf", -math.inf, 0.5, -1, 4]
 
@@ -140,10 +145,10 @@ def counts() -> None:
         with record_comms() as ledger, counted() as counter:
             clip_grad_norm_(own, 1.0, order)
         norms = [record for record in ledger.records if record.asker == "norm of gradients"]
-        # dense: tp, and all 8 ranks (dp and tp; expert ep and edp; the flat mesh); expert: ep
+        # tp of dense and turned; all 8 ranks (dp and tp; expert ep and edp; the flat mesh); expert: ep
         assert len(norms) == 3, norms
         assert order == 0 or all(record.bytes <= 8 * 8 for record in norms)
-        # over dp: sum and max; over both axes: sum, average and sum; expert, over ep: average
+        # over dp of dense and turned: sum and max; over both axes: sum, average and sum; expert, over ep: average
         assert len(ledger.records) - len(norms) == 4
         assert sum(counter.values()) == len(ledger.records)
         with record_comms() as ledger:
@@ -217,6 +222,55 @@ def pieces() -> None:
 
 def test_norm_and_scaling_by_themselves(ranks: RankPools) -> None:
     ranks.run(pieces, world_size=8)
+
+
+def everything(orders: list[Any]) -> None:
+    """Gradients of ``fully_shard``, of experts and of tensor parallel layers, ragged, empty, plain and pending, at once;
+    also with nan and infinities, wherever they are."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def layers() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3)).double()
+
+    def inputs(rank: int) -> torch.Tensor:
+        return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+    sharded, whole_model = layers(), layers()
+    fully_shard(sharded, mesh=make_mesh(FEW))
+    for spoil in (None, math.nan, math.inf, -math.inf):
+        for order in orders:
+            own, reference = build(MIXED, torch.float64)
+            if spoil is not None:  # one element of the pending sum over all ranks
+                where = MIXED.index((DENSE, (11,), (P(), P())))
+                own[where].grad.to_local()[3] = spoil
+                reference[where].grad[3] = spoil
+            sharded.zero_grad()
+            whole_model.zero_grad()
+            sharded(inputs(rank)).square().sum().backward()
+            (sum(whole_model(inputs(r)).square().sum() for r in range(world)) / world).backward()
+            assert any(p.grad.to_local().numel() == 0 for p in sharded.parameters()) or rank == 0
+            own += sharded.parameters()
+            reference += whole_model.parameters()
+            expected = torch.nn.utils.clip_grad_norm_(reference, 0.7, order)
+            NoWaiting.num_syncs = 0
+            with record_comms() as ledger, counted() as counter, NoWaiting():
+                norm = clip_grad_norm_(own, 0.7, order)
+            assert NoWaiting.num_syncs == 0
+            askers = Counter(record.asker for record in ledger.records)
+            assert askers == {"norm of gradients": 3, "pending gradients": 4}
+            assert sum(counter.values()) == 7
+            torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0, equal_nan=True)
+            for a, b in zip(own, reference):
+                torch.testing.assert_close(whole(a.grad), b.grad, rtol=1e-12, atol=1e-30, equal_nan=True)
+            if spoil is not None and not math.isfinite(norm):
+                with pytest.raises(RuntimeError, match="non-finite"), NoWaiting():
+                    clip_grad_norm_(own, 0.7, order, error_if_nonfinite=True)
+                assert NoWaiting.num_syncs == 1
+
+
+def test_everything_in_one_call(ranks: RankPools) -> None:
+    ranks.run(everything, ORDERS, world_size=8)
 
 
 class NoWaiting(torch.utils._python_dispatch.TorchDispatchMode):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+import math
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.ranks import RankPools
-from vescale.comm import fused_bytes, record_comms
-from vescale.ir import lower, predict
+from tests.runtime.test_gradient_destinations import Loss
+from tests.simulate import simulate
+from vescale.comm import Ledger, fused_bytes, record_comms
+from vescale.compat import local_of
+from vescale.ir import Prediction, lower, predict
+from vescale.placements import from_local
 from vescale.plans import Plan
 from vescale.runtime import gradient_reducer, parallelize
 
-R, S = Replicate, Shard
+P, R, S = Partial, Replicate, Shard
 
 
 class Block(nn.Module):
@@ -33,9 +38,9 @@ def make_model() -> nn.Module:
     return nn.Sequential(Block(), Block()).double()
 
 
-def make_plan(names: tuple[str, ...], sizes: tuple[int, ...]) -> Plan:
+def make_plan(names: tuple[str, ...], sizes: tuple[int, ...], without_mesh: bool = False) -> Plan:
     """Batch over dp, sequence over cp and outside of the MLPs over tp, features over tp."""
-    plan = Plan(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    plan = Plan(dict(zip(names, sizes)) if without_mesh else init_device_mesh("cpu", sizes, mesh_dim_names=names))
     plan.shard("<in>", S(0), mesh="dp")
     if "cp" in names:
         plan.shard("<in>", S(1), mesh="cp")
@@ -45,40 +50,92 @@ def make_plan(names: tuple[str, ...], sizes: tuple[int, ...]) -> Plan:
     return plan
 
 
+def predicted(plan: Plan) -> Prediction:
+    with torch.device("meta"):
+        on_meta, x = make_model(), torch.empty(8, 16, 16, dtype=torch.float64)
+    prediction = predict(lower(plan, on_meta), on_meta, {"input": x})
+    assert prediction.stopped is None
+    return prediction
+
+
 def predicted_and_done(names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     model, x = make_model(), torch.randn(8, 16, 16, dtype=torch.float64)
     plan = make_plan(names, sizes)
-    with torch.device("meta"):
-        on_meta = make_model()
-    prediction = predict(lower(plan, on_meta), on_meta, {"input": x.to("meta")})
-    assert prediction.stopped is None
+    prediction = predicted(plan)
     parallelize(model, plan)
     for _ in range(2):
         model.zero_grad()
         with record_comms() as ledger:
             model(x).to_local().square().sum().backward()
-        reducer = gradient_reducer(model)
-        done = [record for record in ledger.records if record.asker.startswith("bucket")]
-        assert len(done) == reducer.num_buckets == len(prediction.buckets)
+        check_done(model, prediction, ledger, dict(zip(names, sizes)))
 
-        def sort_key(pair: tuple[tuple[str, ...], int]) -> str:
-            return str(pair)
 
-        expected = sorted(((b.axes, b.num_bytes) for b in prediction.buckets), key=sort_key)
-        found = [(bucket.reduction.stages[0].axes.names, bucket.num_bytes) for bucket in reducer.buckets]
-        assert sorted(found, key=sort_key) == expected
-        assert sorted(record.bytes for record in done) == sorted(b.cost.num_bytes for b in prediction.buckets)
-        by_name = {slot.name: bucket for bucket in reducer.buckets for slot in bucket.slots}
-        for bucket in prediction.buckets:
-            (own,) = {by_name[name.removesuffix(".grad")] for name in bucket.names}
-            assert {slot.name for slot in own.slots} == {name.removesuffix(".grad") for name in bucket.names}
-            axis_sizes = [dict(zip(names, sizes))[axis] for axis in bucket.axes]
-            assert own.moved_bytes == bucket.cost.num_bytes == fused_bytes(own.num_bytes, axis_sizes)
-            assert bucket.per_axis_bytes >= bucket.cost.num_bytes
+def check_done(model: nn.Module, prediction: Prediction, ledger: Ledger, sizes: dict[str, int]) -> None:
+    """The buckets of a step against those predicted: gradients, axes, bytes, collectives."""
+    reducer = gradient_reducer(model)
+    done = [record for record in ledger.records if record.asker.startswith("bucket")]
+    assert len(done) == reducer.num_buckets == len(prediction.buckets)
+
+    def sort_key(pair: tuple[tuple[str, ...], int]) -> str:
+        return str(pair)
+
+    expected = sorted(((b.axes, b.num_bytes) for b in prediction.buckets), key=sort_key)
+    found = [(bucket.reduction.stages[0].axes.names, bucket.num_bytes) for bucket in reducer.buckets]
+    assert sorted(found, key=sort_key) == expected
+    assert sorted(record.bytes for record in done) == sorted(b.cost.num_bytes for b in prediction.buckets)
+    by_name = {slot.name: bucket for bucket in reducer.buckets for slot in bucket.slots}
+    for bucket in prediction.buckets:
+        (own,) = {by_name[name.removesuffix(".grad")] for name in bucket.names}
+        assert {slot.name for slot in own.slots} == {name.removesuffix(".grad") for name in bucket.names}
+        axis_sizes = [sizes[axis] for axis in bucket.axes]
+        assert own.moved_bytes == bucket.cost.num_bytes == fused_bytes(own.num_bytes, axis_sizes)
+        assert bucket.per_axis_bytes >= bucket.cost.num_bytes
     every = {bucket.axes for bucket in prediction.buckets}
+    names = tuple(sizes)
     assert names in every and names[:-1] in every  # norms over all axes, weights over those of the data
 
 
-@pytest.mark.parametrize(("names", "sizes"), [(("dp", "tp"), (4, 2))], ids=str)
-def test_on_8_ranks(ranks: RankPools, names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
-    ranks.run(predicted_and_done, names, sizes, world_size=8, timeout=120)
+def test_on_8_ranks(ranks: RankPools) -> None:
+    ranks.run(predicted_and_done, ("dp", "tp"), (4, 2), world_size=8, timeout=120)
+
+
+def as_they_come(sizes: tuple[int, ...]) -> None:
+    """On three axes, where DTensor's own rules take minutes for a step: gradients put together as this model's come, of
+    norms pending over all axes, of what tensor parallelism shards over those of the data."""
+    names = ("dp", "cp", "tp")
+    plan, model = make_plan(names, sizes), make_model()
+    parallelize(model, plan)
+    prediction = _PREDICTED[sizes]
+    for _ in range(2):
+        model.zero_grad()
+        losses, expected = [], {}
+        for name, parameter in model.named_parameters():
+            axes = names if ".norm." in name else names[:2]
+            placements = [P() if n in axes else p for n, p in zip(names, parameter.placements)]
+            local = torch.ones_like(local_of(parameter))
+            gradient = from_local(local, plan.mesh, placements, shape=parameter.shape, stride=parameter.stride())
+            losses.append(Loss.apply(parameter, gradient))
+            expected[name] = local * fused_size(axes, names, sizes)
+        with record_comms() as ledger:
+            torch.stack(losses).sum().backward()
+        check_done(model, prediction, ledger, dict(zip(names, sizes)))
+        for name, parameter in model.named_parameters():
+            assert torch.equal(local_of(parameter.grad), expected[name])
+
+
+def fused_size(axes: tuple[str, ...], names: tuple[str, ...], sizes: tuple[int, ...]) -> int:
+    return math.prod(size for name, size in zip(names, sizes) if name in axes)
+
+
+# Once for all simulated ranks, whose threads would have to take turns.
+_PREDICTED = {
+    sizes: predicted(make_plan(("dp", "cp", "tp"), sizes, without_mesh=True)) for sizes in ((2,) * 3, (4,) * 3)
+}
+
+
+def test_three_axes_on_8_ranks(ranks: RankPools) -> None:
+    ranks.run(as_they_come, (2, 2, 2), world_size=8, timeout=120)
+
+
+def test_three_axes_on_64_simulated_ranks() -> None:
+    simulate(as_they_come, 64, (4, 4, 4), timeout=300)

@@ -35,6 +35,11 @@ class AxisGroup:
     axes: str = ""
 
     @property
+    def ranks(self) -> frozenset[int]:
+        """Global ranks: equal for groups of several meshes that may stand for each other."""
+        return frozenset(dist.get_process_group_ranks(self.group))
+
+    @property
     def size(self) -> int:
         return len(self.coordinates)
 

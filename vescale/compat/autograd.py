@@ -56,23 +56,17 @@ TELLS_HOLDERS = _use_count is not None
 
 
 def are_unheld(tensors: list[torch.Tensor]) -> bool:
-    """Whether nothing holds these very tensors, in Python or in C++, but one container that they have just been put in the
-    list from. Who holds their memory by other tensors is :func:`num_storage_users`'s to tell."""
+    """Whether nothing holds these very tensors, in Python or in C++, but the list that they are in.
+    Who holds their memory by other tensors is :func:`num_storage_users`'s to tell."""
+    if not tensors:
+        return True
     if _use_count is None:
-        return not tensors
-    return all(_num_holders(t) == _NUM_HOLDERS_OF_UNHELD and _use_count(t) == 1 for t in tensors)
+        return False
+    return max(map(sys.getrefcount, tensors)) == _NUM_HOLDERS_OF_UNHELD and max(map(_use_count, tensors)) == 1
 
 
-def _num_holders(tensor: torch.Tensor) -> int:
-    return sys.getrefcount(tensor)
-
-
-def _count_unheld() -> int:
-    container = {0: torch.empty(0)}
-    return next(_num_holders(t) for t in list(container.values()))
-
-
-_NUM_HOLDERS_OF_UNHELD = _count_unheld()
+# What counting itself adds differs between versions of Python.
+_NUM_HOLDERS_OF_UNHELD = max(map(sys.getrefcount, [torch.empty(0)]))
 
 
 def is_captured(leaf: torch.Tensor) -> bool:

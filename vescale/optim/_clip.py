@@ -36,8 +36,8 @@ def clip_grad_norm_(
     ====================  =======================================================================================
     plain, Replicate      none
     sharded in any way    one reduction of one number for each distinct set of ranks that hold different parts
-    Partial               is reduced first, all with the same axes, op and dtype in one all-reduce, and ``grad`` is
-                          then the reduced gradient, Replicate where it was Partial
+    Partial               is reduced first, all over the same ranks with the same op and dtype in one all-reduce, and
+                          ``grad`` is then the reduced gradient, Replicate where it was Partial
     ====================  =======================================================================================
 
     The host waits for the device once with ``error_if_nonfinite``, and never without.

@@ -7,24 +7,24 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from vescale.comm import Pending, all_reduce, axis_group
+from vescale.comm import AxisGroup, Pending, all_reduce, axis_group
 from vescale.compat import AsyncCollectiveTensor, local_of, make_dtensor, make_spec
 from vescale.placements import move_local
 
 __all__ = ["complete"]
 
-# (mesh, Partial axes, op of the one reduction, dtype)
-_Kind = tuple[DeviceMesh, tuple[int, ...], str, torch.dtype]
+# (ranks that have parts, op of the one reduction, dtype, device)
+_Kind = tuple[frozenset[int], str, torch.dtype, torch.device]
 
 
 def complete(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, with Partial ones replaced by reduced ones, Replicate where they were Partial.
 
-    One all-reduce over the union of the axes for all tensors that have the same Partial axes, op and dtype; sums and
-    averages go together. A tensor with a Partial of PyTorch's private kinds, or with several ops, is reduced by itself.
+    One all-reduce over the union of the axes for all tensors whose Partial axes span the same ranks, on whichever mesh,
+    and that have the same op, dtype and device; sums and averages go together. A tensor with a Partial of PyTorch's
+    private kinds, or with several ops, is reduced by itself.
     """
     found = list(tensors)
     kinds: dict[_Kind, list[int]] = defaultdict(list)
@@ -37,9 +37,9 @@ def complete(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         else:
             kinds[kind].append(index)
     started = []
-    for (mesh, axes, op, _), indices in kinds.items():
+    for (_, op, _, _), indices in kinds.items():
         flat = torch.cat([_local(tensors[index]).reshape(-1) for index in indices])
-        group = axis_group(mesh, axes) if axes else None
+        group = _group(tensors[indices[0]])  # the first one's on every rank
         pending = all_reduce(flat, op, group.group, asker="pending gradients") if group is not None else Pending(flat)
         started.append((pending, indices))
     for pending, indices in started:
@@ -62,10 +62,20 @@ def _kind(tensor: DTensor) -> _Kind | None:
     if mesh.get_coordinate() is None or any(type(p) is not Partial for p in pending.values()):
         return None
     ops = {p.reduce_op for p in pending.values() if isinstance(p, Partial)}
-    axes = tuple(axis for axis in pending if mesh.size(axis) > 1)
-    if ops <= {"sum", "avg"}:
-        return mesh, axes, "sum", tensor.dtype
-    return (mesh, axes, ops.pop(), tensor.dtype) if len(ops) == 1 else None
+    adds = ops <= {"sum", "avg"}
+    if not adds and len(ops) > 1:
+        return None
+    group = _group(tensor)
+    ranks = group.ranks if group is not None else frozenset()
+    return ranks, "sum" if adds else ops.pop(), tensor.dtype, _local(tensor).device
+
+
+def _group(tensor: torch.Tensor) -> AxisGroup | None:
+    """The ranks that have parts of a Partial tensor; None: this one alone."""
+    assert isinstance(tensor, DTensor)
+    mesh = tensor.device_mesh
+    axes = tuple(axis for axis, p in enumerate(tensor.placements) if p.is_partial() and mesh.size(axis) > 1)
+    return axis_group(mesh, axes) if axes else None
 
 
 def _divisor(tensor: DTensor) -> int:

@@ -64,19 +64,19 @@ def result_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
 def total_norm(parts: Sequence[Part], order: float, foreach: bool | None = None) -> torch.Tensor:
     """The norm of order ``order`` of all parts of all ranks together; the same number on every rank of a group.
 
-    One collective for each distinct group, all started before the first is waited for: of one number, or for order 0 of
-    one number a tensor. Numbers are combined in float64, so that meshes do not show. The result is float32, float64 for
+    One collective for each distinct set of ranks, all started before the first is waited for: of one number, or for order
+    0 of one number a tensor. Numbers are combined in float64, so that meshes do not show. The result is float32, float64 for
     float64 tensors.
     """
     if not parts:
         return torch.tensor(0.0)
     device = parts[0].local.device
     norms = _local_norms([part.local for part in parts], order, foreach)
-    by_group: dict[str, list[int]] = defaultdict(list)
+    by_ranks: dict[frozenset[int], list[int]] = defaultdict(list)
     for index, part in enumerate(parts):
-        by_group[part.group.group.group_name if part.group is not None else ""].append(index)
+        by_ranks[part.group.ranks if part.group is not None else frozenset()].append(index)
     pending = []
-    for indices in by_group.values():
+    for indices in by_ranks.values():
         numbers = _contribution([norms[index] for index in indices], order, parts[indices[0]].local.device)
         pending.append(_combine(numbers, parts[indices[0]].group, order))
     combined = torch.cat([_finished(p, order).to(device) for p in pending])

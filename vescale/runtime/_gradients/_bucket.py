@@ -3,130 +3,99 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import operator
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch.distributed.tensor import Partial
+import torch.distributed as dist
 
-from vescale.buffer import DBuffer, TensorGroup
 from vescale.comm import Pending, all_reduce_, axis_group, link_of, reduction_cost, ring_bytes
-from vescale.compat import TELLS_HOLDERS, are_unheld, foreach_copy_, foreach_scale_, num_storage_users
+from vescale.compat import num_storage_users
 from vescale.placements import unpack
+from vescale.runtime._gradients._attention import Attention
 from vescale.runtime._gradients._comm_hook import CommHook, GradientBucket
-from vescale.runtime._gradients._reduction import Arrival, Contribution, Reduction, Stage
+from vescale.runtime._gradients._memory import BucketMemory
+from vescale.runtime._gradients._reduction import Reduction
+from vescale.runtime._gradients._slot import Slot
 from vescale.runtime._gradients._untouched import clear_signs, neutral
 
-__all__ = ["Bucket", "Slot"]
+__all__ = ["Bucket", "Versions"]
 
 _LARGE_BYTES = 2**16
 """From here on a gradient on the CPU is copied when it comes, while it is in the cache; smaller ones cost less together."""
 
+_dtype_of, _layout_of = operator.attrgetter("dtype"), operator.attrgetter("layout")
 
-class Slot:
-    """The place of one gradient in a bucket.
-
-    Attributes:
-        name: the parameter's.
-        entry: whose gradient it is; opaque here.
-        arrival, contribution: how it comes, and what is to be done.
-        num_expected: how often it comes in one backward (more than once under reentrant checkpointing).
-        gradient: what has come for the running reduction; None: nothing yet.
-        scale: what ``gradient`` has been multiplied by already.
-        bucket, index: where the place is.
-    """
-
-    bucket: Bucket
-    index: int
-
-    def __init__(self, name: str, entry: Any, arrival: Arrival, contribution: Contribution, num_expected: int) -> None:
-        self.name, self.entry = name, entry
-        self.arrival, self.contribution = arrival, contribution
-        self.num_expected = num_expected
-        self.strides = torch.empty(contribution.local_shape, device="meta").stride()
-        self.num_arrived = 0
-        self.gradient: torch.Tensor | None = None
-        self.scale = 1.0
-
-    @property
-    def reduction(self) -> Reduction:
-        assert self.contribution.reduction is not None
-        return self.contribution.reduction
-
-    @property
-    def numel(self) -> int:
-        return self.contribution.numel
-
-    @property
-    def num_bytes(self) -> int:
-        return self.numel * self.reduction.reduce_dtype.itemsize
+Versions = Mapping[int, int]
+"""By id of a parameter with a gradient when a backward begins: that gradient's version. It is higher once one has come."""
 
 
 class Bucket:
-    """Slots with equal reductions, and the buffer they are reduced in.
+    """Slots with equal reductions, and the memory they are reduced in.
 
     ============  ==================================================================================================
-    moment        what the buffer holds
+    moment        what the memory holds
     ============  ==================================================================================================
     closed        results of the last reduction, which gradients are views of, or nothing that anyone sees
-    ``open``      contributions; memory that somebody still sees is left to them, and new memory taken
     ``launch``    contributions of all slots, neutral elements for those without; one collective is in flight
     ``advance``   the further collectives are in flight (all-reduce of the scattered piece; axes that have no common group)
     ``finish``    results
     ============  ==================================================================================================
 
-    The buffer of a bucket that is scattered along an axis has one piece for each rank there, with its parts of all slots.
+    Contributions are handed over by ``arrive``, or by ``launch`` taken from the parameters of slots that are not *heard*:
+    once it is known which of them comes last, that one alone needs to be waited for.
 
     Nothing is copied into the bucket of one gradient that nobody else sees: it is reduced where it is.
 
     An average is a sum that is divided: before, where that is exact and a large gradient is copied anyway, else after.
     """
 
+    num_missing: int
+    """How many contributions are still to be handed over."""
+    absent: list[Slot]
+    """Once launched: those without a contribution."""
+    is_launched: bool
+    _is_open: bool
+    _is_advanced: bool
+    _has_all: bool  # contributions
+    _is_irregular: bool  # there were more to come when all that are heard had come
+    _last: Slot | None  # that was heard
+    _given: list[torch.Tensor | None]  # contributions by slot
+    _only: torch.Tensor | None  # the contribution of a bucket's one slot, to be reduced in place
+    _result: torch.Tensor | None
+
     def __init__(self, index: int, reduction: Reduction, slots: Sequence[Slot], hook: CommHook | None = None) -> None:
         self.index, self.reduction, self.slots = index, reduction, tuple(slots)
         self.hook = hook
         for place, slot in enumerate(self.slots):
             slot.bucket, slot.index = self, place
-        self.is_open = False
-        self.is_launched = False
-        self.num_missing = sum(slot.num_expected for slot in self.slots)
-        self._is_advanced = False
-        self._pending: Pending | None = None
-        self._sizes = _piece_sizes(self.slots, reduction.num_pieces)
-        self._buffer = self._new_buffer()
-        self.num_bytes = self._buffer.num_bytes
-        self._cost = reduction_cost(
-            self.num_bytes,
-            reduction.stages[0].axes.num_ranks,
-            reduction.num_pieces,
-            link_of(self._buffer.device.type),
-        )
-        self.scatters = self._cost.scatters
-        self._num_users = 0
-        self._views: list[list[torch.Tensor]] = []  # for each slot, the parts of its gradient in buffer order
-        self._marks: list[list[int]] = []  # for each slot, where its part begins in every piece
-        self._bare_marks: list[list[int]] = []  # of these, where the part is empty
-        self._all_marks: torch.Tensor | None = None
-        self._all_zeros = torch.empty(0)
-        self._results: dict[int, torch.Tensor] = {}  # by slot, what was given out as a gradient, to be given out again
-        self._only: torch.Tensor | None = None  # the contribution of a bucket's one slot, to be reduced in place
-        self._result: torch.Tensor | None = None
-        self._takes_only = (
-            len(self.slots) == 1 and reduction.scatter is None and not self._casts and self.slots[0].numel > 0
-        )
-        on_cpu = self._buffer.device.type == "cpu"
+        on_cpu = reduction.stages[0].axes.mesh.device_type == "cpu"
         self._copies_early = [
             on_cpu and slot.contribution.pieces is None and slot.num_bytes >= _LARGE_BYTES for slot in self.slots
         ]
         self._can_scale_early = any(self._copies_early) and _is_exact(reduction)
+        self._memory = BucketMemory(reduction, self.slots, self._copies_early)
+        self.num_bytes = self._memory.buffer.num_bytes
+        self._cost = reduction_cost(
+            self.num_bytes,
+            reduction.stages[0].axes.num_ranks,
+            reduction.num_pieces,
+            link_of(self._memory.buffer.device.type),
+        )
+        self.scatters = self._cost.scatters
+        self._takes_only = (
+            len(self.slots) == 1 and reduction.scatter is None and not self._casts and self.slots[0].numel > 0
+        )
+        self.attention = Attention(self.slots, self._copies_early)
+        self._groups: list[dist.ProcessGroup] | None = None  # of the stages, made on first use
+        self._pending: Pending | None = None
+        others = f" with {len(self.slots) - 1} others" if len(self.slots) > 1 else ""
+        self.asker = f"bucket {index}: {self.slots[0].name}.grad: reduced{others}"
+        self._reset()
 
     @property
     def op(self) -> str:
         return self.reduction.stages[0].op
-
-    @property
-    def is_full(self) -> bool:
-        return self.num_missing <= 0
 
     @property
     def _casts(self) -> bool:
@@ -137,123 +106,119 @@ class Bucket:
         """What contributions are multiplied by. A hook is given sums."""
         return 1 / self.reduction.divisor if self._can_scale_early and self.hook is None else 1.0
 
-    @property
-    def asker(self) -> str:
-        others = f" with {len(self.slots) - 1} others" if len(self.slots) > 1 else ""
-        return f"bucket {self.index}: {self.slots[0].name}.grad: reduced{others}"
-
-    # The buffer
-
-    def _new_buffer(self) -> DBuffer:
-        """Contributions: Partial along the first stage's axes, of each rank's own along the others."""
-        reduction = self.reduction
-        axes = reduction.stages[0].axes
-        if reduction.scatter is None:
-            shapes = {
-                f"{i} {s.name}": s.contribution.local_shape if s.numel else (1,) for i, s in enumerate(self.slots)
-            }
-        else:
-            shapes = {"pieces": (reduction.num_pieces * max(sum(sizes) for sizes in self._sizes),)}
-        group = TensorGroup.plan(
-            shapes,
-            reduction.num_pieces,
-            dtypes=[reduction.reduce_dtype],
-            alignment_bytes=reduction.reduce_dtype.itemsize,  # no padding: what is communicated is gradients
-        )
-        placements = [Partial(self.op) if axis in axes.axes else None for axis in range(axes.mesh.ndim)]
-        return DBuffer(group, axes.mesh, placements, dtype=reduction.reduce_dtype)
-
-    def open(self) -> None:
-        """Make the buffer ready for contributions."""
-        if self.is_open:
-            return
-        self.is_open = True
-        if self._views and not self._is_unseen():
-            self._buffer, self._views = self._buffer.like(), []
-            self._results = {}
-        if not self._buffer.is_allocated:
-            self._buffer.allocate()
-        if not self._views:
-            self._make_views()
-            self._num_users = num_storage_users(self._buffer.local)
-
-    def _is_unseen(self) -> bool:
-        """Whether nobody sees the memory but this bucket."""
-        num_users = self._num_users + len(self._results)
-        return num_storage_users(self._buffer.local) == num_users and are_unheld(list(self._results.values()))
-
-    def _make_views(self) -> None:
-        if self.reduction.scatter is None:
-            views = self._buffer.views
-            self._views = [[view] if slot.numel else [] for view, slot in zip(views, self.slots)]
-            self._marks = [[offset] for offset in self._buffer.group.layout.offsets]
-            self._bare_marks = [[] if slot.numel else own for own, slot in zip(self._marks, self.slots)]
-            return
-        local, self._marks = self._buffer.local, self._starts()
-        self._views = [[] for _ in self.slots]
-        self._bare_marks = [[] for _ in self.slots]
-        for place, slot in enumerate(self.slots):
-            assert slot.contribution.pieces is not None
-            for piece, start in zip(slot.contribution.pieces, self._marks[place]):
-                if not piece.numel:
-                    self._bare_marks[place].append(start)
-                for box in piece.source:
-                    self._views[place].append(local[start : start + box.numel].view(box.sizes))
-                    start += box.numel
-
-    def _starts(self) -> list[list[int]]:
-        """For each slot, where its part begins in each piece."""
-        length = self._buffer.numel // self.reduction.num_pieces
-        starts: list[list[int]] = [[] for _ in self.slots]
-        for number, sizes in enumerate(self._sizes):
-            at = number * length
-            for place, size in enumerate(sizes):
-                starts[place].append(at)
-                at += size
-        return starts
-
     def place(self, slot: Slot) -> torch.Tensor | None:
         """Where ``slot``'s gradient may accumulate instead of elsewhere: a new view of the open buffer in the shape of
         the gradient; None when the buffer has another dtype or order, or is not needed."""
         if self.reduction.scatter is not None or self._casts or self._takes_only or not slot.numel:
             return None
-        self.open()
-        return self._views[slot.index][0].view(slot.contribution.local_shape)
+        self._open()
+        self._memory.is_lent = True
+        return self._memory.view(slot.index).view(slot.contribution.local_shape)
+
+    def _open(self) -> None:
+        if not self._is_open:
+            self._is_open = True
+            self._memory.open()
 
     # One reduction
 
     def arrive(self, slot: Slot, gradient: torch.Tensor) -> None:
         """A contribution that nobody else writes to any more; a second one is added to the first."""
-        if slot.gradient is not None:
-            slot.gradient.add_(gradient, alpha=slot.scale)
+        index = slot.index
+        before = self._given[index]
+        if before is not None:
+            is_scaled = self._copies_early[index] and self._only is None
+            before.add_(gradient, alpha=self._early_scale if is_scaled else 1.0)
         elif self._takes_only and _is_sole(gradient):
-            slot.gradient, slot.scale = gradient, 1.0
+            self._given[index] = gradient
             self._only = gradient.view(-1)
-        elif self._copies_early[slot.index]:
-            self.open()
-            slot.gradient, slot.scale = self._views[slot.index][0], self._early_scale
-            _copy_scaled(slot.gradient, gradient, slot.scale)
+        elif self._copies_early[index]:
+            self._open()
+            view = self._given[index] = self._memory.view(index)
+            _copy_scaled(view, gradient, self._early_scale)
         else:
-            slot.gradient, slot.scale = gradient, 1.0
-        slot.num_arrived += 1
-        self.num_missing -= 1
+            self._given[index] = gradient
+        if slot.is_heard:
+            self._last = slot
+            self.num_missing -= 1
 
-    def launch(self, missing: float | None = None) -> None:
+    def is_ready(self, versions: Versions) -> bool:
+        """Whether all contributions that are expected have come; those of quiet slots are taken then.
+
+        Args:
+            versions: of gradients that were there when the backward began.
+        """
+        if self.num_missing > 0:
+            return False
+        if not self._has_all:
+            self._has_all = self._take_quiet(versions)
+            self._is_irregular |= not self._has_all
+        return self._has_all
+
+    def _take_quiet(self, versions: Versions) -> bool:
+        parameters = self.attention.parameters
+        if not parameters:
+            return True
+        gradients = [parameter.grad for parameter in parameters]
+        if not self._fit(gradients):
+            return False
+        if versions and any(versions.get(id(p)) == g._version for p, g in zip(parameters, gradients) if g is not None):
+            return False
+        given = self._given
+        for index, parameter, gradient in zip(self.attention.indices, parameters, gradients):
+            given[index] = gradient
+            parameter.grad = None
+        return True
+
+    def has_news(self, versions: Versions) -> bool:
+        """Whether a gradient has come to a quiet slot."""
+        return any(
+            versions.get(id(parameter)) != gradient._version
+            for parameter in self.attention.parameters
+            if (gradient := parameter.grad) is not None
+        )
+
+    def _take_present(self, versions: Versions | None) -> None:
+        """Take what is there of quiet slots; with ``versions``, only what has come in this backward."""
+        for slot in self.attention.quiet:
+            assert slot.parameter is not None
+            gradient = slot.parameter.grad
+            if gradient is None or self._given[slot.index] is not None or not self._fit([gradient]):
+                continue
+            if versions is None or versions.get(id(slot.parameter)) != gradient._version:
+                self._given[slot.index], slot.parameter.grad = gradient, None
+
+    def _fit(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether gradients are there, and what they were when they got their places."""
+        num = len(gradients)
+        return (
+            list(map(type, gradients)) == [torch.Tensor] * num
+            and list(map(_dtype_of, gradients)) == [self.reduction.dtype] * num
+            and list(map(_layout_of, gradients)) == [torch.strided] * num
+        )
+
+    def launch(self, versions: Versions, missing: float | None = None) -> None:
         """Bring all contributions together and start the first collective; the same on every rank.
 
-        ``missing`` stands for those that have not come; None: an element that changes nothing.
+        ``missing`` stands for those that have not come in a backward that was broken off; None: it was not, and an element
+        that changes nothing does.
         """
         self.is_launched = True
+        if not self._has_all:
+            self._take_present(versions if missing is not None else None)
+            self.absent = [slot for slot, gradient in zip(self.slots, self._given) if gradient is None]
+            self._has_all = not self.absent
         local = self._filled(neutral(self.op) if missing is None else missing)
         if self.scatters and self.hook is None:
             assert self.reduction.scatter is not None
-            scattering = self._buffer.reduce_scatter([self.reduction.scatter], op="sum", asker=self.asker)
+            scattering = self._memory.buffer.reduce_scatter([self.reduction.scatter], op="sum", asker=self.asker)
             self._pending = Pending(scattering.buffer.local, [scattering])
         else:
-            self._pending = self._start(self.reduction.stages[0], local)
+            self._pending = self._start(0, local)
 
     def _filled(self, missing: float) -> torch.Tensor:
-        """What is to be reduced, flat. What has not been copied yet is copied at once."""
+        """What is to be reduced, flat."""
+        given, self._given = self._given, [None] * len(self.slots)
         scale = self._early_scale
         if self._only is not None:
             if scale != 1:
@@ -261,52 +226,18 @@ class Bucket:
             if self.op == "sum":
                 clear_signs(self._only, [0])
             return self._only
-        self.open()
-        absent: list[int] = []
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        unscaled: list[torch.Tensor] = []
-        for slot, views in zip(self.slots, self._views, strict=True):
-            gradient, slot.gradient = slot.gradient, None
-            if gradient is None:
-                absent.append(slot.index)
-                for view in views:
-                    view.fill_(missing)
-                for mark in self._bare_marks[slot.index]:
-                    self._buffer.local[mark] = missing
-                continue
-            for mark in self._bare_marks[slot.index]:
-                self._buffer.local[mark] = 0.0
-            if slot.contribution.pieces is not None:
-                targets += views
-                sources += [box.view(gradient) for piece in slot.contribution.pieces for box in piece.source]
-                unscaled += views
-            elif views and gradient is not views[0]:
-                if gradient.data_ptr() != views[0].data_ptr():  # else it has accumulated there
-                    targets.append(views[0])
-                    sources.append(gradient)
-                unscaled.append(views[0])
-        if targets:
-            foreach_copy_(targets, sources)
-        if scale != 1 and unscaled:
-            foreach_scale_(unscaled, scale)
+        self._open()
+        self._memory.fill(given, missing, scale, has_all=self._has_all)
         if self.op == "sum":
-            self._clear_signs(absent)
-        return self._buffer.local
+            self._memory.clear_signs(self.absent)
+        return self._memory.local
 
-    def _clear_signs(self, absent: Sequence[int]) -> None:
-        if absent:
-            marks = [mark for index, own in enumerate(self._marks) if index not in set(absent) for mark in own]
-            clear_signs(self._buffer.local, marks)
-            return
-        if self._all_marks is None:  # the same in every full bucket
-            marks = [mark for own in self._marks for mark in own]
-            self._all_marks = torch.tensor(marks, dtype=torch.int64, device=self._buffer.device)
-            self._all_zeros = self._buffer.local.new_zeros(len(marks))
-        self._buffer.local.index_add_(0, self._all_marks, self._all_zeros)
-
-    def _start(self, stage: Stage, tensor: torch.Tensor) -> Pending:
-        group = stage.axes.group().group
+    def _start(self, number: int, tensor: torch.Tensor) -> Pending:
+        """The collective of a stage."""
+        stage = self.reduction.stages[number]
+        if self._groups is None:
+            self._groups = [stage.axes.group().group for stage in self.reduction.stages]
+        group = self._groups[number]
         if self.hook is None:
             return all_reduce_(tensor, stage.op, group, asker=self.asker)
         names = tuple(slot.name for slot in self.slots)
@@ -318,14 +249,14 @@ class Bucket:
         if self._is_advanced:
             return
         self._is_advanced = True
-        stages = self.reduction.stages
+        axes = self.reduction.stages[0].axes
         if self.scatters and self.hook is None:
-            rest = tuple(axis for axis in stages[0].axes.axes if axis != self.reduction.scatter)
+            rest = tuple(axis for axis in axes.axes if axis != self.reduction.scatter)
             if rest:
-                group = axis_group(stages[0].axes.mesh, rest).group
+                group = axis_group(axes.mesh, rest).group
                 self._pending = all_reduce_(self._wait(), "sum", group, asker=self.asker)
-        for stage in stages[1:]:
-            self._pending = self._start(stage, self._wait())
+        for number in range(1, len(self.reduction.stages)):
+            self._pending = self._start(number, self._wait())
 
     def _wait(self) -> torch.Tensor:
         """The result of the collective in flight, where the one before left it."""
@@ -333,41 +264,36 @@ class Bucket:
         found = self._pending.wait()
         self._pending = None
         if self.hook is not None:
-            local = self._only if self._only is not None else self._buffer.local
+            local = self._only if self._only is not None else self._memory.local
             if found.data_ptr() != local.data_ptr() or found.dtype != local.dtype:
                 local.copy_(found.view(-1))
             return local
         return found
 
     def finish(self) -> None:
-        """Wait for the last collective; :meth:`result` is then there, and the bucket is closed."""
+        """Wait for the last collective; results are then there, and the bucket is closed."""
         result = self._wait()
         if self.reduction.divisor > 1 and self._early_scale == 1:
-            numbers = torch.view_as_real(result) if result.is_complex() else result  # complex division makes -0.0 0.0
-            numbers.div_(self.reduction.divisor)
+            _divide(torch.view_as_real(result) if result.is_complex() else result, self.reduction.divisor)
         if self.reduction.scatter is not None:
             if not (self.scatters and self.hook is None):
-                length = self._buffer.numel // self.reduction.num_pieces
+                length = self._memory.piece_length
                 result = result[self._own * length : (self._own + 1) * length].clone()
-            self._buffer.free()  # results live in memory of their own
+            self._memory.buffer.free()  # results live in memory of their own
         if result.dtype != self.reduction.dtype:
             result = result.to(self.reduction.dtype)
         self._result = result
 
-    def result(self, slot: Slot, own_region_shape: tuple[int, ...]) -> torch.Tensor:
-        """The reduced gradient: in the shape of the contribution, or this rank's part of it in ``own_region_shape``."""
+    def results(self) -> list[torch.Tensor]:
+        """The reduced gradients, by slot, in the shapes of the contributions; of a bucket that is not scattered."""
         assert self._result is not None
-        if slot.contribution.pieces is None:
-            is_buffer = self._only is None and self._result is self._buffer.local
-            if is_buffer and slot.index in self._results:
-                return self._results[slot.index]
-            offset = self._buffer.group.layout.offsets[slot.index] + self._result.storage_offset()
-            out = self._result.as_strided(slot.contribution.local_shape, slot.strides, offset)
-            if is_buffer and TELLS_HOLDERS:
-                self._results[slot.index] = out
-            return out
-        start = sum(self._sizes[self._own][: slot.index])
+        return self._memory.results(self._result)
+
+    def scattered(self, slot: Slot, own_region_shape: tuple[int, ...]) -> torch.Tensor:
+        """This rank's part of a reduced gradient in ``own_region_shape``; of a bucket that is scattered."""
+        assert self._result is not None and slot.contribution.pieces is not None
         piece = slot.contribution.pieces[self._own]
+        start = self._memory.start(slot, self._own)
         flat = self._result[start : start + piece.numel]
         out = flat.view(own_region_shape) if piece.numel == math.prod(own_region_shape) else flat
         if len(piece.target) > 1:
@@ -378,22 +304,28 @@ class Bucket:
     def mark(self, slot: Slot) -> torch.Tensor:
         """One element that tells whether any rank contributed; see :func:`is_untouched`."""
         assert self._result is not None
-        if slot.contribution.pieces is None:
-            offset = self._buffer.group.layout.offsets[slot.index]
-            return self._result[offset : offset + 1]
-        start = sum(self._sizes[self._own][: slot.index])
+        start = self._memory.start(slot, self._own if self.reduction.scatter is not None else None)
         return self._result[start : start + 1]
 
     def __repr__(self) -> str:
         return f"Bucket({self.index}, {len(self.slots)} gradients, {self.num_bytes} bytes, {self.reduction.text()})"
 
-    def close(self) -> None:
-        """Ready for the next reduction; the results belong to the gradients now."""
-        self._result = self._only = None
-        self.is_open = self.is_launched = self._is_advanced = False
-        self.num_missing = sum(slot.num_expected for slot in self.slots)
-        for slot in self.slots:
-            slot.gradient, slot.num_arrived = None, 0
+    def close(self) -> bool:
+        """Ready for the next reduction; the results belong to the gradients now. Returns whether other slots are heard
+        from now on."""
+        is_changed = False
+        if self.is_launched and len(self.absent) < len(self.slots):
+            is_changed = self.attention.learn(self._last, came_all=self._has_all and not self._is_irregular)
+        self._reset()
+        return is_changed
+
+    def _reset(self) -> None:
+        self.num_missing = self.attention.num_expected
+        self.absent = []
+        self.is_launched = self._is_open = self._is_advanced = False
+        self._has_all = self._is_irregular = False
+        self._last = self._only = self._result = None
+        self._given = [None] * len(self.slots)
 
     @property
     def _own(self) -> int:
@@ -415,17 +347,6 @@ class Bucket:
         )
 
 
-def _piece_sizes(slots: Sequence[Slot], num_pieces: int) -> list[list[int]]:
-    """For each piece, the elements of each slot in it; one where a slot has none, to be marked."""
-    return [
-        [
-            max(1, slot.numel if slot.contribution.pieces is None else slot.contribution.pieces[number].numel)
-            for slot in slots
-        ]
-        for number in range(num_pieces)
-    ]
-
-
 def _copy_scaled(target: torch.Tensor, source: torch.Tensor, scale: float) -> None:
     if target.dtype == source.dtype and target.data_ptr() != source.data_ptr() and scale != 1:
         torch.mul(source, scale, out=target)
@@ -436,10 +357,21 @@ def _copy_scaled(target: torch.Tensor, source: torch.Tensor, scale: float) -> No
         target.mul_(scale)
 
 
+def _divide(numbers: torch.Tensor, divisor: int) -> None:
+    """In place. Complex division would make -0.0 0.0."""
+    if _is_power_of_two(divisor):  # then as exact, and faster
+        numbers.mul_(1 / divisor)
+    else:
+        numbers.div_(divisor)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
 def _is_exact(reduction: Reduction) -> bool:
     """Whether contributions may be divided before they are added up: by a power of two, in a dtype with room below."""
-    divisor = reduction.divisor
-    return divisor > 1 and divisor & (divisor - 1) == 0 and reduction.reduce_dtype != torch.float16
+    return reduction.divisor > 1 and _is_power_of_two(reduction.divisor) and reduction.reduce_dtype != torch.float16
 
 
 def _is_sole(gradient: torch.Tensor) -> bool:

@@ -13,13 +13,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import AsyncCollectiveTensor, local_of, make_dtensor, make_spec
 from vescale.placements import local_region, move_local
-from vescale.runtime._gradients._bucket import Slot
+from vescale.runtime._gradients._complete import is_marked_complete, mark_complete
 from vescale.runtime._gradients._reduction import Arrival, Contribution, Home, Policy, contribution
+from vescale.runtime._gradients._slot import Slot
 
 __all__ = ["Entry", "GradientRule", "local_part"]
-
-# Set on a gradient that a reducer has completed: what is accumulated on top of it is reduced by itself.
-_COMPLETE = "_vescale_complete"
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,11 @@ class Entry:
         placed = list(map(str, self.home.target)) if self.home.mesh is not None else "plain"
         frozen = "" if self.parameter.requires_grad else ", frozen"
         return f"{self.name} {self.home.shape} {self.parameter.dtype} {placed}{frozen}"
+
+    def slot(self, arrival: Arrival, way: Contribution, num_expected: int) -> Slot:
+        """A new one, that is not among the entry's yet."""
+        is_plain = self.home.mesh is None and arrival.dtype == self.parameter.dtype
+        return Slot(self.name, self, arrival, way, num_expected, self.parameter if is_plain else None)
 
     def add_slot(self, slot: Slot) -> None:
         self.slots.append(slot)
@@ -134,7 +137,7 @@ class Entry:
     # What is there already
 
     def is_complete(self, gradient: torch.Tensor) -> bool:
-        if getattr(gradient, _COMPLETE, False):
+        if is_marked_complete(gradient):
             return True
         if not isinstance(gradient, DTensor) or self._rule.source is not None:
             return False
@@ -198,18 +201,10 @@ class Entry:
 
     # How they get home
 
-    def deliver_from(self, slot: Slot) -> None:
-        """What the slot's bucket has reduced."""
+    def deliver_scattered(self, slot: Slot) -> None:
+        """What the slot's bucket has reduced and scattered."""
         way = slot.contribution
-        if way.pieces is not None:
-            self.deliver(way, slot.bucket.result(slot, _region_shape(self.home, way.reduced)))
-            return
-        result = slot.bucket.result(slot, ())
-        if self.home.mesh is None and self.carry is None and self.parameter.grad is None:
-            result._vescale_complete = True  # type: ignore[attr-defined]  # _COMPLETE
-            self.parameter.grad = result
-        else:
-            self.deliver(way, result)
+        self.deliver(way, slot.bucket.scattered(slot, _region_shape(self.home, way.reduced)))
 
     def deliver(self, way: Contribution, local: torch.Tensor) -> None:
         """Make ``local``, reduced, the parameter's gradient, or add it to what is there."""
@@ -225,9 +220,9 @@ class Entry:
                 same = not isinstance(before, DTensor) or tuple(before.placements) == home.target
                 (local_part(before) if same else before).add_(local if same else result)
                 parameter.grad, self.carry = before, None
-                setattr(before, _COMPLETE, True)
+                mark_complete(before)
                 return
-        setattr(result, _COMPLETE, True)
+        mark_complete(result)
         parameter.grad = result
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ class Members:
         self._tree = _Tree(module)
         self._seen: list[nn.Parameter | None] = []
         self._of_module: dict[int, Entry] = {}  # by id of the parameter, which the entry keeps alive
-        self._handles: dict[Entry, list[Any]] = {}
+        self._handles: dict[Entry, Any] = {}
+        self._takers: dict[Entry, Any] = {}
 
     def changes(self) -> tuple[list[Entry], list[Entry]]:
         """The parameters that the module has got since the last call, and those that it no longer has."""
@@ -86,26 +88,41 @@ class Members:
 
     def watch(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            parameter = entry.parameter
-            setattr(parameter, _OWNED, id(parameter))
-            is_trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # only then are hooks taken; they stay when it is frozen
-            self._handles[entry] = [
-                parameter.register_hook(self._begin),
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._take, entry)),
-            ]
-            parameter.requires_grad_(is_trained)
+            setattr(entry.parameter, _OWNED, id(entry.parameter))
+            with _taking_hooks(entry.parameter) as parameter:
+                self._handles[entry] = parameter.register_hook(self._begin)
+            self.hear(entry, True)
+
+    def hear(self, entry: Entry, is_heard: bool) -> None:
+        """Whether ``take`` is called with this entry from now on; nothing if it is not looked after."""
+        if not is_heard:
+            if entry in self._takers:
+                self._takers.pop(entry).remove()
+        elif entry in self._handles and entry not in self._takers:
+            with _taking_hooks(entry.parameter) as parameter:
+                take = functools.partial(self._take, entry)
+                self._takers[entry] = parameter.register_post_accumulate_grad_hook(take)
 
     def release(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            for handle in self._handles.pop(entry, ()):
-                handle.remove()
+            for handles in (self._handles, self._takers):
+                if entry in handles:
+                    handles.pop(entry).remove()
             if hasattr(entry.parameter, _OWNED):
                 delattr(entry.parameter, _OWNED)
 
     def release_all(self) -> None:
         self.release(list(self._handles))
         self._of_module.clear()
+
+
+@contextlib.contextmanager
+def _taking_hooks(parameter: nn.Parameter) -> Iterator[nn.Parameter]:
+    """Only a trained parameter takes hooks; they stay when it is frozen."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    yield parameter
+    parameter.requires_grad_(is_trained)
 
 
 class _Tree:

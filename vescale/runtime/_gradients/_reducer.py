@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes, Consensus, bucket_limits, link_of
 from vescale.compat import at_end_of_backward, in_backward, no_torch_function
 from vescale.runtime._gradients._axes import unite
-from vescale.runtime._gradients._bucket import Bucket, Slot
+from vescale.runtime._gradients._bucket import Bucket
 from vescale.runtime._gradients._comm_hook import CommHook
 from vescale.runtime._gradients._entry import Entry, GradientRule, local_part
 from vescale.runtime._gradients._members import Members
@@ -29,7 +29,7 @@ from vescale.runtime._gradients._schedule import (
     agree_on_parameters,
     make_buckets,
 )
-from vescale.runtime._gradients._untouched import is_untouched
+from vescale.runtime._gradients._slot import Slot
 
 __all__ = ["GradientReducer"]
 
@@ -49,7 +49,8 @@ class GradientReducer:
     ========================  =========================================================================================
     moment                    ``parameter.grad``
     ========================  =========================================================================================
-    in backward               the gradient leaves for its bucket; a full bucket is reduced while backward goes on
+    in backward               the gradient leaves for its bucket, a small one of a plain parameter once all of the bucket
+                              have come; a full bucket is reduced while backward goes on
     ``backward()`` returned   complete: a view of its bucket, placed as the parameter; None if no rank used the parameter
     under :meth:`no_sync`     this rank's contribution: plain, or still Partial; further backwards add to it in the bucket
     :meth:`finish`            as after backward; for ranks whose backward reached no parameter
@@ -119,12 +120,14 @@ class GradientReducer:
         self._arrived = False
         self._has_looked = False  # whether changes of the module have been seen, before the backward to come
         self._has_older = False  # contributions of earlier backwards that have not left for their buckets
+        self._has_carries = False  # complete gradients that are kept aside
         self._has_reduced = False
         self._unplaced: dict[tuple[Entry, Arrival], tuple[torch.Tensor, int]] = {}
         self._members = Members(module, self._policy, self._begin, self._take)
         self._entries: list[Entry] = []
         self._new: list[Entry] = []  # watched, and not agreed on by the ranks yet
         self._gone: list[Entry] = []  # no longer there, and not agreed on either
+        self._unoffered: list[Entry] = []  # of the entries; may have got places since
         self._is_outdated = False  # the schedule has places for what is gone
         new, _ = self._members.changes()
         self._consensus = Consensus(_ranks(new, mesh), "GradientReducer", timeout)
@@ -145,6 +148,7 @@ class GradientReducer:
         """Compare new parameters with those of other ranks, and number them."""
         agree_on_parameters([entry.describe() for entry in new], what, self._consensus)
         self._entries += new
+        self._unoffered = [entry for entry in self._entries if not entry.is_offered]
         for index, entry in enumerate(self._entries):
             entry.index = index
 
@@ -249,12 +253,16 @@ class GradientReducer:
         self._arrived = False
         if not self._has_looked:  # the forward was not the module's
             self._see_changes()
-        self._has_looked = self._has_older = False
+        self._has_looked = self._has_older = self._has_carries = False
+        self._schedule.versions = versions = {}
         for entry in (*self._entries, *self._new):
             if entry.parameter.grad is None:
                 entry.carry = None  # zero_grad() is about what is hidden, too
-            else:
-                self._has_older |= entry.set_aside()
+                continue
+            if entry.set_aside():
+                versions[id(entry.parameter)] = entry.parameter.grad._version
+            self._has_carries |= entry.carry is not None
+        self._has_older = bool(versions)
 
     def _see_changes(self) -> None:
         """Look after parameters that the module has got; nothing is communicated."""
@@ -302,7 +310,7 @@ class GradientReducer:
         for slot in entry.slots:
             if (slot.arrival is arrival or slot.arrival == arrival) and not slot.bucket.is_launched:
                 slot.bucket.arrive(slot, entry.staged(arrival, slot.contribution, local))
-                if slot.bucket.is_full:
+                if slot.bucket.num_missing <= 0:
                     self._schedule.launch_full()
                 return
         way = entry.contribution(arrival)
@@ -322,6 +330,7 @@ class GradientReducer:
             return
         self._running = _nothing
         with torch.no_grad(), no_torch_function():
+            self._arrived = self._arrived or self._schedule.has_news()
             if self._arrived and self._syncs:
                 self._reduce()
                 self._has_reduced = True
@@ -334,11 +343,13 @@ class GradientReducer:
 
     def recover(self) -> None:
         """Before a forward: see what has changed, and end a backward that an exception broke off."""
-        if self._running() is None or not in_backward():
+        if self._running() is not None and in_backward():
+            return
+        if self._is_begun:
             with torch.no_grad(), no_torch_function():
                 self._break_off()
-                self._see_changes()
-                self._has_looked = True
+        self._see_changes()
+        self._has_looked = True
 
     def _break_off(self) -> None:
         """End a backward that an exception broke off, if one was. Collectives that other ranks may have started are
@@ -364,16 +375,36 @@ class GradientReducer:
                 if gradient is not None and not entry.is_complete(gradient):
                     self._place(entry)
         self._schedule.launch_all()
-        if self._unplaced or any(entry.parameter.requires_grad and not entry.is_offered for entry in self._entries):
+        for slot in self._schedule.latecomers():
+            self._place(slot.entry)
+        if self._unplaced or self._has_unoffered():
             self._learn()
             self._schedule.launch_all()
         self._schedule.finish()
-        untouched = _untouched(self._schedule.buckets)
-        for bucket in self._schedule.buckets:
-            for slot in bucket.slots:
-                if slot.num_arrived or slot not in untouched:
-                    slot.entry.deliver_from(slot)
+        self._deliver()
         self._finish_step()
+
+    def _has_unoffered(self) -> bool:
+        """Whether places are still to be agreed on for trained parameters."""
+        self._unoffered = [entry for entry in self._unoffered if not entry.is_offered]
+        return any(entry.parameter.requires_grad for entry in self._unoffered)
+
+    def _deliver(self) -> None:
+        """Make what has been reduced the parameters' gradients."""
+        untouched = self._schedule.untouched()
+        is_regular = not untouched and not self._has_carries
+        for bucket in self._schedule.buckets:
+            if bucket.reduction.scatter is not None:
+                for slot in bucket.slots:
+                    if slot not in untouched:
+                        slot.entry.deliver_scattered(slot)
+                continue
+            for slot, result in zip(bucket.slots, bucket.results()):
+                parameter = slot.parameter
+                if is_regular and parameter is not None and parameter.grad is None:
+                    parameter.grad = result  # marked as complete
+                elif slot not in untouched:
+                    slot.entry.deliver(slot.contribution, result)
 
     def _agree_on_changes(self) -> None:
         """Number new parameters. What is gone leaves with the schedule, after this step."""
@@ -386,17 +417,25 @@ class GradientReducer:
         self._new, self._gone = [], []
 
     def _finish_step(self) -> None:
-        self._schedule.close()
+        for bucket in self._schedule.close():
+            self._follow(bucket)
         self._unplaced.clear()
-        for entry in (*self._entries, *self._new):
-            if entry.carry is not None:
+        if self._has_carries:
+            for entry in (*self._entries, *self._new):
                 entry.take_carry()
         if self._is_outdated:
             self._is_outdated = False
             self._schedule = Schedule()
             for entry in self._entries:
                 entry.drop_slots()
+                self._members.hear(entry, True)
+            self._unoffered = list(self._entries)
         self._is_begun = False
+
+    def _follow(self, bucket: Bucket) -> None:
+        """Have hooks where the bucket listens."""
+        for slot in bucket.slots:
+            self._members.hear(slot.entry, slot.is_heard)
 
     def _learn(self) -> None:
         """Agree on places for gradients that have none, and give them these."""
@@ -421,13 +460,17 @@ class GradientReducer:
         self._schedule.extend(slots, self._bucket_bytes, self._mesh.device_type, self._hook)
         for slot in slots:
             slot.entry.add_slot(slot)
+            if len(slot.entry.slots) > 1:  # which of them a gradient belongs to is seen when it comes
+                for each in slot.entry.slots:
+                    each.bucket.attention.insist(each)
+                    self._follow(each.bucket)
             come = self._unplaced.get((slot.entry, slot.arrival))
             if come is not None:
                 slot.bucket.arrive(slot, come[0])
 
     def _slots(self, found: Sequence[tuple[Entry, Arrival, int]]) -> list[Slot]:
         ways = [(entry, arrival, entry.contribution(arrival), count) for entry, arrival, count in found]
-        return [Slot(e.name, e, arrival, way, n) for e, arrival, way, n in ways if way.reduction is not None]
+        return [e.slot(arrival, way, n) for e, arrival, way, n in ways if way.reduction is not None]
 
 
 def _nothing() -> None:
@@ -444,17 +487,3 @@ def _ranks(entries: Sequence[Entry], mesh: DeviceMesh) -> tuple[int, ...]:
         if union is not None and union.home.size() > home.size():
             home = union.home
     return tuple(sorted(home.mesh.flatten().tolist()))
-
-
-def _untouched(buckets: Sequence[Bucket]) -> set[Slot]:
-    """The slots that no rank has contributed to. The device is asked once, and only if this rank left a slot out."""
-    slots, flags = [], []
-    for bucket in buckets:
-        for slot in bucket.slots:
-            if not slot.num_arrived:
-                mark = bucket.mark(slot)
-                slots.append(slot)
-                flags.append(is_untouched(mark, bucket.op))
-    if not flags:
-        return set()
-    return {slot for slot, flag in zip(slots, torch.cat(flags).tolist()) if flag}

@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from vescale.comm import BucketBytes, Consensus, bucket_limits, link_of, plan_buckets
-from vescale.runtime._gradients._bucket import Bucket, Slot
+from vescale.runtime._gradients._bucket import Bucket
 from vescale.runtime._gradients._comm_hook import CommHook
 from vescale.runtime._gradients._reduction import Arrival
+from vescale.runtime._gradients._slot import Slot
+from vescale.runtime._gradients._untouched import is_untouched
 
 __all__ = ["GradientMismatchError", "Observed", "Schedule", "agree_on_arrivals", "agree_on_parameters"]
 
@@ -38,6 +42,8 @@ class Schedule:
 
     buckets: list[Bucket] = field(default_factory=list)
     num_launched: int = 0
+    versions: dict[int, int] = field(default_factory=dict)
+    """Of gradients that were there when the backward began, by id of the parameter."""
 
     def extend(
         self, slots: Sequence[Slot], bucket_bytes: BucketBytes, device_type: str, hook: CommHook | None = None
@@ -46,8 +52,8 @@ class Schedule:
         self.buckets += make_buckets(slots, bucket_bytes, device_type, len(self.buckets), hook)
 
     def launch_full(self) -> None:
-        """Launch the buckets that are next, as far as they are full; not one before another that is not."""
-        while self.num_launched < len(self.buckets) and self.buckets[self.num_launched].is_full:
+        """Launch the buckets that are next, as far as they are ready; not one before another that is not."""
+        while self.num_launched < len(self.buckets) and self.buckets[self.num_launched].is_ready(self.versions):
             self._launch_next()
 
     def launch_all(self, missing: float | None = None) -> None:
@@ -56,7 +62,7 @@ class Schedule:
             self._launch_next(missing)
 
     def _launch_next(self, missing: float | None = None) -> None:
-        self.buckets[self.num_launched].launch(missing)
+        self.buckets[self.num_launched].launch(self.versions, missing)
         if self.num_launched:
             self.buckets[self.num_launched - 1].advance()
         self.num_launched += 1
@@ -69,11 +75,32 @@ class Schedule:
         for bucket in launched:
             bucket.finish()
 
-    def close(self) -> None:
-        """Ready for the next step."""
-        for bucket in self.buckets:
-            bucket.close()
+    def has_news(self) -> bool:
+        """Whether a gradient has come that nobody was told of."""
+        return any(bucket.has_news(self.versions) for bucket in self.buckets)
+
+    def latecomers(self) -> list[Slot]:
+        """Slots whose parameters have a gradient again although their buckets have been launched."""
+        return [
+            slot
+            for bucket in self.buckets
+            for slot, parameter in zip(bucket.attention.quiet, bucket.attention.parameters)
+            if parameter.grad is not None
+        ]
+
+    def untouched(self) -> set[Slot]:
+        """The slots that no rank has contributed to. The device is asked once, and only if this rank left a slot out."""
+        absent = [(slot, bucket) for bucket in self.buckets for slot in bucket.absent]
+        if not absent:
+            return set()
+        flags = torch.cat([is_untouched(bucket.mark(slot), bucket.op) for slot, bucket in absent]).tolist()
+        return {slot for (slot, _), flag in zip(absent, flags) if flag}
+
+    def close(self) -> list[Bucket]:
+        """Ready for the next step. Returns the buckets of which other slots are heard from now on."""
         self.num_launched = 0
+        self.versions = {}
+        return [bucket for bucket in self.buckets if bucket.close()]
 
 
 def make_buckets(
