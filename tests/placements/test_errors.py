@@ -167,11 +167,6 @@ def refuse_on_every_rank(mesh_ranks: Any) -> list[str]:
         (lambda: redistribute(placed, make_mesh((0, 1)), (Replicate(),)), "go through full_tensor"),
         (lambda: from_local(part, mesh, (good,)), "pass shape="),
         (lambda: from_local(part, mesh, (good,), shape=(5, 2)), "does not divide"),
-        # as many elements as the first dim has, but not its shape
-        (
-            lambda: from_local(torch.zeros(1, 2), mesh, (InterleavedShard(0, 1),), shape=(8, 1)),
-            "has shape|expected|local",
-        ),
         (lambda: from_local(whole, mesh, (Replicate(),), shape=(6, 2), grad_placements=(good,)), "other elements than"),
         (lambda: to_local(placed, grad_placements=(Partial(),)), "has its shape; keep the sharded axes"),
         (lambda: placed.full_tensor(grad_placements=(good,)), "full_tensor: grad_placements"),
@@ -191,7 +186,9 @@ def refuse_on_every_rank(mesh_ranks: Any) -> list[str]:
             ValueError, match=r"local tensor of shape \(2,\) at mesh coordinate \(3,\), .* has shape \(7,\)"
         ):
             from_local(torch.zeros(7), mesh, (good,), shape=(6, 2))
-    if inside:
+    if inside:  # as many elements as the expected first dim, and another shape
+        with pytest.raises(ValueError, match=r"local tensor of shape \(2, 1\) .* given has shape \(1, 2\)"):
+            from_local(torch.zeros(1, 2), mesh, (InterleavedShard(0, 1),), shape=(8, 1))
         wrong = torch.zeros(7) if mesh.get_coordinate()[0] == 3 else part
         with pytest.raises(ValueError, match=r"at mesh coordinate \(3,\)"):
             from_local(wrong, mesh, (good,), shape=(6, 2), run_check=True)

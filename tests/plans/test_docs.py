@@ -30,7 +30,10 @@ def test_the_yaml_example_is_a_plan() -> None:
     # `${layer}..*` has two phases and `lm_head.weight` two items.
     assert (
         len(plan)
-        == sum(len(sections[s]) for s in ("shard", "redistribute", "annotate", "factory", "local", "units")) + 2
+        == sum(
+            len(sections[s]) for s in ("shard", "redistribute", "annotate", "factory", "attention", "local", "units")
+        )
+        + 2
     )
 
 
