@@ -1,8 +1,8 @@
 """``Plan.from_model``: the parallel plan that a model's own ``get_parallel_plan()`` returns, as an ordinary plan.
 
 VeOmni's models carry such plans: for each extra parallel axis (``ep`` for experts, ``emb`` for embeddings) patterns of
-parameter names, where ``*`` stands for one part of a name, and a placement. They speak of parameters only; what is needed around those
-(regions of experts, where sums of embeddings go) is added here. The object is read by its attributes
+parameter names, where ``*`` stands for one part of a name, and a placement. They speak of parameters only; what is needed
+around those (regions of experts, where sums of embeddings go) is added here. The object is read by its attributes
 (``extra_parallel_plan``, or ``ep_plan`` of earlier versions); a dict ``{axis: {pattern: placement}}`` is taken too.
 """
 
