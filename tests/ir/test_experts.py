@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from vescale import lower, plan_zoo
-from vescale.ir import Local, Program, check
+from vescale.ir import Local, Program, check, predict
 from vescale.placements import InterleavedShard
 from vescale.plans import Plan, PlanError
 
@@ -130,7 +131,7 @@ def test_warnings(entries: list[Any], rule: str, message: str) -> None:
     assert re.search(message, found[rule].problem), found[rule].problem
 
 
-def test_plans_of_the_zoo_have_no_findings() -> None:
+def mixtral() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes = {
         "vocab_size": 64,
@@ -140,7 +141,27 @@ def test_plans_of_the_zoo_have_no_findings() -> None:
         "num_attention_heads": 4,
     }
     with torch.device("meta"):
-        model = transformers.MixtralForCausalLM(
+        return transformers.MixtralForCausalLM(
             transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4)
         )
-    assert check(plan_zoo.load("mixtral", {"dp": 2, "tp": 2}), model) == ()
+
+
+def test_plans_of_the_zoo_have_no_findings() -> None:
+    assert check(plan_zoo.load("mixtral", {"dp": 2, "tp": 2}), mixtral()) == ()
+
+
+def test_predicted_exchanges() -> None:
+    """The walk goes through experts on the meta device; how many bytes are sent depends on the router."""
+    model = mixtral()
+    program = lower(plan_zoo.load("mixtral", {"dp": 1, "tp": 2}), model)
+    ids = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    found = predict(program, model, {"input_ids": ids})
+    assert found.stopped is None
+    exchanged = [c for c in found.collectives if c.target == "<experts>"]
+    assert Counter((c.op, c.when) for c in exchanged) == {
+        ("all_gather", "forward"): 2,
+        ("all_to_all", "forward"): 4,
+        ("all_to_all", "backward"): 4,
+    }
+    assert {c.num_bytes for c in exchanged if c.op == "all_to_all"} == {None}
+    assert "forward" not in vars(model.get_submodule("model.layers.0.mlp.experts"))
