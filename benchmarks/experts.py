@@ -5,7 +5,8 @@
 One block of Mixtral (transformers), its sequence sharded over gloo ranks on this machine, forward and backward. The side
 ``mask`` gathers the block's input and scatters its output, as in Megatron-style sequence parallelism, which is the best
 plan for it. Steps alternate between the two sides, so that the load of the machine hits both; the ratio is the median of
-those of neighbouring steps. One JSON line for each number of experts, with the bytes that a rank receives in a step.
+those of neighbouring steps, of wall time and, for busy machines, of processor time. One JSON line for each number of
+experts, with the bytes that a rank receives in a step.
 """
 
 from __future__ import annotations
@@ -70,13 +71,16 @@ def measure(num_experts: int, repeats: int) -> dict[str, Any]:
         models[dispatch] = parallelize(Model(num_experts), plan_of(mesh, dispatch), strict=True)
     x = torch.randn(BATCH, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(1))
 
-    def step(model: nn.Module) -> float:
+    def step(model: nn.Module) -> tuple[float, float]:
+        """Seconds of the step, and of processors on all ranks together."""
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         model(x).square().mean().backward()
         model.zero_grad()
         dist.barrier()
-        return time.perf_counter() - start
+        seconds, cpu = time.perf_counter() - start, torch.tensor(time.process_time() - cpu_start)
+        dist.all_reduce(cpu)
+        return seconds, cpu.item()
 
     received = {}
     for name, model in models.items():
@@ -84,16 +88,18 @@ def measure(num_experts: int, repeats: int) -> dict[str, Any]:
             step(model)
         step(model)
         received[name] = sum(record.bytes for record in ledger.records if ".grad:" not in record.asker)
-    times: dict[str, list[float]] = {name: [] for name in models}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     for number in range(repeats):
         for name in sorted(models, reverse=bool(number % 2)):
             times[name].append(step(models[name]))
-    ratios = [mask / sent for mask, sent in zip(times["mask"], times["all_to_all"])]
+    pairs = list(zip(times["mask"], times["all_to_all"]))
+    ratios = [[mask[clock] / sent[clock] for mask, sent in pairs] for clock in range(2)]
     return {
         "experts": num_experts,
         "ranks": dist.get_world_size(),
-        "mask_over_all_to_all": round(statistics.median(ratios), 3),
-        "milliseconds": {name: round(statistics.median(t) * 1e3, 1) for name, t in times.items()},
+        "mask_over_all_to_all": round(statistics.median(ratios[0]), 3),
+        "processor_mask_over_all_to_all": round(statistics.median(ratios[1]), 3),
+        "milliseconds": {name: round(statistics.median(wall for wall, _ in t) * 1e3, 1) for name, t in times.items()},
         "received_bytes": received,
     }
 
