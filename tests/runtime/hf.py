@@ -30,7 +30,8 @@ class Step:
         loss: relative difference to one device's.
         gradient: the worst gradient's largest difference, relative to its largest element, and its parameter.
         parameter: the same after a step of SGD, absolute.
-        collectives: how many, by op and axes, beside the reductions of parameters' gradients.
+        collectives: how many, by op and axes, beside the reductions of parameters' gradients; ``counts``: the all-gathers
+            of how many tokens go where.
         implicit: how many sites communicated without an entry.
     """
 
@@ -82,7 +83,11 @@ def one_step(
         abs(whole(found.detach()).item() - expected.item()) / abs(expected.item()),
         gradient,
         max((whole(own.detach()) - other.detach()).abs().max().item() for own, other in pairs if own.numel()),
-        Counter((r.op, r.axes) for r in ledger.records if ".grad:" not in r.asker),
+        Counter(
+            ("counts" if r.asker.endswith(": counts") else r.op, r.axes)
+            for r in ledger.records
+            if ".grad:" not in r.asker
+        ),
         len(implicit_communication(model)),
     )
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.ranks import RankPools, run_cases
 from tests.runtime.compare import assert_same_step, pair, whole
+from vescale.comm import record_comms
 from vescale.placements import InterleavedShard
 from vescale.plans import Plan, PlanError
 
@@ -54,16 +55,21 @@ class Mixture(nn.Module):
         return self.experts(flat, index, weights).reshape(x.shape)
 
 
-def entries(cut: str) -> Any:
+def entries(cut: str, dispatch: str = "mask", tokens: str = "whole") -> Any:
+    """``tokens``: how they lie on ep: ``whole`` on every rank, or their ``sequence`` sharded."""
+
     def add(plan: Plan) -> None:
         if "dp" in plan.axes:
             plan.shard("<in:x>", Shard(0), mesh="dp")
-        plan.local("experts", kind="experts", dispatch="mask" if cut == "experts" else None)
+        plan.local("experts", kind="experts", dispatch=dispatch if cut == "experts" else None)
         if cut == "experts":
             plan.shard("experts.(gate_up|down)_proj", Shard(0), mesh="ep")
         elif cut == "features":
             plan.shard("experts.gate_up_proj", InterleavedShard(1, 2), mesh="ep")
             plan.shard("experts.down_proj", Shard(2), mesh="ep")
+        if tokens == "sequence":
+            plan.shard("<in:x>", Shard(1), mesh="ep")
+            return
         plan.shard("<in:x>", Replicate(), mesh="ep")
         plan.shard("experts.<in>", Replicate(), mesh="ep")
         plan.shard("experts.<out>", Replicate(), mesh="ep")
@@ -71,10 +77,12 @@ def entries(cut: str) -> Any:
     return add
 
 
-def step(cut: str, sizes: dict[str, int], favourite: int | None, separate: bool) -> None:
-    reference, model = pair(lambda: Mixture(favourite, separate), entries(cut), sizes)
-    x = torch.randn(2, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    assert_same_step(reference, model, x, tolerance=1e-10)
+def step(cut: str, dispatch: str, tokens: str, sizes: dict[str, int], favourite: int | None, separate: bool) -> None:
+    reference, model = pair(lambda: Mixture(favourite, separate), entries(cut, dispatch, tokens), sizes)
+    length = 8 if tokens == "sequence" else 7
+    for seed in (5, 6):
+        x = torch.randn(2, length, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        assert_same_step(reference, model, x, tolerance=1e-10)
     assert model.get_submodule("experts").num_experts == 4
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -83,22 +91,162 @@ def step(cut: str, sizes: dict[str, int], favourite: int | None, separate: bool)
 
 
 CASES = [
-    (cut, sizes, favourite, separate)
-    for cut in ("experts", "features", "whole")
+    (*how, sizes, favourite, separate)
+    for how in (
+        ("experts", "mask", "whole"),
+        ("experts", "all_to_all", "whole"),
+        ("experts", "all_to_all", "sequence"),
+        ("experts", "mask", "sequence"),
+        ("features", "mask", "whole"),
+        ("features", "mask", "sequence"),
+        ("whole", "mask", "whole"),
+    )
     for favourite, separate in ((None, False), (0, True), (2, True))
     for sizes in ({"ep": 2}, {"dp": 2, "ep": 2}, {"ep": 4})
 ]
 
 
 def run_all(world_size: int) -> int:
-    chosen = [c for c in CASES if world_size == torch.tensor(list(c[1].values())).prod()]
+    chosen = [c for c in CASES if world_size == torch.tensor(list(c[3].values())).prod()]
     # three features a rank and piece do not go over four ranks
-    return run_cases(step, [c for c in chosen if not (c[0] == "features" and c[1]["ep"] == 4)])
+    return run_cases(step, [c for c in chosen if not (c[0] == "features" and c[3]["ep"] == 4)])
 
 
-@pytest.mark.parametrize(("world_size", "num_cases"), [(2, 9), (4, 15)])
+@pytest.mark.parametrize(("world_size", "num_cases"), [(2, 21), (4, 36)])
 def test_step_equals_one_device(ranks: RankPools, world_size: int, num_cases: int) -> None:
     assert set(ranks.run(run_all, world_size, world_size=world_size)) == {num_cases}
+
+
+class BiasedExperts(nn.Module):
+    """As in GPT-OSS: transposed weights, gate and up in turns, biases; batched, arguments in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 8, 16))
+        self.gate_up_proj_bias = nn.Parameter(torch.randn(4, 16))
+        self.down_proj = nn.Parameter(torch.randn(4, 8, 8))
+        self.down_proj_bias = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: torch.Tensor, weights: Any, ids: Any) -> torch.Tensor:
+        pairs = x.unsqueeze(-2).unsqueeze(-2).expand(*ids.shape, 1, x.shape[-1])
+        both = (pairs @ self.gate_up_proj[ids]).squeeze(-2) + self.gate_up_proj_bias[ids]
+        hidden = F.silu(both[..., ::2]) * both[..., 1::2]
+        out = (hidden.unsqueeze(-2) @ self.down_proj[ids]).squeeze(-2) + self.down_proj_bias[ids]
+        return (out * weights.unsqueeze(-1)).sum(-2)
+
+
+class SeparateExperts(nn.ModuleList):
+    """One module an expert, with biases, all in one list."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, weights: Any, ids: Any) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self):
+            *where, slot = (ids == number).nonzero(as_tuple=True)
+            out = out.index_put(
+                tuple(where), expert(x[tuple(where)]) * weights[(*where, slot)][:, None], accumulate=True
+            )
+        return out
+
+
+class Unflattened(nn.Module):
+    """Tokens keep their batch and sequence dims."""
+
+    def __init__(self, experts: type[nn.Module]) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = torch.topk(self.router(x).softmax(-1), 2, dim=-1)
+        return x + self.experts(x, weights, ids=ids)
+
+
+def biased_entries(roles: dict[str, str], tokens: dict[str, Any], dispatch: str, separate: bool) -> Any:
+    """``roles``: what each axis does to the experts: ``experts``, ``features`` or ``data``."""
+
+    def add(plan: Plan) -> None:
+        plan.local("experts", kind="experts", dispatch=dispatch)
+        plan.shard("<in:x>", tokens)
+        for axis, role in roles.items():
+            if role == "experts":
+                plan.shard("experts.*", Shard(0), mesh=axis)
+            if role == "features" and separate:
+                plan.shard(r"experts.\d+.0.(weight|bias)", Shard(0), mesh=axis)
+                plan.shard(r"experts.\d+.2.weight", Shard(1), mesh=axis)
+            elif role == "features":
+                plan.shard("experts.gate_up_proj", Shard(2), mesh=axis)
+                plan.shard("experts.(gate_up_proj_bias|down_proj)", Shard(1), mesh=axis)
+            if role != "data" and tokens[axis] == Replicate():
+                plan.shard("experts.<in>", Replicate(), mesh=axis)
+                plan.shard("experts.<out>", Replicate(), mesh=axis)
+
+    return add
+
+
+def biased(roles: dict[str, str], tokens: dict[str, Any], dispatch: str, separate: bool) -> None:
+    sizes = dict.fromkeys(roles, 2)
+    build = SeparateExperts if separate else BiasedExperts
+    add = biased_entries(roles, tokens, dispatch, separate)
+    reference, model = pair(lambda: Unflattened(build), add, sizes)
+    for seed in (5, 6):
+        x = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        assert_same_step(reference, model, x, tolerance=1e-10)
+
+
+S0, S1, R = Shard(0), Shard(1), Replicate()
+BIASED = [
+    ({"tp": "features"}, {"tp": R}, "mask", False),
+    ({"tp": "features"}, {"tp": S1}, "mask", False),
+    ({"tp": "features"}, {"tp": R}, "mask", True),
+    ({"ep": "experts"}, {"ep": R}, "mask", False),
+    ({"ep": "experts"}, {"ep": S1}, "all_to_all", False),
+    ({"ep": "experts"}, {"ep": R}, "all_to_all", False),
+    ({"dp": "data", "tp": "features"}, {"dp": S0, "tp": R}, "mask", True),
+    # experts over the axis of the batch; over that and the one of the sequence; their features over another
+    ({"dp": "experts", "tp": "data"}, {"dp": S0, "tp": R}, "all_to_all", False),
+    ({"dp": "experts", "tp": "experts"}, {"dp": S0, "tp": S1}, "all_to_all", False),
+    ({"dp": "experts", "tp": "experts"}, {"dp": S0, "tp": R}, "all_to_all", False),
+    ({"dp": "experts", "tp": "experts"}, {"dp": S0, "tp": S1}, "mask", False),
+    ({"ep": "experts", "tp": "features"}, {"ep": S0, "tp": R}, "all_to_all", False),
+    ({"ep": "experts", "tp": "features"}, {"ep": S0, "tp": S1}, "all_to_all", False),
+]
+
+
+def run_biased(world_size: int) -> int:
+    return run_cases(biased, [case for case in BIASED if 2 ** len(case[0]) == world_size])
+
+
+@pytest.mark.parametrize(("world_size", "num_cases"), [(2, 6), (4, 7)])
+def test_biases_features_and_axes_that_overlap(ranks: RankPools, world_size: int, num_cases: int) -> None:
+    assert set(ranks.run(run_biased, world_size, world_size=world_size)) == {num_cases}
+
+
+def moved_bytes(favourite: int | None) -> tuple[list[int], int, int]:
+    """(bytes of each all-to-all, how many tokens this rank has for the other, and the other for it)."""
+    _, model = pair(lambda: Mixture(favourite, False), entries("experts", "all_to_all", "sequence"), {"ep": 2})
+    x = torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    chosen: list[torch.Tensor] = []
+    model.get_submodule("experts").register_forward_pre_hook(lambda _, args: chosen.append(args[1].full_tensor()))
+    with record_comms() as ledger:
+        model(x.requires_grad_()).sum().backward()
+    assert [record.bytes for record in ledger.records if record.asker == "experts experts: counts"] == [2 * 4]
+    owner = chosen[0].view(2, 8, 2) // 2  # two experts a rank
+    to = [[int((owner[:, 4 * i : 4 * i + 4] == j).any(-1).sum()) for j in range(2)] for i in range(2)]
+    rank = torch.distributed.get_rank()
+    moved = [record.bytes for record in ledger.records if record.op == "all_to_all_v"]
+    return moved, to[rank][1 - rank], to[1 - rank][rank]
+
+
+@pytest.mark.parametrize("favourite", [None, 0, 1, 2])
+def test_only_routed_tokens_move(ranks: RankPools, favourite: int | None) -> None:
+    """A row is 8 numbers, 2 weights and 2 ids; its result 8 numbers; the gradients 8, and 8 with those of 2 weights."""
+    for moved, sent, received in ranks.run(moved_bytes, favourite, world_size=2):
+        row, weights, ids = 8 * 8, 2 * 8, 2 * 4
+        assert moved == [received * (row + weights + ids), sent * row, received * row, sent * (row + weights)]
 
 
 def refused() -> None:
@@ -116,15 +264,8 @@ def refused() -> None:
         plan.shard("experts.down_proj", Shard(0), mesh="ep")
         plan.shard("experts.gate_up_proj", Shard(2), mesh="ep")
 
-    with pytest.raises(PlanError, match=r"has experts .*; shard dim 0 of all alike"):
+    with pytest.raises(PlanError, match=r"on dim 2, .* on dim 0 over 'ep': shard dim 0 of all"):
         pair(lambda: Mixture(None, False), unlike, {"ep": 2})
-
-    def exchanged(plan: Plan) -> None:
-        plan.local("experts", kind="experts", dispatch="all_to_all")
-        plan.shard("experts.(gate_up|down)_proj", Shard(0), mesh="ep")
-
-    with pytest.raises(PlanError, match="dispatch='all_to_all', which this version does not run"):
-        pair(lambda: Mixture(None, False), exchanged, {"ep": 2})
 
 
 def test_plans_that_cannot_be_right_are_refused(ranks: RankPools) -> None:

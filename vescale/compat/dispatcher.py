@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from vescale.compat.dispatch import clear_sharding_cache
+from vescale.compat.dispatch import clear_sharding_cache, iterate_specs
+from vescale.compat.dtensor import StridedShard
 from vescale.compat.needs import self_check
 
 __all__ = [
@@ -62,6 +63,11 @@ class DispatchListener:
         """Stock DTensor has no rule for ``op``, or one that refuses: return its result, or NotImplemented to let the error
         out."""
         return NotImplemented
+
+    def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
+        """Stock DTensor would move operands of ``op``, of which one is a ``_StridedShard``: return a sharding decision
+        that does not, for it to cache, or the op's result, or None."""
+        return None
 
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor among DTensors is the global one, the same on every rank; False: stock refuses it."""
@@ -214,10 +220,18 @@ def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -
         except RuntimeError as error:
             if not _lacks_rule(error):
                 raise
+            if (
+                _has_strided(op_info.schema)
+                and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None
+            ):
+                return kept
             result = listener.no_strategy(op_call, args, kwargs)
             if result is NotImplemented:
                 raise
             return result
+        moves = getattr(sharding, "needs_redistribute", False) and _has_strided(op_info.schema)
+        if moves and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
+            return kept
         if op_call._schema.is_mutable and _moves_written(sharding, op_info.schema):
             result = listener.no_strategy(op_call, args, kwargs)
             # A decision that is returned is cached, and the listener not asked again, where it may answer otherwise.
@@ -234,6 +248,11 @@ def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -
         )
 
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagate
+
+
+def _has_strided(schema: Any) -> bool:
+    specs = iterate_specs((*schema.args_schema, *schema.kwargs_schema.values()))
+    return any(isinstance(placement, StridedShard) for spec in specs for placement in spec.placements)
 
 
 def _moves_written(sharding: Any, schema: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
@@ -33,7 +34,7 @@ def check_states(resolution: Resolution, index: ModelIndex, axes: MeshAxes, find
         _check_partial(words, state, findings)
         _check_annotated(words, state, findings)
         running = {axis: said for axis in axes if (said := words.forward.get(axis) or words.init.get(axis))}
-        _check_cuts(running, state, index, axes, findings)
+        _check_cuts(running, state, resolution, index, axes, findings)
         _check_ragged(words, state, axes, findings)
 
 
@@ -96,7 +97,12 @@ def _check_annotated(words: StateWords, state: StateTensor, findings: Findings) 
 
 
 def _check_cuts(
-    running: dict[str, Said], state: StateTensor, index: ModelIndex, axes: MeshAxes, findings: Findings
+    running: dict[str, Said],
+    state: StateTensor,
+    resolution: Resolution,
+    index: ModelIndex,
+    axes: MeshAxes,
+    findings: Findings,
 ) -> None:
     """Each dim is cut into equal parts, and between heads, by all the axes that cut it together."""
     assert state.shape is not None
@@ -119,6 +125,17 @@ def _check_cuts(
             continue
         pieces = math.prod(_pieces(said.placement) for _, said in cuts)
         if state.shape[dim] % (num_ranks * pieces):
+            region = next((path for path in _around(state.names[0]) if path in resolution.locals), None)
+            if dim == 0 and region is not None and resolution.locals[region].kind == "experts":
+                fewer = max(size for size in range(1, num_ranks) if state.shape[0] % size == 0)
+                findings.error(
+                    "divisible",
+                    f"{{names}}: {state.shape[0]} experts over {num_ranks} ranks ({sizes}); every rank must have as many: "
+                    f"spread them over a number of ranks that divides {state.shape[0]}, for example {fewer}",
+                    entry.source,
+                    shown_name(state),
+                )
+                continue
             parts = f"{num_ranks} ranks ({sizes})" + (f", {pieces} pieces each" if pieces > 1 else "")
             findings.error(
                 "divisible",
@@ -128,6 +145,13 @@ def _check_cuts(
                 entry.source,
                 shown_name(state),
             )
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules that hold a tensor, innermost first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _head_error(

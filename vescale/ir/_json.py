@@ -117,6 +117,10 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
         values["methods"] = _read_methods(data["methods"], axes)
     if kind is Local:
         values = {"kind": None, "dispatch": None, **values}
+        for key in ("experts", "features", "biases"):
+            values[key] = tuple(_text(value) for value in values.get(key, ()))
+        for axis in (*values["experts"], *values["features"]):
+            axes.index(axis)
     return kind(**values)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
+from vescale.ir._expert_lints import lint_experts
 from vescale.ir._findings import Findings
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._replicas import axes_named
@@ -27,6 +28,7 @@ def lint(plan: Plan, resolution: Resolution, index: ModelIndex, findings: Findin
     _ragged_while_running(plan, resolution, index, findings)
     _partial_outputs(plan, resolution, index, findings)
     _same_batch(plan, resolution, findings)
+    lint_experts(plan, resolution, index, findings)
 
 
 def _unused_axes(plan: Plan, findings: Findings) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from vescale.ir._checks import check_boundaries, check_states
+from vescale.ir._experts import ExpertCut, find_expert_cuts
 from vescale.ir._findings import Finding, Findings, LoweringError
 from vescale.ir._lints import lint
 from vescale.ir._model_index import ModelIndex
@@ -78,6 +79,7 @@ def _resolve(plan: Plan, index: ModelIndex, findings: Findings) -> Resolution:
     resolution = resolve(plan, index, findings)
     check_states(resolution, index, plan.axes, findings)
     check_boundaries(resolution, findings)
+    resolution.expert_cuts = find_expert_cuts(resolution, index, plan.axes, findings)
     resolution.gathered = find_units(resolution, index, plan.axes, findings)
     check_replicas(plan, resolution, findings)
     return resolution
@@ -205,11 +207,16 @@ class _Emitter:
             yield Instruction(path, Hook.FORWARD, "<self>", None, Attention(methods), source)
         for path, entry in self.resolution.locals.items():
             inputs, outputs = dict(entry.inputs), dict(entry.outputs)
+            cut = self.resolution.expert_cuts.get(path, ExpertCut())
             region = Local(
                 entry.kind,
                 entry.dispatch,
                 tuple(inputs.get(axis) for axis in self.axes),
                 tuple(outputs.get(axis) for axis in self.axes),
+                cut.experts,
+                cut.num_experts,
+                cut.features,
+                cut.biases,
             )
             yield Instruction(path, Hook.FORWARD, "<self>", None, region, entry.source)
 

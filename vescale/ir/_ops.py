@@ -124,15 +124,26 @@ class Attention:
 
 @dataclass(frozen=True)
 class Local:
-    """The module's forward runs on local tensors; its borders are brought to these placements."""
+    """The module's forward runs on local tensors; its borders are brought to these placements.
+
+    Of experts: over which axes whole ones are spread, and how many there are; along which axes each of them is cut; biases
+    (names relative to the module) that only the first rank of those adds, because the results of the ranks are summed.
+    """
 
     kind: str | None
     dispatch: str | None
     inputs: Stage
     outputs: Stage
+    experts: tuple[str, ...] = ()
+    num_experts: int = 0
+    features: tuple[str, ...] = ()
+    biases: tuple[str, ...] = ()
 
     def text(self, axes: MeshAxes) -> str:
         names = [f"{name}={value}" for name, value in (("kind", self.kind), ("dispatch", self.dispatch)) if value]
+        names += [f"experts={self.num_experts} over {','.join(self.experts)}"] if self.experts else []
+        names += [f"features over {','.join(self.features)}"] if self.features else []
+        names += [f"added once: {','.join(self.biases)}"] if self.biases else []
         names += [f"in={stage_text(self.inputs, axes)}", f"out={stage_text(self.outputs, axes)}"]
         return f"local({';'.join(names)})"
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from vescale.ir._expert_calls import ExpertCalls
 from vescale.ir._flow import Flow, Lie, is_elementwise, rule_for
 from vescale.ir._gradient_buckets import PartialGradient, PredictedBucket, predict_buckets
 from vescale.ir._model_index import ModelIndex
@@ -129,6 +130,7 @@ class _Walk:
     def __init__(self, program: Program, index: ModelIndex) -> None:
         self.program, self.index, self.axes = program, index, program.axes
         self.moves: list[_Move] = []
+        self.experts = ExpertCalls()
         self.tags: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._by_path: dict[str, list[Instruction]] = {}
         for instruction in program:
@@ -171,16 +173,19 @@ class _Walk:
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        handles = []
+        handles, undo = [], contextlib.ExitStack()
         for path, module in self.index.modules.items():
             before, after = self._crossings(path, Hook.FORWARD_PRE), self._crossings(path, Hook.FORWARD_POST)
             if before:
                 handles.append(module.register_forward_pre_hook(self._pre_hook(path, before), with_kwargs=True))
             if after:
                 handles.append(module.register_forward_hook(self._post_hook(path, after)))
+            for op in (i.op for i in self._by_path.get(path, ()) if isinstance(i.op, Local) and i.op.kind == "experts"):
+                undo.enter_context(self.experts.replaced(module, path, op, self))
         try:
             yield
         finally:
+            undo.close()
             for handle in handles:
                 handle.remove()
 
@@ -363,6 +368,23 @@ class _Walk:
                 yield from _parameter_collectives(move, self.axes)
             else:
                 yield from _boundary_collectives(move, self.axes)
+        for call in self.experts.calls:
+            for phase, kind, together, known_bytes in call.collectives(self.axes):
+                yield Collective(call.path, "<experts>", cast(When, phase), together, kind, known_bytes)
+
+    def tokens_met(self, path: str, tokens: torch.Tensor) -> tuple[Lie, ...]:
+        """Where the tokens of a region of experts lie; its parameters' gradients are sums over axes that cut them."""
+        lies = tuple(tag.lie for tag in self.tags_of(tokens))
+        for move in self.moves:
+            if (
+                move.is_parameter
+                and move.path.startswith(f"{path}." if path else "")
+                and isinstance(move.dst, Replicate)
+            ):
+                lie = lies[self.axes.index(move.axis)]
+                move.uses.partial |= lie is not None and shard_dim(lie) is not None
+                move.uses.unknown |= lie is None
+        return lies
 
 
 class _FlowMode(TorchFunctionMode):

@@ -9,7 +9,7 @@ from vescale.placements._kinds import at_dim, has_custom, ragged_axis, shard_dim
 from vescale.placements._local import from_local, to_local
 from vescale.placements._move import move_local
 from vescale.placements._normalize import normalize_placements
-from vescale.placements._ops import register_rule
+from vescale.placements._ops import register_rule, run_interleaved
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
 from vescale.placements._region import Box, Region, largest_shape, local_region
 from vescale.placements._rules import Decision, OpCall
@@ -43,6 +43,7 @@ __all__ = [
     "ragged_axis",
     "redistribute",
     "register_rule",
+    "run_interleaved",
     "shard_dim",
     "split_factor",
     "strict_placements",

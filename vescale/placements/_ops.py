@@ -11,6 +11,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import (
     DTensorSpec,
     OutputSharding,
+    StridedShard,
     TensorMeta,
     clear_sharding_cache,
     decompose,
@@ -36,14 +38,15 @@ from vescale.compat import (
     with_aliasing,
 )
 from vescale.placements._custom import CustomPlacement
-from vescale.placements._kinds import has_custom, ragged_axis
+from vescale.placements._kinds import has_custom, is_sharded, ragged_axis, shard_dim, split_factor
 from vescale.placements._move import move_local
 from vescale.placements._rules import Decision, OpCall, Rule, find_decision, substitute, treats_indices_alike
 from vescale.placements._rules import register_rule as add_rule
 from vescale.placements._rules._call import spec_for, with_placements
+from vescale.placements._rules.stand_ins import stand_in_rule
 from vescale.placements._strict import report_fallback
 
-__all__ = ["register_rule", "run_op", "set_item"]
+__all__ = ["register_rule", "run_interleaved", "run_op", "set_item"]
 
 # Threads that run an assignment to items of a DTensor.
 _ASSIGNING = threading.local()
@@ -90,6 +93,52 @@ def run_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
     if _runs_as_it_is(call, decision):
         return OutputSharding(_output_specs(call, decision))
     return _execute(call, decision, args, kwargs)
+
+
+def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
+    """The result of an op on stock placements with a ``_StridedShard`` among them, or a sharding decision, without any
+    communication; None where there is no such way.
+
+    PyTorch makes a ``_StridedShard`` of a sharded dim that is flattened behind another one (tokens of a sharded sequence),
+    and has few strategies that keep it; that it is interleaved is all that matters to ops that treat indices alike.
+    """
+    call = OpCall(schema.op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
+    decision = stand_in_rule(call)
+    if decision is None:
+        return None
+    flattened = {
+        axis for spec in call.operands for axis, p in enumerate(spec.placements) if isinstance(p, StridedShard)
+    }
+
+    def stock(placements: Sequence[Placement] | None) -> tuple[Placement, ...] | None:
+        """In stock words; a shard of one piece too, so that tensors that lie alike are labelled alike."""
+        return (
+            None
+            if placements is None
+            else tuple(
+                StridedShard(dim, split_factor=split_factor(p))
+                if axis in flattened and (dim := shard_dim(p)) is not None
+                else p
+                for axis, p in enumerate(placements)
+            )
+        )
+
+    inputs = []
+    for index, (spec, wanted) in enumerate(zip(call.operands, decision.inputs)):
+        moves = [(a, b) for a, b in zip(spec.placements, wanted) if a != b and not _is_same_cut(a, b)]
+        # Whole operands may be cut, which is local.
+        if moves and (index in call.mutated or not all(a.is_replicate() and is_sharded(b) for a, b in moves)):
+            return None
+        inputs.append((stock(wanted) if moves else None) or spec.placements)
+    outputs = decision.outputs and tuple(map(stock, decision.outputs))
+    decision = replace(decision, inputs=tuple(inputs), outputs=outputs)
+    if _runs_as_it_is(call, decision):
+        return OutputSharding(_output_specs(call, decision))
+    return _execute(call, decision, args, kwargs)
+
+
+def _is_same_cut(a: Placement, b: Placement) -> bool:
+    return shard_dim(a) is not None and (shard_dim(a), split_factor(a)) == (shard_dim(b), split_factor(b))
 
 
 def set_item(original: Callable[..., None], dtensor: DTensor, index: Any, value: Any) -> None:

@@ -333,6 +333,38 @@ class Plan:
         add_hf_entries(plan, model, axis, expert_axis, dispatch, batch_axis, sequence_parallel)
         return plan
 
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        mesh: DeviceMesh | Mapping[str, int] | MeshAxes,
+        *,
+        axes: Mapping[str, str] | None = None,
+        dispatch: Literal["mask", "all_to_all"] = "all_to_all",
+        batch_axes: Sequence[str] | None = None,
+    ) -> Plan:
+        """The plan that a model's own ``get_parallel_plan()`` returns (VeOmni's form), as an ordinary plan.
+
+        Args:
+            model: on any device; only names and shapes are read.
+            axes: ``{name in the parallel plan: axis of the mesh}``, for those that are called otherwise.
+            dispatch: how tokens meet experts on other ranks.
+            batch_axes: axes over which the batch of the model's inputs is cut; None: ``dp``, and the axes of the parallel
+                plan, which share the ranks of data parallelism.
+
+        Experts get a region, embeddings the entries that sum what the ranks look up. Patterns that match nothing in this
+        model say nothing, as long as one of each axis matches.
+
+        Raises:
+            PlanError: no parallel plan, an axis that the mesh does not have, a placement or parameter whose cut has no
+                known meaning, sizes that do not divide.
+        """
+        from vescale.plans._parallel_plan_import import add_parallel_plan
+
+        plan = cls(mesh)
+        add_parallel_plan(plan, model, axes or {}, dispatch, batch_axes)
+        return plan
+
     def to_yaml(self) -> str:
         """The plan as YAML text; ``Plan.from_yaml(plan.to_yaml()) == plan``."""
         from vescale.plans._yaml_writer import plan_text

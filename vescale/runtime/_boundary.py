@@ -121,25 +121,35 @@ def convert(
 
 class _EnterLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, grad_placements: tuple[Placement, ...]) -> torch.Tensor:
+    def forward(ctx: Any, x: DTensor, grad_placements: tuple[Placement, ...], always: bool) -> torch.Tensor:
+        local = local_of(x)
         ctx.spec, ctx.grad_placements = spec_of(x), grad_placements
+        ctx.unused = (local.shape, local.dtype, local.device) if always else None
         ctx.set_materialize_grads(False)
-        return local_of(x).detach()
+        return local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:
         if grad is None:
-            return None, None
+            if ctx.unused is None:
+                return None, None, None
+            size, dtype, device = ctx.unused
+            grad = torch.zeros(size, dtype=dtype, device=device)
         shape = ctx.spec.shape
         spec = make_spec(ctx.spec.mesh, ctx.grad_placements, shape, stride_like(grad, shape), grad.dtype)
-        return make_dtensor(grad, spec, requires_grad=grad.requires_grad), None
+        return make_dtensor(grad, spec, requires_grad=grad.requires_grad), None, None
 
 
-def enter_local(x: DTensor, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-    """This rank's part of ``x``; ``grad_placements`` say how the ranks' gradients of it make up the gradient of ``x``."""
+def enter_local(
+    x: DTensor, grad_placements: Sequence[Placement] | None = None, *, always: bool = False
+) -> torch.Tensor:
+    """This rank's part of ``x``; ``grad_placements`` say how the ranks' gradients of it make up the gradient of ``x``.
+
+    ``always``: a rank that had no use for its part has zeros for a gradient, where other ranks may have had one.
+    """
     placements = reduced(x.placements) if grad_placements is None else tuple(grad_placements)
     with no_torch_function():
-        return _EnterLocal.apply(x, placements)
+        return _EnterLocal.apply(x, placements, always)
 
 
 class _LeaveLocal(torch.autograd.Function):

@@ -15,6 +15,16 @@ from vescale.runtime._escapes import escape
 from vescale.runtime._indexing import index_item
 from vescale.runtime._smoothed_loss import cross_entropy
 from vescale.runtime._splitting import SPLITS, split
+from vescale.runtime._statistics import (
+    ADDITIONS,
+    NONLINEAR,
+    PRODUCTS,
+    QUOTIENTS,
+    addition,
+    nonlinear,
+    product,
+    quotient,
+)
 
 __all__ = ["FUNCTIONS"]
 
@@ -25,6 +35,10 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding: embedding,
     torch.embedding: embedding,
     **dict.fromkeys(SPLITS, split),
+    **dict.fromkeys(ADDITIONS, addition),
+    **dict.fromkeys(NONLINEAR, nonlinear),
+    **dict.fromkeys(PRODUCTS, product),
+    **dict.fromkeys(QUOTIENTS, quotient),
     torch.cat: concat,
     torch.concat: concat,
     torch.concatenate: concat,

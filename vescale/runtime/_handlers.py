@@ -22,12 +22,13 @@ from vescale.compat import (
     spec_of,
     stock_dispatch,
 )
-from vescale.placements import move_local
+from vescale.placements import move_local, run_interleaved
 from vescale.runtime._boundary import bring, wrap_global
 from vescale.runtime._elementwise_loss import ELEMENTWISE_LOSS_HANDLERS
 from vescale.runtime._loss import LOSS_HANDLERS
 from vescale.runtime._norm import NORM_HANDLERS
 from vescale.runtime._runtime import checkpointed, locate
+from vescale.runtime._statistics import scatter_add
 from vescale.runtime._sums import accumulated, where
 from vescale.runtime._views import remember_copy, write_through
 
@@ -46,6 +47,8 @@ def install_handlers() -> None:
         _aten.index_put_.default: _index_put,
         _aten.clone.default: _clone,
         _aten.masked_fill_.Scalar: _masked_fill,
+        _aten.scatter_add.default: scatter_add,
+        _aten.scatter_add_.default: scatter_add,
         _aten.where.self: where,
     }
     install_dispatch({**own, **NORM_HANDLERS, **LOSS_HANDLERS, **ELEMENTWISE_LOSS_HANDLERS}, _Listener())
@@ -140,6 +143,9 @@ class _Listener(DispatchListener):
 
     def wrote(self, tensor: DTensor) -> None:
         write_through(tensor)
+
+    def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
+        return run_interleaved(args, kwargs, schema)
 
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
         """In backward too: the zeros that stand for outputs of ``split`` without a gradient are plain."""

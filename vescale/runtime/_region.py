@@ -59,7 +59,7 @@ class LocalRegion:
             def entered(x: torch.Tensor) -> torch.Tensor:
                 return enter_local(x, _gradient(x.placements, differs)) if isinstance(x, DTensor) else x
 
-            with local_state(self.module, entered):
+            with local_state(self.module, lambda _, x: entered(x)):
                 result = self._forward(*map_tensors(entered, args), **map_tensors(entered, kwargs))
             return map_tensors(self._leave, result)
 
@@ -75,13 +75,14 @@ class LocalRegion:
 
 
 @contextmanager
-def local_state(module: nn.Module, entered: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Show ``entered`` of every parameter and buffer of a module and its submodules in its place."""
+def local_state(module: nn.Module, entered: Callable[[str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Show ``entered(name, tensor)`` of every parameter and buffer of a module and its submodules in its place."""
     with ExitStack() as undo:
-        for owner in module.modules():
+        for path, owner in module.named_modules():
             for name, resting in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)):
                 hidden = owner.__dict__.get(name)  # a parameter shown with another placement than the one at rest
-                owner.__dict__[name] = entered(resting if hidden is None else hidden)
+                full_name = f"{path}.{name}" if path else name
+                owner.__dict__[name] = entered(full_name, resting if hidden is None else hidden)
                 if hidden is None:
                     undo.callback(owner.__dict__.pop, name)
                 else:

@@ -27,11 +27,12 @@ __all__ = ["stand_in_rule", "treats_indices_alike"]
 _INDEPENDENT = names(
     "mm addmm bmm baddbmm mv addmv dot embedding embedding_dense_backward t transpose permute select slice split "
     "split_with_sizes cat stack _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data logsumexp "
-    "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"
+    "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward "
+    "topk sort gather scatter scatter_ scatter_add value_selecting_reduction_backward unsqueeze squeeze expand"
 )
 # The same, but only over other dims than the interleaved one: their local results depend on how many indices a rank has.
 _REDUCTIONS = names("mean prod amax amin max min any all var std var_mean std_mean linalg_vector_norm norm")
-_SUMS = names("sum")
+_SUMS = names("sum histc")
 
 
 def treats_indices_alike(call: OpCall) -> bool:
