@@ -269,6 +269,14 @@ class DBuffer:
         part._byte_offset = self._byte_offset + (part.begin - self.begin) * self.dtype.itemsize
         return part
 
+    def over(self, placements: Sequence[Placement | None]) -> DBuffer:
+        """The same memory placed otherwise: contributions to a sum (Partial) where every rank had the same (Replicate).
+        The axes that are sharded must be the same ones (ValueError)."""
+        other = DBuffer(self.group, self.mesh, placements, dtype=self.dtype, device=self.device)
+        self._must_match(other, "over")
+        other._allocation, other._byte_offset = self._allocation, self._byte_offset
+        return other
+
     def all_gather(self, axes: Axes | None = None, *, out: DBuffer | None = None, asker: str = "") -> PendingBuffer:
         """Replicate the buffer along sharded axes, by default all: one all-gather, of ``num_bytes`` from every rank.
 
@@ -293,6 +301,7 @@ class DBuffer:
         op: str | None = None,
         out: DBuffer | None = None,
         process_group: dist.ProcessGroup | None = None,
+        at_once: bool = False,
         asker: str = "",
     ) -> PendingBuffer:
         """Reduce pending axes, by default all, and leave every rank its piece: one reduce-scatter over all of them.
@@ -300,6 +309,7 @@ class DBuffer:
         ``op`` is the axes' own (``Partial("avg")`` divides) unless given. ``out`` has memory of its own, or is this
         buffer's :meth:`piece` (in place); None: a new buffer. The rest of this buffer is left undefined.
         ``process_group``: another group of the same ranks in the same order, to run beside other collectives.
+        ``at_once``: where the backend needs memory to do this in the background (gloo), do it now, without any.
         """
         numbers, op = self._pending(axes, op, "reduce_scatter")
         out = out if out is not None else self._placed(numbers, RaggedShard()).allocate()
@@ -310,7 +320,7 @@ class DBuffer:
                 "the dtypes must be equal and the axes sharded"
             )
         along = process_group or self._along(numbers)
-        return PendingBuffer(out, reduce_scatter_into(out.local, self.local, op, along, asker=asker))
+        return PendingBuffer(out, reduce_scatter_into(out.local, self.local, op, along, asker=asker, at_once=at_once))
 
     def all_reduce(self, axes: Axes | None = None, *, op: str | None = None, asker: str = "") -> PendingBuffer:
         """Reduce pending axes, by default all, in place: one all-reduce over all of them. The result is a buffer over
