@@ -212,6 +212,7 @@ class Bucket:
         self._apart = DBuffer(self.group, mesh, unreduced, dtype=self.reduce_dtype, allocation=gradients)
         self._over_whole = self.whole.over(unreduced) if self.compute_dtype == self.reduce_dtype else None
         self.gradients = self._apart
+        self._pieces: dict[str, DBuffer] = {}
         self._gathers_as_is = self.compute_dtype == self.dtype and self.shards.device == device
 
     def gather(self, asker: str, custom: Any = None) -> PendingBuffer:
@@ -227,15 +228,17 @@ class Bucket:
         self, op: str, group: dist.ProcessGroup | None, custom: Any, asker: str, *, at_once: bool = False
     ) -> PendingBuffer:
         """Start to reduce ``gradients`` over the shard axis, in a piece of new memory that lies as the shards do."""
-        axes = self.axes
-        piece = DBuffer(
-            self.group,
-            axes.mesh,
-            axes.buffer_placements(RaggedShard(), Partial(op)),
-            dtype=self.reduce_dtype,
-            device=self.gradients.device,
-        ).allocate()
-        return self._reduce_into(piece, self.gradients, op, group, custom, asker, at_once)
+        return self._reduce_into(self._new_piece(op), self.gradients, op, group, custom, asker, at_once)
+
+    def _new_piece(self, op: str) -> DBuffer:
+        """Memory for reduced gradients."""
+        geometry = self._pieces.get(op)
+        if geometry is None:
+            placements = self.axes.buffer_placements(RaggedShard(), Partial(op))
+            geometry = self._pieces[op] = DBuffer(
+                self.group, self.axes.mesh, placements, dtype=self.reduce_dtype, device=self.gradients.device
+            )
+        return geometry.fresh()
 
     def _reduce_into(
         self,
