@@ -142,19 +142,21 @@ class ParameterGroup:
             alignment_bytes=self.alignment_bytes,
             like=like,
         )
-        device = bucket.device
+        self._allocate_shards(bucket, bucket.device)
+        return bucket
+
+    def _allocate_shards(self, bucket: Bucket, device: torch.device) -> None:
         if self.offloads and device.type != "meta":
             device = torch.device("cpu")
         # Pinned memory is for copies to a device; computing on the CPU copies none.
         pin = device.type == "cpu" != self.device.type and getattr(self.offload_policy, "pin_memory", False)
         bucket.allocate_shards(device, pin_memory=pin)
-        return bucket
 
     def fill(self, device: torch.device, write: Callable[[ManagedParameter, torch.Tensor], bool]) -> None:
         """Give a group that was built on the meta device its memory. ``write(parameter, local)`` writes this rank's part of
         a parameter, placed as ``parameter.sharded``, to its place; False: it will, and registers the sharded form itself."""
         for bucket in self.buckets:
-            bucket.allocate_shards(torch.device("cpu") if self.offloads else device)
+            self._allocate_shards(bucket, device)
             for index, parameter in enumerate(bucket.parameters):
                 local = bucket.shard(index)
                 if write(parameter, local):
