@@ -282,6 +282,21 @@ def simulate() -> None:
         )
         print(f"  {name:<12} {ranks:>3} ranks: {shown}")
 
+    print("\npeak of a step of 4 layers above what rests, in layers' bytes (bfloat16, nothing computed)")
+    for title, ranks, layer in (
+        ("GPT-OSS-120B, 4 of 128 experts, as 128 over 256", 8, functools.partial(gpt_oss_layer, 4)),
+        ("Llama-3-70B, a quarter of each width", 64, lambda: llama_layer(2048, 7168, 2)),
+        ("Llama-3-70B, a quarter of each width", 1024, lambda: llama_layer(2048, 7168, 2)),
+    ):
+        mesh = with_ranks(ranks)
+        with torch.device("meta"):
+            size = sum(p.numel() for p in layer().parameters()) * 2
+        peaks = {}
+        for kind, shard in ((OURS, fully_shard), (IN_PLACE, fully_shard), (STOCK, stock_fully_shard)):
+            peaks[kind] = peak_of_untouched(kind, shard, layer, mesh) / size
+        shown = ", ".join(f"{kind} {peak:.2f} ({peak / peaks[STOCK]:.2f})" for kind, peak in peaks.items())
+        print(f"  {title:<50} {ranks:>5} ranks: {shown}")
+
     print("\nmemory of a rank at rest, parameters in float32, meta device (blocks of rows for GPT-OSS's experts)")
     for title, ranks, layer, policy in (
         ("GPT-OSS-120B layer", 256, gpt_oss_layer, None),
@@ -324,6 +339,53 @@ def simulate() -> None:
     dist.destroy_process_group()
 
 
+class _Use(torch.autograd.Function):
+    """A parameter is used, and gets a gradient; no memory is touched."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(parameter)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (parameter,) = ctx.saved_tensors
+        return grad, torch.empty_like(parameter)
+
+
+class Untouched(nn.Module):
+    """A layer of which only the memory counts."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for parameter in self.layer.parameters():
+            x = _Use.apply(x, parameter)
+        return x
+
+
+def peak_of_untouched(kind: str, shard: Callable[..., Any], layer: Callable[[], nn.Module], mesh: Any) -> int:
+    layers = []
+    for _ in range(4):
+        with torch.device("meta"):
+            one = Untouched(layer()).to(torch.bfloat16)
+        shard(one, mesh=mesh)
+        layers.append(one.to_empty(device="cpu"))
+    module: Any = nn.Sequential(*layers)
+    shard(module, mesh=mesh)
+    if kind == IN_PLACE:
+        module.set_in_place_gradients()
+
+    def step() -> None:
+        module(torch.zeros(1, requires_grad=True)).sum().backward()
+        module.zero_grad()
+
+    step()
+    return peak_bytes(step)
+
+
 def llama_layer(dim: int, hidden: int, num_kv_heads: int) -> nn.Module:
     kv = num_kv_heads * 128
     sizes = {"q": (dim, dim), "k": (dim, kv), "v": (dim, kv), "o": (dim, dim)}
@@ -335,12 +397,12 @@ def llama_layer(dim: int, hidden: int, num_kv_heads: int) -> nn.Module:
     return block
 
 
-def gpt_oss_layer() -> nn.Module:
+def gpt_oss_layer(num_experts: int = 128) -> nn.Module:
     block, experts = nn.Module(), nn.Module()
-    experts.gate_up_proj = nn.Parameter(torch.empty(128, 2880, 5760))
-    experts.gate_up_proj_bias = nn.Parameter(torch.empty(128, 5760))
-    experts.down_proj = nn.Parameter(torch.empty(128, 2880, 2880))
-    experts.down_proj_bias = nn.Parameter(torch.empty(128, 2880))
+    experts.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2880, 5760))
+    experts.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 5760))
+    experts.down_proj = nn.Parameter(torch.empty(num_experts, 2880, 2880))
+    experts.down_proj_bias = nn.Parameter(torch.empty(num_experts, 2880))
     block.experts = experts
     block.router = nn.Linear(2880, 128)
     block.q, block.k, block.v = nn.Linear(2880, 4096), nn.Linear(2880, 512), nn.Linear(2880, 512)
