@@ -18,7 +18,7 @@ from tests.fsdp.compare import by_block, data, full, mesh_of
 from tests.fsdp.copies import peak_bytes
 from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools, run_cases
-from vescale.fsdp import fully_shard
+from vescale.fsdp import fully_shard, report
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 
@@ -203,6 +203,9 @@ def less_memory() -> None:
         for _ in range(2):
             step()
         peaks.append(peak_bytes(step) / size)
+        assert {one.peak_bytes for one in report(layers)} == {
+            size * (1 + (not in_place)) + size // dist.get_world_size()
+        }
     assert peaks[0] < peaks[1] - 0.5, peaks
 
 
