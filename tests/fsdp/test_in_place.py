@@ -23,12 +23,15 @@ from vescale.fsdp import fully_shard, report
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 
 
-def twins(plain: nn.Module, mesh_shape: tuple[int, ...] | None = None, **options: Any) -> list[Any]:
-    """Two sharded copies, the first one with gradients in place."""
+def twins(
+    plain: nn.Module, mesh_shape: tuple[int, ...] | None = None, direct: bool = False, **options: Any
+) -> list[Any]:
+    """Two sharded copies, the first one with gradients in place; ``direct``: asked for by Linear layers, too."""
     models: list[Any] = [copy.deepcopy(plain), copy.deepcopy(plain)]
     for model in models:
         by_block(model, fully_shard, mesh_of(mesh_shape), **options)
     models[0].set_in_place_gradients()
+    models[0].set_direct_linear_gradients(direct)
     return models
 
 
@@ -80,6 +83,7 @@ CASES: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
     # name: (in place at all, options of the model, options of fully_shard)
     "plain": (True, {}, {}),
     "every layer used twice": (True, {"repeat": 2}, {}),
+    "every layer used twice, direct": (True, {"repeat": 2}, {"direct": True}),
     "checkpointed": (True, {"recompute": False}, {}),
     "checkpointed, twice": (True, {"recompute": False, "repeat": 2}, {}),
     "checkpointed, reentrant": (True, {"recompute": True}, {}),
@@ -137,6 +141,17 @@ def the_graph_is_kept() -> None:
         loss.backward(retain_graph=True)
         loss.backward()
     same_gradients(models, "retain_graph")
+
+
+def kept_after_backward() -> None:
+    """Parameters that stay gathered for the next forward keep their place."""
+    torch.manual_seed(0)
+    models = twins(Net())
+    for model in models:
+        model.set_reshard_after_backward(False)
+        for step in range(3):
+            net_loss(model, step, dist.get_rank()).backward()
+    same_gradients(models, "kept after backward")
 
 
 def frozen_later() -> None:
@@ -211,7 +226,8 @@ def less_memory() -> None:
 
 def run() -> int:
     count = run_cases(steps, [(name,) for name in CASES])
-    cases = [accumulated, the_graph_is_kept, frozen_later, what_is_still_needed_is_not_silently_wrong, less_memory]
+    cases = [accumulated, the_graph_is_kept, kept_after_backward, frozen_later, less_memory]
+    cases.append(what_is_still_needed_is_not_silently_wrong)
     return count + run_cases(lambda case: case(), [(case,) for case in cases])
 
 
