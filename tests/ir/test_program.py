@@ -7,6 +7,8 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.ir.models import build
@@ -31,6 +33,7 @@ from vescale.plans import MeshAxes, Plan, Source
 
 AXES = MeshAxes(("dp", "tp"), (2, 4))
 R, S0, P = Replicate(), Shard(0), Partial()
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
 
 EVERY_OP = Program(
     AXES,
@@ -38,7 +41,9 @@ EVERY_OP = Program(
         Instruction("", Hook.FORWARD_PRE, "<in>", "ids", Wrap((S0, R), "local"), Source("plan.yaml", 3, 5)),
         Instruction("", Hook.FORWARD, "<self>", None, Factory((R, S0)), Source("train.py", 7)),
         Instruction("a.0", Hook.INIT, "weight", None, Place((RaggedShard((0, 1), (1, 3), 8), InterleavedShard(0, 3)))),
-        Instruction("a.0", Hook.INIT, "<self>", None, Unit(("weight", "b.weight"), "tp", ("dp",), 2, False)),
+        Instruction(
+            "a.0", Hook.INIT, "<self>", None, Unit(("weight", "b.weight"), "tp", ("dp",), 2, False, MIXED, True)
+        ),
         Instruction(
             "a.0", Hook.FORWARD_PRE, "<in>", 1, Redistribute((None, R), (None, S0), (P, None), (None, Shard(-1)))
         ),
@@ -55,7 +60,8 @@ def test_text() -> None:
         "forward_pre:<in>:ids:wrap(dp=S(0),tp=R,given=local)\n"
         "forward:<self>:*:factory(dp=R,tp=S(0))\n"
         "a.0.init:weight:*:place(dp=Ragged(dims=(0, 1), units=(1, 3), block=8),tp=Interleaved(0, 3))\n"
-        "a.0.init:<self>:*:unit(shard=tp;replicate=dp;reshard_after_forward=2;reshard_after_backward=False;weight,b.weight)\n"
+        "a.0.init:<self>:*:unit(shard=tp;replicate=dp;reshard_after_forward=2;reshard_after_backward=False;"
+        "param_dtype=bfloat16;cast_forward_inputs=False;offload=pinned;weight,b.weight)\n"
         "a.0.forward_pre:<in>:1:redist(tp=S(0)->tp=R;grad:dp=P(sum)->tp=S(-1))\n"
         "a.0.forward:<self>:*:local(kind=experts;dispatch=mask;in=dp=R;out=tp=P(sum))\n"
         "a.0.forward:<self>:*:local(in=-;out=-)\n"

@@ -6,6 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -96,6 +98,11 @@ def test_every_kind_of_entry_round_trips(path: str) -> None:
     plan.factory(path, Shard(0), mesh="tp").factory(path, Shard(1), mesh="dp")
     plan.local(path).local(path, kind="experts", dispatch="mask", inputs={"tp": Shard(0)}, outputs={"dp": Partial()})
     plan.unit(path).unit(path)
+    plan.unit(
+        path, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    )
+    plan.unit(path, reshard_after_forward=2, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    plan.unit(path, mp_policy={"output_dtype": "float32"}, offload_policy={})
     boundary = f"{path}.<in>"
     plan.redistribute(boundary, Shard(1), Replicate(), grad_src=Partial(), grad_dst=Shard(1), mesh="tp")
     plan.redistribute(boundary, Shard(0), Replicate(), mesh="dp").shard(boundary, Shard(-1), mesh="dp", phase="bwd")
@@ -174,6 +181,8 @@ MISTAKES = [
     ("shard:\n  a: {tp: 'Ragged(unit=(1,2))'}\n", "2:7", "unknown argument 'unit'"),
     ("version: 2\nshard: {}\n", "1:1", "reads version 1"),
     ("shard:\n  a: R\n", "2:3", "expected a mapping"),
+    ("units:\n  - {path: a, mp_policy: {param_dtype: int8}}\n", "2:27", "bfloat16"),
+    ("units:\n  - {path: a, mp_policy: {dtype: bfloat16}}\n", "2:27", "dtype"),
     ("mesh: {pp: 2}\nshard: {}\n", "1:8", "rename the axis"),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
@@ -168,36 +170,81 @@ def test_what_the_stages_gather(ranks: RankPools) -> None:
             assert found["whole after backward"]["yes"] == is_whole
 
 
-def as_stock_fsdp() -> None:
+def as_stock_fsdp(policy: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
     """The same steps on PyTorch's FSDP2, each rank with its own part of the batch."""
     sizes = {"dp": 4}
     model, stock = build(), build()
     for block in (*model.blocks, *stock.blocks):
         block.scale = nn.Parameter(block.scale.detach().view(1))  # FSDP2 takes no scalars
     mesh = mesh_of(sizes)
-    parallelize(model, zero_plan(sizes), strict=True)
+    plan = zero_plan(sizes)
+    inner = replace(policy, output_dtype=None)
+    plan.unit(r"blocks\.\d+", mp_policy=inner, offload_policy=offload)
+    plan.unit("", mp_policy=policy, offload_policy=offload)
+    parallelize(model, plan, strict=True)
+    seen: list[torch.dtype] = []
+    close = {"rtol": 1e-6, "atol": 1e-7} if policy.param_dtype else {"rtol": 1e-9, "atol": 1e-11}
+    model.blocks[1].up.register_forward_pre_hook(lambda up, args: seen.extend((up.weight.dtype, args[0].dtype)))
     for m in (model, stock):
         m.eval()  # a rank of FSDP2 draws its own dropout
     for block in stock.blocks:
-        stock_fully_shard(block, mesh=mesh)
-    stock_fully_shard(stock, mesh=mesh)
+        stock_fully_shard(block, mesh=mesh, mp_policy=inner, offload_policy=offload)
+    stock_fully_shard(stock, mesh=mesh, mp_policy=policy, offload_policy=offload)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, stock)]
     for step in range(3):
         x, _ = batch(step)
         rank = dist.get_rank()
-        model(x).square().mean().backward()
+        output = model(x)
+        assert output.dtype == (policy.output_dtype or policy.param_dtype or torch.float64)
+        output.square().mean().backward()
         stock(x[2 * rank : 2 * rank + 2]).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         for (name, own), (_, theirs) in zip(model.named_parameters(), stock.named_parameters(), strict=True):
-            torch.testing.assert_close(
-                whole(own), whole(theirs), rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            torch.testing.assert_close(whole(own), whole(theirs), **close, msg=lambda m, n=name: f"{n}: {m}")
+    assert set(seen) == {policy.param_dtype or torch.float64}
+    bucket = model.blocks[1]._state.groups[0].buckets[0]
+    assert bucket.shards.dtype == torch.float64 and bucket.gradients.dtype == (
+        policy.reduce_dtype or bucket.whole.dtype
+    )
+
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+NARROW = MixedPrecisionPolicy(param_dtype=torch.float32)
 
 
 def test_equals_stock_fsdp(ranks: RankPools) -> None:
-    ranks.run(as_stock_fsdp)
+    policies = (MixedPrecisionPolicy(), NARROW, MIXED)
+    cases = [(policy, OffloadPolicy()) for policy in policies]
+    ranks.run(run_cases, as_stock_fsdp, [*cases, (MIXED, CPUOffloadPolicy(pin_memory=False))])
+
+
+def offloaded_with_tensor_parallelism() -> None:
+    """Sums over other axes are reduced before gradients leave the device."""
+    sizes = {"dp": 2, "tp": 2}
+
+    def plan(sizes: dict[str, int]) -> Plan:
+        made = cut_batch(Plan(mesh_of(sizes)), "dp")
+        made.shard(r"blocks.\d+.up.(weight|bias)", Shard(0), mesh="tp")
+        made.shard(r"blocks.\d+.down.weight", Shard(1), mesh="tp")
+        for path in (r"blocks.\d+.up.<in>", r"blocks.\d+.down.<out>"):
+            made.shard(path, Replicate(), mesh="tp")
+        sharded_at_rest(made, ".*")
+        return made.unit(r"blocks\.\d+", offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+    reference = build()
+    for block in reference.blocks:
+        block.up, block.down = nn.Linear(WIDTH, 8).double(), nn.Linear(8, WIDTH, bias=False).double()
+    model = copy.deepcopy(reference)
+    parallelize(model, plan(sizes), strict=True)
+    exact(same_steps(reference, model, one_loss, num_steps=3))
+    for state in (state_of(block) for block in model.blocks):
+        assert state is not None and all(g.offloads and not p.pending for g in state.groups for p in g.parameters)
+
+
+def test_offloaded_units(ranks: RankPools) -> None:
+    ranks.run(offloaded_with_tensor_parallelism)
 
 
 # What a unit is

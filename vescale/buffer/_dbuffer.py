@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,6 +76,10 @@ class DBuffer:
         self._byte_offset = self._allocation.reserve(self.numel * dtype.itemsize)
         self._local: torch.Tensor | None = None
         self._views: list[torch.Tensor] | None = None
+        self._geometry = object()
+        """The same for buffers that differ in nothing but memory."""
+        self._routes: dict[tuple[Any, ...], dist.ProcessGroup] = {}
+        """Collectives that were found to be right before: (kind, axes, geometry of the result) -> whom with."""
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
@@ -128,13 +134,13 @@ class DBuffer:
         for begin, end in self._gaps:
             self.local[begin:end].zero_()
 
-    @property
+    @cached_property
     def _gaps(self) -> list[tuple[int, int]]:
         return self.group.gaps(self.begin, self.begin + self.numel)
 
     # Tensors ----------------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def slices(self) -> list[ShardSlice]:
         """What the local part holds: (tensor, begin, end, local_offset), in buffer order."""
         return self.group.slices(self.begin, self.begin + self.numel)
@@ -269,6 +275,22 @@ class DBuffer:
         part._byte_offset = self._byte_offset + (part.begin - self.begin) * self.dtype.itemsize
         return part
 
+    def fresh(self) -> DBuffer:
+        """A buffer of the same geometry with memory of its own, allocated."""
+        twin = copy.copy(self)
+        twin._allocation = Allocation(self.device)
+        twin._byte_offset = twin._allocation.reserve(self.num_bytes)
+        twin._local = twin._views = None
+        return twin.allocate()
+
+    def over(self, placements: Sequence[Placement | None]) -> DBuffer:
+        """The same memory placed otherwise: contributions to a sum (Partial) where every rank had the same (Replicate).
+        The axes that are sharded must be the same ones (ValueError)."""
+        other = DBuffer(self.group, self.mesh, placements, dtype=self.dtype, device=self.device)
+        self._must_match(other, "over")
+        other._allocation, other._byte_offset = self._allocation, self._byte_offset
+        return other
+
     def all_gather(self, axes: Axes | None = None, *, out: DBuffer | None = None, asker: str = "") -> PendingBuffer:
         """Replicate the buffer along sharded axes, by default all: one all-gather, of ``num_bytes`` from every rank.
 
@@ -276,6 +298,9 @@ class DBuffer:
         rank. None: a new buffer. Inner axes must be gathered before outer ones (ValueError).
         """
         numbers = self.shard_axes if axes is None else self._numbers(axes)
+        route = self._routes.get(("all_gather", numbers, out._geometry)) if out is not None else None
+        if out is not None and route is not None:
+            return PendingBuffer(out, all_gather_into(out.local, self.local, route, asker=asker))
         self._must_be(numbers, RaggedShard, "all_gather")
         out = out if out is not None else self._placed(numbers, Replicate()).allocate()
         self._must_nest(out)
@@ -284,7 +309,8 @@ class DBuffer:
                 f"all_gather of {self.dtype} {self.placements} along {numbers} into {out.dtype} {out.placements}; the "
                 "dtypes must be equal and the axes replicated"
             )
-        return PendingBuffer(out, all_gather_into(out.local, self.local, self._along(numbers), asker=asker))
+        along = self._routes["all_gather", numbers, out._geometry] = self._along(numbers)
+        return PendingBuffer(out, all_gather_into(out.local, self.local, along, asker=asker))
 
     def reduce_scatter(
         self,
@@ -293,6 +319,7 @@ class DBuffer:
         op: str | None = None,
         out: DBuffer | None = None,
         process_group: dist.ProcessGroup | None = None,
+        at_once: bool = False,
         asker: str = "",
     ) -> PendingBuffer:
         """Reduce pending axes, by default all, and leave every rank its piece: one reduce-scatter over all of them.
@@ -300,7 +327,14 @@ class DBuffer:
         ``op`` is the axes' own (``Partial("avg")`` divides) unless given. ``out`` has memory of its own, or is this
         buffer's :meth:`piece` (in place); None: a new buffer. The rest of this buffer is left undefined.
         ``process_group``: another group of the same ranks in the same order, to run beside other collectives.
+        ``at_once``: where the backend needs memory to do this in the background (gloo), do it now, without any.
         """
+        if op is not None and out is not None and axes is not None:
+            route = self._routes.get(("reduce_scatter", tuple(axes), out._geometry))
+            if route is not None:
+                along = process_group or route
+                pending = reduce_scatter_into(out.local, self.local, op, along, asker=asker, at_once=at_once)
+                return PendingBuffer(out, pending)
         numbers, op = self._pending(axes, op, "reduce_scatter")
         out = out if out is not None else self._placed(numbers, RaggedShard()).allocate()
         out._must_nest(self)
@@ -309,8 +343,10 @@ class DBuffer:
                 f"reduce_scatter of {self.dtype} {self.placements} along {numbers} into {out.dtype} {out.placements}; "
                 "the dtypes must be equal and the axes sharded"
             )
-        along = process_group or self._along(numbers)
-        return PendingBuffer(out, reduce_scatter_into(out.local, self.local, op, along, asker=asker))
+        along = self._along(numbers)
+        self._routes["reduce_scatter", tuple(axes if axes is not None else numbers), out._geometry] = along
+        along = process_group or along
+        return PendingBuffer(out, reduce_scatter_into(out.local, self.local, op, along, asker=asker, at_once=at_once))
 
     def all_reduce(self, axes: Axes | None = None, *, op: str | None = None, asker: str = "") -> PendingBuffer:
         """Reduce pending axes, by default all, in place: one all-reduce over all of them. The result is a buffer over

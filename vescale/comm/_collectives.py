@@ -156,7 +156,7 @@ def reduce_scatter_v(
         return Pending(out, [work])
     own = sizes[rank]
     pending = _exchange(send, sizes, [own] * num_ranks, group, send.new_empty(num_ranks * own))
-    return Pending(out, [pending], lambda: reduce_rows(pending.out.view(num_ranks, own), op, out))
+    return Pending(out, [pending], lambda: reduce_rows(pending.out.view(num_ranks, own).unbind(), op, out))
 
 
 def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker: str = "") -> Pending:

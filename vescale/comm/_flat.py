@@ -5,7 +5,9 @@ at all. On gloo, whose own versions go through buffers as large as the result,
 
 * an all-gather of few ranks is a broadcast from each of them, in place (no second buffer, and mostly less time);
 * a reduce-scatter exchanges the contributions and adds them up on the receiver, in rank order and half precision in
-  float32 (a third of the time); that needs memory for one more input while it runs.
+  float32 (a third of the time). Two ranks receive in the place of the result. More need memory for one more input while
+  it runs, or (``at_once``) exchange rank by rank, each time into what they have sent before; that takes no memory, but
+  each step waits for the one before, so that the call returns when all is done.
 """
 
 from __future__ import annotations
@@ -65,11 +67,18 @@ def _all_gather_by_broadcasts(out: torch.Tensor, piece: torch.Tensor, group: dis
 
 
 def reduce_scatter_into(
-    out: torch.Tensor, send: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker: str = ""
+    out: torch.Tensor,
+    send: torch.Tensor,
+    op: str,
+    group: dist.ProcessGroup,
+    *,
+    asker: str = "",
+    at_once: bool = False,
 ) -> Pending:
     """``out``: this rank's piece of the elementwise reduction of the ranks' ``send``. Sends ``(n - 1) / n`` of it.
 
-    ``op`` is ``sum``, ``avg``, ``max``, ``min`` or ``product``.
+    ``op`` is ``sum``, ``avg``, ``max``, ``min`` or ``product``. ``out`` is memory of its own or this rank's piece of
+    ``send``, the rest of which is undefined afterwards. ``at_once`` must be the same on all ranks.
     """
     if send.numel() == 0:
         return Pending(out)
@@ -78,9 +87,35 @@ def reduce_scatter_into(
     record("reduce_scatter_v", num_ranks, moved, asker=asker, group=group)
     if is_nccl(send, group) or moves_nothing(group):
         return Pending(out, [reduce_scatter_single(out, send, op=REDUCE_OPS[op], group=group, async_op=True)])
+    pieces, rank = list(send.view(num_ranks, -1)), group.rank()
+    if num_ranks == 1 or ((at_once or num_ranks == 2) and out.data_ptr() != pieces[rank].data_ptr()):
+        return _exchange_in_steps(out, pieces, op, group)
     received = torch.empty_like(send)
     work = dist.all_to_all_single(as_bytes(received), as_bytes(send), group=group, async_op=True)
-    return Pending(out, [work], lambda: reduce_rows(received.view(num_ranks, -1), op, out))
+    return Pending(out, [work], lambda: reduce_rows(received.view(num_ranks, -1).unbind(), op, out))
+
+
+def _exchange_in_steps(out: torch.Tensor, pieces: list[torch.Tensor], op: str, group: dist.ProcessGroup) -> Pending:
+    """One rank's contribution a step: the first goes to ``out``, each other one where the piece was that the step before
+    has sent. Only the last step is still running on return."""
+    rank, num_ranks = group.rank(), len(pieces)
+    rows, free = list(pieces), out
+    works: list[dist.Work] = []
+    for step in range(1, num_ranks):
+        for work in works:
+            work.wait()
+        target, source = (rank + step) % num_ranks, (rank - step) % num_ranks
+        num_bytes = out.numel() * out.element_size()
+        work = dist.all_to_all_single(
+            as_bytes(free),
+            as_bytes(pieces[target]),
+            [num_bytes * (r == source) for r in range(num_ranks)],
+            [num_bytes * (r == target) for r in range(num_ranks)],
+            group=group,
+            async_op=True,
+        )
+        rows[source], free, works = free, pieces[target], [work]
+    return Pending(out, works, lambda: reduce_rows(rows, op, out))
 
 
 def all_reduce_(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker: str = "") -> Pending:

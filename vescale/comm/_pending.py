@@ -85,19 +85,21 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def reduce_rows(rows: torch.Tensor, op: str, out: torch.Tensor) -> None:
-    """Reduce dim 0 one row after the other into ``out``, in float32 for half precision."""
+def reduce_rows(rows: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
+    """Reduce ``rows`` one after the other into ``out``, in float32 for half precision. Leaves the first row undefined;
+    ``out`` may be one of them."""
     combine = _COMBINE[op]
-    if rows.dtype in (torch.float16, torch.bfloat16):
+    if out.dtype in (torch.float16, torch.bfloat16):
         result = rows[0].float()
         for row in rows[1:]:
             combine(result, row, out=result)
     elif len(rows) == 1:
         result = out.copy_(rows[0])
     else:
-        result = combine(rows[0], rows[1], out=out)
-        for row in rows[2:]:
+        result = rows[0]
+        for row in rows[1:-1]:
             combine(result, row, out=result)
+        result = combine(result, rows[-1], out=out)
     if op == "avg":
         result.div_(len(rows))
     if result is not out:

@@ -12,6 +12,7 @@ try:
         num_storage_users,
         queue_after_backward,
         run_post_accumulate_hooks,
+        set_versions,
     )
     from vescale.compat.checkpoint import CheckpointHooks
     from vescale.compat.checkpointing import install_checkpointing
@@ -145,6 +146,7 @@ __all__ = [
     "self_check",
     "sequence_number",
     "set_local",
+    "set_versions",
     "spec_of",
     "static_keywords",
     "stock",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,13 @@ __all__ = [
     "num_storage_users",
     "queue_after_backward",
     "run_post_accumulate_hooks",
+    "set_versions",
 ]
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Let the tensors count as unmodified since they had these versions: their memory holds what it held then."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

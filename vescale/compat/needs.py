@@ -113,6 +113,7 @@ NEEDS: tuple[Need, ...] = (
     Need("torch.distributed.device_mesh", "DeviceMesh._concatenate", ("device_mesh_list",)),
     Need("torch.distributed.device_mesh", "DeviceMesh._flatten"),
     Need("torch._C._autograd", "_get_sequence_nr"),
+    Need("torch._C._autograd", "_unsafe_set_version_counter"),
     Need("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", ("fn",)),
     Need("torch.utils.checkpoint", "CheckpointFunction.forward", ("ctx", "run_function")),
     Need(f"{_TENSOR}._sharding_prop", "ShardingPropagator.propagate_op_sharding_non_cached", ("op_schema",)),

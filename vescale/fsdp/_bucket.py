@@ -16,7 +16,15 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.buffer import Allocation, DBuffer, PendingBuffer, TensorGroup
 from vescale.comm import Pending
-from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, run_post_accumulate_hooks, set_local
+from vescale.compat import (
+    DTensorSpec,
+    local_of,
+    make_dtensor,
+    make_spec,
+    run_post_accumulate_hooks,
+    set_local,
+    set_versions,
+)
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._parameter import ManagedParameter
 from vescale.placements import RaggedShard, Region, redistribute
@@ -39,7 +47,8 @@ class Bucket:
                                        sharded DTensors are slices of it
     ``whole``      ``param_dtype``     all parameters; the unsharded parameters     while the group is unsharded
                                        are views of it
-    ``gradients``  ``reduce_dtype``    unreduced gradients, one view a parameter    from the first gradient until reduced
+    ``gradients``  ``reduce_dtype``    unreduced gradients, one view a parameter    from the first gradient until reduced;
+                                                                                    in place: the memory of ``whole``
     (new each      the parameters'     this rank's piece of reduced gradients;      as long as ``.grad`` refers to it
     time)                              ``.grad`` of the sharded DTensors
     =============  ==================  ===========================================  ======================================
@@ -69,6 +78,10 @@ class Bucket:
         self.whole: DBuffer
         self.gradients: DBuffer
         self.has_gradients = False
+        self.in_place = False
+        """Gradients have begun to take their parameters' place in ``whole``."""
+        self._overwritten: list[tuple[torch.Tensor, int]] = []
+        """Parameters whose memory holds a gradient, and the versions of their values."""
         self.drop_gradients()
 
     # At rest
@@ -144,6 +157,7 @@ class Bucket:
         twin = copy.copy(self)
         twin.parameters = list(parameters)
         twin.drop_gradients()
+        twin._overwritten = []
         memory = Allocation(self.shards.device, pin_memory=self.shards.is_pinned)
         twin.shards = twin._new_shards(memory).allocate()
         twin.shards.local.copy_(self.shards.local)
@@ -185,17 +199,20 @@ class Bucket:
         whole: Allocation,
         gradients: Allocation,
         reduce_op: str,
-        make_room: Callable[[], None],
+        begin_gradients: Callable[[], bool],
     ) -> None:
-        """Reserve the buffers of the running group; ``make_room`` is called before gradients are allocated."""
-        self._make_room = make_room
+        """Reserve the buffers of the running group; ``begin_gradients`` is called before the first gradient and says
+        whether gradients may take their parameters' place."""
+        self._begin_gradients = begin_gradients
         self._sums = reduce_op == "sum"
         mesh, axes = self.axes.mesh, self.axes
         self.whole = DBuffer(self.group, mesh, axes.gathered(), dtype=self.compute_dtype, allocation=whole)
         self._own_piece = self.whole.piece([axes.shard])
-        self.gradients = DBuffer(
-            self.group, mesh, axes.unreduced(reduce_op), dtype=self.reduce_dtype, allocation=gradients
-        )
+        unreduced = axes.unreduced(reduce_op)
+        self._apart = DBuffer(self.group, mesh, unreduced, dtype=self.reduce_dtype, allocation=gradients)
+        self._over_whole = self.whole.over(unreduced) if self.compute_dtype == self.reduce_dtype else None
+        self.gradients = self._apart
+        self._pieces: dict[str, DBuffer] = {}
         self._gathers_as_is = self.compute_dtype == self.dtype and self.shards.device == device
 
     def gather(self, asker: str, custom: Any = None) -> PendingBuffer:
@@ -207,24 +224,35 @@ class Bucket:
         work = custom(output_tensor=self.whole.local, input_tensor=source.local, group=group, async_op=True)
         return PendingBuffer(self.whole, Pending(self.whole.local, [work]))
 
-    def reduce_scatter(self, op: str, group: dist.ProcessGroup | None, custom: Any, asker: str) -> PendingBuffer:
+    def reduce_scatter(
+        self, op: str, group: dist.ProcessGroup | None, custom: Any, asker: str, *, at_once: bool = False
+    ) -> PendingBuffer:
         """Start to reduce ``gradients`` over the shard axis, in a piece of new memory that lies as the shards do."""
-        axes = self.axes
-        piece = DBuffer(
-            self.group,
-            axes.mesh,
-            axes.buffer_placements(RaggedShard(), Partial(op)),
-            dtype=self.reduce_dtype,
-            device=self.gradients.device,
-        ).allocate()
-        return self._reduce_into(piece, self.gradients, op, group, custom, asker)
+        return self._reduce_into(self._new_piece(op), self.gradients, op, group, custom, asker, at_once)
+
+    def _new_piece(self, op: str) -> DBuffer:
+        """Memory for reduced gradients."""
+        geometry = self._pieces.get(op)
+        if geometry is None:
+            placements = self.axes.buffer_placements(RaggedShard(), Partial(op))
+            geometry = self._pieces[op] = DBuffer(
+                self.group, self.axes.mesh, placements, dtype=self.reduce_dtype, device=self.gradients.device
+            )
+        return geometry.fresh()
 
     def _reduce_into(
-        self, piece: DBuffer, gradients: DBuffer, op: str, group: dist.ProcessGroup | None, custom: Any, asker: str
+        self,
+        piece: DBuffer,
+        gradients: DBuffer,
+        op: str,
+        group: dist.ProcessGroup | None,
+        custom: Any,
+        asker: str,
+        at_once: bool,
     ) -> PendingBuffer:
         shard = (self.axes.shard,)
         if custom is None:
-            return gradients.reduce_scatter(shard, op=op, out=piece, process_group=group, asker=asker)
+            return gradients.reduce_scatter(shard, op=op, out=piece, process_group=group, at_once=at_once, asker=asker)
         group = group or self.axes.mesh.get_group(self.axes.shard)
         how = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
         work = custom(output_tensor=piece.local, input_tensor=gradients.local, group=group, op=how, async_op=True)
@@ -245,7 +273,8 @@ class Bucket:
 
         def receive(unsharded: torch.Tensor) -> None:
             """Move a gradient into its place: one copy into the buffer (with the cast to the reduction's dtype), or one
-            addition when an earlier backward has left one; nothing when it was computed there."""
+            addition when an earlier backward has left one; nothing when it was computed there. Autograd is through with
+            a parameter by then: all ops of this backward that have given to its gradient have run."""
             gradient = unsharded.grad
             unsharded.grad = None
             if gradient is None:
@@ -253,6 +282,8 @@ class Bucket:
             with torch.no_grad():
                 view = self.gradient_view(index)
                 earlier = view if self._received[index] else None
+                if self.in_place:
+                    self._overwrite(index)
                 local = parameter.contribution(gradient, earlier) if self._sums else parameter.local_gradient(gradient)
                 if local is None:
                     if earlier is None:
@@ -267,10 +298,15 @@ class Bucket:
         return receive
 
     def gradient_view(self, index: int) -> torch.Tensor:
-        """Where a parameter's unreduced gradient goes; allocates the buffer for the first one."""
+        """Where a parameter's unreduced gradient goes; allocates the buffer for the first one, or takes that of the
+        parameters."""
         if not self.has_gradients:
-            self._make_room()
-            self.gradients.allocate()
+            self.in_place = self._begin_gradients() and self._over_whole is not None
+            if self.in_place:
+                assert self._over_whole is not None
+                self.gradients = self._over_whole
+            else:
+                self.gradients = self._apart.allocate()
             self.has_gradients = True
         view = self.gradients.views[index]
         shape = self.parameters[index].shape
@@ -283,16 +319,51 @@ class Bucket:
         if self._received[index] or self._claimed[index] or dtype != self.reduce_dtype:
             return None
         self.gradient_view(index)  # allocates
+        if self.in_place:  # other ops may need the parameter still
+            return None
         self._claimed[index] = True
         return self.gradients.alias(self.group.layout.offsets[index], self.parameters[index].shape)
+
+    def _overwrite(self, index: int) -> None:
+        """A gradient takes its parameter's place. To autograd the parameter is modified, so that whatever has saved it
+        and is still to run fails, until it is gathered again."""
+        parameter = self.parameters[index]
+        if self._received[index]:
+            raise RuntimeError(
+                f"parameter {parameter.name!r} of shape {parameter.shape} got two gradients in one backward (reentrant "
+                "activation checkpointing does that), and the first one has taken its place, so that the second may be "
+                "wrong; expected one: checkpoint with use_reentrant=False, or call set_in_place_gradients(False) on the "
+                "module that was given to fully_shard"
+            )
+        unsharded = parameter.unsharded
+        assert unsharded is not None
+        tensors = [unsharded, local_of(unsharded)] if isinstance(unsharded, DTensor) else [unsharded]
+        self._overwritten += [(tensor, tensor._version) for tensor in tensors]
+        torch.autograd.graph.increment_version(tensors)
+
+    def restore_versions(self) -> None:
+        """The parameters have been gathered again."""
+        if self._overwritten:
+            set_versions(*zip(*self._overwritten, strict=True))
+            self._overwritten = []
+
+    def move_gradients_apart(self) -> None:
+        """Gradients leave ``whole``, which is about to be freed or gathered anew."""
+        if not self.in_place:
+            return
+        source, self.gradients, self.in_place = self.gradients, self._apart.allocate(), False
+        with torch.no_grad():
+            for index, received in enumerate(self._received):
+                if received:
+                    self.gradients.views[index].copy_(source.views[index])
 
     def complete_gradients(self) -> list[int]:
         """Zero what no gradient has come for, and start anew; which parameters had one: 0 for none, else 1 and a bit more
         (2 to the axis) for each mesh axis along which it is pending."""
         received = self._received
         if not self.has_gradients:
-            self._make_room()
-            self.gradients.allocate().zero_()
+            self._begin_gradients()
+            self.gradients = self._apart.allocate().zero_()
         elif not all(received):
             with torch.no_grad():
                 for index, has in enumerate(received):
@@ -307,7 +378,7 @@ class Bucket:
     def drop_gradients(self) -> None:
         self._received = [False] * len(self.parameters)
         self._claimed = [False] * len(self.parameters)
-        self.has_gradients = False
+        self.has_gradients = self.in_place = False
 
     def assign(self, index: int, reduced: torch.Tensor, received: int = 1) -> None:
         """Add one parameter's part of ``reduced``, this rank's piece, to the sharded gradient; ``received`` tells the axes

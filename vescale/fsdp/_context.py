@@ -29,6 +29,9 @@ class CommContext:
     whole         gather lane; computation                     CPU: at reshard. Device: when the gather after the next
                                                                one needs room, after the gather lane has waited for the
                                                                computation, so that one gather overlaps computation
+    whole, with   gather lane; computation; reduce lane        before the next gather, after the gather lane has waited
+    gradients in                                               for the reduction
+    place
     gradients     computation; reduce lane                     after the computation has waited for the reduction; at
                                                                most ``max_gradient_buffers`` are in flight
     ============  ===========================================  ======================================================
@@ -64,11 +67,22 @@ class CommContext:
         return False
 
     def make_room(self, keep: int = 1) -> None:
-        """Free retired buffers but the last ``keep``, before the gather lane allocates the next one."""
+        """Free retired buffers but the last ``keep``, before the gather lane allocates the next one, and those that are lent
+        to reductions."""
+        self.take_back_lent()
         while len(self._retired) > keep:
             memory, event = self._retired.pop(0)
             self.gather_lane.wait_event(event)
             memory.free()
+
+    def take_back_lent(self) -> None:
+        """Wait for reductions that read from gathered buffers: the gather lane does, on a CPU the caller."""
+        if self.reduce_lane.is_stream:
+            for group, reductions in self._reducing:
+                group.take_back(reductions)
+            return
+        while any(group.is_lent for group, _ in self._reducing):
+            self._finish_oldest()
 
     # Gradients
 

@@ -159,7 +159,9 @@ class GivenBucket(Bucket):
 
         return PendingBuffer(self.whole, Pending(self.whole.local, (), assemble))
 
-    def reduce_scatter(self, op: str, group: dist.ProcessGroup | None, custom: Any, asker: str) -> PendingBuffer:
+    def reduce_scatter(
+        self, op: str, group: dist.ProcessGroup | None, custom: Any, asker: str, *, at_once: bool = False
+    ) -> PendingBuffer:
         axes, device = self.axes, self.gradients.device
         wide = DBuffer(self.exchange, axes.mesh, axes.unreduced(op), dtype=self.reduce_dtype, device=device).allocate()
         if self._has_gaps:
@@ -167,7 +169,7 @@ class GivenBucket(Bucket):
         self._take_apart(wide)
         placements = axes.buffer_placements(RaggedShard(), Partial(op))
         piece = DBuffer(self.exchange, axes.mesh, placements, dtype=self.reduce_dtype, device=device).allocate()
-        return self._reduce_into(piece, wide, op, group, custom, asker)
+        return self._reduce_into(piece, wide, op, group, custom, asker, at_once)
 
     @cached_property
     def _has_gaps(self) -> bool:

@@ -103,6 +103,9 @@ class ParameterGroup:
         self._gathering: list[PendingBuffer] | None = None
         self._gathered_event: object = None
         self.is_unsharded = False
+        self.is_lent = False
+        """A reduction reads gradients from the memory that is gathered to."""
+        self._weights_are_needed = False
         self._kept: KeptPieces | None = None
         self._carried: dict[int, Reduction] = {}
         self._forward_places: list[int] = []
@@ -139,19 +142,21 @@ class ParameterGroup:
             alignment_bytes=self.alignment_bytes,
             like=like,
         )
-        device = bucket.device
+        self._allocate_shards(bucket, bucket.device)
+        return bucket
+
+    def _allocate_shards(self, bucket: Bucket, device: torch.device) -> None:
         if self.offloads and device.type != "meta":
             device = torch.device("cpu")
         # Pinned memory is for copies to a device; computing on the CPU copies none.
         pin = device.type == "cpu" != self.device.type and getattr(self.offload_policy, "pin_memory", False)
         bucket.allocate_shards(device, pin_memory=pin)
-        return bucket
 
     def fill(self, device: torch.device, write: Callable[[ManagedParameter, torch.Tensor], bool]) -> None:
         """Give a group that was built on the meta device its memory. ``write(parameter, local)`` writes this rank's part of
         a parameter, placed as ``parameter.sharded``, to its place; False: it will, and registers the sharded form itself."""
         for bucket in self.buckets:
-            bucket.allocate_shards(torch.device("cpu") if self.offloads else device)
+            self._allocate_shards(bucket, device)
             for index, parameter in enumerate(bucket.parameters):
                 local = bucket.shard(index)
                 if write(parameter, local):
@@ -205,6 +210,7 @@ class ParameterGroup:
         twin.comm, twin.phase = None, Phase.IDLE
         twin._carried, twin._forward_places = {}, []
         twin._calls_to_come_back, twin._gradients_are_due = 0, False
+        twin.is_lent = twin._weights_are_needed = False
         return twin
 
     def use_backend_memory(self, enable: bool) -> None:
@@ -243,11 +249,19 @@ class ParameterGroup:
                     "to(), or load a state dict from that device"
                 )
             memory = self._gradient_memory[id(bucket)] = Allocation(self.device, pool=self._memory_pool)
-            bucket.prepare(self.device, self._whole_memory, memory, self.options.op, self._make_room)
+            bucket.prepare(self.device, self._whole_memory, memory, self.options.op, self._begin_gradients)
 
-    def _make_room(self) -> None:
+    def _begin_gradients(self) -> bool:
+        """Room for a bucket's gradients; True: they may take the place of the parameters, which are there and go next."""
         assert self.comm is not None
         self.comm.make_room_for_gradients(self)
+        return (
+            self.options.in_place
+            and self.is_unsharded
+            and self.reshard_after_backward
+            and self.reduce_gradients
+            and not self._weights_are_needed
+        )
 
     # Unshard and reshard
 
@@ -257,6 +271,9 @@ class ParameterGroup:
             return
         if not self.unshard_in_backward and self.phase is Phase.BACKWARD:
             return
+        if self.is_lent:
+            assert self.comm is not None
+            self.comm.take_back_lent()
         if self.is_stale:
             self.rebuild()
         self.prepare()
@@ -301,6 +318,7 @@ class ParameterGroup:
                 assert parameter.unsharded is not None
                 parameter.register(parameter.unsharded)
             bucket.requires_grad = any(p.requires_grad for p in bucket.parameters)
+            bucket.restore_versions()
         self.is_unsharded = True
 
     def reshard(self) -> None:
@@ -317,7 +335,8 @@ class ParameterGroup:
         self._release()
         self._kept = None
 
-    def _release(self) -> None:
+    def _release(self, *, lend: bool = False) -> None:
+        """``lend``: gradients that lie in the place of parameters are reduced from there next."""
         if self._gathering is not None:
             self.wait_for_unshard()
         if not self.is_unsharded:
@@ -326,7 +345,11 @@ class ParameterGroup:
         for parameter in self.parameters:
             parameter.register(parameter.sharded)
         self.is_unsharded = False
-        self.comm.retire(self._whole_memory)
+        self.is_lent = lend and any(bucket.in_place for bucket in self.buckets)
+        if not self.is_lent:
+            for bucket in self.buckets:
+                bucket.move_gradients_apart()
+            self.comm.retire(self._whole_memory)
 
     # An iteration
 
@@ -334,6 +357,14 @@ class ParameterGroup:
         self.phase = Phase.FORWARD
         self.unshard()
         self.wait_for_unshard()
+
+    def recompute(self) -> None:
+        """Activation checkpointing runs the forward anew inside of its backward."""
+        self.unshard()
+        self.wait_for_unshard()
+        if self._calls_to_come_back == 0:
+            # The first forward was not recorded (reentrant), so that each call has a backward of its own.
+            self._weights_are_needed = True
 
     def after_forward(self, *, recomputing: bool) -> None:
         """``recomputing``: this forward runs inside of a backward, which will free the parameters."""
@@ -358,6 +389,8 @@ class ParameterGroup:
             self._gradients_are_due = True
             self.unshard()
             self.wait_for_unshard()
+            assert self.comm is not None
+            self.comm.take_back_lent()
             if prefetch:
                 self._prefetch_previous()
 
@@ -398,6 +431,7 @@ class ParameterGroup:
         elif self.reshard_after_backward:
             self.reshard()
         self._calls_to_come_back = 0
+        self._weights_are_needed = False
         self.phase = Phase.IDLE
 
     def forget_forward(self) -> None:
@@ -411,8 +445,8 @@ class ParameterGroup:
     def _reduce(self) -> None:
         """Reshard, and reduce what this and earlier backwards have left; every rank does, whatever it has used."""
         if self.reshard_after_backward:
-            with self._in_phase(Phase.REDUCED):
-                self.reshard()
+            self._release(lend=self.reduce_gradients)
+            self._kept = None
         self._gradients_are_due = False
         if not self.reduce_gradients:
             return
@@ -440,6 +474,16 @@ class ParameterGroup:
     def free_gradients(self, reductions: Sequence[Reduction]) -> None:
         for reduction in reductions:
             self._gradient_memory[id(reduction.bucket)].free()
+        self.take_back(reductions)
+
+    def take_back(self, reductions: Sequence[Reduction]) -> None:
+        """The gathered memory that reductions read from, when they are done; it was allocated on the gather lane."""
+        if self.is_lent:
+            assert self.comm is not None
+            for reduction in reductions:
+                self.comm.gather_lane.wait_event(reduction.event)
+            self._whole_memory.free()
+            self.is_lent = False
 
     def abandon(self) -> None:
         """After an exception: forget this iteration, gradients included, and go to rest."""
@@ -448,11 +492,13 @@ class ParameterGroup:
         self._carried.clear()
         self._forward_places.clear()
         self._calls_to_come_back = 0
-        self._gradients_are_due = False
+        self._gradients_are_due = self._weights_are_needed = False
         self.phase = Phase.IDLE
-        self.reshard()
         for bucket in self.buckets:
             bucket.drop_gradients()
+        self.reshard()
+        self.take_back(())
+        for bucket in self.buckets:
             if "_gradient_memory" in self.__dict__:
                 self._gradient_memory[id(bucket)].free()
 

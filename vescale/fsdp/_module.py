@@ -176,6 +176,22 @@ class FSDPModule:
         for group in self._groups(recurse):
             use_direct_gradients(group, enable)
 
+    def set_in_place_gradients(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """True: when autograd has completed the gradient of a parameter, it takes the place of the gathered parameter, which
+        is resharded next anyway, and is reduced from there: less memory in backward by the gradients of one module.
+
+        Ops that contribute to a parameter's gradient have run by then. What reads a parameter later in the same backward
+        without contributing is refused where autograd can tell (a saved ``detach()``: RuntimeError, "modified by an inplace
+        operation"; two gradients in one backward, from reentrant checkpointing inside of the module: RuntimeError) and
+        reads a gradient where it cannot: ``.data``, or a hook that reads the parameter. So it is off by default.
+
+        No effect where ``reduce_dtype`` is not the dtype of the computation, where parameters stay
+        (``set_reshard_after_backward(False)``), in backwards that accumulate without sync, and on modules with reentrant
+        checkpointing. Weights of ``set_direct_linear_gradients`` are copied, too. Prefetch in backward waits for the
+        reduction before it. Must be the same on all ranks."""
+        for group in self._groups(recurse):
+            group.options.in_place = enable
+
     # How to communicate
 
     def set_custom_all_gather(self, comm: Any) -> None:
@@ -204,10 +220,16 @@ class FSDPModule:
             group.use_backend_memory(enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Symmetric memory is not supported: raises NotImplementedError."""
+        """Not supported, whatever the backend: raises NotImplementedError, and changes nothing.
+
+        FSDP2 gathers into a staging buffer in symmetric memory and copies out of it. Here parameters are views of what is
+        gathered into, so that memory would have to be symmetric while it is used, by ranks that free it when they like;
+        every allocation would need a rendezvous, which is collective, in the middle of a backward."""
         raise NotImplementedError(
-            f"set_symm_mem_for_comm({backend!r}): parameters are views of one buffer that is allocated and freed, and "
-            "symmetric memory is registered for good; use set_allocate_memory_from_process_group_for_comm(True)"
+            f"set_symm_mem_for_comm({backend!r}) on a {type(self).__name__}: its parameters are views of the buffer that an "
+            "all-gather writes, which is freed and allocated anew each time, and symmetric memory needs a rendezvous of all "
+            "ranks for each allocation; expected ordinary memory, or the backend's own. Delete this call, or replace it by "
+            "set_allocate_memory_from_process_group_for_comm(True), which registers the buffers with NCCL"
         )
 
     # Inside

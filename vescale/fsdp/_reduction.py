@@ -25,6 +25,7 @@ class ReductionOptions:
         divide_factor: divide the sum by this instead.
         sum_only: communicate sums and divide afterwards, for backends that are faster at that.
         all_reduce: False leaves the sum over replicas pending (accumulation over several backwards).
+        in_place: gradients may take their parameters' place.
         unused_as_zero: a parameter without a gradient gets zeros; otherwise None, unless some rank has one.
         hook: gets the reduced, flat piece of each bucket, before it is cast to the parameters' dtype.
         hook_stream: where the hook runs.
@@ -36,6 +37,7 @@ class ReductionOptions:
     divide_factor: float | None = None
     sum_only: bool = False
     all_reduce: bool = True
+    in_place: bool = False
     unused_as_zero: bool = False
     hook: Callable[[torch.Tensor], None] | None = None
     hook_stream: Any = None
@@ -86,7 +88,9 @@ class Reduction:
                 before = 2.0 ** int(math.log2(max(self._divide, 1)) / 2)  # half of it, to stay in range
                 bucket.gradients.mul_(1 / before)
                 self._divide /= before
-            self._pending = bucket.reduce_scatter(op, options.group, options.custom_reduce_scatter, self.asker)
+            self._pending = bucket.reduce_scatter(
+                op, options.group, options.custom_reduce_scatter, self.asker, at_once=options.in_place
+            )
             if self._lane.is_stream:
                 self._pending.wait()
                 self.event = self._lane.done()

@@ -24,7 +24,8 @@ class GroupReport:
     """One bucket of one group: parameters of one dtype and ``requires_grad`` that are moved by one collective.
 
     Bytes are of this rank. ``resting_bytes`` are always there; ``peak_bytes`` come on top while the group runs backward:
-    gathered parameters, unreduced gradients and the reduced piece (on gloo the exchange needs ``gradient_bytes`` again).
+    gathered parameters, unreduced gradients (unless in place) and the reduced piece (on gloo, for more than two ranks, the
+    exchange needs ``gradient_bytes`` again, unless in place).
     """
 
     path: str
@@ -43,6 +44,8 @@ class GroupReport:
     reduce_scatter_bytes: int
     num_all_gathers: int
     """In a forward and backward: 2 when the group is resharded in between."""
+    gradients_in_place: bool = False
+    """They take the memory of the gathered parameters."""
 
     @property
     def padding_ratio(self) -> float:
@@ -62,7 +65,7 @@ class GroupReport:
     @property
     def peak_bytes(self) -> int:
         reduced = self.gradient_bytes // self.num_ranks
-        return self.whole_bytes + self.gradient_bytes + reduced
+        return self.whole_bytes + (0 if self.gradients_in_place else self.gradient_bytes) + reduced
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,7 @@ def _bucket_report(path: str, group: ParameterGroup, bucket: Bucket) -> GroupRep
         all_gather_bytes=whole // ranks * (ranks - 1),
         reduce_scatter_bytes=gradients // ranks * (ranks - 1),
         num_all_gathers=1 if group.reshard_after_forward is False else 2,
+        gradients_in_place=group.options.in_place and bucket.compute_dtype == bucket.reduce_dtype,
     )
 
 

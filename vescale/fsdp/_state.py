@@ -125,8 +125,7 @@ class ModuleState:
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.phase is Phase.BACKWARD:  # activation checkpointing runs this forward anew inside of its backward
             for group in self.groups:
-                group.unshard()
-                group.wait_for_unshard()
+                group.recompute()
             return self._cast_inputs(args, kwargs)
         begins = self.phase is not Phase.FORWARD
         self.phase = Phase.FORWARD

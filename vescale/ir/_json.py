@@ -7,11 +7,21 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ir._ops import Annotate, Attention, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
 from vescale.ir._program import Hook, Instruction, Program
-from vescale.plans import ATTENTION_METHODS, AttentionMethod, MeshAxes, Source, parse_placement, placement_text
+from vescale.plans import (
+    ATTENTION_METHODS,
+    AttentionMethod,
+    MeshAxes,
+    Source,
+    mp_options,
+    mp_policy_of,
+    parse_placement,
+    placement_text,
+)
 
 __all__ = ["program_from_json", "program_to_json"]
 
@@ -73,7 +83,9 @@ def _op(op: Op, axes: MeshAxes) -> dict[str, Any]:
         return {**data, "parts": parts}
     for field in fields(op):
         value = getattr(op, field.name)
-        if value is not None:
+        if isinstance(value, MixedPrecisionPolicy):
+            data[field.name] = mp_options(value)
+        elif value is not None:
             data[field.name] = _stage(value, axes) if field.name in _STAGES else value
     if isinstance(op, Attention):
         data["methods"] = {axis: method for axis, method in zip(axes, op.methods) if method is not None}
@@ -107,12 +119,17 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
     unknown = sorted(set(data) - known - {"name"})
     if unknown:
         raise ValueError(f"a {name} has no {unknown[0]!r}")
-    values = {key: _read_stage(value, axes) if key in _STAGES else value for key, value in data.items() if key in known}
+    values: dict[str, Any] = {
+        key: _read_stage(value, axes) if key in _STAGES else value for key, value in data.items() if key in known
+    }
     if kind is Unit:
         for key in ("names", "replicate"):
             values[key] = tuple(_text(value) for value in values.get(key, ()))
         for axis in (_text(values["shard"]), *values["replicate"]):
             axes.index(axis)
+        values["mp_policy"] = mp_policy_of(values.get("mp_policy"))
+        if not isinstance(values.get("offload_pinned"), bool | None):
+            raise ValueError(f"offload_pinned is {values['offload_pinned']!r}, not true or false")
     if kind is Attention:
         values["methods"] = _read_methods(data["methods"], axes)
     if kind is Local:

@@ -153,6 +153,8 @@ class _Emitter:
                     op,
                     reshard_after_forward=entry.reshard_after_forward,
                     reshard_after_backward=entry.reshard_after_backward is not False,
+                    mp_policy=entry.mp_policy,
+                    offload_pinned=entry.offload_pinned,
                 )
             yield Instruction(unit.path, Hook.INIT, "<self>", None, op, entry.source if entry is not None else None)
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.plans import AttentionMethod, MeshAxes, placement_text
+from vescale.plans import AttentionMethod, MeshAxes, mp_options, placement_text
 
 __all__ = [
     "Annotate",
@@ -155,6 +156,7 @@ class Unit:
 
     ``replicate``: axes of replicas, over which those gradients are summed, too. ``reshard_after_forward``,
     ``reshard_after_backward``: see :meth:`vescale.Plan.unit`; None of the former is the default of the module's position.
+    ``mp_policy``, ``offload_pinned``: see :class:`vescale.plans.UnitEntry`.
     """
 
     names: tuple[str, ...]
@@ -162,12 +164,16 @@ class Unit:
     replicate: tuple[str, ...] = ()
     reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool = True
+    mp_policy: MixedPrecisionPolicy | None = None
+    offload_pinned: bool | None = None
 
     def text(self, axes: MeshAxes) -> str:
         parts = [f"shard={self.shard}"]
         parts += [f"replicate={','.join(self.replicate)}"] if self.replicate else []
         parts += [] if self.reshard_after_forward is None else [f"reshard_after_forward={self.reshard_after_forward}"]
         parts += [] if self.reshard_after_backward else ["reshard_after_backward=False"]
+        parts += [f"{name}={value}" for name, value in mp_options(self.mp_policy).items()]
+        parts += [] if self.offload_pinned is None else [f"offload={'pinned' if self.offload_pinned else 'pageable'}"]
         return f"unit({';'.join([*parts, ','.join(self.names)])})"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import Shard
@@ -206,12 +207,11 @@ class _Resolver:
     def unit(self, entry: UnitEntry) -> None:
         for path in self._called_modules(entry, "unit"):
             before = self.resolution.units.setdefault(path, entry)
-            options = [(e.reshard_after_forward, e.reshard_after_backward) for e in (before, entry)]
-            if options[0] != options[1]:
+            if replace(before, path=entry.path) != entry:
                 self.findings.error(
                     "conflict",
                     f"{{names}}: unit '{entry.path}' and unit '{before.path}' ({before.source}) both match, and say "
-                    "different things of resharding; keep one of the two",
+                    "different things of resharding, mixed precision or offload; keep one of the two",
                     entry.source,
                     path,
                 )

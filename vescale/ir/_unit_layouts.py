@@ -43,6 +43,9 @@ class UnitBucket:
     digest: str
     backward_ranks: int
     """Among how many ranks parameters are gathered again for backward; 1: they are kept."""
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    is_offloaded: bool = False
 
     @property
     def padding_elements(self) -> int:
@@ -50,15 +53,16 @@ class UnitBucket:
 
     @property
     def whole_bytes(self) -> int:
-        return self.buffer_size * self.dtype.itemsize
+        return self.buffer_size * self.compute_dtype.itemsize
 
     @property
     def resting_bytes(self) -> int:
-        return self.whole_bytes // self.num_ranks
+        """On the device."""
+        return 0 if self.is_offloaded else self.buffer_size // self.num_ranks * self.dtype.itemsize
 
     @property
     def gradient_bytes(self) -> int:
-        return self.whole_bytes if self.requires_grad else 0
+        return self.buffer_size * self.reduce_dtype.itemsize if self.requires_grad else 0
 
     @property
     def collectives(self) -> tuple[tuple[str, str, str, int], ...]:
@@ -69,8 +73,9 @@ class UnitBucket:
             again = whole // self.backward_ranks * (self.backward_ranks - 1)
             found.append(("backward", "all_gather", self.shard, again))
         if self.requires_grad:
-            found.append(("backward", "reduce_scatter", self.shard, whole // self.num_ranks * (self.num_ranks - 1)))
-            summed = 2 * self.resting_bytes * (self.num_replicas - 1) // self.num_replicas
+            piece = self.gradient_bytes // self.num_ranks
+            found.append(("backward", "reduce_scatter", self.shard, piece * (self.num_ranks - 1)))
+            summed = 2 * piece * (self.num_replicas - 1) // self.num_replicas
             found.append(("backward", "all_reduce", ",".join(self.replicate), summed))
         return tuple(one for one in found if one[3])
 
@@ -98,7 +103,12 @@ def _buckets(
         kinds.setdefault((tensor.dtype, tensor.requires_grad, is_planned), []).append(first)
     keep = unit.reshard_after_forward if unit.reshard_after_forward is not None else bool(path)
     backward = (ranks if keep else 1) if isinstance(keep, bool) else keep
+    policy = unit.mp_policy
     for (dtype, requires_grad, _), names in kinds.items():
+        narrow = policy.param_dtype if policy is not None and dtype.is_floating_point else None
+        compute = narrow or dtype
+        reduced = (policy.reduce_dtype if policy is not None else None) or compute
+        dtypes = frozenset((dtype, compute, reduced))
         places = []
         for name in names:
             at_rest = resting[name]
@@ -107,11 +117,11 @@ def _buckets(
         parts = [part for _, part, _ in places]
         if parts[0] is None:  # the planner's choice
             layout = _layout(
-                tuple(numel for numel, _, _ in places), tuple(block for _, _, block in places), ranks, dtype
+                tuple(numel for numel, _, _ in places), tuple(block for _, _, block in places), ranks, dtypes
             )
             size = layout.buffer_size
         else:
-            layout = _layout(tuple(part or 0 for part in parts), (1,) * len(parts), 1, dtype)
+            layout = _layout(tuple(part or 0 for part in parts), (1,) * len(parts), 1, dtypes)
             size = layout.buffer_size * ranks
         held = sum(numel for numel, _, _ in places)
         yield UnitBucket(
@@ -127,6 +137,9 @@ def _buckets(
             size,
             layout.digest,
             backward,
+            compute,
+            reduced,
+            unit.offload_pinned is not None,
         )
 
 
@@ -157,8 +170,11 @@ def _place(
 
 
 @functools.lru_cache(maxsize=1024)  # layers repeat
-def _layout(numels: tuple[int, ...], blocks: tuple[int, ...], ranks: int, dtype: torch.dtype) -> Layout:
+def _layout(numels: tuple[int, ...], blocks: tuple[int, ...], ranks: int, dtypes: frozenset[torch.dtype]) -> Layout:
     names = [str(number) for number in range(len(numels))]
     return TensorGroup.plan(
-        {name: (numel,) for name, numel in zip(names, numels)}, ranks, dtypes={dtype}, blocks=dict(zip(names, blocks))
+        {name: (numel,) for name, numel in zip(names, numels)},
+        ranks,
+        dtypes=set(dtypes),
+        blocks=dict(zip(names, blocks)),
     ).layout

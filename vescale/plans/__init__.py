@@ -20,6 +20,7 @@ from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, BWD, FWD, INIT, RUN, Phase, phase_text
 from vescale.plans._placement_text import parse_placement, placement_text
 from vescale.plans._plan import Plan, VescalePlan
+from vescale.plans._unit_policies import mp_options, mp_policy_of
 
 __all__ = [
     "ALL",
@@ -49,6 +50,8 @@ __all__ = [
     "UnitEntry",
     "VescalePlan",
     "did_you_mean",
+    "mp_options",
+    "mp_policy_of",
     "parse_placement",
     "phase_text",
     "placement_text",

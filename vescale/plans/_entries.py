@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.plans._errors import Source
@@ -123,11 +124,15 @@ class UnitEntry:
     ``reshard_after_forward``: gathered parameters are freed after forward (True), kept for backward (False), or a piece is
     kept on each of so many ranks; None: freed, but kept for the model itself. ``reshard_after_backward``: freed after every
     backward (True or None), or kept while gradients accumulate, until one that reduces them has run (False).
+    ``mp_policy``: dtypes that parameters are gathered in and gradients reduced in; None: their own. ``offload_pinned``:
+    parameters rest in host memory, pinned or not; None: on the device.
     """
 
     path: Path
     reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
+    offload_pinned: bool | None = None
     source: Source | None = field(default=None, compare=False)
 
 

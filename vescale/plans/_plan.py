@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.plans._entries import (
@@ -27,6 +28,7 @@ from vescale.plans._errors import PlanError, Source, calling_line, did_you_mean
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, Phase, parse_phase
+from vescale.plans._unit_policies import mp_policy_of, pins_memory
 
 __all__ = ["Plan", "VescalePlan"]
 
@@ -225,6 +227,8 @@ class Plan:
         *,
         reshard_after_forward: bool | int | None = None,
         reshard_after_backward: bool | None = None,
+        mp_policy: MixedPrecisionPolicy | Mapping[str, Any] | None = None,
+        offload_policy: OffloadPolicy | Mapping[str, Any] | None = None,
         source: Source | None = None,
     ) -> Plan:
         """Gather and reduce the parameters of each module that ``path`` matches together: those that rest ragged over an
@@ -247,6 +251,11 @@ class Plan:
             reshard_after_forward: True, False, or how many consecutive ranks keep a piece each between forward and
                 backward. None: True, but False for the model itself, whose backward follows its forward.
             reshard_after_backward: False keeps parameters gathered between backwards that only accumulate. None: True.
+            mp_policy: PyTorch's ``MixedPrecisionPolicy``, or its arguments, dtypes by name: parameters are gathered in
+                ``param_dtype``, to which floating inputs of the module are cast; gradients are reduced in
+                ``reduce_dtype``. Modules around and inside need entries of their own.
+            offload_policy: ``CPUOffloadPolicy``, or ``{"pin_memory": bool}``: parameters, gradients and optimizer state
+                are in host memory, and are copied to the device to be gathered.
         """
         source = source or calling_line()
         keep = reshard_after_forward
@@ -260,8 +269,12 @@ class Plan:
             raise PlanError(
                 f"unit {path!r}: reshard_after_backward={reshard_after_backward!r}; use True or False", source
             )
+        try:
+            precision, pinned = mp_policy_of(mp_policy), pins_memory(offload_policy)
+        except ValueError as error:
+            raise PlanError(f"unit {path!r}: {error}", source) from error
         parsed = self._module(path, "unit", source)
-        return self._add(UnitEntry(parsed, keep, reshard_after_backward, source))
+        return self._add(UnitEntry(parsed, keep, reshard_after_backward, precision, pinned, source))
 
     def add(self, entry: Entry) -> Plan:
         """Add an entry of another plan, with its source. Raises PlanError for an axis that this plan does not have."""

@@ -21,6 +21,7 @@ from vescale.plans._entries import (
 )
 from vescale.plans._phase import ALL, phase_text
 from vescale.plans._placement_text import placement_text
+from vescale.plans._unit_policies import mp_options
 
 if TYPE_CHECKING:
     from vescale.plans._plan import Plan
@@ -86,6 +87,11 @@ def _unit(entry: UnitEntry) -> str:
         "reshard_after_backward": entry.reshard_after_backward,
     }
     options = [f"{name}: {json.dumps(value)}" for name, value in named.items() if value is not None]
+    if entry.mp_policy is not None:
+        said = mp_options(entry.mp_policy).items()
+        options.append("mp_policy: " + _braces(f"{name}: {json.dumps(value)}" for name, value in said))
+    if entry.offload_pinned is not None:
+        options.append(f"offload_policy: {{pin_memory: {json.dumps(entry.offload_pinned)}}}")
     path = _scalar(entry.path.text)
     return _braces([f"path: {json.dumps(entry.path.text)}", *options]) if options else path
 

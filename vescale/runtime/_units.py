@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
@@ -88,11 +88,14 @@ class Units:
             members,
             axes,
             reshard_after_forward=_kept(True if after_forward is None else after_forward, axes.shard_size),
+            mp_policy=unit.mp_policy,
+            offload_policy=None if unit.offload_pinned is None else CPUOffloadPolicy(unit.offload_pinned),
             reduce_op="sum",
             path=path,
         )
         for parameter in group.parameters:
-            parameter.leaves_pending = True
+            # What is on the host is not where the other axes' collectives run.
+            parameter.leaves_pending = unit.offload_pinned is None
             parameter.register(cast(nn.Parameter, self._originals[parameter.name]))
         return group
 
@@ -169,7 +172,9 @@ class Units:
             state = UnitState(
                 [self.model.get_submodule(path)],
                 [group for _, group in found],
-                mp_policy=MixedPrecisionPolicy(),
+                mp_policy=next(
+                    (unit.mp_policy for unit, _ in found if unit.mp_policy is not None), MixedPrecisionPolicy()
+                ),
                 device=device,
                 reshard_root=None if said is None else bool(said),
                 hooks_first=False,

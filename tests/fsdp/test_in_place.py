@@ -1,0 +1,236 @@
+"""Gradients that take their parameters' place: the same bits as gradients in memory of their own, and less memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+from tests.fsdp.compare import by_block, data, full, mesh_of
+from tests.fsdp.copies import peak_bytes
+from tests.fsdp.models import Net, net_loss
+from tests.ranks import RankPools, run_cases
+from vescale.fsdp import fully_shard, report
+
+Loss = Callable[[nn.Module, int, int], torch.Tensor]
+
+
+def twins(
+    plain: nn.Module, mesh_shape: tuple[int, ...] | None = None, direct: bool = False, **options: Any
+) -> list[Any]:
+    """Two sharded copies, the first one with gradients in place; ``direct``: asked for by Linear layers, too."""
+    models: list[Any] = [copy.deepcopy(plain), copy.deepcopy(plain)]
+    for model in models:
+        by_block(model, fully_shard, mesh_of(mesh_shape), **options)
+    models[0].set_in_place_gradients()
+    models[0].set_direct_linear_gradients(direct)
+    return models
+
+
+def same_gradients(models: list[Any], what: str) -> None:
+    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        one_grad, other_grad = full(one.grad), full(other.grad)
+        assert (one_grad is None) == (other_grad is None), f"{what}: {name}"
+        assert one_grad is None or torch.equal(one_grad, other_grad), f"{what}: {name}"  # type: ignore[arg-type]
+
+
+def is_in_place(model: Any) -> bool:
+    """Whether the blocks' last gradients were reduced from the memory of their parameters."""
+    buckets = [b for block in model.blocks for group in block._state.groups for b in group.buckets]
+    return all(bucket.gradients is bucket._over_whole for bucket in buckets)
+
+
+class Expert(nn.Module):
+    """A block of which one half is used by some ranks only, and one parameter only when it is called a second time."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.late = nn.Parameter(torch.randn(dim))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = x + torch.tanh(self.a(x))
+        if (dist.get_rank() + self.calls // 2) % 2:
+            x = x + torch.tanh(self.b(x))
+        return x * self.late if self.calls % 2 == 0 else x
+
+
+class Sublayers(nn.Module):
+    """Reentrant checkpointing inside of a unit, of a layer that runs ``times`` times."""
+
+    def __init__(self, dim: int, times: int = 1) -> None:
+        super().__init__()
+        self.inner, self.times = nn.Linear(dim, dim), times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = checkpoint(lambda y: torch.tanh(self.inner(y)), x, use_reentrant=True)
+        return x
+
+
+FULL, WIDE = torch.bfloat16, torch.float32
+CASES: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
+    # name: (in place at all, options of the model, options of fully_shard)
+    "plain": (True, {}, {}),
+    "every layer used twice": (True, {"repeat": 2}, {}),
+    "every layer used twice, direct": (False, {"repeat": 2}, {"direct": True}),
+    "checkpointed": (True, {"recompute": False}, {}),
+    "checkpointed, twice": (True, {"recompute": False, "repeat": 2}, {}),
+    "checkpointed, reentrant": (True, {"recompute": True}, {}),
+    "checkpointed, reentrant, twice": (False, {"recompute": True, "repeat": 2}, {}),
+    "checkpointed inside of units, reentrant": (True, {"block": Sublayers}, {}),
+    "tied": (True, {"tied": True}, {}),
+    "bf16": (True, {}, {"mp_policy": MixedPrecisionPolicy(param_dtype=FULL)}),
+    "bf16, reduced in float32": (False, {}, {"mp_policy": MixedPrecisionPolicy(param_dtype=FULL, reduce_dtype=WIDE)}),
+    "kept after forward": (True, {}, {"reshard_after_forward": False}),
+    "a given dim": (True, {}, {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}),
+    "hybrid": (True, {}, {"mesh_shape": (2, -1)}),
+    "used by some ranks, and late": (False, {"block": Expert, "repeat": 2}, {}),
+}
+
+
+def steps(name: str) -> None:
+    in_place, of_model, options = CASES[name]
+    options = dict(options)
+    if "mesh_shape" in options:
+        options["mesh_shape"] = (2, dist.get_world_size() // 2)
+    torch.manual_seed(0)
+    models = twins(Net(**of_model), **options)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in models]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            net_loss(model, step, dist.get_rank()).backward()
+        same_gradients(models, f"{name}, step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+    if in_place or "late" not in name:
+        assert is_in_place(models[0]) == in_place, name
+    assert not is_in_place(models[1])
+
+
+def accumulated() -> None:
+    """Without sync gradients stay in memory of their own, and so does the one that is added to them."""
+    torch.manual_seed(0)
+    models = twins(Net())
+    for step in range(2):
+        for model in models:
+            model.zero_grad()
+            for micro in range(3):
+                model.set_requires_gradient_sync(micro == 2)
+                net_loss(model, 10 * step + micro, dist.get_rank()).backward()
+        same_gradients(models, f"accumulated, step {step}")
+
+
+def the_graph_is_kept() -> None:
+    """A second backward through the same graph finds parameters where gradients were, as good as unmodified."""
+    torch.manual_seed(0)
+    models = twins(Net())
+    for model in models:
+        loss = net_loss(model, 0, dist.get_rank())
+        loss.backward(retain_graph=True)
+        loss.backward()
+    same_gradients(models, "retain_graph")
+
+
+def kept_after_backward() -> None:
+    """Parameters that stay gathered for the next forward keep their place."""
+    torch.manual_seed(0)
+    models = twins(Net())
+    for model in models:
+        model.set_reshard_after_backward(False)
+        for step in range(3):
+            net_loss(model, step, dist.get_rank()).backward()
+    same_gradients(models, "kept after backward")
+
+
+def frozen_later() -> None:
+    torch.manual_seed(0)
+    models = twins(Net())
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+            model.blocks[1].up.weight.requires_grad_(step == 1)
+            net_loss(model, step, dist.get_rank()).backward()
+        same_gradients(models, f"frozen and thawed, step {step}")
+
+
+class Detached(nn.Module):
+    """The last op of its backward needs a parameter to whose gradient it does not contribute."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * self.inner.weight.detach().sum(0).sin() * self.inner.weight.detach()[0])
+
+
+def what_is_still_needed_is_not_silently_wrong() -> None:
+    """RuntimeError, on all ranks; afterwards the model trains on."""
+    torch.manual_seed(0)
+    for block, message in ((Detached, "modified by an inplace operation"), (twice, "two gradients in one backward")):
+        models = twins(Net(block=block))
+        with pytest.raises(RuntimeError, match=message):
+            net_loss(models[0], 0, dist.get_rank()).backward()
+        models[0].reset_iter_state()
+        models[0].set_in_place_gradients(False)
+        for model in models:
+            model.zero_grad()
+            net_loss(model, 1, dist.get_rank()).backward()
+        same_gradients(models, message)
+
+
+def twice(dim: int) -> nn.Module:
+    return Sublayers(dim, times=2)
+
+
+def less_memory() -> None:
+    """By more than half of a block's parameters; on two ranks nothing but the result is received to."""
+    torch.manual_seed(0)
+    plain = nn.Module()
+    plain.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(6))
+    plain.forward = lambda x: [x := block(x) for block in plain.blocks][-1]  # type: ignore[method-assign]
+    size = 256 * 256 * 4
+    peaks = []
+    for in_place in (True, False):
+        layers: Any = nn.Sequential(*[copy.deepcopy(block) for block in plain.blocks])
+        for layer in layers:
+            fully_shard(layer, mesh=mesh_of())
+        fully_shard(layers, mesh=mesh_of())
+        layers.set_in_place_gradients(in_place)
+        x = data((4, 256), 0, dist.get_rank())
+
+        def step(layers: Any = layers, x: torch.Tensor = x) -> None:
+            layers(x).square().sum().backward()
+            layers.zero_grad()
+
+        for _ in range(2):
+            step()
+        peaks.append(peak_bytes(step) / size)
+        assert {one.peak_bytes for one in report(layers)} == {
+            size * (1 + (not in_place)) + size // dist.get_world_size()
+        }
+    assert peaks[0] < peaks[1] - 0.5, peaks
+
+
+def run() -> int:
+    count = run_cases(steps, [(name,) for name in CASES])
+    cases = [accumulated, the_graph_is_kept, kept_after_backward, frozen_later, less_memory]
+    cases.append(what_is_still_needed_is_not_silently_wrong)
+    return count + run_cases(lambda case: case(), [(case,) for case in cases])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_in_place_gradients(ranks: RankPools, world_size: int) -> None:
+    ranks.run(run, world_size=world_size)

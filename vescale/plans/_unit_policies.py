@@ -1,0 +1,67 @@
+"""Mixed precision and offload of units, as PyTorch's objects and as words of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = ["mp_options", "mp_policy_of", "pins_memory"]
+
+_DEFAULT = MixedPrecisionPolicy()
+_OPTIONS = tuple(field.name for field in fields(MixedPrecisionPolicy))
+
+
+def mp_policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy | None:
+    """The policy of ``{param_dtype: bfloat16, ...}``; one that changes nothing is None.
+
+    Raises ValueError, saying what to write instead.
+    """
+    if isinstance(given, Mapping):
+        unknown = sorted(set(given) - set(_OPTIONS))
+        if unknown:
+            raise ValueError(f"mp_policy has no {unknown[0]!r}; use {', '.join(_OPTIONS)}")
+        given = MixedPrecisionPolicy(**{name: _value(name, value) for name, value in given.items()})
+    if given is not None and not isinstance(given, MixedPrecisionPolicy):
+        raise ValueError(f"mp_policy={given!r}; use a MixedPrecisionPolicy, or a dict of its arguments")
+    return None if given == _DEFAULT else given
+
+
+def _value(name: str, value: Any) -> Any:
+    if name == "cast_forward_inputs":
+        if not isinstance(value, bool):
+            raise ValueError(f"mp_policy: cast_forward_inputs={value!r}; use True or False")
+        return value
+    found = getattr(torch, value, None) if isinstance(value, str) else value
+    if value is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"mp_policy: {name}={value!r}; use a floating dtype such as bfloat16 or float32")
+    return found
+
+
+def mp_options(policy: MixedPrecisionPolicy | None) -> dict[str, str | bool]:
+    """What differs from the default policy, dtypes by name: what :func:`mp_policy_of` reads."""
+    found: dict[str, str | bool] = {}
+    for name in _OPTIONS if policy is not None else ():
+        value = getattr(policy, name)
+        if value != getattr(_DEFAULT, name):
+            found[name] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    return found
+
+
+def pins_memory(given: OffloadPolicy | Mapping[str, Any] | None) -> bool | None:
+    """Whether the host memory that parameters rest in is pinned; None: they rest on the device.
+
+    Raises ValueError, saying what to write instead.
+    """
+    if isinstance(given, Mapping):
+        if set(given) - {"pin_memory"} or not isinstance(given.get("pin_memory", True), bool):
+            raise ValueError(f"offload_policy={dict(given)!r}; use {{pin_memory: true}}, or false")
+        return bool(given.get("pin_memory", True))
+    if isinstance(given, CPUOffloadPolicy):
+        return bool(given.pin_memory)
+    if given is not None and not isinstance(given, OffloadPolicy):
+        raise ValueError(f"offload_policy={given!r}; use CPUOffloadPolicy(), or leave it out")
+    return None
