@@ -61,6 +61,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         if job is None:
             break
         fn, args, kwargs = job
+        torch.manual_seed(0)  # ranks start alike, whatever the case before has drawn
         try:
             pipe.send((True, fn(*args, **kwargs)))
         except BaseException:

@@ -36,6 +36,7 @@ _PUBLIC: dict[str, str] = {
     "Phase": "vescale.plans",
     "Plan": "vescale.plans",
     "PlanError": "vescale.plans",
+    "PlanMismatchError": "vescale.plans",
     "FSDPModule": "vescale.fsdp",
     "UnshardHandle": "vescale.fsdp",
     "fully_shard": "vescale.fsdp",

@@ -2,7 +2,8 @@
 
 from vescale.comm._buckets import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes, bucket_limits, plan_buckets
 from vescale.comm._collectives import MAX_PADDING, all_gather_v, all_reduce, all_to_all_v, reduce_scatter_v
-from vescale.comm._consensus import Consensus, ConsensusError
+from vescale.comm._comparison import Description, Difference, compare_descriptions
+from vescale.comm._consensus import Consensus, ConsensusError, LateRanksWarning, wait_limit
 from vescale.comm._cost import (
     Link,
     ReductionCost,
@@ -27,6 +28,9 @@ __all__ = [
     "CommRecord",
     "Consensus",
     "ConsensusError",
+    "Description",
+    "Difference",
+    "LateRanksWarning",
     "Ledger",
     "Link",
     "Pending",
@@ -39,6 +43,7 @@ __all__ = [
     "asking",
     "axis_group",
     "bucket_limits",
+    "compare_descriptions",
     "fused_bytes",
     "group_of_ranks",
     "link_of",
@@ -51,4 +56,5 @@ __all__ = [
     "reduction_cost",
     "ring_bytes",
     "ring_seconds",
+    "wait_limit",
 ]
