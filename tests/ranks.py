@@ -26,6 +26,7 @@ __all__ = ["RankError", "RankPool", "RankPools", "run_cases"]
 
 # DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
+_PRELOAD += ["vescale.runtime", "vescale.fsdp"]
 
 
 class RankError(AssertionError):

@@ -16,7 +16,8 @@ from vescale.comm._cost import (
 )
 from vescale.comm._flat import all_gather_into, all_reduce_, reduce_scatter_into
 from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
-from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms
+from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms, who_asks
+from vescale.comm._observe import Observer, Operation, axes_of, name_group, observe
 from vescale.comm._pending import Pending
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "LateRanksWarning",
     "Ledger",
     "Link",
+    "Observer",
+    "Operation",
     "Pending",
     "ReductionCost",
     "all_gather_into",
@@ -41,12 +44,15 @@ __all__ = [
     "all_reduce_",
     "all_to_all_v",
     "asking",
+    "axes_of",
     "axis_group",
     "bucket_limits",
     "compare_descriptions",
     "fused_bytes",
     "group_of_ranks",
     "link_of",
+    "name_group",
+    "observe",
     "per_axis_bytes",
     "plan_buckets",
     "record",
@@ -57,4 +63,5 @@ __all__ = [
     "ring_bytes",
     "ring_seconds",
     "wait_limit",
+    "who_asks",
 ]

@@ -13,6 +13,7 @@ try:
         queue_after_backward,
         run_post_accumulate_hooks,
     )
+    from vescale.compat.c10d_ops import CollectiveKernels, group_description, on_completion
     from vescale.compat.checkpoint import CheckpointHooks
     from vescale.compat.checkpointing import install_checkpointing
     from vescale.compat.collectives import (
@@ -76,7 +77,7 @@ try:
     from vescale.compat.groups import make_group
     from vescale.compat.install import DTensorHooks, install, stock
     from vescale.compat.meshes import concatenate_meshes, flatten_mesh
-    from vescale.compat.store import default_store, default_timeout, is_alone
+    from vescale.compat.store import default_store, default_timeout, is_alone, own_connection
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
     raise
@@ -85,6 +86,7 @@ __all__ = [
     "TELLS_HOLDERS",
     "AsyncCollectiveTensor",
     "CheckpointHooks",
+    "CollectiveKernels",
     "DTensorHooks",
     "DTensorSpec",
     "DispatchListener",
@@ -112,6 +114,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_scale_",
+    "group_description",
     "has_foreach",
     "has_results",
     "in_backward",
@@ -132,7 +135,9 @@ __all__ = [
     "node_sequence",
     "num_storage_users",
     "observe_redistribution",
+    "on_completion",
     "output_meta",
+    "own_connection",
     "partial_partition",
     "partial_reduce",
     "queue_after_backward",
