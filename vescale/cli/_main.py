@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Show what a plan does to a model: instructions, hooks, predicted collectives.",
     ),
     "diff": ("vescale.cli._diff", "Show what two plans do differently."),
+    "verify": ("vescale.cli._verify", "Train on one device and on meshes of local ranks, and compare every value."),
     "zoo": ("vescale.cli._zoo", "List and show the plans that ship with vescale."),
     "env": ("vescale.cli._env", "Show versions, backends and optional helpers."),
 }
