@@ -343,7 +343,7 @@ def test_a_job_that_fails_is_told(tmp_path: Path) -> None:
 
 
 def test_what_verify_refuses() -> None:
-    with pytest.raises(TypeError, match="model_fn is .* other processes cannot import"):
+    with pytest.raises(TypeError, match=r"model_fn is .* other processes cannot import"):
         verify(lambda: Net(), plan_of, IDS, ["tp=2"])
     with pytest.raises(ValueError, match="has no axis 'dp'; give sizes of tp"):
         verify(Net, Plan({"tp": 2}), IDS, ["dp=2"])

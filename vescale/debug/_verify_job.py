@@ -214,10 +214,14 @@ def run_mesh(job: Job, rank: int) -> Comparison:
 def _difference(
     value: Value, op: str, rank: int, found: torch.Tensor, expected: torch.Tensor, bound: float
 ) -> Divergence | None:
-    fields = (value.step, value.kind, value.module, value.what, op, rank)
+    def diverges(index: tuple[int, ...], own: str, other: str, difference: float) -> Divergence:
+        return Divergence(
+            value.step, value.kind, value.module, value.what, op, rank, index, own, other, difference, bound
+        )
+
     if found.shape != expected.shape or found.dtype != expected.dtype:
-        texts = (f"{tuple(t.shape)} {t.dtype}" for t in (found, expected))
-        return Divergence(*fields, (), *texts, math.inf, bound)
+        own, other = (f"{tuple(t.shape)} {t.dtype}" for t in (found, expected))
+        return diverges((), own, other, math.inf)
     if bound == 0.0 or not found.is_floating_point():
         same = (found == expected) | ((found != found) & (expected != expected))
     else:
@@ -225,9 +229,8 @@ def _difference(
     if bool(same.all()):
         return None
     index = tuple(int(i) for i in (~same).nonzero()[0]) if same.ndim else ()
-    return Divergence(
-        *fields, index, *(f"{t[index].item()!r}" for t in (found, expected)), _largest(found, expected), bound
-    )
+    own, other = (f"{t[index].item()!r}" for t in (found, expected))
+    return diverges(index, own, other, _largest(found, expected))
 
 
 def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
