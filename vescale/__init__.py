@@ -15,6 +15,7 @@ _PUBLIC: dict[str, str] = {
     "RaggedShard": "vescale.placements",
     "StridedRaggedShard": "vescale.placements",
     "DBuffer": "vescale.buffer",
+    "breakpoint": "vescale.debug",
     "debug": "vescale.debug",
     "Layout": "vescale.buffer",
     "ShardedBatchSampler": "vescale.rng",

@@ -1,5 +1,7 @@
 """Debugging on many ranks: breakpoints, hang report, communication trace, ``verify``."""
 
+from vescale.debug._breakpoint import breakpoint, on_exception
+from vescale.debug._console import newest_socket
 from vescale.debug._hang_report import HangReport, hang_report, start_from_environment
 from vescale.debug._local_ranks import ProcessFailed, messages
 from vescale.debug._trace import CommBudgetError, CommTrace, assert_comms, comm_trace
@@ -17,9 +19,12 @@ __all__ = [
     "ProcessFailed",
     "Verification",
     "assert_comms",
+    "breakpoint",
     "comm_trace",
     "hang_report",
     "messages",
+    "newest_socket",
+    "on_exception",
     "start_from_environment",
     "verify",
 ]

@@ -82,6 +82,11 @@ class HangWatch(Observer):
             self._thread.join(5.0)
         atexit.unregister(self._at_exit)
 
+    def pending(self) -> list[str]:
+        """The collectives that this rank has started and that have not ended."""
+        now = time.time()
+        return [StartedCollective.of(o, now).text() for o in list(self._running) if not o.has_ended()]
+
     # On the program's threads
 
     def started(self, operation: Operation) -> None:
