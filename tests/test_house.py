@@ -104,6 +104,78 @@ def test_private_torch_names_live_in_compat() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# Calls that can run what they are given.
+_RUNS_DATA = {"eval", "exec", "compile", "__import__", "breakpoint"}
+_RUNS_DATA |= {f"pickle.{name}" for name in ("load", "loads", "Unpickler")}
+_RUNS_DATA |= {f"marshal.{name}" for name in ("load", "loads")} | {"shelve.open", "code.interact", "runpy.run_path"}
+_RUNS_DATA |= {f"yaml.{name}" for name in ("load", "load_all", "unsafe_load", "full_load", "Loader", "UnsafeLoader")}
+_RUNS_DATA |= {f"os.{name}" for name in ("system", "popen")} | {"subprocess.getoutput", "subprocess.getstatusoutput"}
+_RUNS_DATA |= {"torch.load", "importlib.import_module", "torch.hub.load"}
+# (file, call): why it may be there. What is read from a plan, a checkpoint or a socket never reaches one of these.
+ALLOWED_CALLS = {
+    ("__init__.py", "importlib.import_module"): "the package's own modules, when they are first used",
+    ("buffer/__init__.py", "importlib.import_module"): "the package's own modules, when they are first used",
+    ("cli/_env.py", "importlib.import_module"): "the package's own compat",
+    ("cli/_main.py", "importlib.import_module"): "the package's own commands",
+    ("cli/_inputs.py", "importlib.import_module"): "MODEL, pkg.module:factory, is code that the user asks to run",
+    ("compat/needs.py", "importlib.import_module"): "names of torch's modules, from a table",
+    ("runtime/_gradients/_schedule.py", "pickle.loads"): "from ranks of this job, as torch's object collectives do",
+}
+
+
+def calls(path: Path) -> Iterator[tuple[int, str, ast.Call]]:
+    """(line, dotted name, call) of every call in a file; names imported from a module have it before them."""
+    tree = ast.parse(path.read_text())
+    origin = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            first, dot, rest = ast.unparse(node.func).partition(".")
+            yield node.lineno, origin.get(first, first) + dot + rest, node
+
+
+def test_nothing_runs_what_it_reads() -> None:
+    """No eval, exec, pickle or unsafe loading, except where the table says why."""
+    wrong, met = [], set()
+    for path in sources():
+        name = str(path.relative_to(PACKAGE))
+        for line, call, node in calls(path):
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if call == "torch.load" and given.get("weights_only") == "True":
+                continue
+            runs = call in _RUNS_DATA or given.get("shell") == "True" or given.get("allow_pickle") == "True"
+            if runs and (name, call) in ALLOWED_CALLS:
+                met.add((name, call))
+            elif runs:
+                wrong.append(f"vescale/{name}:{line}: {ast.unparse(node)[:80]}")
+    assert not wrong, "\n".join(wrong)
+    assert met == set(ALLOWED_CALLS), "the table names calls that are not there"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "eval('1')",
+        "import pickle as p\np.loads(b'')",
+        "from pickle import loads as read\nread(b'')",
+        "import torch\ntorch.load('x', weights_only=False)",
+        "import yaml\nyaml.load('', Loader=yaml.Loader)",
+        "import subprocess\nsubprocess.run('ls', shell=True)",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+    ],
+)
+def test_what_runs_data_is_seen(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new.py"
+    path.write_text(code)
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    with pytest.raises(AssertionError, match=r"vescale/new.py:\d"):
+        test_nothing_runs_what_it_reads()
+
+
 def test_modules_say_what_they_export() -> None:
     silent = []
     for path in sources():

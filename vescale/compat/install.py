@@ -99,6 +99,16 @@ def _wrap_methods(hooks: DTensorHooks) -> None:
 
     @functools.wraps(_STOCK.redistribute)
     def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        if type(placements) is list or type(placements) is tuple:  # the loops are has_custom, whose calls would show
+            for placement in self._spec.placements:
+                if type(placement) in custom_types:
+                    break
+            else:
+                for placement in placements:
+                    if type(placement) in custom_types:
+                        break
+                else:
+                    return stock_redistribute(self, device_mesh, placements, **options)
         placements = _again(placements)
         if placements is None or not (has_custom(self._spec.placements) or has_custom(placements)):
             return stock_redistribute(self, device_mesh, placements, **options)
@@ -112,7 +122,7 @@ def _wrap_methods(hooks: DTensorHooks) -> None:
 
     @functools.wraps(_STOCK.from_local)
     def from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
-        if not options and type(placements) is list:  # most calls; the loop is has_custom, whose call would show
+        if not options and type(placements) is list:  # most calls
             for placement in placements:
                 if type(placement) in custom_types:
                     break
@@ -154,15 +164,22 @@ def _wrap_local_gradient(hooks: DTensorHooks) -> None:
 
 
 def _wrap_redistribute_local(hooks: DTensorHooks) -> None:
-    original = _STOCK.redistribute_local_tensor
+    original, custom_types = _STOCK.redistribute_local_tensor, hooks.custom_types
 
     @functools.wraps(original)
-    def redistribute_local_tensor(
-        local_tensor: Any, current_spec: Any, target_spec: Any, *, async_op: bool = False, **options: Any
-    ) -> Any:
-        if not (hooks.has_custom(current_spec.placements) or hooks.has_custom(target_spec.placements)):
-            return original(local_tensor, current_spec, target_spec, async_op=async_op, **options)
-        return hooks.redistribute_local(local_tensor, current_spec, target_spec, async_op=async_op)
+    def redistribute_local_tensor(local_tensor: Any, current_spec: Any, target_spec: Any, **options: Any) -> Any:
+        for placement in current_spec.placements:
+            if type(placement) in custom_types:
+                break
+        else:
+            for placement in target_spec.placements:
+                if type(placement) in custom_types:
+                    break
+            else:
+                return original(local_tensor, current_spec, target_spec, **options)
+        return hooks.redistribute_local(
+            local_tensor, current_spec, target_spec, async_op=options.get("async_op", False)
+        )
 
     for module in (tensor_redistribute, tensor_dispatch, tensor_api):  # each has bound the name
         setattr(module, "redistribute_local_tensor", redistribute_local_tensor)  # noqa: B010

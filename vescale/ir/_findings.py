@@ -13,6 +13,8 @@ __all__ = ["Finding", "Findings", "LoweringError", "Severity"]
 
 Severity = Literal["error", "warning"]
 
+_MAX_SHOWN = 20  # in the message of an error
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -44,7 +46,9 @@ class LoweringError(PlanError):
         super().__init__(first.problem, first.source)
         self.findings = tuple(findings)
         if len(findings) > 1:
-            lines = "".join(f"\n  {finding}" for finding in findings)
+            lines = "".join(f"\n  {finding}" for finding in findings[:_MAX_SHOWN])
+            if len(findings) > _MAX_SHOWN:
+                lines += f"\n  and {len(findings) - _MAX_SHOWN} more; vescale lint shows all"
             self.args = (f"{len(findings)} mistakes in the plan:{lines}",)
 
     def __reduce__(self) -> tuple[type[LoweringError], tuple[tuple[Finding, ...]]]:

@@ -20,6 +20,8 @@ __all__ = ["Matcher"]
 # The budget is CPU time for a whole plan: a floor, and a hundred times the honest cost.
 _FLOOR_SECONDS = 0.5
 _SECONDS_PER_MATCH = 300e-6
+# Advice is dear: it looks for names that are nearly right. A plan for another model has no use for it on every line.
+_MAX_ADVICE = 30
 
 
 class Matcher:
@@ -30,6 +32,7 @@ class Matcher:
         self._findings = findings
         self._found: dict[tuple[str, bool], tuple[str, ...]] = {}
         self._seconds_left = _FLOOR_SECONDS
+        self._advice_left = _MAX_ADVICE
 
     def states(self, path: Path, what: str, source: Source | None) -> tuple[str, ...]:
         """First names of the parameters and buffers (parameters only for ``.grad``) that match; a finding when none."""
@@ -76,9 +79,15 @@ class Matcher:
             return False
         return True
 
+    def _may_advise(self) -> bool:
+        self._advice_left -= 1
+        return self._advice_left >= 0
+
     def _no_state(self, path: Path) -> str:
         model = type(self._index.model).__name__
         text = f"matches no parameter or buffer of {model}"
+        if not self._may_advise():
+            return text
         modules = [name for name in self._index.module_names if name and self._matches(path, name)]
         if modules:
             own = sorted({n.rpartition(".")[2] for n in self._index.state_names if n.rpartition(".")[0] in modules})
@@ -88,6 +97,8 @@ class Matcher:
 
     def _no_module(self, path: Path) -> str:
         text = f"matches no module of {type(self._index.model).__name__}"
+        if not self._may_advise():
+            return text
         states = [name for name in self._index.state_names if self._matches(path, name)]
         if states:
             modules = dict.fromkeys(name.rpartition(".")[0] for name in states)

@@ -17,12 +17,13 @@ itself.
 from __future__ import annotations
 
 import enum
-import functools
 from dataclasses import dataclass
 
 import regex
 
-__all__ = ["Path", "Target", "compiled"]
+from vescale.plans._expression import MAX_EXPRESSION, compiled
+
+__all__ = ["Path", "Target"]
 
 _BOUNDARY = regex.compile(r"(?:(?P<module>.*)\.)?<(?P<side>in|out)(?::(?P<key>[^<>:]+))?>", regex.DOTALL)
 # A "<" that opens none of the regular expression groups (?<name>...), (?P<name>...), (?<=...), (?<!...).
@@ -36,11 +37,6 @@ class Target(enum.Enum):
     GRAD = "grad"  # the gradient of a parameter
     IN = "in"
     OUT = "out"
-
-
-@functools.lru_cache(maxsize=4096)
-def compiled(pattern: str) -> regex.Pattern[str]:
-    return regex.compile(pattern)
 
 
 @dataclass(frozen=True)
@@ -63,6 +59,11 @@ class Path:
     @classmethod
     def parse(cls, text: str) -> Path:
         """Raises ValueError for an empty path, a bad ``<...>``, or an expression that does not compile."""
+        if len(text) > MAX_EXPRESSION:
+            raise ValueError(
+                f"the path {text[:40]!r}... has {len(text)} characters; at most {MAX_EXPRESSION} are read: write several "
+                "entries"
+            )
         if not text.strip():
             raise ValueError("the path is empty; write a parameter name, or <in> for the model's inputs")
         boundary = _BOUNDARY.fullmatch(text)
@@ -86,10 +87,8 @@ class Path:
             )
         try:
             compiled(path.pattern)
-        except regex.error as error:
-            raise ValueError(
-                f"the path {text!r} is not a regular expression: {error}; escape special characters with a backslash"
-            ) from None
+        except ValueError as error:
+            raise ValueError(f"the path {text!r} is not a regular expression that can be used: {error}") from None
         return path
 
     def matches(self, name: str, *, timeout: float | None = None) -> bool:

@@ -26,10 +26,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.placements import InterleavedShard, RaggedShard, StridedRaggedShard
 
-__all__ = ["parse_placement", "placement_text"]
+__all__ = ["parse_placement", "placement_text", "shown_text"]
 
 _FORM = regex.compile(r"\s*(?P<name>[A-Za-z]+)\s*(?:\((?P<arguments>[^{}]*)\))?\s*", regex.V1)
-_TOKEN = regex.compile(r"\s*(?:(?P<int>-?\d+)|(?P<word>[A-Za-z_]+)|(?P<mark>[(),=]))")
+_TOKEN = regex.compile(r"\s*(?:(?P<int>-?\d{1,18}(?!\d))|(?P<word>[A-Za-z_]+)|(?P<mark>[(),=]))")
 _REDUCE_OPS = ("sum", "avg", "max", "min")
 _EXPECTED = "R, S(dim), P(sum|avg|max|min), Ragged(...), StridedRagged(...) or Interleaved(dim, chunks)"
 
@@ -38,13 +38,18 @@ def parse_placement(text: str) -> Placement:
     """The placement that ``text`` names. Raises ValueError saying what was expected."""
     form = _FORM.fullmatch(text)
     if form is None:
-        raise ValueError(f"{text!r} is not a placement; expected {_EXPECTED}")
+        raise ValueError(f"{shown_text(text)} is not a placement; expected {_EXPECTED}")
     name = form["name"]
     positional, named = _arguments(form["arguments"] or "", text)
     try:
         return _build(name, positional, named)
     except (TypeError, KeyError, IndexError) as error:
-        raise ValueError(f"{text!r} is not a placement ({error}); expected {_EXPECTED}") from None
+        raise ValueError(f"{shown_text(text)} is not a placement ({error}); expected {_EXPECTED}") from None
+
+
+def shown_text(text: str) -> str:
+    """The text in quotes, not more of it than a message needs."""
+    return repr(text) if len(text) <= 100 else f"{text[:100]!r}..."
 
 
 def _build(name: str, positional: list[Any], named: dict[str, Any]) -> Placement:
@@ -80,7 +85,7 @@ def _arguments(text: str, whole: str) -> tuple[list[Any], dict[str, Any]]:
     while text[position:].strip():
         found = _TOKEN.match(text, position)
         if found is None:
-            raise ValueError(f"{whole!r}: unexpected {text[position:].strip()[0]!r}; expected {_EXPECTED}")
+            raise ValueError(f"{shown_text(whole)}: unexpected {text[position:].strip()[0]!r}; expected {_EXPECTED}")
         tokens.append((found.lastgroup or "", found[found.lastgroup or 0]))
         position = found.end()
     positional: list[Any] = []
@@ -96,15 +101,17 @@ def _arguments(text: str, whole: str) -> tuple[list[Any], dict[str, Any]]:
             index += 1
             items = []
             while peek() != ")":
+                if peek() == "(":
+                    raise ValueError(f"{shown_text(whole)}: a tuple inside of a tuple; write (0, 1)")
                 items.append(value())
                 if peek() == ",":
                     index += 1
                 elif peek() != ")":
-                    raise ValueError(f"{whole!r}: a tuple is not closed; write (0, 1)")
+                    raise ValueError(f"{shown_text(whole)}: a tuple is not closed; write (0, 1)")
             index += 1
             return tuple(items)
         if index >= len(tokens) or tokens[index][0] == "mark":
-            raise ValueError(f"{whole!r}: a value is missing; expected {_EXPECTED}")
+            raise ValueError(f"{shown_text(whole)}: a value is missing; expected {_EXPECTED}")
         kind, word = tokens[index]
         index += 1
         return int(word) if kind == "int" else word
@@ -118,7 +125,7 @@ def _arguments(text: str, whole: str) -> tuple[list[Any], dict[str, Any]]:
             positional.append(value())
         if index < len(tokens):
             if peek() != ",":
-                raise ValueError(f"{whole!r}: expected a comma before {peek()!r}")
+                raise ValueError(f"{shown_text(whole)}: expected a comma before {peek()!r}")
             index += 1
     return positional, named
 

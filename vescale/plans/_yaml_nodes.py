@@ -1,6 +1,6 @@
 """YAML text to plain data with the place of every value; bounded, so that no file can hurt.
 
-Only strings, numbers, booleans, nulls, lists and mappings are built. Limits are applied while the text is composed,
+Only strings, integers, booleans, nulls, lists and mappings are built. Limits are applied while the text is composed,
 before anything walks the result: an alias bomb is small until something expands it.
 """
 
@@ -11,26 +11,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import regex
 import yaml
 
 from vescale.plans._errors import PlanError, Source
 
 __all__ = ["Document", "Place", "load_yaml"]
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 500_000  # of a plan and all that it includes
 MAX_DEPTH = 20
-MAX_NODES = 50_000
+MAX_NODES = 12_000
+MAX_TEXT = 20_000  # characters of one value: the units of a ragged placement over thousands of ranks
 
 # The keys and indices that lead to a value from the document's root.
 Place = tuple[str | int, ...]
 
-_SCALARS = {
-    "tag:yaml.org,2002:str",
-    "tag:yaml.org,2002:int",
-    "tag:yaml.org,2002:float",
-    "tag:yaml.org,2002:bool",
-    "tag:yaml.org,2002:null",
-}
+_SCALARS = {"tag:yaml.org,2002:" + name for name in ("str", "int", "bool", "null")}
+_INTEGER = regex.compile(r"[-+]?(?:0|[1-9]\d{0,17})")
 
 
 @dataclass
@@ -38,6 +35,7 @@ class Document:
     """Plain data and where each part of it stands in the text."""
 
     name: str
+    num_characters: int = 0
     data: Any = None
     keys: dict[Place, Source] = field(default_factory=dict)
     values: dict[Place, Source] = field(default_factory=dict)
@@ -53,43 +51,58 @@ class Document:
 
 def load_yaml(file: str | os.PathLike[str]) -> Document:
     """Read a file, or text (a str with a line break). Raises PlanError with line and column."""
-    text, name = _text_of(file)
-    document = Document(name)
-    if len(text) > MAX_BYTES:
-        raise PlanError(f"the plan has {len(text)} bytes; at most {MAX_BYTES} are read", Source(name, 1, 1))
-    loader = yaml.SafeLoader(text)
+    if isinstance(file, str) and "\n" in file:
+        text, name = file, "<yaml>"
+        if len(text) > MAX_BYTES:
+            raise _too_large(name)
+    else:
+        text, name = _text_of(Path(file)), str(file)
+    document = Document(name, num_characters=len(text))
     try:
-        _check_events(text, document)
-        node = loader.get_single_node()
-        document.data = None if node is None else _build(node, (), document, loader)
+        loader = _BoundedLoader(text, name)
+        try:
+            node = loader.get_single_node()
+            document.data = None if node is None else _build(node, (), document, loader)
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = Source(name, mark.line + 1, mark.column + 1) if mark else Source(name, 1, 1)
         detail = error.problem or error.context or "not YAML"
         raise PlanError(f"not YAML: {detail}{_advice(detail)}", place) from None
     except yaml.reader.ReaderError as error:
-        raise PlanError(f"not YAML text: {error.reason} at character {error.position}", Source(name, 1, 1)) from None
-    finally:
-        loader.dispose()
+        line = text.count("\n", 0, error.position) + 1
+        column = error.position - text.rfind("\n", 0, error.position)
+        raise PlanError(
+            f"not YAML: the character #x{error.character:04x} is not allowed in text; remove it, or write it escaped",
+            Source(name, line, column),
+        ) from None
     return document
 
 
-def _text_of(file: str | os.PathLike[str]) -> tuple[str, str]:
-    if isinstance(file, str) and "\n" in file:
-        return file, "<yaml>"
-    path = Path(file)
+def _text_of(path: Path) -> str:
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise PlanError(
-                f"the plan has {path.stat().st_size} bytes; at most {MAX_BYTES} are read", Source(str(path), 1)
-            )
-        return path.read_text(encoding="utf-8"), str(path)
+        with path.open("rb") as opened:  # a device or a pipe may have no end
+            data = opened.read(MAX_BYTES + 1)
     except OSError as error:
-        raise PlanError(f"cannot read the plan {str(file)!r}: {error.strerror}; give the path of a YAML file") from None
+        raise PlanError(f"cannot read the plan {str(path)!r}: {error.strerror}; give the path of a YAML file") from None
+    except ValueError as error:  # a null character in the path
+        raise PlanError(f"cannot read the plan {str(path)!r}: {error}; give the path of a YAML file") from None
+    if len(data) > MAX_BYTES:
+        raise _too_large(str(path))
+    try:
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise PlanError(
-            f"the plan is not UTF-8 text: {error.reason} at byte {error.start}", Source(str(path), 1)
+            f"the plan is not UTF-8 text: {error.reason} at byte {error.start}", Source(str(path), 1, 1)
         ) from None
+
+
+def _too_large(name: str) -> PlanError:
+    return PlanError(
+        f"the plan has more than {MAX_BYTES} bytes; write one entry, with a path that matches many tensors",
+        Source(name, 1, 1),
+    )
 
 
 def _advice(detail: str) -> str:
@@ -102,27 +115,40 @@ def _advice(detail: str) -> str:
     return ""
 
 
-def _check_events(text: str, document: Document) -> None:
-    """Depth, size, aliases and tags, on the event stream: nothing is built yet."""
-    depth = 0
-    for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
-        mark: Any = event.start_mark
-        place = Source(document.name, mark.line + 1, mark.column + 1)
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > MAX_DEPTH:
-            raise PlanError(f"the plan is nested deeper than {MAX_DEPTH} levels", place)
-        if count > MAX_NODES:
-            raise PlanError(f"the plan has more than {MAX_NODES} parts", place)
+class _BoundedLoader(yaml.SafeLoader):
+    """Composes nodes while depth, number, length, aliases and tags are within what a plan needs."""
+
+    def __init__(self, text: str, name: str) -> None:
+        super().__init__(text)
+        self._document_name = name
+        self._depth = 0
+        self._num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Any = self.peek_event()
+        problem = self._problem(event)
+        if problem is not None:
+            mark = event.start_mark
+            raise PlanError(problem, Source(self._document_name, mark.line + 1, mark.column + 1))
+        self._depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def _problem(self, event: Any) -> str | None:
+        self._num_nodes += 1
+        if self._depth >= MAX_DEPTH:
+            return f"the plan is nested deeper than {MAX_DEPTH} levels"
+        if self._num_nodes > MAX_NODES:
+            return f"the plan has more than {MAX_NODES} parts; write one entry, with a path that matches many tensors"
         if isinstance(event, yaml.AliasEvent):
-            raise PlanError(
-                f"alias *{event.anchor}: plans have no aliases; use vars: and ${{name}} to share text", place
-            )
-        tag = getattr(event, "tag", None)
+            return f"alias *{str(event.anchor)[:40]}: plans have no aliases; use vars: and ${{name}} to share text"
+        if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_TEXT:
+            return f"a text of {len(event.value)} characters; at most {MAX_TEXT} are read: write several entries"
+        tag: str | None = getattr(event, "tag", None)
         if tag is not None and not (isinstance(event, yaml.ScalarEvent) and tag in _SCALARS):
-            raise PlanError(f"tag {tag!r}: plans have no tags; write a plain value", place)
+            return f"tag {tag[:80]!r}: plans have no tags; write a plain value"
+        return None
 
 
 def _build(node: yaml.Node, place: Place, document: Document, loader: yaml.SafeLoader) -> Any:
@@ -146,6 +172,13 @@ def _build(node: yaml.Node, place: Place, document: Document, loader: yaml.SafeL
         return data
     if isinstance(node, yaml.SequenceNode):
         return [_build(item, (*place, index), document, loader) for index, item in enumerate(node.value)]
-    if node.tag not in _SCALARS:  # dates and the like: a plan has none, so it is text
-        return node.value
-    return loader.construct_object(node)
+    if node.tag == "tag:yaml.org,2002:int":  # YAML reads 010 as 8 and 1:30 as 90
+        if _INTEGER.fullmatch(node.value) is None:
+            raise PlanError(
+                f"{node.value[:40]!r} is not a plain number of up to 18 digits; write it so, or quote it if it is text",
+                document.at(place),
+            )
+        return int(node.value)
+    if node.tag in _SCALARS:
+        return loader.construct_object(node)
+    return node.value  # fractions, dates and the like: a plan has none, so they are text

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -14,15 +15,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.plans._errors import MissingMeshError, PlanError, did_you_mean
+from vescale.plans._expression import MAX_EXPRESSION
 from vescale.plans._mesh_axes import MeshAxes
-from vescale.plans._placement_text import parse_placement
+from vescale.plans._placement_text import parse_placement, shown_text
 from vescale.plans._plan import Plan
-from vescale.plans._yaml_nodes import Document, Place, load_yaml
+from vescale.plans._yaml_include import PlanFile, read_files
+from vescale.plans._yaml_nodes import Document, Place
 
 __all__ = ["plan_schema", "read_plan"]
 
 _VARIABLE = regex.compile(r"\$\{([^{}]*)\}")
-_SECTIONS = ("version", "description", "mesh", "vars", "shard", "redistribute", "annotate", "factory", "local", "units")
+_SECTIONS = (
+    "version",
+    "description",
+    "include",
+    "mesh",
+    "vars",
+    "shard",
+    "redistribute",
+    "annotate",
+    "factory",
+    "local",
+    "units",
+)
 
 
 @functools.cache
@@ -33,13 +48,24 @@ def plan_schema() -> dict[str, Any]:
 
 def read_plan(file: str | os.PathLike[str], mesh: DeviceMesh | Mapping[str, int] | MeshAxes | None) -> Plan:
     """See :meth:`Plan.from_yaml`."""
-    document = load_yaml(file)
+    files = read_files(file, _checked)
+    plan = Plan(_mesh(files, mesh))
+    for each in files:
+        _add_entries(plan, each)
+    return plan
+
+
+def _checked(document: Document) -> Mapping[str, Any]:
     data = document.data if document.data is not None else {}
     if not isinstance(data, dict):
         raise PlanError(f"a plan is a mapping of sections ({', '.join(_SECTIONS)}), not {_kind(data)}", document.at(()))
     _check_schema(data, document)
-    plan = Plan(_mesh(data, mesh, document))
-    reader = _Reader(plan, document, data.get("vars") or {})
+    return data
+
+
+def _add_entries(plan: Plan, file: PlanFile) -> None:
+    document, data = file.document, file.data
+    reader = _Reader(plan, document, file.variables)
     for path, value in (data.get("shard") or {}).items():
         reader.shard(path, value)
     for path, value in (data.get("redistribute") or {}).items():
@@ -57,7 +83,6 @@ def read_plan(file: str | os.PathLike[str], mesh: DeviceMesh | Mapping[str, int]
             (unit, {}) if isinstance(unit, str) else (unit["path"], {k: unit[k] for k in unit if k != "path"})
         )
         plan.unit(reader.expand(path, ("units", index)), **options, source=document.at(("units", index)))
-    return plan
 
 
 class _Reader:
@@ -72,14 +97,21 @@ class _Reader:
         def value(found: regex.Match[str]) -> str:
             name = found[1]
             if name not in self.variables:
-                known = ", ".join(self.variables) or "none are defined"
+                known = ", ".join(itertools.islice(self.variables, 20)) or "none are defined"
                 raise PlanError(
                     f"${{{name}}} is not defined under vars: ({known}){did_you_mean(name, self.variables)}",
                     self.document.at(place),
                 )
             return self.variables[name]
 
-        return _VARIABLE.sub(value, text)
+        expanded = _VARIABLE.sub(value, text)
+        if len(expanded) > MAX_EXPRESSION:
+            raise PlanError(
+                f"the path has {len(expanded)} characters with its variables; at most {MAX_EXPRESSION} are read: write "
+                "several entries",
+                self.document.at(place),
+            )
+        return expanded
 
     def placement(self, text: str, place: Place) -> Placement:
         try:
@@ -159,40 +191,43 @@ def _items(value: Any, place: Place) -> list[tuple[Any, Place]]:
     return [(value or {}, place)]
 
 
-def _mesh(
-    data: Mapping[str, Any], mesh: DeviceMesh | Mapping[str, int] | MeshAxes | None, document: Document
-) -> DeviceMesh | MeshAxes:
-    """The mesh given by the caller, checked against the file's; or the file's."""
-    sizes: dict[str, int | None] = data.get("mesh") or {}
+def _mesh(files: Sequence[PlanFile], mesh: DeviceMesh | Mapping[str, int] | MeshAxes | None) -> DeviceMesh | MeshAxes:
+    """The mesh given by the caller, checked against the files'; or that of the file, else of the first it includes."""
+    with_mesh = [file for file in (files[-1], *files[:-1]) if file.data.get("mesh")]
     if mesh is None:
+        sizes: dict[str, int | None] = with_mesh[0].data["mesh"] if with_mesh else {}
         open_axes = [axis for axis, size in sizes.items() if size is None]
         if not sizes or open_axes:
             missing = f"the sizes of {', '.join(open_axes)}" if open_axes else "a mesh section"
             raise MissingMeshError(
-                f"the plan does not give {missing}; pass mesh=, or write mesh: {{dp: 2, tp: 2}}", document.at(("mesh",))
+                f"the plan does not give {missing}; pass mesh=, or write mesh: {{dp: 2, tp: 2}}",
+                (with_mesh or files)[0].document.at(("mesh",)),
             )
-        return MeshAxes.of({axis: size for axis, size in sizes.items() if size is not None})
+        mesh = {axis: size for axis, size in sizes.items() if size is not None}
     axes = MeshAxes.of(mesh)
-    for axis in sizes:
-        if axis not in axes:
-            raise PlanError(
-                f"the plan is for axes {', '.join(sizes)}, but the mesh given has {', '.join(axes.names)}"
-                f"{did_you_mean(axis, axes.names)}; rename the axis in one of the two",
-                document.at(("mesh", axis)),
-            )
+    for file in with_mesh:
+        for axis in file.data["mesh"]:
+            if axis not in axes:
+                raise PlanError(
+                    f"the plan is for axes {', '.join(file.data['mesh'])}, but the mesh given has {', '.join(axes.names)}"
+                    f"{did_you_mean(axis, axes.names)}; rename the axis in one of the two",
+                    file.document.at(("mesh", axis)),
+                )
     return mesh if isinstance(mesh, DeviceMesh) else axes
 
 
 def _check_schema(data: Any, document: Document) -> None:
     import jsonschema
 
-    validator = jsonschema.Draft202012Validator(plan_schema())
-    errors = sorted(validator.iter_errors(data), key=lambda e: [str(part) for part in e.absolute_path])
-    if not errors:
-        return
-    error = _deepest(errors[0])
-    place: Place = tuple(error.absolute_path)
-    raise PlanError(_explain(error, place), document.at(_culprit(error, place)))
+    def position(error: Any) -> tuple[int, int]:  # jsonschema's own order is that of a set
+        source = document.at(_culprit(error, tuple(error.absolute_path)))
+        return source.line, source.column or 0
+
+    errors = jsonschema.Draft202012Validator(plan_schema()).iter_errors(data)
+    first = min((_deepest(error) for error in errors), key=position, default=None)
+    if first is not None:
+        place: Place = tuple(first.absolute_path)
+        raise PlanError(_explain(first, place), document.at(_culprit(first, place)))
 
 
 def _deepest(error: Any) -> Any:
@@ -218,12 +253,14 @@ def _explain(error: Any, place: Place) -> str:
         inside = ".".join(map(str, place)) or "a plan"
         return f"{unknown[0]!r} is not a part of {inside} ({', '.join(known)}){did_you_mean(unknown[0], known)}"
     if error.validator == "pattern" and "R, S(dim)" in error.schema.get("description", ""):
-        return f"{error.instance!r} is not a placement; expected {error.schema['description']}"
+        return f"{shown_text(error.instance)} is not a placement; expected {error.schema['description']}"
     if error.validator == "enum":
         options = [str(option) for option in error.validator_value]
-        return f"{error.instance!r} is not one of {', '.join(options)}{did_you_mean(str(error.instance), options)}"
+        return (
+            f"{_shown(error.instance)} is not one of {', '.join(options)}{did_you_mean(str(error.instance), options)}"
+        )
     if error.validator == "const":
-        return f"version {error.instance!r}: this library reads version {error.validator_value}"
+        return f"version {_shown(error.instance)}: this library reads version {error.validator_value}"
     if error.validator == "required":
         missing = [name for name in error.validator_value if name not in error.instance]
         return f"{'.'.join(map(str, place))} lacks {', '.join(missing)}"
@@ -235,7 +272,11 @@ def _explain(error: Any, place: Place) -> str:
         return f"{found!r} in {where} is {_kind(error.instance)}; expected {names.get(wanted, wanted)}"
     if error.validator == "minProperties":
         return f"{place[-1]!r} in {where} is empty; name at least one axis, {{axis: placement}}"
-    return f"{place[-1] if place else 'the plan'!r} in {where}: {error.message}"
+    return f"{place[-1] if place else 'the plan'!r} in {where}: {error.message[:300]}"
+
+
+def _shown(value: Any) -> str:
+    return shown_text(value) if isinstance(value, str) else repr(value)[:100]
 
 
 def _kind(value: Any) -> str:
