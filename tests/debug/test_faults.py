@@ -23,7 +23,7 @@ from vescale import Plan, parallelize
 from vescale.debug import hang_report
 from vescale.fsdp import fully_shard
 
-TIMEOUT = 2.0
+TIMEOUT = 4.0  # a loaded machine may take seconds for the first ops of a rank
 BAD = 1
 
 
@@ -205,7 +205,7 @@ ALL: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
     (in_ddp, sleeps, SLEEPS + " in forward of"),
     (in_ddp, stops, r"rank 1 .* is stopped by a signal"),
     (a_skipped_step, None, r"rank 1 did not enter .*blocks.0.down.* rank 1 is at .*\(a_skipped_step\)"),
-    (one_more_collective, None, r"rank 1 .*all_reduce .*28? ?"),
+    (one_more_collective, None, r"ranks \[0, 2\] did not enter all_reduce .*\(one_more_collective\)\), in which rank 1 has waited"),  # noqa: E501
 ]  # fmt: skip
 # In every run; the others at night.
 SAMPLE = {

@@ -22,7 +22,7 @@ from tests.debug.jobs import run_job
 from vescale import Plan, parallelize
 from vescale.debug import hang_report
 
-TIMEOUT = 2.0
+TIMEOUT = 3.0
 BAD = 1
 
 

@@ -102,13 +102,14 @@ def place_of_frames(frames: list[tuple[types.FrameType, int]]) -> Place:
             line = f"{code.co_filename}:{number} ({code.co_name})"
         if "torch/distributed/checkpoint" in code.co_filename or "vescale/checkpoint" in code.co_filename:
             phase = "checkpoint"
+        elif "torch/optim/" in code.co_filename or "vescale/optim/" in code.co_filename:
+            phase = phase or "optimizer"
         if not code.co_argcount:
             continue
         first = frame.f_locals.get(code.co_varnames[0])
         if isinstance(first, nn.Module):
-            owners.append(first)
-        elif isinstance(first, torch.optim.Optimizer):
-            phase = phase or "optimizer"
+            if code.co_name in ("forward", "_call_impl"):
+                owners.append(first)
         elif isinstance(first, torch.autograd.function.FunctionCtx) and code.co_name == "backward" and module is None:
             phase, module = "backward", _module_of_node(first)
         elif module is None and isinstance(found := getattr(first, "_module_fqn", None), str):

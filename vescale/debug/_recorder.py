@@ -44,6 +44,8 @@ class Value:
         return self.kind in ("generator", "dropout") or (self.step == 0 and self.kind in ("parameter", "buffer"))
 
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 Take = Callable[[Value, torch.Tensor], None]
 
 
@@ -102,7 +104,7 @@ class Recorder:
             for index, tensor in enumerate(tensors_in(output)):
                 what = f"<out:{index}>{_text(call)}"
                 op = tensor.grad_fn.name() if tensor.grad_fn is not None else type(module).__name__
-                if isinstance(module, nn.modules.dropout._DropoutNd) and module.training:
+                if isinstance(module, _DROPOUTS) and module.training:
                     with no_torch_function(), torch.no_grad():
                         self.take("dropout", path, what, (whole(tensor) == 0) & (whole(args[0]) != 0), op)
                 self.take("output", path, what, tensor, op)

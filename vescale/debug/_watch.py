@@ -68,6 +68,9 @@ class HangWatch(Observer):
         self._unobserve: Callable[[], None] = observe(self)
         sys.excepthook = self._on_exception
         self._channel: _Channel | None = None
+        if dist.is_initialized():  # others know this process from now on, even if it does nothing more
+            self._channel = _Channel(dist.get_rank(), dist.get_world_size())
+            self._channel.write("beat", self._report(dist.get_rank(), stack=False))
         atexit.register(self._at_exit)
         self._thread = threading.Thread(target=self._watch, name="vescale hang report", daemon=True)
         self._thread.start()
@@ -93,7 +96,8 @@ class HangWatch(Observer):
         place = running_place()
         operation.module, operation.phase, operation.line = place.module or "", place.phase, place.line
         self._running.append(operation)
-        self._last[operation.group] = operation
+        if operation.op not in ("send", "recv"):  # of two ranks only; they have no number among the group's
+            self._last[operation.group] = operation
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         self._excepthook(kind, error, trace)
@@ -119,7 +123,7 @@ class HangWatch(Observer):
         while not dist.is_initialized():
             if self._stops.wait(self._beat):
                 return
-        channel = self._channel = _Channel(dist.get_rank(), dist.get_world_size())
+        channel = self._channel = self._channel or _Channel(dist.get_rank(), dist.get_world_size())
         lost = 0
         while not self._stops.is_set():
             try:
