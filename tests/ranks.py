@@ -26,6 +26,7 @@ __all__ = ["RankError", "RankPool", "RankPools", "run_cases"]
 
 # DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
+_PRELOAD += ["vescale.runtime", "vescale.fsdp"]
 
 
 class RankError(AssertionError):
@@ -61,6 +62,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         if job is None:
             break
         fn, args, kwargs = job
+        torch.manual_seed(0)  # ranks start alike, whatever the case before has drawn
         try:
             pipe.send((True, fn(*args, **kwargs)))
         except BaseException:

@@ -4,6 +4,7 @@ The public names are imported on first use: ``import vescale`` loads nothing hea
 """
 
 import importlib
+import os
 from typing import Any
 
 __version__ = "0.1.0"
@@ -14,6 +15,8 @@ _PUBLIC: dict[str, str] = {
     "RaggedShard": "vescale.placements",
     "StridedRaggedShard": "vescale.placements",
     "DBuffer": "vescale.buffer",
+    "breakpoint": "vescale.debug",
+    "debug": "vescale.debug",
     "Layout": "vescale.buffer",
     "ShardedBatchSampler": "vescale.rng",
     "deferred_init": "vescale.rng",
@@ -36,6 +39,7 @@ _PUBLIC: dict[str, str] = {
     "Phase": "vescale.plans",
     "Plan": "vescale.plans",
     "PlanError": "vescale.plans",
+    "PlanMismatchError": "vescale.plans",
     "FSDPModule": "vescale.fsdp",
     "UnshardHandle": "vescale.fsdp",
     "fully_shard": "vescale.fsdp",
@@ -60,3 +64,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC])
+
+
+if os.environ.get("VESCALE_TIMEOUT"):  # asked for by who starts the program, who may not be able to change it
+    from vescale.debug import start_from_environment as _start_hang_report
+
+    _start_hang_report()

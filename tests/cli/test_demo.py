@@ -16,7 +16,7 @@ import pytest
 
 from vescale.cli import main
 from vescale.cli._demo_chart import loss_chart
-from vescale.cli._demo_processes import ProcessFailed, messages
+from vescale.debug import ProcessFailed, messages
 
 COMMAND = [sys.executable, "-m", "vescale", "demo"]
 
@@ -131,7 +131,7 @@ _INTERRUPTED = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from tests.cli.test_demo import crash
-from vescale.cli._demo_processes import messages
+from vescale.debug import messages
 
 if __name__ == "__main__":
     for rank, (kind, pid) in messages(crash, 2, "wait"):

@@ -24,12 +24,15 @@ from rich.table import Table
 from vescale import plan_zoo
 from vescale.cli._demo_chart import loss_chart
 from vescale.cli._demo_job import Collective, Job, make_model, tokens_of_topics, train_mesh, train_one_device
-from vescale.cli._demo_processes import ProcessFailed, messages
 from vescale.cli._main import UsageError
+from vescale.debug import ProcessFailed, messages
 from vescale.ir import lower
 from vescale.plans import MeshAxes, PlanError
 
 __all__ = ["add_arguments", "run"]
+
+
+_PRELOAD = ("transformers.models.llama.modeling_llama",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,7 +170,7 @@ def _train(job: Job, tolerance: float, console: Console) -> Result:
             True: progress.add_task("one device", total=job.num_steps),
             False: progress.add_task(f"{num_ranks} ranks, {result.mesh_name}", total=job.num_steps),
         }
-        with contextlib.closing(messages(_work, num_ranks, job)) as received:
+        with contextlib.closing(messages(_work, num_ranks, job, preload=_PRELOAD)) as received:
             for rank, (kind, *values) in received:
                 if kind == "step":
                     step, loss, seconds = values

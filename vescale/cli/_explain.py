@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vescale.ir import Collective, Prediction, Program, UnitBucket
     from vescale.plans import Plan
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "inputs_of", "run"]
 
 _PHASES = {"forward": "fwd", "backward": "bwd"}
 _SECTIONS = ("plan", "ir", "hooks", "units", "memory", "collectives")
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         program = lower(plan, model)
     except PlanError as error:
         return _refused(error, args.json)
-    inputs = _inputs(model, args)
+    inputs = inputs_of(model, args)
     prediction = predict(program, model, inputs) if inputs else None
     if args.json:
         print_json(_as_dict(plan, program, model, prediction))
@@ -105,7 +105,7 @@ def _title(section: str, plan: Plan, args: argparse.Namespace) -> str:
 # Inputs
 
 
-def _inputs(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
+def inputs_of(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
     """Meta tensors to walk the forward with: those of ``--input``, or tokens for a model that takes ``input_ids``."""
     import inspect
 

@@ -70,11 +70,11 @@ def _zoo() -> str:
     return ", ".join(plan_zoo.names())
 
 
-def load_model(text: str) -> nn.Module:
-    """Build the model that ``text`` names on the meta device: names and shapes, no memory. Raises UsageError."""
+def load_model(text: str, device: str = "meta") -> nn.Module:
+    """Build the model that ``text`` names, by default on the meta device: names and shapes, no memory. Raises UsageError."""
     import torch
 
-    with torch.device("meta"):
+    with torch.device(device):
         return _from_config(text[len("hf:") :]) if text.startswith("hf:") else _from_factory(text)
 
 

@@ -15,6 +15,7 @@ __all__ = ["COMMANDS", "UsageError", "main"]
 # Modules are imported only when their command is called, so that ``vescale --help`` stays instant.
 COMMANDS: dict[str, tuple[str, str]] = {
     "advise": ("vescale.cli.advise", "padding of the communication buffers for every group size, and the best sizes"),
+    "attach": ("vescale.cli._attach", "Connect to the prompt of a job that has stopped without a terminal."),
     "demo": ("vescale.cli._demo", "Train a Llama on a mesh of local processes and on one device, side by side."),
     "lint": ("vescale.cli._lint", "Check a plan against a model, without starting ranks."),
     "explain": (
@@ -22,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Show what a plan does to a model: instructions, hooks, predicted collectives.",
     ),
     "diff": ("vescale.cli._diff", "Show what two plans do differently."),
+    "verify": ("vescale.cli._verify", "Train on one device and on meshes of local ranks, and compare every value."),
     "zoo": ("vescale.cli._zoo", "List and show the plans that ship with vescale."),
     "env": ("vescale.cli._env", "Show versions, backends and optional helpers."),
 }

@@ -2,7 +2,8 @@
 
 from vescale.comm._buckets import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes, bucket_limits, plan_buckets
 from vescale.comm._collectives import MAX_PADDING, all_gather_v, all_reduce, all_to_all_v, reduce_scatter_v
-from vescale.comm._consensus import Consensus, ConsensusError
+from vescale.comm._comparison import Description, Difference, compare_descriptions
+from vescale.comm._consensus import Consensus, ConsensusError, LateRanksWarning, wait_limit
 from vescale.comm._cost import (
     Link,
     ReductionCost,
@@ -15,7 +16,8 @@ from vescale.comm._cost import (
 )
 from vescale.comm._flat import all_gather_into, all_reduce_, reduce_scatter_into
 from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
-from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms
+from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms, who_asks
+from vescale.comm._observe import Observer, Operation, axes_of, name_group, observe
 from vescale.comm._pending import Pending
 
 __all__ = [
@@ -27,8 +29,13 @@ __all__ = [
     "CommRecord",
     "Consensus",
     "ConsensusError",
+    "Description",
+    "Difference",
+    "LateRanksWarning",
     "Ledger",
     "Link",
+    "Observer",
+    "Operation",
     "Pending",
     "ReductionCost",
     "all_gather_into",
@@ -37,11 +44,15 @@ __all__ = [
     "all_reduce_",
     "all_to_all_v",
     "asking",
+    "axes_of",
     "axis_group",
     "bucket_limits",
+    "compare_descriptions",
     "fused_bytes",
     "group_of_ranks",
     "link_of",
+    "name_group",
+    "observe",
     "per_axis_bytes",
     "plan_buckets",
     "record",
@@ -51,4 +62,6 @@ __all__ = [
     "reduction_cost",
     "ring_bytes",
     "ring_seconds",
+    "wait_limit",
+    "who_asks",
 ]

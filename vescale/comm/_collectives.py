@@ -54,8 +54,9 @@ def all_to_all_v(
     rank, send = dist.get_rank(group), send.contiguous()
     out = send.new_empty(sum(receive_sizes)) if out is None else out
     size = send.element_size()  # no early return here: each rank sees its own sizes only, so all must take part
-    record("all_to_all_v", len(send_sizes), (sum(receive_sizes) - receive_sizes[rank]) * size, asker=asker, group=group)
-    return _exchange(send, send_sizes, receive_sizes, group, out)
+    moved = (sum(receive_sizes) - receive_sizes[rank]) * size
+    with record("all_to_all_v", len(send_sizes), moved, asker=asker, group=group):
+        return _exchange(send, send_sizes, receive_sizes, group, out)
 
 
 def _exchange(
@@ -101,21 +102,27 @@ def all_gather_v(
     if total == 0:
         return Pending(out)
     if is_traced(local):
-        record("all_gather_v", num_ranks, payload, asker=asker, group=group)
-        return _exchange(local.repeat(num_ranks), [local.numel()] * num_ranks, sizes, group, out)
+        with record("all_gather_v", num_ranks, payload, asker=asker, group=group):
+            return _exchange(local.repeat(num_ranks), [local.numel()] * num_ranks, sizes, group, out)
     if num_ranks * largest == total:
-        record("all_gather_v", num_ranks, payload, asker=asker, group=group)
-        return Pending(out, [all_gather_single(as_bytes(out), as_bytes(local), group=group, async_op=True)])
+        with record("all_gather_v", num_ranks, payload, asker=asker, group=group):
+            return Pending(out, [all_gather_single(as_bytes(out), as_bytes(local), group=group, async_op=True)])
     if num_ranks * largest <= (1 + MAX_PADDING) * total:
         padding = (num_ranks * largest - total - (largest - sizes[rank])) * size
-        record("all_gather_v", num_ranks, payload + padding, padding_bytes=padding, asker=asker, group=group)
         padded = local.new_zeros(largest)
         padded[: local.numel()] = local
         wide = local.new_empty(num_ranks * largest)
-        work = all_gather_single(as_bytes(wide), as_bytes(padded), group=group, async_op=True)
+        moved = payload + padding
+        with record("all_gather_v", num_ranks, moved, padding_bytes=padding, asker=asker, group=group):
+            work = all_gather_single(as_bytes(wide), as_bytes(padded), group=group, async_op=True)
         pieces = [wide[i * largest : i * largest + n] for i, n in enumerate(sizes)]
         return Pending(out, [work], lambda: torch.cat(pieces, out=out))
-    record("all_gather_v", num_ranks, payload, asker=asker, group=group)
+    with record("all_gather_v", num_ranks, payload, asker=asker, group=group):
+        return _gather_skewed(local, sizes, group, out)
+
+
+def _gather_skewed(local: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup, out: torch.Tensor) -> Pending:
+    rank, num_ranks = dist.get_rank(group), len(sizes)
     slots = list(out.split(list(sizes)))
     if is_nccl(local, group):
         work = dist.all_gather([as_bytes(slot) for slot in slots], as_bytes(local), group=group, async_op=True)
@@ -145,17 +152,17 @@ def reduce_scatter_v(
     out = send.new_empty(sizes[rank]) if out is None else out
     if sum(sizes) == 0:
         return Pending(out)
-    record("reduce_scatter_v", num_ranks, (sum(sizes) - sizes[rank]) * send.element_size(), asker=asker, group=group)
-    if is_nccl(send, group) and not is_traced(send):
-        if len(set(sizes)) == 1:
-            work = reduce_scatter_single(out, send, op=REDUCE_OPS[op], group=group, async_op=True)
-        else:
-            work = dist.reduce_scatter(
-                out, list(send.split(list(sizes))), op=REDUCE_OPS[op], group=group, async_op=True
-            )
-        return Pending(out, [work])
-    own = sizes[rank]
-    pending = _exchange(send, sizes, [own] * num_ranks, group, send.new_empty(num_ranks * own))
+    moved = (sum(sizes) - sizes[rank]) * send.element_size()
+    with record("reduce_scatter_v", num_ranks, moved, asker=asker, group=group):
+        if is_nccl(send, group) and not is_traced(send):
+            if len(set(sizes)) == 1:
+                work = reduce_scatter_single(out, send, op=REDUCE_OPS[op], group=group, async_op=True)
+            else:
+                pieces = list(send.split(list(sizes)))
+                work = dist.reduce_scatter(out, pieces, op=REDUCE_OPS[op], group=group, async_op=True)
+            return Pending(out, [work])
+        own = sizes[rank]
+        pending = _exchange(send, sizes, [own] * num_ranks, group, send.new_empty(num_ranks * own))
     return Pending(out, [pending], lambda: reduce_rows(pending.out.view(num_ranks, own).unbind(), op, out))
 
 
@@ -171,8 +178,8 @@ def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker:
         gathered = all_gather_v(piece, sizes, group, asker=asker)
         return gathered.reshaped(gathered.out.view(local.shape))
     moved = math.ceil(2 * (num_ranks - 1) / num_ranks * local.numel() * local.element_size())
-    record("all_reduce", num_ranks, moved, asker=asker, group=group)
     out = local.clone(memory_format=torch.contiguous_format)
     divide = op == "avg" and not is_nccl(local, group)
-    work = dist.all_reduce(out, op=REDUCE_OPS["sum" if divide else op], group=group, async_op=True)
+    with record("all_reduce", num_ranks, moved, asker=asker, group=group):
+        work = dist.all_reduce(out, op=REDUCE_OPS["sum" if divide else op], group=group, async_op=True)
     return Pending(out, [work], (lambda: out.div_(num_ranks)) if divide else None)

@@ -47,10 +47,10 @@ def all_gather_into(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessG
         return Pending(out)
     num_ranks = group.size()
     moved = (num_ranks - 1) * piece.numel() * piece.element_size()
-    record("all_gather_v", num_ranks, moved, asker=asker, group=group)
-    if num_ranks <= _FEW_RANKS and is_gloo(out, group):
-        return _all_gather_by_broadcasts(out, piece, group)
-    return Pending(out, [all_gather_single(as_bytes(out), as_bytes(piece), group=group, async_op=True)])
+    with record("all_gather_v", num_ranks, moved, asker=asker, group=group):
+        if num_ranks <= _FEW_RANKS and is_gloo(out, group):
+            return _all_gather_by_broadcasts(out, piece, group)
+        return Pending(out, [all_gather_single(as_bytes(out), as_bytes(piece), group=group, async_op=True)])
 
 
 def _all_gather_by_broadcasts(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Pending:
@@ -84,14 +84,14 @@ def reduce_scatter_into(
         return Pending(out)
     num_ranks = group.size()
     moved = (num_ranks - 1) * out.numel() * out.element_size()
-    record("reduce_scatter_v", num_ranks, moved, asker=asker, group=group)
-    if is_nccl(send, group) or moves_nothing(group):
-        return Pending(out, [reduce_scatter_single(out, send, op=REDUCE_OPS[op], group=group, async_op=True)])
-    pieces, rank = list(send.view(num_ranks, -1)), group.rank()
-    if num_ranks == 1 or ((at_once or num_ranks == 2) and out.data_ptr() != pieces[rank].data_ptr()):
-        return _exchange_in_steps(out, pieces, op, group)
-    received = torch.empty_like(send)
-    work = dist.all_to_all_single(as_bytes(received), as_bytes(send), group=group, async_op=True)
+    with record("reduce_scatter_v", num_ranks, moved, asker=asker, group=group):
+        if is_nccl(send, group) or moves_nothing(group):
+            return Pending(out, [reduce_scatter_single(out, send, op=REDUCE_OPS[op], group=group, async_op=True)])
+        pieces, rank = list(send.view(num_ranks, -1)), group.rank()
+        if num_ranks == 1 or ((at_once or num_ranks == 2) and out.data_ptr() != pieces[rank].data_ptr()):
+            return _exchange_in_steps(out, pieces, op, group)
+        received = torch.empty_like(send)
+        work = dist.all_to_all_single(as_bytes(received), as_bytes(send), group=group, async_op=True)
     return Pending(out, [work], lambda: reduce_rows(received.view(num_ranks, -1).unbind(), op, out))
 
 
@@ -127,9 +127,9 @@ def all_reduce_(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, *, aske
     if tensor.dtype not in GLOO_REDUCES and not on_nccl:
         return _reduce_and_gather(tensor, op, group, asker)
     moved = math.ceil(2 * (num_ranks - 1) / num_ranks * tensor.numel() * tensor.element_size())
-    record("all_reduce", num_ranks, moved, asker=asker, group=group)
     divide = op == "avg" and not on_nccl
-    work = dist.all_reduce(tensor, op=REDUCE_OPS["sum" if divide else op], group=group, async_op=True)
+    with record("all_reduce", num_ranks, moved, asker=asker, group=group):
+        work = dist.all_reduce(tensor, op=REDUCE_OPS["sum" if divide else op], group=group, async_op=True)
     return Pending(tensor, [work], (lambda: tensor.div_(num_ranks)) if divide else None)
 
 

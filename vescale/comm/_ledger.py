@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-__all__ = ["CommRecord", "Ledger", "asking", "name_group", "record", "record_comms"]
+from vescale.comm._observe import AS_PART, Part, axes_of, is_observed
+
+__all__ = ["CommRecord", "Ledger", "asking", "record", "record_comms", "who_asks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,6 @@ class Ledger:
 _OPEN: list[tuple[int, Ledger]] = []
 _LOCK = threading.Lock()
 _ASKING = threading.local()
-# Group names are unique in a process and outlive their groups.
-_AXES: dict[str, str] = {}
 
 
 def _own_rank() -> int:
@@ -84,9 +84,9 @@ def asking(who: str) -> Iterator[None]:
         _ASKING.who = before
 
 
-def name_group(group: dist.ProcessGroup, axes: str) -> None:
-    """Remember which mesh axes a process group spans, for :attr:`CommRecord.axes`."""
-    _AXES[group.group_name] = axes
+def who_asks() -> str:
+    """What :func:`asking` says on this thread."""
+    return str(getattr(_ASKING, "who", ""))
 
 
 def record(
@@ -97,13 +97,16 @@ def record(
     padding_bytes: int = 0,
     asker: str = "",
     group: dist.ProcessGroup | None = None,
-) -> None:
-    """Enter a collective in the open ledgers of this rank; costs nothing when none is open."""
+) -> contextlib.AbstractContextManager[None]:
+    """Enter a collective in the open ledgers of this rank. It is what is started inside of the returned context, as far as
+    observers are concerned. Costs nothing when no ledger is open and nobody observes."""
+    if not _OPEN and not is_observed():
+        return AS_PART
+    who = ": ".join(part for part in (who_asks(), asker) if part)
     if _OPEN:
         rank = _own_rank()
-        who = ": ".join(part for part in (getattr(_ASKING, "who", ""), asker) if part)
-        axes = _AXES.get(group.group_name, "") if group is not None else ""
-        entry = CommRecord(op, num_ranks, num_bytes, padding_bytes, who, axes)
+        entry = CommRecord(op, num_ranks, num_bytes, padding_bytes, who, axes_of(group) if group is not None else "")
         for listener, ledger in _OPEN:
             if listener == rank:
                 ledger.records.append(entry)
+    return Part(op, num_bytes, who)

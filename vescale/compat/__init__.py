@@ -14,6 +14,7 @@ try:
         run_post_accumulate_hooks,
         set_versions,
     )
+    from vescale.compat.c10d_ops import CollectiveKernels, group_description, on_completion
     from vescale.compat.checkpoint import CheckpointHooks
     from vescale.compat.checkpointing import install_checkpointing
     from vescale.compat.collectives import (
@@ -78,7 +79,7 @@ try:
     from vescale.compat.groups import make_group
     from vescale.compat.install import DTensorHooks, install, stock
     from vescale.compat.meshes import concatenate_meshes, flatten_mesh
-    from vescale.compat.store import default_store, default_timeout, is_alone
+    from vescale.compat.store import default_store, default_timeout, is_alone, own_connection
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
     raise
@@ -87,6 +88,7 @@ __all__ = [
     "TELLS_HOLDERS",
     "AsyncCollectiveTensor",
     "CheckpointHooks",
+    "CollectiveKernels",
     "DTensorHooks",
     "DTensorSpec",
     "DispatchListener",
@@ -114,6 +116,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_scale_",
+    "group_description",
     "has_foreach",
     "has_results",
     "in_backward",
@@ -134,7 +137,9 @@ __all__ = [
     "node_sequence",
     "num_storage_users",
     "observe_redistribution",
+    "on_completion",
     "output_meta",
+    "own_connection",
     "partial_partition",
     "partial_reduce",
     "queue_after_backward",

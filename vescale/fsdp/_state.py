@@ -12,12 +12,12 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale.buffer import check_same_buffers
 from vescale.compat import in_backward, map_tensors, tensors_in
 from vescale.fsdp._context import CommContext, TreeContext
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._parameter import Slot
 from vescale.fsdp._phase import Phase
+from vescale.fsdp._preflight import compare_groups
 
 __all__ = ["ModuleState", "state_of"]
 
@@ -292,7 +292,7 @@ class ModuleState:
 
         Raises:
             RuntimeError: a state below has been a root already, or the root is a list of modules.
-            BufferMismatchError: the ranks have built different groups; on every rank.
+            ShardingMismatchError: the ranks have built different groups, or do not come; on every rank.
         """
         if self.is_root is not None:
             return
@@ -343,15 +343,12 @@ class ModuleState:
                     parameter.name = names.get(id(parameter.sharded), parameter.name)
 
     def _compare_ranks(self) -> None:
-        described: dict[Any, dict[str, str]] = {}
+        along: dict[Any, list[ParameterGroup]] = {}
         for state in self.tree.states:
             for group in state.groups:
-                along = group.axes.data_parallel.group
-                for number, bucket in enumerate(group.buckets):
-                    name = f"{group.path or 'the root'}[{number}]"
-                    described.setdefault(along, {})[name] = bucket.description
-        for along, buffers in described.items():
-            check_same_buffers(buffers, along, self.device)
+                along.setdefault(group.axes.data_parallel.group, []).append(group)
+        for process_group, groups in along.items():
+            compare_groups(type(self.modules[0]).__name__, groups, process_group)
 
     def abandon_iteration(self) -> None:
         """See :meth:`FSDPModule.reset_iter_state`."""

@@ -13,7 +13,7 @@ from vescale.plans._entries import (
     ShardEntry,
     UnitEntry,
 )
-from vescale.plans._errors import MissingMeshError, PlanError, Source, did_you_mean
+from vescale.plans._errors import MissingMeshError, PlanError, PlanMismatchError, Source, did_you_mean
 from vescale.plans._hf_import import HfImportWarning
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
@@ -43,6 +43,7 @@ __all__ = [
     "Phase",
     "Plan",
     "PlanError",
+    "PlanMismatchError",
     "RedistributeEntry",
     "ShardEntry",
     "Source",

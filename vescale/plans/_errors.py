@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MissingMeshError", "PlanError", "Source", "calling_line", "did_you_mean"]
+__all__ = ["MissingMeshError", "PlanError", "PlanMismatchError", "Source", "calling_line", "did_you_mean"]
 
 _PACKAGE = str(Path(__file__).parent.parent)
 
@@ -39,6 +39,17 @@ class PlanError(ValueError):
 
 class MissingMeshError(PlanError):
     """A plan file that leaves the sizes of axes to the program, read without a mesh."""
+
+
+class PlanMismatchError(PlanError):
+    """Ranks are about to run different things; the same error on every rank, before any collective.
+
+    ``ranks``: the global ranks that have something else than most, or have not come.
+    """
+
+    def __init__(self, problem: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(problem)
+        self.ranks = tuple(ranks)
 
 
 def calling_line() -> Source:

@@ -2,7 +2,7 @@
 
 from vescale.runtime._gradients import GradientBucket, GradientMismatchError, GradientReducer
 from vescale.runtime._parallelize import gradient_reducer, implicit_communication, install, no_sync, parallelize
-from vescale.runtime._runtime import Runtime
+from vescale.runtime._runtime import Runtime, locate, path_of_sequence
 from vescale.runtime._sites import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
 
 __all__ = [
@@ -16,6 +16,8 @@ __all__ = [
     "gradient_reducer",
     "implicit_communication",
     "install",
+    "locate",
     "no_sync",
     "parallelize",
+    "path_of_sequence",
 ]

@@ -17,13 +17,13 @@ from vescale.placements import install as install_placements
 from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.rng import enable as enable_rng
 from vescale.rng import has_deferred, is_deferred, materialize
-from vescale.runtime._agree import check_agreement
 from vescale.runtime._experts import ExpertRegion
 from vescale.runtime._gradient_hooks import GradientHooks, full_name, single_instructions
 from vescale.runtime._gradients import GradientReducer
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._hooks import ModuleHooks
 from vescale.runtime._place import TensorSlots, load_plain, place_tensor
+from vescale.runtime._preflight import preflight
 from vescale.runtime._region import LocalRegion
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._sites import ImplicitSite
@@ -57,25 +57,32 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None,
     Returns the model.
 
     Raises:
-        PlanError: everything that ``lower`` finds; ranks that disagree on plan or model; a model parallelized before.
-            On every rank, before any communication but that of the agreement check.
+        PlanMismatchError: ranks that bring another plan, program, model, seed or torch, or that do not come: what differs,
+            and on which ranks. The same on every rank, before any collective (ranks compare through the store).
+        PlanError: everything that ``lower`` finds, when every rank finds it; a model parallelized before.
     """
     if isinstance(model, nn.Module) and Runtime.of(model) is not None:
         raise PlanError(
             f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
             "parallelize"
         )
-    program = lower(plan, model)
-    mesh = _mesh_of(plan, model, mesh)
-    if plan.mesh is None:  # else lower has looked at it
-        for unit in (instruction.op for instruction in program if isinstance(instruction.op, Unit)):
-            refuse_part_of_replicas(mesh, unit.shard)
-    return install(model, program, mesh, strict=strict)
+    known = mesh if mesh is not None or not isinstance(plan, Plan) else plan.mesh
+    try:
+        program = _lowered(plan, model, mesh)
+    except PlanError as problem:
+        preflight(model, known, plan=plan, problem=problem)
+        raise
+    preflight(model, known, plan=plan, program=program)
+    return _install(model, program, known if known is not None else _new_mesh(plan, model), strict=strict)
 
 
 def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool = False) -> nn.Module:
     """Carry out a lowered program; nothing of the plan is consulted afterwards. See :func:`parallelize`."""
-    check_agreement(model, program, mesh)
+    preflight(model, mesh, program=program)
+    return _install(model, program, mesh, strict=strict)
+
+
+def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool) -> nn.Module:
     install_placements()
     enable_rng()
     install_handlers()
@@ -134,16 +141,22 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _mesh_of(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
-    mesh = mesh if mesh is not None else plan.mesh
-    if mesh is None:
-        devices = [p.device.type for p in model.parameters() if p.device.type != "meta"]
-        return init_device_mesh(devices[0] if devices else "cpu", plan.axes.sizes, mesh_dim_names=plan.axes.names)
-    if MeshAxes.of(mesh) != plan.axes:
+def _lowered(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> Program:
+    """The program; nothing is communicated, and a mesh that is still to be made is not made."""
+    program = lower(plan, model)
+    if mesh is not None and MeshAxes.of(mesh) != plan.axes:
         raise PlanError(
             f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(mesh)}; give the plan's mesh"
         )
-    return mesh
+    if plan.mesh is None and mesh is not None:  # else lower has looked at it
+        for unit in (instruction.op for instruction in program if isinstance(instruction.op, Unit)):
+            refuse_part_of_replicas(mesh, unit.shard)
+    return program
+
+
+def _new_mesh(plan: Plan, model: nn.Module) -> DeviceMesh:
+    devices = [p.device.type for p in model.parameters() if p.device.type != "meta"]
+    return init_device_mesh(devices[0] if devices else "cpu", plan.axes.sizes, mesh_dim_names=plan.axes.names)
 
 
 def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh, placed: Collection[str]) -> None:

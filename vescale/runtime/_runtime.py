@@ -38,7 +38,7 @@ from vescale.runtime._sites import (
 if TYPE_CHECKING:
     from vescale.runtime._gradient_hooks import GradientHooks
 
-__all__ = ["Runtime", "Where", "checkpointed", "locate"]
+__all__ = ["Runtime", "Where", "checkpointed", "locate", "path_of_sequence"]
 
 # Backward looks a node up by its number; older steps than this many module entries are forgotten.
 _TIMELINE_LENGTH = 200_000
@@ -293,6 +293,11 @@ def locate() -> Where | None:
             if path is not None:
                 return Where(runtime, path, "backward", None)
     return None
+
+
+def path_of_sequence(number: int) -> str | None:
+    """The module of any parallelized model whose forward made the autograd node with this sequence number."""
+    return next((path for runtime in list(_RUNTIMES) if (path := runtime.path_of_node(number)) is not None), None)
 
 
 def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:

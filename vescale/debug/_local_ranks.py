@@ -1,4 +1,4 @@
-"""The demo's processes: one for one device, one for each rank. None outlives the command."""
+"""Local processes of a command: one for one device, one for each rank. None outlives the command."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 __all__ = ["ProcessFailed", "messages"]
 
-_PRELOAD = ["torch", "torch.distributed.tensor", "transformers.models.llama.modeling_llama", "vescale.runtime"]
+_PRELOAD = ("torch", "torch.distributed.tensor", "vescale.runtime")
 
 
 class ProcessFailed(RuntimeError):
-    """A process of the demo raised or died."""
+    """A local process raised or died."""
 
 
-def messages(work: Callable[..., None], ranks: int, job: Any) -> Generator[tuple[int, tuple[Any, ...]], None, None]:
-    """Run ``work(job, rank, send)`` in a process for one device (rank -1) and in one for each rank.
+def messages(
+    work: Callable[..., None], ranks: int, job: Any, *, preload: Sequence[str] = ()
+) -> Generator[tuple[int, tuple[Any, ...]], None, None]:
+    """Run ``work(job, rank, send)`` in a process for one device (rank -1) and in one for each rank. ``preload``:
+    modules that
+    all of them will need.
 
     Yields (rank, message) as they come, until all are done. However the generator ends (done, an exception, the caller
     closing it), every process has ended before it returns; and processes whose parent is killed end by themselves.
@@ -33,8 +37,8 @@ def messages(work: Callable[..., None], ranks: int, job: Any) -> Generator[tuple
         ProcessFailed: a process raised, with its traceback, or died.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    with tempfile.TemporaryDirectory(prefix="vescale-demo-") as folder:
+    context.set_forkserver_preload([*_PRELOAD, *preload])
+    with tempfile.TemporaryDirectory(prefix="vescale-ranks-") as folder:
         running: dict[Connection, tuple[int, Any]] = {}
         processes = []
         try:

@@ -1,0 +1,102 @@
+"""Jobs of a test's own, for ranks that are killed, stopped, or end the job: processes forked from a server with
+torch loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.ranks import _PRELOAD
+
+__all__ = ["JobResult", "run_job"]
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """Exit codes by rank (minus the signal's number for killed ones), what each rank printed, and how long it took."""
+
+    codes: list[int | None]
+    outputs: list[str]
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        return "\n".join(
+            f"--- rank {rank}, exit code {code}\n{out}"
+            for rank, (code, out) in enumerate(zip(self.codes, self.outputs))
+        )
+
+
+def run_job(
+    fn: Callable[..., None],
+    folder: Path,
+    *args: Any,
+    world_size: int = 3,
+    limit: float = 40.0,
+    env: dict[str, str] | None = None,
+) -> JobResult:
+    """Run ``fn(*args)`` on ranks of a new job. The store is kept by this process, as torchrun's agent does. Ranks
+    that have not
+    ended after ``limit`` seconds are killed, and have None as exit code."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    begin = time.monotonic()
+    processes = [
+        context.Process(
+            target=_rank, args=(fn, rank, world_size, store.port, str(folder), dict(env or {}), args), daemon=True
+        )
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(max(0.0, begin + limit - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    seconds = time.monotonic() - begin
+    return JobResult(codes, [(folder / f"out{rank}").read_text() for rank in range(world_size)], seconds)
+
+
+def _rank(
+    fn: Callable[..., None], rank: int, size: int, port: int, folder: str, env: dict[str, str], args: tuple[Any, ...]
+) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), VESCALE_REPORTS=folder, **env)
+    out = os.open(os.path.join(folder, f"out{rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    import torch
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    try:
+        fn(*args)
+    except SystemExit as error:
+        os._exit(error.code if isinstance(error.code, int) else 1)
+    except BaseException:  # as the interpreter does with one that leaves the program
+        sys.excepthook(*sys.exc_info())
+        traceback.print_exc()
+        os._exit(1)
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,84 @@
+"""The program that the tests of breakpoints run under torchrun."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import vescale
+from vescale import Plan, parallelize
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.stops = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.up(x))
+        own = dist.get_rank()
+        odd = torch.arange(200.0).view(10, 20)
+        if own == 2:
+            odd[7, 3] = -1
+        if self.stops:
+            vescale.breakpoint()
+        out = self.down(hidden)
+        return out * 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def in_model() -> None:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    plan = Plan(mesh).shard(r"blocks.\d.up.(weight|bias)", Shard(0), mesh="tp")
+    plan.shard(r"blocks.\d.down.weight", Shard(1), mesh="tp").shard(r"blocks.\d.down.<out>", Replicate(), mesh="tp")
+    model: Any = parallelize(Net(), plan)
+    model.blocks[1].stops = True
+    model(torch.ones(2, 6)).backward()
+
+
+def in_loop() -> None:
+    for step in range(3):
+        dist.all_reduce(torch.ones(1))
+        if step < 2:
+            breakpoint()  # Python's own, routed by PYTHONBREAKPOINT
+        time.sleep(0.01)
+
+
+def conditional() -> None:
+    for step in range(4):
+        vescale.breakpoint(rank="all", when=lambda step=step: step == 2 and dist.get_rank() == 3)
+
+
+def failing() -> None:
+    with vescale.debug.on_exception():
+        dist.all_reduce(torch.ones(1))
+        lost = dist.get_rank() * 11
+        if lost == 11:
+            raise ValueError(f"planted {lost}")
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    globals()[sys.argv[1]]()
+    print(f"rank {dist.get_rank()} is done", flush=True)
+    dist.destroy_process_group()

@@ -1,0 +1,271 @@
+"""Breakpoints in torchrun jobs of four ranks, through a pseudo-terminal: each command, each way to leave, no orphan."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT = 120.0
+
+
+class Job:
+    """A torchrun job of four ranks on a pseudo-terminal of its own, or without one."""
+
+    def __init__(self, what: str, *, terminal: bool = True, env: dict[str, str] | None = None) -> None:
+        self.mark = f"VESCALE_TEST_JOB={uuid.uuid4()}"
+        self.output = ""
+        self._seen = 0
+        master, slave = pty.openpty()
+        self.master, self.slave = master, slave
+        self.modes = termios.tcgetattr(slave)
+        arguments = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "4",
+            "-m",
+            "tests.debug.stopping",
+            what,
+        ]
+
+        def take_terminal() -> None:
+            os.setsid()
+            if terminal:
+                fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        name, _, value = self.mark.partition("=")
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "PYTHONBREAKPOINT": "vescale.breakpoint"}
+        null = os.open(os.devnull, os.O_RDWR)
+        reader, writer = os.pipe()
+        self.reader = master if terminal else reader
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=slave if terminal else null,
+            stdout=slave if terminal else writer,
+            stderr=slave if terminal else writer,
+            preexec_fn=take_terminal,  # nothing else runs in the child before exec
+            cwd=ROOT,
+            env={**os.environ, **quiet, name: value, **(env or {})},
+        )
+        os.close(writer)
+        os.close(null)
+
+    def send(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def expect(self, pattern: str, limit: float = LIMIT) -> str:
+        """Reads on until ``pattern`` is there; what came up to its end."""
+        deadline = time.monotonic() + limit
+        while True:
+            found = re.compile(pattern, re.S).search(self.output, self._seen)
+            if found:
+                begin, self._seen = self._seen, found.end()
+                return self.output[begin : self._seen]
+            if not self._read(deadline):
+                raise AssertionError(
+                    f"no {pattern!r} in\n{self.output[self._seen :]}\n--- before:\n{self.output[: self._seen]}"
+                )
+
+    def _read(self, deadline: float) -> bool:
+        while time.monotonic() < deadline:
+            if self.reader < 0:
+                time.sleep(0.1)
+                continue
+            if select.select([self.reader], [], [], 0.2)[0]:
+                try:
+                    data = os.read(self.reader, 65536)
+                except OSError:
+                    return False
+                self.output += data.decode(errors="replace").replace("\r", "")
+                return bool(data)
+            if self.process.poll() is not None and not select.select([self.reader], [], [], 0)[0]:
+                return False
+        return False
+
+    def ask(self, line: str) -> str:
+        """Sends a line; what comes up to the next prompt."""
+        self.send(line + "\n")
+        return self.expect(r"\(rank \w+\) ").partition("\n")[2]
+
+    def workers(self) -> list[int]:
+        """Every process of the job but the launcher, by its environment."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit() and int(folder.name) != self.process.pid:
+                with contextlib.suppress(OSError):
+                    if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                        found.append(int(folder.name))
+        return found
+
+    def rank_of(self, pid: int) -> str:
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        return next((pair[5:] for pair in pairs if pair.startswith("RANK=")), "")
+
+    def end(self, limit: float = 45.0) -> int:
+        """Waits for the launcher; its exit code. Nothing of the job may be left, and the terminal as it was found."""
+        deadline = time.monotonic() + limit
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self._read(time.monotonic() + 0.2)
+        assert self.process.poll() is not None, f"the job goes on\n{self.output}"
+        while self.workers() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not self.workers(), f"orphans\n{self.output}"
+        if self.master >= 0:
+            assert termios.tcgetattr(self.slave) == self.modes
+        return int(self.process.returncode)
+
+    def hang_up(self) -> None:
+        """The terminal is gone, as when a window is closed."""
+        os.close(self.master)
+        self.master = self.reader = -1
+
+    def close(self) -> None:
+        for pid in self.workers():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        for fd in {self.master, self.slave, self.reader} - {-1}:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def started(*args: object, **kwargs: object) -> Job:
+        jobs.append(Job(*args, **kwargs))  # type: ignore[arg-type]
+        return jobs[-1]
+
+    yield started
+    for job in jobs:
+        job.close()
+
+
+def test_every_command(start: Callable[..., Job]) -> None:
+    job = start("in_model", env={"VESCALE_TIMEOUT": "4"})
+    begin = job.expect(r"\(rank 0\) ")
+    assert "(forward)  -> out = self.down(hidden)" in begin and "not stopped" not in begin, begin
+    assert job.ask("p own") == "0\n(rank 0) "
+    assert "rank 2 is at" in job.ask("rank 2") and job.ask("p own") == "2\n(rank 2) "
+    assert "rank 7 is not here; stopped are ranks [0, 1, 2, 3]" in job.ask("rank 7")
+    answers = job.ask("all own * 10")
+    assert all(f"{rank}  {rank * 10}\n" in answers for rank in range(4)), answers
+    assert "ZeroDivisionError" in job.ask("all 1 // own")
+    assert "element [7, 3] of (10, 20) is 143.0 on rank 0 and -1.0 on rank 2" in job.ask("diff odd")
+    assert "equal on all ranks: shape (2, 6), torch.float32, tp=R" in job.ask("diff x")
+    assert "parts that ranks have in common are equal: shape (8, 6)" in job.ask("diff self.up.weight")
+    assert "text differs" in job.ask("diff own")
+    full = job.ask("full self.up.weight")
+    assert "shape (8, 6), torch.float32, tp=S(0)" in full and full.count("[") == 9, full
+    assert "own is a int, not a DTensor" in job.ask("full own")
+    where = job.ask("where")
+    for part in ("in forward of blocks.1", "plan: ", "pending collectives: none", "stopping.py(33)forward()"):
+        assert part in where, where
+    assert "vescale.breakpoint()" in job.ask("l")
+    assert job.ask("!mine = own + 40") == "(rank 2) " and job.ask("p mine") == "42\n(rank 2) "
+    assert "NameError" in job.ask("p nothing")
+    assert "would part this rank" in job.ask("interact")
+    job.ask("u")
+    assert "rank 0 is at" in job.ask("rank 0")
+    time.sleep(5)  # longer than VESCALE_TIMEOUT: no time passes at a breakpoint
+    stepped = job.ask("n")  # the line holds an all-reduce: all ranks run it
+    assert "(forward)  -> return out * 2" in stepped and "not stopped" not in stepped, stepped
+    assert "equal on all ranks: shape (2, 6)" in job.ask("diff out")
+    assert "rank 3: 3\n" in job.ask("rank all") + job.ask("p own")
+    job.send("c\n")
+    for _ in range(4):
+        job.expect(r"rank \d is done")
+    assert job.end() == 0
+
+
+LEAVING: dict[str, Callable[[Job], None]] = {
+    "q": lambda job: job.send("q\n"),
+    "Ctrl-C": lambda job: job.send("\x03"),
+    "end of input": lambda job: job.send("\x04"),
+    "SIGTERM to a rank": lambda job: os.kill(next(p for p in job.workers() if job.rank_of(p) == "2"), signal.SIGTERM),
+    "SIGTERM to the launcher": lambda job: os.kill(job.process.pid, signal.SIGTERM),
+    "death of the rank with the prompt": lambda job: os.kill(
+        next(p for p in job.workers() if job.rank_of(p) == "0"), signal.SIGKILL
+    ),
+    "dead terminal": Job.hang_up,
+    "death of the launcher": lambda job: os.kill(job.process.pid, signal.SIGKILL),
+}
+
+
+_QUICK = ("q", "Ctrl-C", "death of the rank with the prompt")
+
+
+@pytest.mark.parametrize(
+    "way", [way if way in _QUICK else pytest.param(way, marks=pytest.mark.slow) for way in LEAVING]
+)
+def test_every_way_of_leaving(start: Callable[..., Job], way: str) -> None:
+    job = start("in_loop")
+    job.expect(r"\(rank 0\) ")
+    assert len(job.workers()) >= 4
+    LEAVING[way](job)
+    assert job.end() != 0
+    assert "is done" not in job.output
+
+
+def attached(job: Job) -> subprocess.Popen[str]:
+    path = job.expect(r"vescale attach \S+").split()[-1]
+    return subprocess.Popen(
+        [sys.executable, "-m", "vescale", "attach", path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def test_a_job_without_a_terminal(start: Callable[..., Job]) -> None:
+    """Somebody attaches, and the job goes on; at the next stop the connection is lost, which ends every rank."""
+    job = start("in_loop", terminal=False)
+    first = attached(job)
+    said, _ = first.communicate("all step + 40\nc\n", timeout=LIMIT)
+    assert first.returncode == 0 and all(f"{rank}  40\n" in said for rank in range(4)), said
+    second = attached(job)
+    assert second.stdin is not None and second.stdout is not None
+    second.stdin.write("p step\n")
+    second.stdin.flush()
+    while "1" not in (line := second.stdout.readline()):
+        assert line, job.output
+    second.kill()
+    second.wait()
+    assert job.end() != 0 and "is done" not in job.output
+
+
+def test_an_exception_stops_the_job_where_it_was_raised(start: Callable[..., Job]) -> None:
+    job = start("failing")
+    begin = job.expect(r"\(rank 1\) ")
+    assert "ValueError: planted 11" in begin and '-> raise ValueError(f"planted {lost}")' in begin, begin
+    assert "(not stopped here: ranks [0, 2, 3])" in begin and job.ask("p lost").startswith("11\n")
+    job.send("c\n")
+    assert job.end() != 0 and "ValueError: planted 11" in job.output.rpartition("(rank 1)")[2]
+
+
+@pytest.mark.slow
+def test_a_condition_that_one_rank_meets_stops_all(start: Callable[..., Job]) -> None:
+    job = start("conditional")
+    assert "not stopped" not in job.expect(r"\(rank all\) ")
+    assert job.ask("p step") == "".join(f"rank {rank}: 2\n" for rank in range(4)) + "(rank all) "
+    job.send("c\n")
+    assert job.end() == 0 and job.output.count("is done") == 4

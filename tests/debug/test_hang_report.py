@@ -1,0 +1,124 @@
+"""A job that hangs ends within its timeout, on every rank, with a sentence that names the rank, the collective and
+the module."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from tests.debug.jobs import run_job
+from vescale import Plan, parallelize
+from vescale.debug import hang_report
+
+TIMEOUT = 3.0
+BAD = 1
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.before: Callable[[], None] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.up(x))
+        self.before()
+        return self.down(hidden)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def model_on_mesh() -> nn.Module:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    plan = Plan(mesh).shard(r"blocks.\d+.up.(weight|bias)", Shard(0), mesh="tp")
+    plan.shard(r"blocks.\d+.down.weight", Shard(1), mesh="tp").shard(r"blocks.\d+.down.<out>", Replicate(), mesh="tp")
+    return parallelize(Net(), plan)
+
+
+def sleeps() -> None:
+    time.sleep(60)
+
+
+def dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stops() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def raises() -> None:
+    raise ValueError("planted")
+
+
+def leaves() -> None:
+    raise SystemExit(3)
+
+
+def in_forward(fault: Callable[[], None]) -> None:
+    hang_report(TIMEOUT)
+    model: Any = model_on_mesh()
+    if dist.get_rank() == BAD:
+        model.blocks[1].before = fault
+    for _ in range(3):
+        model(torch.ones(2, 6)).backward()
+
+
+def in_user_code(fault: Callable[[], None]) -> None:
+    with hang_report(TIMEOUT):
+        for step in range(3):
+            if step == 2 and dist.get_rank() == BAD:
+                fault()
+            dist.all_reduce(torch.ones(4))
+
+
+def another_collective(_: Any) -> None:
+    hang_report(TIMEOUT)
+    dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == BAD:
+        dist.broadcast(torch.ones(4), BAD)
+    dist.barrier()
+    dist.all_reduce(torch.ones(4))
+    time.sleep(60)
+
+
+CASES: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
+    (in_forward, sleeps, r"rank 1 did not enter all_reduce number \d+ of axis 'tp' \(\d+ bytes, asked for by blocks.1.down.<out>"  # noqa: E501
+     r".* ranks \[0, 2\] have waited for .* s: rank 1 is at .*test_hang_report.py:\d+ \(sleeps\) in forward of blocks.1"),
+    (in_forward, dies, r"rank 1 (is dead|has said nothing).* in forward of blocks.1.down"),
+    (in_forward, stops, r"rank 1 did not enter all_reduce .* by blocks.1.down.* rank 1 is stopped by a signal .* in forward of blocks"),  # noqa: E501
+    (in_forward, raises, r"rank 1 has ended with ValueError: planted \(at .*test_hang_report.py:\d+ \(raises\) in forward of blocks.1\)"),  # noqa: E501
+    (another_collective, None, r"rank 1 entered broadcast number 1 of ranks \[0, 1, 2\] .*, and ranks \[0, 2\] barrier number 1"),  # noqa: E501
+    (in_user_code, sleeps, r"rank 1 did not enter all_reduce number 2 .* \(sleeps\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("work", "fault", "pattern"), CASES, ids=lambda value: getattr(value, "__name__", None))
+def test_the_job_ends_with_a_sentence(tmp_path: Path, work: Any, fault: Any, pattern: str) -> None:
+    job = run_job(work, tmp_path, fault)
+    assert all(code not in (0, None) for code in job.codes), job.text
+    said = "\n".join(job.outputs)
+    assert re.search(pattern, said), job.text
+    assert job.seconds < 30, job.text

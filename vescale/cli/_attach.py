@@ -1,0 +1,54 @@
+"""``vescale attach``: the prompt of a job that has stopped at a breakpoint and has no terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import socket
+import sys
+
+from vescale.cli._main import UsageError
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path",
+        nargs="?",
+        metavar="SOCKET",
+        help="as the job says it; default: of your jobs here the one that stopped last",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: the job went on, or was ended from here; 2: there is no job to attach to."""
+    from vescale.debug import newest_socket
+
+    path = args.path or newest_socket()
+    if path is None:
+        raise UsageError("no job of yours has stopped on this host; run it on the host that the job names")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(path)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; is the job still there?") from None
+    typing = [sys.stdin.fileno()]
+    with connection, contextlib.suppress(KeyboardInterrupt, OSError):  # who leaves ends the job: the connection is lost
+        while True:
+            ready, _, _ = select.select([connection, *typing], [], [])
+            if connection in ready:
+                data = connection.recv(65536)
+                if not data:
+                    break
+                sys.stdout.write(data.decode(errors="replace"))
+                sys.stdout.flush()
+            elif typed := os.read(typing[0], 4096):
+                connection.sendall(typed)
+            else:  # no more commands: what the last ones say is still to come
+                connection.shutdown(socket.SHUT_WR)
+                typing.clear()
+    print()
+    return 0

@@ -1,0 +1,216 @@
+"""Collectives as they run: every one that this process starts, by whatever code, while somebody observes.
+
+One :class:`Operation` is what somebody asked for: a reduce-scatter of ``vescale.comm`` that gloo carries out as an
+all-to-all and
+a local sum is one, and so is each call of ``torch.distributed`` that belongs to no such. Off, nothing is installed.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale.compat import CollectiveKernels, group_description, on_completion
+
+__all__ = ["AS_PART", "Observer", "Operation", "Part", "axes_of", "is_observed", "name_group", "observe"]
+
+
+@dataclass(eq=False)
+class Operation:
+    """A collective on this rank, from its start.
+
+    Attributes:
+        op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``send``, ...
+        number: how many operations of the group this rank has started before while somebody observed; ranks that have the
+            same number wait for each other.
+        group: the process group's name, the same on all its ranks; ranks: its global ranks; axes: the mesh axes it spans,
+            joined with ``,``, or "".
+        bytes: what this rank receives from others, as in :class:`CommRecord`.
+        asker: who asked, where that is known.
+        began, ended: in seconds of ``time.time()``; ``ended`` is None while it runs.
+        module, phase, line: whose forward or backward started it, and the line of the program; filled in by observers.
+    """
+
+    op: str
+    number: int
+    group: str
+    ranks: tuple[int, ...]
+    axes: str
+    bytes: int
+    asker: str = ""
+    began: float = field(default_factory=time.time)
+    ended: float | None = None
+    module: str = ""
+    phase: str = ""
+    line: str = ""
+    parts: list[Any] = field(default_factory=list, repr=False)
+    """Works that have not ended."""
+    is_issued: bool = False
+    """Whether the call that started it has returned."""
+
+    def work_ended(self, work: Any) -> None:
+        """One of its works has, told by the thread that ended it."""
+        self.parts = [other for other in self.parts if other is not work]
+        self.has_ended()
+
+    def has_ended(self) -> bool:
+        """Looks at the works, and lets go of them: they may hold tensors."""
+        if self.ended is None and self.is_issued:
+            self.parts = [work for work in self.parts if not work.is_completed()]
+            if not self.parts:
+                self.ended = time.time()
+        return self.ended is not None
+
+
+class Part:
+    """A scope: the calls of ``torch.distributed`` inside, on this thread, are one operation."""
+
+    __slots__ = ("asker", "before", "num_bytes", "op", "operation")
+
+    def __init__(self, op: str, num_bytes: int, asker: str) -> None:
+        self.op, self.num_bytes, self.asker = op.removesuffix("_v"), num_bytes, asker
+        self.operation: Operation | None = None
+
+    def __enter__(self) -> None:
+        self.before = getattr(_THREAD, "part", None)
+        _THREAD.part = self
+
+    def __exit__(self, *_: object) -> None:
+        _THREAD.part = self.before
+        if self.operation is not None:
+            self.operation.is_issued = True
+            self.operation.has_ended()
+
+
+class _Outside:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+AS_PART = _Outside()
+"""The scope while nobody observes."""
+
+
+class Observer:
+    """Told of operations; its methods run on the thread that starts them.
+
+    Attributes:
+        timeout: seconds that collectives are given instead of their group's timeout; None: theirs.
+    """
+
+    timeout: float | None = None
+
+    def started(self, operation: Operation) -> None:
+        """Before it runs. What is written into the operation here, all observers see."""
+
+
+_THREAD = threading.local()
+_LOCK = threading.Lock()
+_OBSERVERS: list[Observer] = []
+_KERNELS: list[CollectiveKernels] = []
+_COUNTS: dict[str, int] = {}
+# Group names are unique in a process and outlive their groups.
+_AXES: dict[str, str] = {}
+
+
+def is_observed() -> bool:
+    return bool(_OBSERVERS)
+
+
+def observe(observer: Observer) -> Callable[[], None]:
+    """Tell ``observer`` of every collective of this process from now on; the returned function ends that."""
+    with _LOCK:
+        if not _OBSERVERS:
+            _COUNTS.clear()
+            _KERNELS.append(CollectiveKernels(_run))
+        _OBSERVERS.append(observer)
+
+    def end() -> None:
+        with _LOCK:
+            if observer in _OBSERVERS:
+                _OBSERVERS.remove(observer)
+                if not _OBSERVERS:
+                    _KERNELS.pop().close()
+
+    return end
+
+
+def name_group(group: dist.ProcessGroup, axes: str) -> None:
+    """Remember which mesh axes a process group spans."""
+    _AXES[group.group_name] = axes
+
+
+def axes_of(group: dist.ProcessGroup) -> str:
+    """The mesh axes that a group spans, joined with ``,``; "" when nobody has said."""
+    known = _AXES.get(group.group_name)
+    return known if known is not None else group_description(group).partition("mesh_")[2]
+
+
+def _run(
+    name: str,
+    group: dist.ProcessGroup,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    call: Callable[[float | None], Any],
+) -> Any:
+    observers = list(_OBSERVERS)
+    part: Part | None = getattr(_THREAD, "part", None)
+    operation = part.operation if part is not None else None
+    if operation is None:
+        operation = _new(name, group, inputs, outputs, part)
+        for observer in observers:
+            observer.started(operation)
+    limits = [observer.timeout for observer in observers if observer.timeout is not None]
+    try:
+        result, work = call(max(limits) if limits else None)
+    except BaseException:
+        operation.ended = time.time()
+        raise
+    if work is not None:
+        operation.parts.append(work)
+        if all(tensor.device.type == "cpu" for tensor in (*inputs, *outputs)) and (inputs or outputs):
+            on_completion(work, lambda: operation.work_ended(work))
+    if part is None:
+        operation.is_issued = True
+        operation.has_ended()
+    return result
+
+
+def _new(
+    name: str,
+    group: dist.ProcessGroup,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    part: Part | None,
+) -> Operation:
+    group_name = str(group.group_name)
+    with _LOCK:
+        number = _COUNTS.get(group_name, 0)
+        if name not in ("send", "recv"):
+            _COUNTS[group_name] = number + 1
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if part is None:
+        return Operation(name, number, group_name, ranks, axes_of(group), _received(name, len(ranks), inputs, outputs))
+    operation = Operation(part.op, number, group_name, ranks, axes_of(group), part.num_bytes, part.asker)
+    part.operation = operation
+    return operation
+
+
+def _received(name: str, num_ranks: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
+    """Bytes that a rank receives from others by the usual algorithm."""
+    given, got = (sum(t.numel() * t.element_size() for t in side) for side in (inputs, outputs))
+    others = (num_ranks - 1) / num_ranks
+    if name == "all_reduce":
+        return math.ceil(2 * others * given)
+    if name == "reduce_scatter":
+        return math.ceil(others * given)
+    if name in ("all_gather", "all_to_all", "gather"):
+        return math.ceil(others * got)
+    return 0 if name == "send" else got

@@ -1,0 +1,30 @@
+"""Debugging on many ranks: breakpoints, hang report, communication trace, ``verify``."""
+
+from vescale.debug._breakpoint import breakpoint, on_exception
+from vescale.debug._console import newest_socket
+from vescale.debug._hang_report import HangReport, hang_report, start_from_environment
+from vescale.debug._local_ranks import ProcessFailed, messages
+from vescale.debug._trace import CommBudgetError, CommTrace, assert_comms, comm_trace
+from vescale.debug._verify import MeshVerification, Verification, verify
+from vescale.debug._verify_job import Divergence
+from vescale.plans import PlanMismatchError
+
+__all__ = [
+    "CommBudgetError",
+    "CommTrace",
+    "Divergence",
+    "HangReport",
+    "MeshVerification",
+    "PlanMismatchError",
+    "ProcessFailed",
+    "Verification",
+    "assert_comms",
+    "breakpoint",
+    "comm_trace",
+    "hang_report",
+    "messages",
+    "newest_socket",
+    "on_exception",
+    "start_from_environment",
+    "verify",
+]

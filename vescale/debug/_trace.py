@@ -1,0 +1,249 @@
+"""``comm_trace``: the collectives of a stretch of a program, as a table, a timeline and something to assert on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.comm import Observer, Operation, axes_of, name_group, observe, who_asks
+from vescale.compat import default_store, is_alone
+from vescale.debug._places import running_place
+
+__all__ = ["CommBudgetError", "CommTrace", "assert_comms", "comm_trace"]
+
+# Works of devices whose end nobody tells are looked at this often while the trace is read.
+_PATIENCE_SECONDS = 30.0
+
+
+class CommBudgetError(AssertionError):
+    """A program has communicated more, or less, than it may."""
+
+
+class CommTrace(Observer):
+    """The operations of this rank, in the order in which they began.
+
+    Attributes:
+        operations: see :class:`vescale.comm.Operation`. Groups of one rank, which move nothing, are left out.
+    """
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+
+    def started(self, operation: Operation) -> None:
+        if len(operation.ranks) == 1:
+            return
+        if not operation.line:
+            place = running_place()
+            operation.module, operation.phase, operation.line = place.module or "", place.phase, place.line
+        if not operation.asker:
+            operation.asker = who_asks()
+        self.operations.append(operation)
+
+    def count(self, op: str | None = None, axis: str | None = None) -> int:
+        """How many operations there were, of one kind and over one axis (``"tp"``, ``"dp,tp"``) where those are given."""
+        return sum(1 for operation in self._chosen(op, axis))
+
+    def bytes(self, op: str | None = None, axis: str | None = None) -> int:
+        """How many bytes this rank received from others in them."""
+        return sum(operation.bytes for operation in self._chosen(op, axis))
+
+    def _chosen(self, op: str | None, axis: str | None) -> Iterator[Operation]:
+        for operation in self.operations:
+            if op in (None, operation.op) and axis in (None, operation.axes):
+                yield operation
+
+    def assert_comms(self, *, axis: str | None = None, only: bool = False, **counts: int) -> None:
+        """Raise CommBudgetError unless each op named (``all_reduce=8``) ran so many times, over ``axis`` where given.
+
+        ``only``: and no other op did.
+        """
+        found = Counter(operation.op for operation in self._chosen(None, axis))
+        wrong = [op for op, count in counts.items() if found[op] != count]
+        others = [op for op in found if op not in counts] if only else []
+        if not wrong and not others:
+            return
+        along = f" over axis {axis!r}" if axis is not None else ""
+        texts = [f"{found[op]} {op}{along}, expected {counts.get(op, 0)}" for op in (*wrong, *others)]
+        lines = [
+            f"  {number} of {operation.asker or operation.module or operation.line or 'unknown'}: {operation.op} over "
+            f"{operation.axes or list(operation.ranks)!r}, {operation.bytes} bytes"
+            for operation, number in _grouped(op for o in (*wrong, *others) for op in self._chosen(o, axis))
+        ]
+        near = ""
+        if axis is not None and not any(True for _ in self._chosen(None, axis)) and self.operations:
+            axes = sorted({operation.axes or "(unnamed)" for operation in self.operations})
+            near = f"; axes that were used are {axes}, and comm_trace(mesh) names those of a mesh"
+        raise CommBudgetError(
+            f"rank {dist.get_rank() if dist.is_initialized() else 0} ran {'; '.join(texts)}{near}. These ran:\n"
+            + "\n".join(lines or ["  none"])
+            + "\nChange the plan entry of what is too much (vescale explain shows what each costs), or the number."
+        )
+
+    def table(self) -> Table:
+        """Operations of the same op, axis and asker in one row."""
+        table = Table(title="Collectives of this rank", title_justify="left")
+        for name in ("op", "axis", "asked for by"):
+            table.add_column(name, overflow="fold")
+        for name in ("count", "bytes", "seconds"):
+            table.add_column(name, justify="right")
+        self.wait()
+        rows: dict[tuple[str, str, str], list[Operation]] = {}
+        for operation in self.operations:
+            rows.setdefault((operation.op, operation.axes or f"{list(operation.ranks)}", _asker(operation)), []).append(
+                operation
+            )
+        for (op, axis, asker), found in rows.items():
+            seconds = sum((operation.ended or operation.began) - operation.began for operation in found)
+            table.add_row(op, axis, asker, str(len(found)), f"{sum(o.bytes for o in found):,}", f"{seconds:.4f}")
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=160, markup=False, highlight=False)
+        with console.capture() as captured:
+            console.print(self.table())
+        return captured.get()
+
+    def wait(self) -> None:
+        """Until everything that was started has ended, or has not for long."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while any(not operation.has_ended() for operation in self.operations) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Chrome trace events of this rank: one complete event for each operation, on a track for each axis."""
+        self.wait()
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        tracks = {name: number for number, name in enumerate(dict.fromkeys(map(_track, self.operations)))}
+        events: list[dict[str, Any]] = [_named("process", rank, 0, f"rank {rank}")]
+        events += [_named("thread", rank, number, name) for name, number in tracks.items()]
+        for operation in self.operations:
+            begin = operation.began
+            end = operation.ended if operation.ended is not None else begin
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"{operation.op} {_asker(operation)}".strip(),
+                    "cat": operation.op,
+                    "pid": rank,
+                    "tid": tracks[_track(operation)],
+                    "ts": begin * 1e6,
+                    "dur": max(0.0, end - begin) * 1e6,
+                    "args": {
+                        "axis": operation.axes,
+                        "ranks": list(operation.ranks),
+                        "number": operation.number,
+                        "bytes": operation.bytes,
+                        "asked for by": operation.asker,
+                        "module": operation.module,
+                        "phase": operation.phase,
+                        "line": operation.line,
+                    },
+                }
+            )
+        return events
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline of all ranks to one file, for ui.perfetto.dev or chrome://tracing; call it on every rank.
+
+        Ranks hand their events to the first one through the store; no collective. Times are those of each host's clock.
+        """
+        own = self.events()
+        everyone = [own]
+        if dist.is_initialized() and dist.get_world_size() > 1 and not is_alone():
+            store, place = default_store(), f"vescale trace {os.fspath(path)} {_next_number(os.fspath(path))}"
+            store.set(f"{place} {dist.get_rank()}", json.dumps(own))
+            if dist.get_rank() == 0:
+                everyone = [json.loads(store.get(f"{place} {rank}")) for rank in range(dist.get_world_size())]
+                for rank in range(dist.get_world_size()):
+                    store.delete_key(f"{place} {rank}")
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            first = min((e["ts"] for events in everyone for e in events if e["ph"] == "X"), default=0.0)
+            for event in (e for events in everyone for e in events if e["ph"] == "X"):
+                event["ts"] -= first
+            data = {"traceEvents": [e for events in everyone for e in events], "displayTimeUnit": "ms"}
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(json.dumps(data))
+
+
+@contextlib.contextmanager
+def comm_trace(mesh: DeviceMesh | None = None, *, save: str | os.PathLike[str] | None = None) -> Iterator[CommTrace]:
+    """Collect every collective that this process starts inside, of this library, stock PyTorch (DTensor, FSDP2, DDP)
+    and user
+    code, forward and backward.
+
+    A collective of this library is one operation, whatever the backend makes of it (gloo has no reduce-scatter: it
+    runs as an
+    all-to-all and a sum). Off, nothing is installed.
+
+    Args:
+        mesh: gives its groups the names of its axes, where nobody else has.
+        save: where :meth:`CommTrace.save` writes when the block is left without an exception.
+
+    Communication: none, but what ``save`` sends through the store.
+    """
+    if mesh is not None and mesh.get_coordinate() is not None:
+        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+        for axis, name in enumerate(names):
+            if not axes_of(mesh.get_group(axis)):
+                name_group(mesh.get_group(axis), name)
+    trace = CommTrace()
+    end = observe(trace)
+    try:
+        yield trace
+    finally:
+        end()
+    if save is not None:
+        trace.save(save)
+
+
+@contextlib.contextmanager
+def assert_comms(
+    *, axis: str | None = None, only: bool = False, mesh: DeviceMesh | None = None, **counts: int
+) -> Iterator[CommTrace]:
+    """A block that must run so many of the collectives named (``all_reduce=8``), over ``axis`` where given, on this rank.
+
+    Raises CommBudgetError when the block is left, naming what ran and who asked for it. See :meth:`CommTrace.assert_comms`.
+    """
+    with comm_trace(mesh) as trace:
+        yield trace
+    trace.assert_comms(axis=axis, only=only, **counts)
+
+
+def _asker(operation: Operation) -> str:
+    module = operation.module if operation.module and operation.module not in operation.asker else ""
+    phase = f"({operation.phase})" if operation.phase else ""
+    return " ".join(part for part in (operation.asker or module, phase) if part) or operation.line
+
+
+def _grouped(operations: Iterator[Operation]) -> list[tuple[Operation, int]]:
+    found: dict[tuple[str, str, str, int], list[Operation]] = {}
+    for operation in operations:
+        found.setdefault((operation.op, operation.axes, _asker(operation), operation.bytes), []).append(operation)
+    return [(same[0], len(same)) for same in found.values()]
+
+
+def _track(operation: Operation) -> str:
+    return f"axis {operation.axes}" if operation.axes else f"ranks {list(operation.ranks)}"
+
+
+def _named(kind: str, rank: int, number: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{kind}_name", "pid": rank, "tid": number, "args": {"name": name}}
+
+
+_SAVED: Counter[str] = Counter()
+
+
+def _next_number(path: str) -> int:
+    _SAVED[path] += 1
+    return _SAVED[path]

@@ -1,0 +1,222 @@
+"""``verify``: the same model on one device and on meshes of local ranks, compared value by value."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale.debug._hang_report import hang_report
+from vescale.debug._local_ranks import ProcessFailed, messages
+from vescale.debug._verify_job import Divergence, Job, run_mesh, run_one_device
+from vescale.plans import MeshAxes, Plan
+
+__all__ = ["MeshVerification", "Verification", "verify"]
+
+MeshSizes = str | Mapping[str, int] | MeshAxes
+
+
+@dataclass(frozen=True)
+class MeshVerification:
+    """What was found on one mesh.
+
+    Attributes:
+        axes: the mesh.
+        compared: how many values of each kind were compared on a rank.
+        worst: for each kind, the largest difference in units of its bound.
+        divergence: the first value that is not what one device computes.
+        error: why the ranks did not come to an end, if they did not.
+    """
+
+    axes: MeshAxes
+    compared: Mapping[str, int]
+    worst: Mapping[str, float]
+    divergence: Divergence | None = None
+    error: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        return self.divergence is None and not self.error
+
+    def text(self) -> str:
+        if self.error:
+            return f"{self.axes}: FAILED: {self.error}"
+        if self.divergence is not None:
+            return f"{self.axes}: DIFFERENT: the first difference is {self.divergence.text()}"
+        counts = ", ".join(f"{count} {_plural(kind)}" for kind, count in self.compared.items())
+        worst = max(self.worst.values(), default=0.0)
+        return f"{self.axes}: EQUAL: {counts}; the largest difference is {worst:.2f} of what the order of additions explains"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "mesh": dict(zip(self.axes.names, self.axes.sizes)),
+            "verdict": "equal" if self.is_equal else "failed" if self.error else "different",
+            "compared": dict(self.compared),
+            "largest_difference_in_bounds": {
+                kind: ratio if math.isfinite(ratio) else None for kind, ratio in self.worst.items()
+            },
+            "divergence": _finite(self.divergence.to_json()) if self.divergence is not None else None,
+            "error": self.error or None,
+        }
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The meshes of one call of :func:`verify`; true when all are equal to one device."""
+
+    meshes: tuple[MeshVerification, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        return all(mesh.is_equal for mesh in self.meshes)
+
+    def __bool__(self) -> bool:
+        return self.is_equal
+
+    def __str__(self) -> str:
+        return "\n".join(mesh.text() for mesh in self.meshes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verdict": "equal" if self.is_equal else "different",
+            "meshes": [mesh.to_json() for mesh in self.meshes],
+        }
+
+
+def verify(
+    model_fn: Callable[[], nn.Module],
+    plan: Plan | Callable[[Any], Plan],
+    batch: Any,
+    meshes: Sequence[MeshSizes] | None = None,
+    *,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None = None,
+    steps: int = 2,
+    seed: int = 0,
+    timeout: float = 60.0,
+) -> Verification:
+    """Train on one device and on each mesh (local gloo processes), and compare everything.
+
+    ===============================================  ==================================================================
+    must be equal bit for bit                        within the bound
+    ===============================================  ==================================================================
+    initial parameters and buffers; the generator's  outputs of all modules, the loss, gradients of all modules' inputs
+    state before and after each module's forward     and outputs, and of parameters; state of the optimizer and
+    and each step; masks of dropout modules          parameters and buffers after each step
+    ===============================================  ==================================================================
+
+    Each rank compares all of it, gathered, with one device: replicas that differ are found on the rank that has them. The
+    bound is derived from the model, see ``docs/debug.md``. Everything is kept for one step's comparison: use a small
+    batch, and
+    a small configuration of a large model.
+
+    Args:
+        model_fn: builds the model; a function of a module, which other processes can import (not a lambda).
+        plan: the plan, whose axes are the meshes'; or a function of a module that gives one for a DeviceMesh.
+        batch: arguments of the forward: a tensor, a tuple, or a dict of keywords.
+        meshes: ``"dp=2,tp=2"``, ``{"tp": 4}``; axes that are left out have one rank. None: the plan's own.
+        loss_fn: of the model's output; by default its loss, or a sum with another gradient for every element.
+        optimizer_fn: of a list of parameters; by default SGD with momentum.
+        steps: of training; the second one sees what the first has left.
+        timeout: seconds after which a collective that hangs ends a mesh's run.
+
+    Raises ValueError for meshes and plans that do not go together, TypeError for functions that other processes
+    cannot import.
+    """
+    if steps < 1:
+        raise ValueError(f"verify: steps is {steps}; train at least one step")
+    own = plan.axes if isinstance(plan, Plan) else None
+    chosen = [_axes(mesh, own) for mesh in (meshes if meshes is not None else [own] if own is not None else [])]
+    if not chosen:
+        raise ValueError("verify: no mesh; pass meshes=['tp=2'], or a plan with sizes")
+    for what, function in (
+        ("model_fn", model_fn),
+        ("loss_fn", loss_fn),
+        ("optimizer_fn", optimizer_fn),
+        ("plan", plan),
+    ):
+        if not isinstance(function, Plan):
+            _check_importable(what, function)
+    entries = plan.entries if isinstance(plan, Plan) else plan
+    given = (batch,) if isinstance(batch, torch.Tensor) else batch
+    with tempfile.TemporaryDirectory(prefix="vescale-verify-") as folder:
+        job = Job(model_fn, entries, given, chosen[0], loss_fn, optimizer_fn, steps, seed, timeout)
+        job = replace(job, reference=os.path.join(folder, "one device.pt"))
+        return Verification(tuple(_run(replace(job, axes=axes), folder) for axes in chosen))
+
+
+def _run(job: Job, folder: str) -> MeshVerification:
+    first: tuple[int, Divergence] | None = None
+    compared: dict[str, int] = {}
+    worst: dict[str, float] = {}
+    try:
+        if not os.path.exists(job.reference):
+            with contextlib.closing(messages(_one_device, 0, job)) as received:
+                for _ in received:
+                    pass
+        with contextlib.closing(messages(_mesh, math.prod(job.axes.sizes), job)) as received:
+            for _, (found,) in received:
+                compared = found.counts
+                worst = {kind: max(ratio, worst.get(kind, 0.0)) for kind, ratio in found.worst.items()}
+                if found.divergence is not None and (first is None or _before(found.divergence, first)):
+                    first = found.divergence
+    except ProcessFailed as failure:
+        reports = sorted(Path(folder).glob("vescale-hang-*"))
+        said = reports[-1].read_text().partition("\n")[0] if reports else str(failure).strip().rpartition("\n")[2]
+        return MeshVerification(job.axes, compared, worst, error=said)
+    return MeshVerification(job.axes, compared, worst, first[1] if first is not None else None)
+
+
+def _before(a: tuple[int, Divergence], b: tuple[int, Divergence]) -> bool:
+    return (a[0], a[1].rank) < (b[0], b[1].rank)
+
+
+def _one_device(job: Job, rank: int, send: Any) -> None:
+    run_one_device(job)
+
+
+def _mesh(job: Job, rank: int, send: Any) -> None:
+    if rank >= 0:
+        hang_report(job.timeout, folder=os.path.dirname(job.reference))
+        send((run_mesh(job, rank),))
+
+
+def _axes(mesh: MeshSizes, own: MeshAxes | None) -> MeshAxes:
+    found = MeshAxes.parse(mesh) if isinstance(mesh, str) else MeshAxes.of(mesh)
+    if own is None:
+        return found
+    unknown = [name for name in found.names if name not in own.names]
+    if unknown:
+        raise ValueError(f"verify: the plan has no axis {unknown[0]!r}; give sizes of {', '.join(own.names)}")
+    sizes = dict(zip(found.names, found.sizes))
+    return MeshAxes.of({name: sizes.get(name, 1) for name in own.names})
+
+
+def _check_importable(what: str, function: Any) -> None:
+    import pickle
+
+    try:
+        pickle.dumps(function)
+    except Exception as error:
+        raise TypeError(
+            f"verify: {what} is {function!r}, which other processes cannot import ({error}); define it at the top level of a "  # noqa: E501
+            "module"
+        ) from None
+
+
+def _plural(kind: str) -> str:
+    return {"loss": "losses", "optimizer": "states of the optimizer", "generator": "generator states"}.get(
+        kind, f"{kind}s"
+    )
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}

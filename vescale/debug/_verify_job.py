@@ -1,0 +1,264 @@
+"""What the processes of ``verify`` do: one device, with the bounds; and the ranks of a mesh, which compare themselves."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from vescale.compat import map_tensors, tensors_in
+from vescale.debug._recorder import Recorder, Value, run_step
+from vescale.ir import Program, lower
+from vescale.plans import Entry, MeshAxes, Plan
+from vescale.runtime import parallelize
+
+__all__ = ["Comparison", "Divergence", "Job", "run_mesh", "run_one_device"]
+
+_SAFETY = 4.0
+_SAMPLES = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """One verification; picklable. ``entries`` are a plan's, or a function of the mesh that returns the plan."""
+
+    model_fn: Callable[[], nn.Module]
+    entries: tuple[Entry, ...] | Callable[[Any], Plan]
+    batch: Any
+    axes: MeshAxes
+    loss_fn: Callable[[Any], torch.Tensor] | None
+    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None
+    num_steps: int
+    seed: int
+    timeout: float
+    reference: str = ""
+    """File with what one device computed, written by the first verification of several."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first value, in the order of execution, that is not what one device computes.
+
+    Attributes:
+        step: of the training, from 0.
+        kind, module, what, op: see :class:`vescale.debug.Value`.
+        rank: the first that has it so.
+        index: of the first element that differs.
+        found, expected: that element; or the shapes or dtypes, where those differ.
+        difference, bound: largest absolute difference, and what additions in another order explain.
+        entries: instructions and plan entries that govern the value, with their place.
+    """
+
+    step: int
+    kind: str
+    module: str
+    what: str
+    op: str
+    rank: int
+    index: tuple[int, ...]
+    found: str
+    expected: str
+    difference: float
+    bound: float
+    entries: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        where = f"{self.module}.{self.what}" if self.module else self.what
+        op = f" ({self.op})" if self.op else ""
+        limit = "must be bit-equal" if self.bound == 0 else f"another order of additions explains {self.bound:.1e}"
+        governed = "; ".join(self.entries) or "no entry of the plan: Replicate"
+        return (
+            f"{self.kind} {where}{op} of step {self.step}, on rank {self.rank}: element {list(self.index)} is {self.found}, "
+            f"expected {self.expected}; the largest difference is {self.difference:.1e}, and {limit}. "
+            f"Governed by {governed}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "index": list(self.index), "entries": list(self.entries)}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one rank found: the first divergence with its place in the order of execution, if there is one; how many values
+    of each kind were compared; the largest difference of each kind, in units of its bound."""
+
+    divergence: tuple[int, Divergence] | None
+    counts: dict[str, int]
+    worst: dict[str, float]
+
+
+def _start(job: Job) -> tuple[nn.Module, Any]:
+    torch.manual_seed(job.seed)
+    model = job.model_fn()
+    model.train()
+    return model, map_tensors(torch.Tensor.clone, job.batch)
+
+
+def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if job.optimizer_fn is not None:
+        return job.optimizer_fn(parameters)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def run_one_device(job: Job) -> None:
+    """Write what one device computes to ``job.reference``, with a bound for each value.
+
+    The bound is how far the values move when every output and every gradient of a module is perturbed by one unit of
+    rounding (the largest of some samples: how the model amplifies errors), times the error of adding as many numbers as its
+    longest sum has in another order, about sqrt(n) units, times a safety factor of 4.
+    """
+    values: dict[str, torch.Tensor] = {}
+    order: list[tuple[int, str, str, str, str]] = []
+
+    def keep(value: Value, tensor: torch.Tensor) -> None:
+        order.append((value.step, value.kind, value.module, value.what, value.op))
+        values[value.key] = tensor.clone()
+
+    _train(job, keep)
+    moved: dict[str, float] = {}
+    for sample in range(_SAMPLES):
+        noise = torch.Generator().manual_seed(sample)
+
+        def compare(value: Value, tensor: torch.Tensor) -> None:
+            known = values.get(value.key)
+            if known is not None and known.shape == tensor.shape and known.is_floating_point():
+                moved[value.key] = max(moved.get(value.key, 0.0), _largest(tensor, known))
+
+        def perturb(tensor: torch.Tensor, noise: torch.Generator = noise) -> torch.Tensor:
+            signs = torch.randint(0, 2, tensor.shape, generator=noise).to(tensor.dtype) * 2 - 1
+            return tensor * (1 + torch.finfo(tensor.dtype).eps * signs)
+
+        _train(job, compare, perturb)
+    longest = _longest_sum(values, job.batch)
+    bounds = {}
+    for key, tensor in values.items():
+        if tensor.is_floating_point():
+            unit = torch.finfo(tensor.dtype).eps
+            size = float(tensor.abs().max()) if tensor.numel() else 0.0
+            size = size if math.isfinite(size) else 0.0
+            bounds[key] = _SAFETY * math.sqrt(longest) * (moved.get(key, 0.0) + unit * size)
+    torch.save({"order": order, "values": values, "bounds": bounds}, job.reference)
+
+
+def _train(job: Job, take: Any, perturb: Any = None) -> None:
+    model, batch = _start(job)
+    recorder = Recorder(model, take, perturb=perturb)
+    optimizer = _optimizer(job, model)
+    for step in range(job.num_steps):
+        run_step(model, optimizer, recorder, step, batch, job.loss_fn)
+
+
+def _longest_sum(values: dict[str, torch.Tensor], batch: Any) -> int:
+    """The most numbers that one value of the model is a sum of: a dim of a parameter, or the rows of a batch."""
+    dims = [max(tensor.shape, default=1) for key, tensor in values.items() if "|parameter|" in key]
+    rows = [tensor.numel() for tensor in tensors_in(batch)]
+    return max([1, *dims, *rows])
+
+
+def run_mesh(job: Job, rank: int) -> Comparison:
+    """Train as one rank, and compare with one device."""
+    reference = torch.load(job.reference, weights_only=True, mmap=True)
+    values, bounds = reference["values"], reference["bounds"]
+    places = {Value(*fields).key: (number, fields) for number, fields in enumerate(reference["order"])}
+    mesh = init_device_mesh("cpu", job.axes.sizes, mesh_dim_names=job.axes.names)
+    if callable(job.entries):
+        plan = job.entries(mesh)
+    else:
+        plan = Plan(mesh)
+        for entry in job.entries:
+            plan.add(entry)
+    model, batch = _start(job)
+    program = lower(plan, model)
+    parallelize(model, plan)
+    counts: Counter[str] = Counter()
+    worst: dict[str, float] = {}
+    first: list[tuple[int, Divergence]] = []
+    taken: set[str] = set()
+
+    def compare(value: Value, tensor: torch.Tensor) -> None:
+        place = places.get(value.key)
+        if place is None:
+            return  # one device has nothing of that name: a gradient that nobody needs
+        taken.add(value.key)
+        counts[value.kind] += 1
+        bound = 0.0 if value.is_exact else bounds.get(value.key, 0.0)
+        found = _difference(value, place[1][4], rank, tensor, values[value.key], bound)
+        if bound and tensor.shape == values[value.key].shape:
+            worst[value.kind] = max(worst.get(value.kind, 0.0), _largest(tensor, values[value.key]) / bound)
+        if found is not None and (not first or place[0] < first[0][0]):
+            first[:] = [(place[0], found)]
+
+    recorder = Recorder(model, compare)
+    optimizer = _optimizer(job, model)
+    for step in range(job.num_steps):
+        run_step(model, optimizer, recorder, step, batch, job.loss_fn)
+    for key, (number, (step, kind, module, what, op)) in places.items():
+        must = kind in ("parameter gradient", "optimizer", "output", "loss")
+        if must and key not in taken and (not first or number < first[0][0]):
+            missing = Divergence(step, kind, module, what, op, rank, (), "nothing", "a tensor", math.inf, 0.0)
+            first[:] = [(number, missing)]
+    divergence = None
+    if first:
+        number, found = first[0]
+        divergence = number, Divergence(**{**found.__dict__, "entries": _governing(program, found)})
+    return Comparison(divergence, dict(counts), worst)
+
+
+def _difference(
+    value: Value, op: str, rank: int, found: torch.Tensor, expected: torch.Tensor, bound: float
+) -> Divergence | None:
+    def diverges(index: tuple[int, ...], own: str, other: str, difference: float) -> Divergence:
+        return Divergence(
+            value.step, value.kind, value.module, value.what, op, rank, index, own, other, difference, bound
+        )
+
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        own, other = (f"{tuple(t.shape)} {t.dtype}" for t in (found, expected))
+        return diverges((), own, other, math.inf)
+    if bound == 0.0 or not found.is_floating_point():
+        same = (found == expected) | ((found != found) & (expected != expected))
+    else:
+        same = ((found - expected).abs() <= bound) | (found == expected) | (found.isnan() & expected.isnan())
+    if bool(same.all()):
+        return None
+    index = tuple(int(i) for i in (~same).nonzero()[0]) if same.ndim else ()
+    own, other = (f"{t[index].item()!r}" for t in (found, expected))
+    return diverges(index, own, other, _largest(found, expected))
+
+
+def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest absolute difference; infinite where one is no number and the other is."""
+    if a.numel() == 0:
+        return 0.0
+    difference = (a.double() - b.double()).abs()
+    difference = torch.where((a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() else a == b, 0.0, difference)
+    return float(difference.nan_to_num(nan=math.inf).max())
+
+
+def _governing(program: Program, found: Divergence) -> tuple[str, ...]:
+    """Instructions for the value, else for what is around it; with the plan's lines."""
+    own = [i for i in program if i.path == found.module]
+    name = found.what.partition(" ")[0].removesuffix(".grad")
+    path = f"{found.module}.{name}".strip(".")
+    tensor = [i for i in program if f"{i.path}.{i.target}".strip(".") == path]
+    target = "<in>" if "<in" in found.what else "<out>"
+    boundary = [i for i in own if i.target == target]
+    parameters = [
+        i
+        for i in program
+        if f"{i.path}.{i.target}".rpartition(".")[0].strip(".") == found.module and i.source is not None
+    ]
+    chosen = tensor or [*boundary, *(i for i in parameters if i not in boundary)]
+    around = found.module
+    while not chosen and around:  # what it was made from comes from the modules around it
+        around = around.rpartition(".")[0]
+        chosen = [i for i in program if i.path == around and i.target == "<in>" and i.source is not None]
+    texts = [f"`{i.text(program.axes)}`" + (f" of {i.source}" if i.source is not None else "") for i in chosen]
+    return tuple(dict.fromkeys(texts))

@@ -1,0 +1,167 @@
+"""Do all ranks bring the same plan, program, model and seed? Asked through the store, before the first collective."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from vescale.comm import Consensus, ConsensusError, Description, Difference, compare_descriptions
+from vescale.ir import Program
+from vescale.plans import Phase, Plan, PlanError, PlanMismatchError, phase_text, placement_text
+from vescale.rng import fingerprint, is_deferred
+
+__all__ = ["preflight"]
+
+# Sections of what a rank brings, and the edit for ranks that differ in one.
+_EDITS = {
+    "versions": "install the same versions on every host",
+    "mesh": "give every rank the same mesh",
+    "plan": "build the same plan on every rank",
+    "problem": "give every rank the plan and the model that the others have",
+    "parameters and buffers": "build the same model, in the same order and dtype, on every rank",
+    "program": "build the same model and the same plan on every rank",
+    "values": "seed every rank alike before the model is built (torch.manual_seed), or load the same checkpoint",
+    "random state": "seed every rank alike (torch.manual_seed) before parallelize, and draw numbers that differ by rank "
+    "from a torch.Generator of their own: ops on DTensors draw from the default one",
+}
+
+
+def preflight(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    *,
+    plan: Plan | None = None,
+    program: Program | None = None,
+    problem: PlanError | None = None,
+) -> None:
+    """Compare what the ranks bring. No collective; one round through the rendezvous store.
+
+    Args:
+        model: not placed yet.
+        mesh: whose ranks are about to run the model; None: all ranks.
+        plan, program: what this rank has of them.
+        problem: why this rank has no program.
+
+    Raises:
+        PlanMismatchError: the same on every rank: what differs, how, and on which ranks; or which ranks have not come. Of
+            tensors on the meta device, and of DTensors, values are not compared; of deferred ones, how they would be
+            computed.
+        PlanError: ``problem``, when every rank has the same one.
+    """
+    if _is_shared(mesh):
+        ranks = range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
+        name = type(model).__name__
+        sections: Description = {
+            "versions": [("torch", torch.__version__)],
+            "mesh": [("axes", _axes_text(mesh, plan, program))],
+            "plan": list(_plan_entries(plan)) if plan is not None else [],
+            "parameters and buffers": list(_tensors(model)),
+            "problem": [("lowering the plan", str(problem) if problem is not None else "possible")],
+            "program": list(_instructions(program)) if program is not None else [],
+            "values": list(_values(model)) if program is not None else [],
+            "random state": list(_random_state(mesh)),
+        }
+        try:
+            found = compare_descriptions(
+                sections, Consensus(ranks, "parallelize"), lambda: f"parallelize({name}, plan)"
+            )
+        except ConsensusError as error:
+            raise PlanMismatchError(
+                f"{error}; call parallelize on every rank of the mesh, as often and in the same order", error.ranks
+            ) from None
+        if found is not None:
+            raise PlanMismatchError(
+                f"ranks disagree about parallelize({name}, plan): {_text(found)}; {_EDITS[found.section]}", found.ranks
+            ) from problem
+    if problem is not None:
+        raise problem
+
+
+def _is_shared(mesh: DeviceMesh | None) -> bool:
+    if not dist.is_initialized():
+        return False
+    return dist.get_world_size() > 1 if mesh is None else mesh.size() > 1 and mesh.get_coordinate() is not None
+
+
+def _text(found: Difference) -> str:
+    return found.text() if found.section != "values" else f"{found.name} has other values: {found.text()}"
+
+
+def _axes_text(mesh: DeviceMesh | None, plan: Plan | None, program: Program | None) -> str:
+    axes = plan.axes if plan is not None else program.axes if program is not None else ""
+    return f"{axes}" if mesh is None else f"{axes} over ranks {mesh.mesh.tolist()} on {mesh.device_type}"
+
+
+def _plan_entries(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Entries by kind and path; numbered where a path has several."""
+    seen: Counter[str] = Counter()
+    for entry in plan.entries:
+        name = f"{type(entry).__name__.removesuffix('Entry').lower()} {entry.path}"
+        seen[name] += 1
+        said = (
+            f"{field.name}={_value_text(getattr(entry, field.name))}"
+            for field in fields(entry)
+            if field.name not in ("path", "source") and getattr(entry, field.name) not in (None, ())
+        )
+        yield name if seen[name] == 1 else f"{name} (number {seen[name]})", ", ".join(said)
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, Phase):
+        return phase_text(value)
+    if isinstance(value, tuple):
+        return "{" + ", ".join(f"{axis}: {placement_text(placement)}" for axis, placement in value) + "}"
+    return str(value)
+
+
+def _instructions(program: Program) -> Iterator[tuple[str, str]]:
+    seen: Counter[str] = Counter()
+    for instruction in program:
+        target = f"{instruction.target}:{'*' if instruction.index is None else instruction.index}"
+        name = f"{instruction.path}.{instruction.hook.value}:{target}".lstrip(".")
+        seen[name] += 1
+        yield name if seen[name] == 1 else f"{name} (number {seen[name]})", instruction.op.text(program.axes)
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, tensor in _named_tensors(model):
+        grad = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
+        yield name, f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{grad}"
+
+
+def _values(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, tensor in _named_tensors(model):
+        yield name, f"sum of bits {_sum_of_bits(tensor):x}"
+
+
+def _random_state(mesh: DeviceMesh | None) -> Iterator[tuple[str, str]]:
+    yield "the default generator", _generator_text(torch.initial_seed(), torch.get_rng_state())
+    if mesh is not None and mesh.device_type == "cuda":
+        yield "the default generator (cuda)", _generator_text(torch.cuda.initial_seed(), torch.cuda.get_rng_state())
+
+
+def _generator_text(seed: int, state: torch.Tensor) -> str:
+    return f"seed {seed}, state {hashlib.sha256(state.numpy().tobytes()).hexdigest()[:12]}"
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    """A number that changes with any one element; sums of bit patterns, so that it costs one pass."""
+    if is_deferred(tensor):
+        return fingerprint(tensor)
+    if tensor.is_meta or isinstance(tensor, DTensor) or tensor.numel() == 0:
+        return 0
+    with torch.no_grad():
+        width = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
+        return int(tensor.detach().contiguous().view(-1).view(width).sum(dtype=torch.int64))
