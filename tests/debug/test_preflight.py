@@ -45,6 +45,10 @@ def another_path(mesh: Any) -> None:
     parallelize(Net(), plan_of(mesh).shard("down.weight", Shard(1), mesh="tp"))
 
 
+def an_attention_entry(mesh: Any) -> None:
+    parallelize(Net(), plan_of(mesh).attention("up", "ulysses", mesh="tp"))
+
+
 def a_plan_that_cannot_be(mesh: Any) -> None:
     parallelize(Net(), plan_of(mesh).shard("sideways.weight", Shard(1), mesh="tp"))
 
@@ -102,6 +106,7 @@ def another_torch(mesh: Any) -> None:
 CASES: list[tuple[Callable[[Any], None], str]] = [
     (another_entry, r"'shard up.weight' of plan is placements={tp: S\(0\)}.* ranks \[0, 1, 3\] and placements={tp: S\(1\)}"),
     (another_path, r"'shard down.weight' of plan is nothing on ranks \[0, 1, 3\] and .* on rank 2; build the same plan"),
+    (an_attention_entry, r"'attention up' of plan is nothing on ranks \[0, 1, 3\] and methods={tp: ulysses} on rank 2"),
     (a_plan_that_cannot_be, r"'shard sideways.weight' of plan is nothing on ranks \[0, 1, 3\]"),
     (a_misfit, r"'up.weight' of parameters and buffers is \(8, 4\) .* and \(9, 4\) float32 on rank 2"),
     (another_shape, r"'up.weight' of parameters and buffers is \(8, 4\) .* and \(16, 4\) float32 on rank 2"),

@@ -51,6 +51,21 @@ def test_sequence_parallel_llama_has_ten_gathers_and_ten_scatters() -> None:
     assert len(norms) == 5 and all("norm" in c.path and c.op == "all_reduce" for c in norms)
 
 
+@pytest.mark.parametrize("method", [None, "all_gather", "ulysses"])
+def test_context_parallel_llama_reduces_all_gradients_over_both_axes(method: Any) -> None:
+    """Batch and sequence are cut, labels are not; both are the same tensor, which is two inputs for all that."""
+    plan = Plan({"dp": 2, "cp": 2}).shard("<in:input_ids>", {"dp": Shard(0), "cp": Shard(1)})
+    if method is not None:
+        plan.attention(r"model.layers.\d+.self_attn", method, mesh="cp")
+    prediction = predict_llama(plan)
+    assert prediction.stopped is None and not boundaries(prediction)
+    gradients = Counter((c.axis, c.op) for c in prediction.collectives)
+    num_parameters = len(list(llama().parameters()))
+    assert gradients == {("dp", "all_reduce"): num_parameters, ("cp", "all_reduce"): num_parameters}
+    assert {bucket.axes for bucket in prediction.buckets} == {("dp", "cp")}
+    assert not prediction.unbucketed
+
+
 def test_bytes_count_what_the_other_axes_leave() -> None:
     prediction = predict_llama(plan_zoo.load("llama", {"dp": 2, "tp": 4 // 2}), num_layers=1)
     activation = 4 * 16 * 64 * 4 // 2  # half the batch on each rank of dp
@@ -224,7 +239,7 @@ R, S0 = Replicate(), Shard(0)
         ("embedding", [S0, R], [(4,), (6, 8)], (4, 8), (), S0),
         ("embedding", [S0, S0], [(4,), (6, 8)], (4, 8), (), None),
         ("scaled_dot_product_attention", [Shard(1), R, R], [(2, 4, 8, 3)] * 3, (2, 4, 8, 3), (), Shard(1)),
-        ("scaled_dot_product_attention", [Shard(2), R, R], [(2, 4, 8, 3)] * 3, (2, 4, 8, 3), (), None),
+        ("scaled_dot_product_attention", [Shard(2), R, R], [(2, 4, 8, 3)] * 3, (2, 4, 8, 3), (), Shard(2)),
         ("whatever", [R, R], [(4,), (4,)], (4,), (), R),
         ("whatever", [S0], [(4,)], (4,), (), None),
     ],

@@ -160,6 +160,8 @@ def _entry_text(entry: Any) -> str:
     def text(placements: Iterable[tuple[str, Any]]) -> str:
         return ", ".join(f"{axis}={placement_text(placement)}" for axis, placement in placements)
 
+    if hasattr(entry, "methods"):
+        return ", ".join(f"{axis}={method}" for axis, method in entry.methods)
     if hasattr(entry, "placements"):
         return text(entry.placements) + (" given=local" if getattr(entry, "given", "") == "local" else "")
     if hasattr(entry, "src"):
@@ -274,7 +276,7 @@ def _print_collectives(console: Console, prediction: Prediction | None, inputs: 
         console.print(f"the walk stopped before the model's output, what follows is missing: {prediction.stopped}")
     console.print(
         "Gradients are listed one by one, and reduced in buckets. Not predicted: what ops themselves communicate, such "
-        "as a loss over a sharded vocabulary."
+        "as a loss over a sharded vocabulary, or attention over a cut sequence."
     )
     if prediction.buckets:
         console.print()

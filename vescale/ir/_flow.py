@@ -166,8 +166,11 @@ def _same_shape_dim(flow: Flow) -> Lie:
 
 
 def _attention(flow: Flow) -> Lie:
-    """Attention over a part of the batch or of the heads: the query's, whether keys and values are cut alike or whole."""
+    """Attention over a part of the batch or of the heads: the query's, whether keys and values are cut alike or whole. Over
+    a part of the sequence: the query's, whatever is exchanged for it."""
     query, *others = flow.lies[:3]
+    if shard_dim(query) == flow.tensors[0].ndim - 2:  # type: ignore[arg-type]
+        return query
     if type(query) is not Shard or query.dim > 1:
         return None
     return query if all(lie == query or isinstance(lie, Replicate) for lie in others) else None

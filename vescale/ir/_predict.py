@@ -244,10 +244,10 @@ class _Walk:
         if not isinstance(value, torch.Tensor):
             return value
         named = f"{side[:-1]}:{key}>" if key in crossings else side
+        copy = value.view_as(value)  # other users of the tensor, and other inputs that are it too, see it as it was
         if isinstance(op, Wrap):
-            self.tags[value] = tuple(_Tag(placement) for placement in op.placements)
-            return value
-        copy = value.view_as(value)  # other users of the tensor see it as it was
+            self.tags[copy] = tuple(_Tag(placement) for placement in op.placements)
+            return copy
         if isinstance(op, Local):
             self.tags[copy] = tuple(_Tag(placement) for placement in op.outputs)
             return copy

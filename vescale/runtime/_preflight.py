@@ -118,7 +118,8 @@ def _value_text(value: object) -> str:
     if isinstance(value, Phase):
         return phase_text(value)
     if isinstance(value, tuple):
-        return "{" + ", ".join(f"{axis}: {placement_text(placement)}" for axis, placement in value) + "}"
+        said = ((axis, what if isinstance(what, str) else placement_text(what)) for axis, what in value)
+        return "{" + ", ".join(f"{axis}: {what}" for axis, what in said) + "}"
     return str(value)
 
 
