@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.fsdp.compare import by_block, full, mesh_of
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
+from vescale import rng
 from vescale.fsdp import fully_shard
 from vescale.placements import RaggedShard, StridedRaggedShard, distribute_tensor
 
@@ -172,6 +173,18 @@ def meta_device() -> None:
     for p in model.parameters():
         nn.init.constant_(p, 0.5)
     assert all(bool((value == 0.5).all()) for value in values(model).values())
+    rng.disable()  # whatever other tests have left on
+    with torch.device("meta"):
+        model = Net()
+    by_block(model, fully_shard, mesh_of())
+    model.to_empty(device="cpu")
+    plain = Net()
+    for one in (model, plain):  # the usual way: sharded parameters are drawn, and are those of one device
+        torch.manual_seed(11)
+        for part in one.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+    assert_same(values(model), values(plain))
     model.double()
     model.half()
     assert {p.dtype for p in model.parameters()} == {torch.float16}

@@ -21,6 +21,7 @@ from vescale.fsdp._parameter import find_slots
 from vescale.fsdp._state import ModuleState, state_of
 from vescale.placements import install as install_placements
 from vescale.rng import check_recorded_alike, has_deferred, is_deferred, materialize
+from vescale.rng import enable as enable_random_ops
 
 __all__ = ["fully_shard", "give_methods"]
 
@@ -101,6 +102,9 @@ def fully_shard(
             ``vescale.buffer.GranularityTable``); None for "anywhere". Names are relative to ``module``.
         alignment_bytes: shards, and tensors in them, start at multiples of this.
 
+    Random ops on DTensors have single-device semantics from then on (``vescale.rng.enable()``), so that initializing shards
+    after ``to_empty()`` gives the numbers of one device where ranks are seeded alike.
+
     A module built inside ``vescale.deferred_init()`` needs no :func:`vescale.materialize`: each rank computes only its part
     of every parameter, and buffers whole. (One all-reduce of 16 bytes on each axis tells whether the ranks recorded alike.)
 
@@ -113,6 +117,7 @@ def fully_shard(
         RuntimeError: ranks that recorded other constructors or seeds, of a deferred module.
     """
     install_placements()
+    enable_random_ops()  # for reset_parameters() on shards, after to_empty()
     modules = _roots(module)
     axes = _axes(mesh, dp_mesh_dims)
     ignored = set(ignored_params or ())
