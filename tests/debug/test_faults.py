@@ -178,6 +178,7 @@ def one_more_collective(_: Any) -> None:
 AT = r".*test_faults.py:\d+"
 SLEEPS = r"rank 1 did not enter .* rank 1 is at .*\(sleeps\)"
 RAISED = r"rank 1 has ended with ValueError: planted \(at .*\(raises\)"
+GONE = r"rank 1 (is dead|has said nothing)"
 ALL: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
     (another_plan, None, r"PlanMismatchError: .*'shard .*blocks.*up.weight' of plan is .* on rank 1"),
     (another_dtype, None, r"PlanMismatchError: .*'blocks.0.up.weight' of parameters .* float64 on rank 1"),
@@ -189,9 +190,9 @@ ALL: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
     (in_forward, sleeps, SLEEPS + " in forward of blocks.1"),
     (in_forward, spins, r"rank 1 did not enter .* rank 1 is at .*\(spins\) in forward of blocks.1"),
     (in_forward, raises, RAISED + " in forward of blocks.1"),
-    (in_forward, dies, r"rank 1 (is dead|has said nothing).* in forward of blocks.1"),
+    (in_forward, dies, GONE + r".* in forward of blocks.1|by blocks.1.down.* " + GONE),
     (in_forward, stops, r"rank 1 did not enter .* by blocks.1.down.* rank 1 is stopped by a signal"),
-    (in_forward, leaves, r"rank 1 (is dead|has said nothing).* in forward of blocks.1"),
+    (in_forward, leaves, GONE + r".* in forward of blocks.1|by blocks.1.down.* " + GONE),
     (in_forward, waits_for_others, r"rank 1 did not enter .*blocks.1.down.*\(waits_for_others\) in forward of blocks.1"),
     (in_backward, sleeps, SLEEPS + " in backward"),
     (in_backward, raises, RAISED + " in backward of blocks.1.up"),
