@@ -42,7 +42,7 @@ HOSTILE: dict[str, str] = {
     "comments": "# x\n" * 120_000 + "a\n",
     "spaces": "shard:" + " " * 490_000 + "x\n",
     "many entries": "shard:\n" + "".join(f"  p{i}: {{tp: R}}\n" for i in range(20_000)),
-    "as many as are read, none matches": "shard:\n" + "".join(f"  p{i}.weight: {{tp: R}}\n" for i in range(2_900)),
+    "as many as are read, none matches": "shard:\n" + "".join(f"  p{i}.weight: {{tp: R}}\n" for i in range(2_450)),
     "as many as are read, all wrong": "shard:\n" + "".join(f"  p{i}: [1, 2]\n" for i in range(2_300)),
     "many documents": "---\n" * 100_000,
     "long key": "x" * 450_000 + ": 1\n",

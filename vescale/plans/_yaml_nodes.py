@@ -20,7 +20,7 @@ __all__ = ["Document", "Place", "load_yaml"]
 
 MAX_BYTES = 500_000  # of a plan and all that it includes
 MAX_DEPTH = 20
-MAX_NODES = 12_000
+MAX_NODES = 10_000
 MAX_TEXT = 20_000  # characters of one value: the units of a ragged placement over thousands of ranks
 
 # The keys and indices that lead to a value from the document's root.
