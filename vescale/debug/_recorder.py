@@ -21,9 +21,8 @@ class Value:
 
     Attributes:
         step: of the training.
-        kind: ``parameter``, ``buffer``, ``generator``, ``output``, ``dropout``, ``loss``, ``gradient``, ``parameter
-        gradient``,
-            ``optimizer`` or ``stepped``.
+        kind: ``parameter``, ``buffer``, ``generator``, ``output``, ``dropout``, ``loss``, ``gradient``,
+            ``parameter gradient``, ``optimizer`` or ``stepped`` (a parameter or buffer after the step).
         module: path of the module that it belongs to.
         what: what it is there: ``<out:0>``, the name of a parameter.
         op: what computed it, where that is known.

@@ -213,9 +213,13 @@ def _check_importable(what: str, function: Any) -> None:
 
 
 def _plural(kind: str) -> str:
-    return {"loss": "losses", "optimizer": "states of the optimizer", "generator": "generator states"}.get(
-        kind, f"{kind}s"
-    )
+    known = {
+        "loss": "losses",
+        "optimizer": "states of the optimizer",
+        "generator": "generator states",
+        "stepped": "parameters and buffers after a step",
+    }
+    return known.get(kind, f"{kind}s")
 
 
 def _finite(fields: dict[str, Any]) -> dict[str, Any]:
