@@ -364,6 +364,9 @@ def on_rank_rows_stay(world: int) -> None:
     for op, result in zip(ops, results):
         assert isinstance(result.placements[0], RaggedShard)
         assert_same(result, op(full))
+    nothing = torch.zeros(8, 0, 2)  # rows without elements
+    for op in (lambda t: t.sum((1, 2)), lambda t: t.sum(1), lambda t: (t > 0).any(1), lambda t: t.sum(2)):
+        assert_same(run_op(op, place(nothing, ragged_layouts(world)[0]), fallback=True), op(nothing))
 
 
 def test_whole_rows_are_reduced_where_they_lie(ranks: RankPools) -> None:
