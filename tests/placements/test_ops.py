@@ -303,7 +303,7 @@ def on_rank_partial() -> None:
     accumulated.add_(pending)
     assert accumulated.placements == (ragged, Partial())
     assert_same(accumulated, total * 2)
-    for write in (lambda: accumulated.add_(settled), lambda: accumulated.exp_(), lambda: accumulated.fill_(1.0)):
+    for write in (lambda: accumulated.add_(settled), lambda: accumulated.exp_(), lambda: accumulated.sigmoid_()):
         with pytest.raises(RuntimeError, match="writes to operand self"):
             write()
 
