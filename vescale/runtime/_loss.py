@@ -31,7 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import all_reduce, asking, axis_group
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
-from vescale.placements import at_dim, local_region, shard_dim
+from vescale.placements import RaggedShard, at_dim, local_region, shard_dim
 from vescale.runtime._boundary import bring, contiguous_stride, cut, reduced
 
 __all__ = ["LOSS_HANDLERS", "local_part", "without_dim"]
@@ -48,8 +48,10 @@ def _sum_over(mesh: DeviceMesh, axes: Sequence[int], local: torch.Tensor, op: st
 
 
 def _axes_on(x: DTensor, dim: int) -> list[int]:
-    """The axes along which ranks hold different parts of a dim."""
+    """The axes along which ranks hold different parts of a dim; none for a flat local tensor, which is gathered."""
     mesh = x.device_mesh
+    if any(isinstance(placement, RaggedShard) for placement in x.placements):
+        return []
     return [a for a, placement in enumerate(x.placements) if shard_dim(placement) == dim and mesh.size(a) > 1]
 
 
