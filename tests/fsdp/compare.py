@@ -23,6 +23,14 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def same_gradients(models: list[Any], what: str) -> None:
+    """Whether two models have equal gradients, bit by bit, or none alike."""
+    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        one_grad, other_grad = full(one.grad), full(other.grad)
+        assert (one_grad is None) == (other_grad is None), f"{what}: {name}"
+        assert one_grad is None or torch.equal(one_grad, other_grad), f"{what}: {name}"  # type: ignore[arg-type]
+
+
 def data(shape: tuple[int, ...], step: int, rank: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + rank))
 

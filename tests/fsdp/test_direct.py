@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.fsdp.compare import by_block, data, full, mesh_of
+from tests.fsdp.compare import by_block, data, full, mesh_of, same_gradients
 from tests.fsdp.copies import engine_copies
 from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools, run_cases
@@ -32,13 +32,6 @@ def twins(options: dict[str, Any], prepare: Callable[[nn.Module], None] = lambda
         by_block(model, fully_shard, mesh_of(), mp_policy=policy)
     models[0].set_direct_linear_gradients()  # type: ignore[operator]
     return models
-
-
-def same_gradients(models: list[Any], what: str) -> None:
-    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        one_grad, other_grad = full(one.grad), full(other.grad)
-        assert (one_grad is None) == (other_grad is None), f"{what}: {name}"
-        assert one_grad is None or torch.equal(one_grad, other_grad), f"{what}: {name}"  # type: ignore[arg-type]
 
 
 CASES: dict[str, dict[str, Any]] = {

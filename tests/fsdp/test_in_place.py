@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from tests.fsdp.compare import by_block, data, full, mesh_of
+from tests.fsdp.compare import by_block, data, mesh_of, same_gradients
 from tests.fsdp.copies import peak_bytes
 from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools, run_cases
@@ -33,13 +33,6 @@ def twins(
     models[0].set_in_place_gradients()
     models[0].set_direct_linear_gradients(direct)
     return models
-
-
-def same_gradients(models: list[Any], what: str) -> None:
-    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        one_grad, other_grad = full(one.grad), full(other.grad)
-        assert (one_grad is None) == (other_grad is None), f"{what}: {name}"
-        assert one_grad is None or torch.equal(one_grad, other_grad), f"{what}: {name}"  # type: ignore[arg-type]
 
 
 def is_in_place(model: Any) -> bool:

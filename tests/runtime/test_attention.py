@@ -7,26 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from tests.ranks import RankPools, run_cases
+from tests.runtime.attend import Attend, attend_like_one_device
 from tests.runtime.llama import make_mesh
 from vescale.plans import Plan
 from vescale.runtime import implicit_communication, parallelize
 
 R, BATCH, HEADS, SEQUENCE = Replicate(), Shard(0), Shard(1), Shard(2)
-
-
-class Attend(nn.Module):
-    def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__()
-        self.options = options
-        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
-
-    def forward(self, q: Any, k: Any, v: Any, mask: Any = None) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q * self.scale, k, v, attn_mask=mask, **self.options)
 
 
 def tensors(heads: int, kv_heads: int, mask: str) -> list[torch.Tensor | None]:
@@ -45,23 +34,14 @@ def tensors(heads: int, kv_heads: int, mask: str) -> list[torch.Tensor | None]:
 def attend(
     mesh: Any, placed: Sequence[Any], heads: int, kv_heads: int, mask: str, options: dict[str, Any], explicit: bool
 ) -> None:
-    reference, model = Attend(options), Attend(options)
+    model = Attend(options)
     plan = Plan(mesh)
     for name, placements in zip(("q", "k", "v", "mask"), placed):
         if placements is not None:
             plan.shard(f"<in:{name}>", dict(zip(("dp", "tp"), placements)))
     parallelize(model, plan, strict=explicit)
     expected_in, found_in = tensors(heads, kv_heads, mask), tensors(heads, kv_heads, mask)
-    expected = reference(*expected_in)
-    found = model(*found_in)
-    assert isinstance(found, DTensor)
-    torch.testing.assert_close(found.full_tensor(), expected)
-    expected.square().sum().backward()
-    found.square().sum().backward()
-    torch.testing.assert_close(model.scale.grad.full_tensor(), reference.scale.grad)
-    for own, other in zip(found_in, expected_in):
-        if other is not None and other.requires_grad:
-            torch.testing.assert_close(own.grad, other.grad)
+    attend_like_one_device(model, options, expected_in, found_in)
     assert bool(implicit_communication(model)) == (not explicit)
 
 
@@ -118,22 +98,13 @@ def test_uneven_heads(ranks: RankPools) -> None:
 def attend_with_dropout(mesh: Any, placed: Sequence[Any], heads: int, kv_heads: int, mask: str, options: Any) -> None:
     """Values, gradients and the generator afterwards are those of one device, also where a rank has no heads."""
     options = {"dropout_p": 0.4, **options}
-    reference, model = Attend(options), Attend(options)
+    model = Attend(options)
     plan = Plan(mesh)
     for name, placements in zip(("q", "k", "v", "mask"), placed):
         plan.shard(f"<in:{name}>", dict(zip(("dp", "tp"), placements)))
     parallelize(model, plan)
     expected_in, found_in = tensors(heads, kv_heads, mask), tensors(heads, kv_heads, mask)
-    torch.manual_seed(3)
-    expected = reference(*expected_in)
-    state = torch.get_rng_state()
-    torch.manual_seed(3)
-    found = model(*found_in)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.testing.assert_close(found.full_tensor(), expected)
-    expected.square().sum().backward()
-    found.square().sum().backward()
-    torch.testing.assert_close(model.scale.grad.full_tensor(), reference.scale.grad)
+    attend_like_one_device(model, options, expected_in, found_in)
 
 
 def dropout() -> int:

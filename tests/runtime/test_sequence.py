@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from tests.ranks import RankPools, run_cases
+from tests.runtime.attend import Attend, attend_like_one_device
 from tests.runtime.llama import batch, double_loss, make_llama, make_mesh, tensor_parallel, worst_gradient
 from vescale.comm import record_comms
 from vescale.placements import InterleavedShard
@@ -20,16 +19,6 @@ from vescale.runtime import ImplicitCommunicationError, implicit_communication, 
 
 R, BATCH, HEADS, ROWS = Replicate(), Shard(0), Shard(1), Shard(2)
 BALANCED = InterleavedShard(2, 3)
-
-
-class Attend(nn.Module):
-    def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__()
-        self.options = options
-        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
-
-    def forward(self, q: Any, k: Any, v: Any, mask: Any = None) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q * self.scale, k * self.scale, v, attn_mask=mask, **self.options)
 
 
 def tensors(heads: int, kv_heads: int, length: int, num_keys: int, mask: str) -> list[torch.Tensor | None]:
@@ -73,7 +62,7 @@ class Case:
 
 
 def attend(mesh: Any, case: Case, strict: bool = True) -> None:
-    reference, model = Attend(case.options), Attend(case.options)
+    model = Attend(case.options)
     plan = Plan(mesh)
     for name, placements in zip(("q", "k", "v", "mask"), case.placed):
         plan.shard(f"<in:{name}>", dict(zip(mesh.mesh_dim_names, placements)))
@@ -81,21 +70,8 @@ def attend(mesh: Any, case: Case, strict: bool = True) -> None:
         plan.attention("", case.methods)  # type: ignore[arg-type]
     parallelize(model, plan, strict=strict)
     expected_in, found_in = tensors(*case.given), tensors(*case.given)
-    torch.manual_seed(5)
-    expected = reference(*expected_in)
-    state = torch.get_rng_state()
-    torch.manual_seed(5)
-    found = model(*found_in)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert isinstance(found, DTensor)
+    found = attend_like_one_device(model, case.options, expected_in, found_in)
     assert found.placements == tuple(case.placed[0])
-    torch.testing.assert_close(found.full_tensor(), expected)
-    expected.square().sum().backward()
-    found.square().sum().backward()
-    torch.testing.assert_close(model.scale.grad.full_tensor(), reference.scale.grad)
-    for own, other in zip(found_in, expected_in):
-        if other is not None and other.requires_grad:
-            torch.testing.assert_close(own.grad, other.grad)
     assert bool(implicit_communication(model)) == (not strict)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import library
 from torch._C._distributed_c10d import Work
 
 __all__ = ["CollectiveKernels", "group_description", "on_completion"]
@@ -56,16 +57,16 @@ class CollectiveKernels:
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
-        self._library: torch.library.Library | None = torch.library.Library("c10d", "IMPL")
+        self._registered: library.Library | None = library.Library("c10d", "IMPL")
         for name in _NAMES:
             packet = getattr(torch.ops.c10d, name, None)
             if packet is not None:
-                self._library.impl(name, self._kernel(name, packet.default), _KEY, with_keyset=True)
+                self._registered.impl(name, self._kernel(name, packet.default), _KEY, with_keyset=True)
 
     def close(self) -> None:
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
+        if self._registered is not None:
+            self._registered._destroy()
+            self._registered = None
 
     def _kernel(self, name: str, op: Any) -> Any:
         arguments = [argument.name for argument in op._schema.arguments]

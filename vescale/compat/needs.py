@@ -186,7 +186,7 @@ NEEDS: tuple[Need, ...] = (
     Need("torch._C._distributed_c10d", "_register_work"),
     Need("torch._C._distributed_c10d", "Work.unbox"),
     Need("torch._C", "_dispatch_keyset_full_after"),
-    Need("torch.library", "Library._destroy"),
+    Need("torch", "library.Library._destroy"),
     Need("torch._C", "_len_torch_dispatch_stack", ()),
     Need("torch._guards", "detect_fake_mode", ("inputs",)),
     Need(

@@ -64,9 +64,8 @@ def breakpoint(rank: int | Literal["all"] = 0, when: bool | Callable[[], bool] |
 
 @contextlib.contextmanager
 def on_exception() -> Iterator[None]:
-    """A block whose exceptions stop the job at the place where they were raised: the prompt is on the rank that
-    raised it, with
-    its stack. Others that raise one later stop there, too. When the ranks go on, the exception does.
+    """A block whose exceptions stop the job where they were raised: the prompt is on the rank that raised it, with its
+    stack. Others that raise one later stop there, too. When the ranks go on, the exception does.
 
     For a whole program: ``vescale.debug.on_exception().__enter__()``, or the block around ``main()``.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import select
@@ -17,25 +18,27 @@ __all__ = ["Console", "SocketConsole", "TerminalConsole", "newest_socket", "term
 _POLL_SECONDS = 0.1
 
 
-class Console:
+class Console(abc.ABC):
     """Lines in, text out. ``read_line`` calls ``poll`` again and again while it waits, which may raise."""
 
     def __init__(self) -> None:
         self._typed = b""
 
+    @abc.abstractmethod
     def write(self, text: str) -> None:
-        raise NotImplementedError
+        """Show ``text``; nothing happens when the other end is gone."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Leave everything as it was found."""
 
+    @abc.abstractmethod
     def _ready(self) -> bool:
         """Whether reading would not block, after a short wait."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _read(self) -> bytes:
         """What was typed; nothing when the other end is gone."""
-        raise NotImplementedError
 
     def read_line(self, prompt: str, poll: Callable[[], None]) -> str | None:
         """The next line; None when no more will come."""

@@ -205,7 +205,7 @@ def _check_importable(what: str, function: Any) -> None:
 
     try:
         pickle.dumps(function)
-    except Exception as error:
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"verify: {what} is {function!r}, which other processes cannot import ({error}); define it at the top level of a "  # noqa: E501
             "module"
