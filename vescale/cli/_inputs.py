@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["MODEL_HELP", "PLAN_HELP", "add_json", "add_mesh", "load_model", "load_plan", "parse_mesh"]
 
 PLAN_HELP = "a YAML file, or the name of a plan of the zoo (see `vescale zoo`)"
-MODEL_HELP = "hf:FILE, a Hugging Face config.json; or pkg.module:factory, a module class or a callable that returns one"
+MODEL_HELP = "hf:FILE, a config.json of transformers or diffusers; or pkg.module:factory, a module class or a function"
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -80,17 +80,41 @@ def load_model(text: str, device: str = "meta") -> nn.Module:
 
 def _from_config(file: str) -> nn.Module:
     try:
-        import transformers
-    except ImportError:
-        raise UsageError("--model hf:... needs transformers; install vescale[hf]") from None
-    try:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--model hf:{file}: {error.strerror}; give the path of a config.json") from None
     except ValueError as error:
         raise UsageError(f"--model hf:{file}: not JSON: {error}") from None
-    if not isinstance(data, dict) or "model_type" not in data:
-        raise UsageError(f"--model hf:{file}: no model_type; give the config.json of a Hugging Face model")
+    if not isinstance(data, dict) or not {"model_type", "_class_name"} & data.keys():
+        raise UsageError(
+            f"--model hf:{file}: no model_type, and no _class_name as diffusers writes it; give the config.json of a "
+            "Hugging Face model"
+        )
+    return _of_transformers(file, data) if "model_type" in data else _of_diffusers(file, data)
+
+
+def _of_diffusers(file: str, data: dict[str, Any]) -> nn.Module:
+    try:
+        import diffusers
+    except ImportError:
+        raise UsageError(
+            "--model hf:... with a config of diffusers needs diffusers; install vescale[diffusers]"
+        ) from None
+    known: Any = getattr(diffusers, str(data["_class_name"]), None)
+    if known is None or not hasattr(known, "from_config"):
+        raise UsageError(f"--model hf:{file}: diffusers has no model {data['_class_name']}")
+    try:
+        model: nn.Module = known.from_config(data)
+    except Exception as error:
+        raise UsageError(f"--model hf:{file}: {type(error).__name__}: {error}") from error
+    return model
+
+
+def _of_transformers(file: str, data: dict[str, Any]) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError("--model hf:... needs transformers; install vescale[hf]") from None
     try:
         config = transformers.AutoConfig.for_model(**data)
         names = config.architectures or []

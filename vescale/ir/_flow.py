@@ -157,8 +157,32 @@ def _unsqueeze(flow: Flow) -> Lie:
     return Shard(x.dim + 1 if x.dim >= dim else x.dim)
 
 
+def _item(flow: Flow) -> Lie:
+    """``x[:, None, 3]``: a cut dim that is taken whole stays cut."""
+    x, tensor = flow.lies[0], flow.tensors[0]
+    index = flow.args[1] if isinstance(flow.args[1], tuple) else (flow.args[1],)
+    if type(x) is not Shard or not all(i is None or i is ... or isinstance(i, int | slice) for i in index):
+        return None
+    named = sum(i is not None and i is not ... for i in index)
+    rest = [slice(None)] * (tensor.ndim - named)
+    at = index.index(...) if ... in index else len(index)
+    before, after = 0, 0  # dims of the tensor and of the result that precede the next item
+    for item in (*index[:at], *rest, *index[at + 1 :]):
+        if item is not None and before == x.dim:
+            whole = isinstance(item, slice) and len(range(*item.indices(tensor.shape[before]))) == tensor.shape[before]
+            return Shard(after) if whole else None
+        before, after = before + (item is not None), after + (not isinstance(item, int))
+    return None
+
+
+def _convolution(flow: Flow) -> Lie:
+    """Over a part of the batch."""
+    x, *others = flow.lies
+    return x if _cuts(x, 0) and all(isinstance(lie, Replicate) for lie in others) else None
+
+
 def _same_shape_dim(flow: Flow) -> Lie:
-    """Slices and concatenations along other dims."""
+    """Splits and concatenations along other dims."""
     x, tensor = flow.lies[0], flow.tensors[0]
     if type(x) is not Shard or any(lie != x for lie in flow.lies) or flow.result.ndim != tensor.ndim:
         return None
@@ -194,7 +218,9 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("mean", "sum", "softmax", "var"), _along_dims),
     **dict.fromkeys(("layer_norm", "rms_norm"), _normalize),
     **dict.fromkeys(("view", "reshape", "flatten"), _view),
-    **dict.fromkeys(("getitem", "cat"), _same_shape_dim),
+    **dict.fromkeys(("cat", "chunk", "split"), _same_shape_dim),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
+    "getitem": _item,
     "linear": _linear,
     "embedding": _embedding,
     "transpose": _transpose,
