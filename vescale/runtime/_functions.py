@@ -13,6 +13,7 @@ from vescale.runtime._concat import concat
 from vescale.runtime._embedding import embedding
 from vescale.runtime._escapes import escape
 from vescale.runtime._indexing import index_item
+from vescale.runtime._norm import NORMALIZATIONS, normalization
 from vescale.runtime._smoothed_loss import cross_entropy
 from vescale.runtime._splitting import SPLITS, split
 from vescale.runtime._statistics import (
@@ -35,6 +36,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding: embedding,
     torch.embedding: embedding,
     **dict.fromkeys(SPLITS, split),
+    **dict.fromkeys(NORMALIZATIONS, normalization),
     **dict.fromkeys(ADDITIONS, addition),
     **dict.fromkeys(NONLINEAR, nonlinear),
     **dict.fromkeys(PRODUCTS, product),
