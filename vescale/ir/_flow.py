@@ -8,7 +8,7 @@ that follows from it until the plan says a placement again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.placements import shard_dim
 
-__all__ = ["Flow", "Lie", "is_elementwise", "rule_for"]
+__all__ = ["Flow", "Lie", "indexed_dims", "is_elementwise", "rule_for"]
 
 # A placement on one axis; None: unknown.
 Lie = Placement | None
@@ -160,19 +160,27 @@ def _unsqueeze(flow: Flow) -> Lie:
 def _item(flow: Flow) -> Lie:
     """``x[:, None, 3]``: a cut dim that is taken whole stays cut."""
     x, tensor = flow.lies[0], flow.tensors[0]
-    index = flow.args[1] if isinstance(flow.args[1], tuple) else (flow.args[1],)
-    if type(x) is not Shard or not all(i is None or i is ... or isinstance(i, int | slice) for i in index):
+    if type(x) is not Shard:
         return None
-    named = sum(i is not None and i is not ... for i in index)
-    rest = [slice(None)] * (tensor.ndim - named)
-    at = index.index(...) if ... in index else len(index)
-    before, after = 0, 0  # dims of the tensor and of the result that precede the next item
-    for item in (*index[:at], *rest, *index[at + 1 :]):
-        if item is not None and before == x.dim:
-            whole = isinstance(item, slice) and len(range(*item.indices(tensor.shape[before]))) == tensor.shape[before]
-            return Shard(after) if whole else None
-        before, after = before + (item is not None), after + (not isinstance(item, int))
+    for dim, item, after in indexed_dims(flow.args[1], tensor.ndim):
+        if dim == x.dim and isinstance(item, slice):
+            return Shard(after) if len(range(*item.indices(tensor.shape[dim]))) == tensor.shape[dim] else None
     return None
+
+
+def indexed_dims(index: Any, ndim: int) -> Iterator[tuple[int, Any, int]]:
+    """(dim, what is taken of it, the result's dim) of ``x[index]`` with numbers, slices, None and ``...``; nothing for other
+    indices."""
+    index = index if isinstance(index, tuple) else (index,)
+    if not all(item is None or item is ... or isinstance(item, int | slice) for item in index):
+        return
+    rest = [slice(None)] * (ndim - sum(item is not None and item is not ... for item in index))
+    at = index.index(...) if ... in index else len(index)
+    before = after = 0
+    for item in (*index[:at], *rest, *index[at + 1 :]):
+        if item is not None:
+            yield before, item, after
+        before, after = before + (item is not None), after + (not isinstance(item, int))
 
 
 def _convolution(flow: Flow) -> Lie:

@@ -16,6 +16,7 @@ from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function,
 from vescale.placements import InterleavedShard
 from vescale.runtime._boundary import bring, contiguous_stride, convert, reduced
 from vescale.runtime._runtime import locate
+from vescale.runtime._views import remember_copy
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime
@@ -105,7 +106,11 @@ def _spread(runtime: Runtime, x: DTensor, func: Any, args: tuple[Any, ...], kwar
     where = locate()
     if where is not None:
         where.runtime.implicit(where, func.__name__, "self", local_of(x), x.placements, target)
-    return convert(x, target, who=f"implicit: {func.__name__}")
+    spread = convert(x, target, who=f"implicit: {func.__name__}")
+    remember_copy(
+        local_of(x), spec_of(x), local_of(spread), spec_of(spread)
+    )  # the parts are views: they can be written to
+    return spread
 
 
 def _are_local(x: DTensor, dim: int, parts: tuple[Any, ...]) -> bool:
