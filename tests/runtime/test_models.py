@@ -112,6 +112,23 @@ class DataDependent(nn.Module):
         return chosen.square().sum() + y.index_select(0, rows).sum() + counts.max() + classes.numel()
 
 
+class VmappedMask(nn.Module):
+    """Masks as transformers makes some of them: a function of positions under vmap, which makes tensors itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return query.new_zeros((), dtype=torch.bool) | (query >= key) & torch.ones((), dtype=torch.bool)
+
+        positions = torch.arange(x.shape[0])
+        mask = torch.vmap(torch.vmap(causal, in_dims=(None, 0)), in_dims=(0, None))(positions, positions)
+        y = self.linear(x)
+        return F.softmax((y @ y.T).masked_fill(~mask, -1e9), -1) @ y
+
+
 class Apply(nn.Module):
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -232,6 +249,15 @@ def test_attention_with_weights(ranks: RankPools) -> None:
 
 def test_assignments_and_factories(ranks: RankPools) -> None:
     ranks.run(assigns, world_size=2)
+
+
+def vmapped() -> None:
+    reference, model = pair(VmappedMask, over_batch, DP, strict=False)
+    assert_same_step(reference, model, data(4, 6), max_implicit=99)
+
+
+def test_vmapped_masks(ranks: RankPools) -> None:
+    ranks.run(vmapped, world_size=2)
 
 
 def test_data_dependent_shapes(ranks: RankPools) -> None:

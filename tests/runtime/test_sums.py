@@ -51,6 +51,8 @@ def index_put(mesh: Any, values: Any, expected: Any, index_shape: Any) -> None:
 
 
 ACTIVATIONS: list[Any] = [F.gelu, F.relu, F.silu, torch.logit, torch.sigmoid, torch.tanh]
+UNRULED: list[Any] = [F.elu, F.hardshrink, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.mish, F.softplus]
+UNRULED += [F.softshrink]
 
 
 def derivative(mesh: Any, function: Any, own: Any, grad: Any, moves: bool) -> None:
@@ -75,13 +77,35 @@ def derivatives() -> int:
     install()
     install_handlers()
     one, two = make_mesh(tp=2), make_mesh(dp=1, tp=2)
-    cases: list[Any] = [(one, f, [R], [P], False) for f in ACTIVATIONS]
+    cases: list[Any] = [(one, f, [R], [P], False) for f in (*ACTIVATIONS, *UNRULED)]
+    cases += [(one, f, [S1], [S1], False) for f in UNRULED] + [(one, F.softplus, [S1], [S0], True)]
     cases += [(two, F.silu, [S0, R], [S0, P], False), (one, F.silu, [S0], [P], True)]
     return run_cases(derivative, cases)
 
 
+def transposed() -> None:
+    """The gradient of a transposed activation, which lies in memory as the activation did not, is viewed."""
+    install()
+    install_handlers()
+    mesh = make_mesh(tp=2)
+    x = torch.rand(2, 3, 4, dtype=torch.float64)
+    weights = torch.rand(2, 4, 3, dtype=torch.float64)
+    for placement in (R, S0):
+        grads = []
+        for given in (x, distribute_tensor(x, mesh, [placement])):
+            factors = weights if given is x else distribute_tensor(weights, mesh, [placement])
+            leaf = given.reshape(6, 4).detach().requires_grad_()
+            (F.softplus(leaf.view(2, 3, 4)).transpose(-1, -2) * factors).sum().backward()
+            grads.append(leaf.grad)
+        torch.testing.assert_close(full_tensor(grads[1]), grads[0])
+
+
+def test_derivatives_of_transposed_activations(ranks: RankPools) -> None:
+    ranks.run(transposed, world_size=2)
+
+
 def test_derivatives_of_activations_keep_pending_sums(ranks: RankPools) -> None:
-    assert set(ranks.run(derivatives, world_size=2)) == {8}
+    assert set(ranks.run(derivatives, world_size=2)) == {8 + 9 + 9 + 1}
 
 
 def linear_ops() -> int:

@@ -45,6 +45,7 @@ try:
     from vescale.compat.dispatcher import (
         DispatchListener,
         current_autograd_node,
+        in_transform,
         install_dispatch,
         no_torch_function,
         node_sequence,
@@ -120,6 +121,7 @@ __all__ = [
     "has_foreach",
     "has_results",
     "in_backward",
+    "in_transform",
     "install",
     "install_checkpointing",
     "install_dispatch",

@@ -24,6 +24,7 @@ from vescale.compat.needs import self_check
 __all__ = [
     "DispatchListener",
     "current_autograd_node",
+    "in_transform",
     "install_dispatch",
     "no_torch_function",
     "node_sequence",
@@ -327,6 +328,11 @@ def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def current_autograd_node() -> Any:
     """The autograd node that this thread is evaluating, or None outside backward."""
     return torch._C._current_autograd_node()
+
+
+def in_transform() -> bool:
+    """Whether a function transform (``torch.vmap``, ``torch.func``) is running on this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def node_sequence(node: Any) -> int:

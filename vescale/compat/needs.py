@@ -107,6 +107,7 @@ NEEDS: tuple[Need, ...] = (
     Need("torch.utils._pytree", "tree_map_only"),
     Need("torch._C", "DisableTorchFunction"),
     Need("torch._C", "_current_autograd_node"),
+    Need("torch._C", "_functorch.peek_interpreter_stack"),
     Need("torch._C", "_current_graph_task_id"),
     Need("torch.autograd", "Variable._execution_engine"),
     Need("torch", "Tensor.register_post_accumulate_grad_hook", ("hook",)),

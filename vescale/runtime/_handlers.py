@@ -29,7 +29,7 @@ from vescale.runtime._loss import LOSS_HANDLERS
 from vescale.runtime._norm import NORM_HANDLERS
 from vescale.runtime._runtime import checkpointed, locate
 from vescale.runtime._statistics import scatter_add
-from vescale.runtime._sums import accumulated, derivative, where
+from vescale.runtime._sums import DERIVATIVE_HANDLERS, accumulated, derivative, where
 from vescale.runtime._views import remember_copy, write_through
 
 __all__ = ["install_handlers"]
@@ -51,7 +51,8 @@ def install_handlers() -> None:
         _aten.scatter_add_.default: scatter_add,
         _aten.where.self: where,
     }
-    install_dispatch({**own, **NORM_HANDLERS, **LOSS_HANDLERS, **ELEMENTWISE_LOSS_HANDLERS}, _Listener())
+    handlers = {**own, **DERIVATIVE_HANDLERS, **NORM_HANDLERS, **LOSS_HANDLERS, **ELEMENTWISE_LOSS_HANDLERS}
+    install_dispatch(handlers, _Listener())
     install_checkpointing(checkpointed)
 
 

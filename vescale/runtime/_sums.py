@@ -25,14 +25,18 @@ from vescale.compat import (
     no_torch_function,
     stock_dispatch,
 )
-from vescale.runtime._boundary import bring, contiguous_stride
+from vescale.runtime._boundary import bring, contiguous_stride, reduced, stride_like
 
-__all__ = ["accumulated", "derivative", "where"]
+__all__ = ["DERIVATIVE_HANDLERS", "accumulated", "derivative", "where"]
 
-# Linear in the gradient, their first operand, which has the shape of all others. DTensor has no rule for other activations.
+# Linear in the gradient, their first operand, which has the shape of all others. Stock DTensor has rules for these ...
 _DERIVATIVES = frozenset(
     f"aten::{name}_backward" for name in ("gelu", "logit", "native_dropout", "sigmoid", "silu", "tanh", "threshold")
 )
+
+
+# ... and none for these, or (softplus) one that gets the order of the result's dims in memory wrong, so that views fail.
+_UNRULED = "elu hardshrink hardsigmoid hardswish hardtanh leaky_relu mish softplus softshrink"
 
 
 def derivative(op: Any, schema: Any, stock: OutputSharding) -> OutputSharding | None:
@@ -48,6 +52,31 @@ def derivative(op: Any, schema: Any, stock: OutputSharding) -> OutputSharding | 
             return None
     result: Any = stock.output_spec
     return OutputSharding(DTensorSpec(grad.mesh, grad.placements, tensor_meta=result.tensor_meta))
+
+
+def _unruled_derivative(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """The derivative of an activation function of elements, as :func:`derivative` goes on; any other operands are brought
+    to where the first of those lies that the activation was taken of."""
+    grad, *others = (x for x in args if isinstance(x, torch.Tensor))
+    mesh = next(x for x in (grad, *others) if isinstance(x, DTensor)).device_mesh
+    own = others[0].placements if isinstance(others[0], DTensor) else (Replicate(),) * mesh.ndim
+    lies = grad.placements if isinstance(grad, DTensor) else (Replicate(),) * mesh.ndim
+    target = [
+        g if p.is_replicate() and (g.is_partial("sum") or g.is_partial("avg")) else r
+        for g, p, r in zip(lies, own, reduced(own))
+    ]
+    wanted = {id(x): [t if x is grad or not t.is_partial() else Replicate() for t in target] for x in (grad, *others)}
+    with no_torch_function():
+        local = op(
+            *(_part(x, mesh, wanted[id(x)], str(op), "operand") if id(x) in wanted else x for x in args), **kwargs
+        )
+        spec = make_spec(mesh, target, grad.shape, stride_like(local, grad.shape), local.dtype)
+        return make_dtensor(local, spec)
+
+
+DERIVATIVE_HANDLERS = {
+    getattr(torch.ops.aten, f"{name}_backward").default: _unruled_derivative for name in _UNRULED.split()
+}
 
 
 def where(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
