@@ -29,6 +29,7 @@ try:
     from vescale.compat.containers import map_tensors, tensors_in
     from vescale.compat.deferred import without_modes
     from vescale.compat.dispatch import (
+        PACKING,
         OpSchema,
         OutputSharding,
         clear_sharding_cache,
@@ -48,8 +49,10 @@ try:
         install_dispatch,
         no_torch_function,
         node_sequence,
+        resume_compiling,
         sequence_number,
         stock_dispatch,
+        suspend_compiling,
         tell_move,
     )
     from vescale.compat.dtensor import (
@@ -85,6 +88,7 @@ except (ImportError, AttributeError):
     raise
 
 __all__ = [
+    "PACKING",
     "TELLS_HOLDERS",
     "AsyncCollectiveTensor",
     "CheckpointHooks",
@@ -145,6 +149,7 @@ __all__ = [
     "queue_after_backward",
     "rank_in_mesh",
     "reduce_scatter_single",
+    "resume_compiling",
     "root_mesh",
     "run_post_accumulate_hooks",
     "schema_arguments",
@@ -156,6 +161,7 @@ __all__ = [
     "static_keywords",
     "stock",
     "stock_dispatch",
+    "suspend_compiling",
     "tell_move",
     "tensors_in",
     "traced_all_to_all",

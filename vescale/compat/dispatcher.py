@@ -27,14 +27,30 @@ __all__ = [
     "install_dispatch",
     "no_torch_function",
     "node_sequence",
+    "resume_compiling",
     "sequence_number",
     "stock_dispatch",
+    "suspend_compiling",
     "tell_move",
     "telling",
 ]
 
 # Switches __torch_function__ off for modes and subclasses alike: DTensor's ops (which use __torch_dispatch__) still run.
 no_torch_function = torch._C.DisableTorchFunction
+
+# What torch.compile does with this thread's frames; None: it lets them run as they are. Returns what it did before.
+_set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def suspend_compiling() -> Any:
+    """Let this thread run Python as it is, also in a compiled function. Returns what to resume with; None: nothing."""
+    return _set_compiler(None)
+
+
+def resume_compiling(compiler: Any) -> None:
+    if compiler is not None:
+        _set_compiler(compiler)
+
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
