@@ -85,6 +85,11 @@ class DispatchListener:
         that does not, for it to cache, or the op's result, or None."""
         return None
 
+    def moves_nothing(self, op: Any, schema: Any, sharding: Any) -> Any:
+        """Stock DTensor would move operands of ``op`` by the decision ``sharding``: return one that does not, for it to
+        cache, or None."""
+        return None
+
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor among DTensors is the global one, the same on every rank; False: stock refuses it."""
         return False
@@ -245,9 +250,12 @@ def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -
             if result is NotImplemented:
                 raise
             return result
-        moves = getattr(sharding, "needs_redistribute", False) and _has_strided(op_info.schema)
-        if moves and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
-            return kept
+        if getattr(sharding, "needs_redistribute", False):
+            strided = _has_strided(op_info.schema)
+            if strided and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
+                return kept
+            if (kept := listener.moves_nothing(op_call, op_info.schema, sharding)) is not None:
+                return kept
         if op_call._schema.is_mutable and _moves_written(sharding, op_info.schema):
             result = listener.no_strategy(op_call, args, kwargs)
             # A decision that is returned is cached, and the listener not asked again, where it may answer otherwise.

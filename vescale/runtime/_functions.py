@@ -14,6 +14,7 @@ from vescale.runtime._concat import concat
 from vescale.runtime._embedding import embedding
 from vescale.runtime._escapes import escape
 from vescale.runtime._indexing import index_item
+from vescale.runtime._norm import NORMALIZATIONS, normalization
 from vescale.runtime._rows import PACKING, RECURRENT, embedding_bag, packed, recurrent
 from vescale.runtime._smoothed_loss import cross_entropy
 from vescale.runtime._splitting import SPLITS, split
@@ -45,6 +46,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(PACKING, packed),
     **dict.fromkeys(RECURRENT, recurrent),
     **dict.fromkeys(SPLITS, split),
+    **dict.fromkeys(NORMALIZATIONS, normalization),
     **dict.fromkeys(ADDITIONS, addition),
     **dict.fromkeys(NONLINEAR, nonlinear),
     torch.mean: mean,

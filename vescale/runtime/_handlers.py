@@ -31,7 +31,7 @@ from vescale.runtime._loss import LOSS_HANDLERS
 from vescale.runtime._norm import NORM_HANDLERS
 from vescale.runtime._runtime import checkpointed, locate
 from vescale.runtime._statistics import scatter_add
-from vescale.runtime._sums import accumulated, where
+from vescale.runtime._sums import accumulated, derivative, where
 from vescale.runtime._views import remember_copy, write_through
 
 __all__ = ["install_handlers"]
@@ -151,6 +151,9 @@ class _Listener(DispatchListener):
 
     def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
         return run_interleaved(args, kwargs, schema)
+
+    def moves_nothing(self, op: Any, schema: Any, sharding: Any) -> Any:
+        return derivative(op, schema, sharding)
 
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
         """In backward too: the zeros that stand for outputs of ``split`` without a gradient are plain."""

@@ -25,6 +25,7 @@ from vescale.compat import (
     tensors_in,
 )
 from vescale.ir import Attention, Factory, Program
+from vescale.placements import RaggedShard
 from vescale.plans import AttentionMethod, MeshAxes
 from vescale.runtime._active import Activation, Frame, activations, current
 from vescale.runtime._sites import (
@@ -276,6 +277,12 @@ class Runtime:
             for parameter, value in frame.module.named_parameters(recurse=False):
                 if isinstance(value, DTensor) and local_of(value).data_ptr() == pointer:
                     name, key = f"the parameter '{parameter}'", f"{prefix}{parameter}"
+                    alone = _called_alone() if any(isinstance(p, RaggedShard) for p in source) else None
+                    if alone is not None:
+                        return name, (
+                            f"write `units: ['{alone}']` in the plan: the module is called from outside of the unit that it "
+                            "belongs to, whose parameters are whole only while it runs"
+                        )
             for child, result in frame.results:
                 if result == pointer:
                     name, key = f"the output of '{child}'", f"{child}.<out>"
@@ -292,6 +299,20 @@ class Where:
 
     def __init__(self, runtime: Runtime, path: str, phase: str, frame: Frame | None) -> None:
         self.runtime, self.path, self.phase, self.frame = runtime, path, phase, frame
+
+
+def _called_alone() -> str | None:
+    """The outermost running module that runs without the one that holds it (lists of modules never run)."""
+    activation = current()
+    frames = activation.frames if activation is not None else []
+    running = {frame.path for frame in frames}
+    for frame in frames[1:]:
+        holder = frame.path.rpartition(".")[0]
+        while holder and isinstance(frames[0].module.get_submodule(holder), nn.ModuleList | nn.ModuleDict):
+            holder = holder.rpartition(".")[0]
+        if holder not in running:
+            return frame.path
+    return None
 
 
 def locate() -> Where | None:
