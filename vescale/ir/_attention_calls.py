@@ -77,7 +77,7 @@ class _Call:
         sizes = [axes.size(name) for name in axes]
         unknown = [a for a, lie in enumerate(self.query.lies) if lie is None and self.methods[a] and sizes[a] > 1]
         rows = [a for a, size in enumerate(sizes) if size > 1 and self.query.cuts(a, -2)]
-        for axis in (*unknown, *(a for a in rows if self.methods[a] is None)):
+        for axis in unknown:
             yield from self._unknown(axes.names[axis])
         query, key, value = self.query, self.key, self.value
         for axis in (a for a in rows if self.methods[a] == "ulysses"):
