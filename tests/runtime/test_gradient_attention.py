@@ -231,6 +231,41 @@ def changed_layout() -> None:
     assert torch.isfinite(model[0].weight.grad).all()
 
 
+def one_call_a_backward() -> None:
+    """Of the hooks that tell that a backward has begun, only the first of each backward is called: also after an exception,
+    and after one that ended early."""
+    calls: list[int] = []
+    begin = GradientReducer._begin
+
+    def counted(self: GradientReducer, *args: Any) -> None:
+        calls.append(1)
+        begin(self, *args)
+
+    GradientReducer._begin = counted
+    try:
+        pair = Pair()
+    finally:
+        GradientReducer._begin = begin
+    for step in range(4):
+        pair.step(step, FORWARD)
+        assert len(calls) == step + 1
+    out = pair.model(data(9, dist.get_rank(), 3, 5), FORWARD).square().sum()
+    handle = pair.model.layers[1].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        out.backward()
+    handle.remove()
+    assert len(calls) == 6, "the first, and all hooks of the parameter that somebody else has hooked"
+    pair.reducer.finish()
+    pair.step(5, (2, 1))
+    pair.step(6, FORWARD, zero=False)
+    assert len(calls) == 8
+
+
+@pytest.mark.helper("hook_gate")
+def test_one_call_a_backward(ranks: RankPools) -> None:
+    ranks.run(one_call_a_backward, timeout=60)
+
+
 @pytest.mark.parametrize(
     "case",
     [
