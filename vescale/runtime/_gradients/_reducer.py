@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes, Consensus, bucket_limits, link_of
+from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes, Consensus
 from vescale.compat import in_backward, no_torch_function
 from vescale.runtime._gradients._axes import unite
 from vescale.runtime._gradients._bucket import Bucket
@@ -28,6 +28,7 @@ from vescale.runtime._gradients._schedule import (
     agree_on_parameters,
     make_buckets,
 )
+from vescale.runtime._gradients._settings import check_settings
 from vescale.runtime._gradients._slot import Slot
 
 __all__ = ["GradientReducer"]
@@ -77,8 +78,10 @@ class GradientReducer:
         GradientMismatchError: on every rank, when ranks bring different modules or settings; later, in ``backward()``,
             when they bring the gradient of one parameter in different ways.
         ConsensusError: ranks that others wait for in vain.
-        ValueError: a mesh that overlaps a parameter's without both being axes of one mesh; an unknown op; sizes that are
-            none; a parameter that has a reducer already, or whose gradient ``fully_shard``, DDP or ``parallelize`` reduces.
+        TypeError: no module, or no mesh.
+        ValueError: a mesh that overlaps a parameter's without both being axes of one mesh; an unknown op or dtype; sizes
+            that are none; a parameter that has a reducer already, or whose gradient ``fully_shard``, DDP or
+            ``parallelize`` reduces.
     """
 
     def __init__(
@@ -91,13 +94,7 @@ class GradientReducer:
         op: Literal["avg", "sum"] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        if op not in (None, "avg", "sum"):
-            raise ValueError(f"GradientReducer: op={op!r}; use 'avg', 'sum', or None for what the gradients say")
-        if mesh.get_coordinate() is None:
-            raise ValueError(
-                f"GradientReducer over {mesh}, which this rank is not part of; make it on the mesh's ranks"
-            )
-        bucket_limits(bucket_bytes, 1, link_of(mesh.device_type))  # refuses what is no size
+        check_settings(module, mesh, bucket_bytes, reduce_dtype, op)
         self._mesh = mesh
         self._bucket_bytes: BucketBytes = bucket_bytes
         self._policy = Policy(mesh, op, reduce_dtype)
@@ -175,7 +172,8 @@ class GradientReducer:
         """Complete the gradients of this step on a rank whose backward reached no parameter, and those accumulated under
         :meth:`no_sync`; nothing where a backward has done so since the last call.
 
-        Call it once a step, on every rank, where some rank may have had nothing to do backward for.
+        Call it once in every step, on every rank, where some rank may have had nothing to do backward for: called in some
+        steps only, it is taken for the end of the step before, does nothing, and others wait for this rank in vain.
         """
         with torch.no_grad(), no_torch_function():
             self._break_off()
@@ -198,10 +196,13 @@ class GradientReducer:
         The hook returns the reduced tensor, or a ``Pending`` of it, in any dtype, with the buffer's number of elements.
         It must start the same collectives on every rank.
 
-        Raises RuntimeError inside of a backward.
+        Raises RuntimeError inside of a backward; backward raises what the hook raises, TypeError and ValueError for answers
+        that are none.
         """
         if self._backward.current() is not None:
             raise RuntimeError("register_comm_hook in a backward; some of its gradients are on their way already")
+        if not callable(hook):
+            raise TypeError(f"register_comm_hook got a {type(hook).__name__}; give a function of a GradientBucket")
         self._hook = hook
         for bucket in self._schedule.buckets:
             bucket.hook = hook
