@@ -80,6 +80,7 @@ try:
         has_foreach,
     )
     from vescale.compat.groups import make_group
+    from vescale.compat.hook_gate import HookGate
     from vescale.compat.install import DTensorHooks, install, stock
     from vescale.compat.meshes import concatenate_meshes, flatten_mesh
     from vescale.compat.store import default_store, default_timeout, is_alone, own_connection
@@ -96,6 +97,7 @@ __all__ = [
     "DTensorHooks",
     "DTensorSpec",
     "DispatchListener",
+    "HookGate",
     "MaskPartial",
     "OpSchema",
     "OutputSharding",
