@@ -51,19 +51,33 @@ def test_sequence_parallel_llama_has_ten_gathers_and_ten_scatters() -> None:
     assert len(norms) == 5 and all("norm" in c.path and c.op == "all_reduce" for c in norms)
 
 
-@pytest.mark.parametrize("method", [None, "all_gather", "ulysses"])
+# (op, phase) of two layers on two ranks, of a causal sequence cut in contiguous parts.
+ATTENTION = {
+    None: {},
+    "all_gather": {("all_gather", "forward"): 2, ("reduce_scatter", "backward"): 2},
+    # The first rank's keys go to the second; again in backward, and their gradients after them, and home.
+    "ring": {("all_to_all", "forward"): 2, ("all_to_all", "backward"): 2 * 3},
+    "ulysses": {("all_to_all", "forward"): 8, ("all_to_all", "backward"): 8},
+}
+
+
+@pytest.mark.parametrize("method", ATTENTION)
 def test_context_parallel_llama_reduces_all_gradients_over_both_axes(method: Any) -> None:
     """Batch and sequence are cut, labels are not; both are the same tensor, which is two inputs for all that."""
     plan = Plan({"dp": 2, "cp": 2}).shard("<in:input_ids>", {"dp": Shard(0), "cp": Shard(1)})
     if method is not None:
         plan.attention(r"model.layers.\d+.self_attn", method, mesh="cp")
     prediction = predict_llama(plan)
-    assert prediction.stopped is None and not boundaries(prediction)
-    gradients = Counter((c.axis, c.op) for c in prediction.collectives)
+    assert prediction.stopped is None
+    assert boundaries(prediction) == {("cp", op, when): n for (op, when), n in ATTENTION[method].items()}
+    assert {c.path for c in prediction.collectives if c.target == "<attention>"} == (
+        {f"model.layers.{layer}.self_attn" for layer in (0, 1)} if method else set()
+    )
+    gradients = Counter((c.axis, c.op) for c in prediction.collectives if c.target.endswith(".grad"))
     num_parameters = len(list(llama().parameters()))
     assert gradients == {("dp", "all_reduce"): num_parameters, ("cp", "all_reduce"): num_parameters}
     assert {bucket.axes for bucket in prediction.buckets} == {("dp", "cp")}
-    assert not prediction.unbucketed
+    assert all(c.target == "<attention>" for c in prediction.unbucketed)
 
 
 def test_bytes_count_what_the_other_axes_leave() -> None:

@@ -28,14 +28,30 @@ __all__ = [
     "install_dispatch",
     "no_torch_function",
     "node_sequence",
+    "resume_compiling",
     "sequence_number",
     "stock_dispatch",
+    "suspend_compiling",
     "tell_move",
     "telling",
 ]
 
 # Switches __torch_function__ off for modes and subclasses alike: DTensor's ops (which use __torch_dispatch__) still run.
 no_torch_function = torch._C.DisableTorchFunction
+
+# What torch.compile does with this thread's frames; None: it lets them run as they are. Returns what it did before.
+_set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def suspend_compiling() -> Any:
+    """Let this thread run Python as it is, also in a compiled function. Returns what to resume with; None: nothing."""
+    return _set_compiler(None)
+
+
+def resume_compiling(compiler: Any) -> None:
+    if compiler is not None:
+        _set_compiler(compiler)
+
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -79,6 +95,10 @@ class DispatchListener:
         """Whether a plain tensor among DTensors is the global one, the same on every rank; False: stock refuses it."""
         return False
 
+
+# From so many mesh axes on, stock DTensor takes half a minute and more for one op with a _StridedShard among its operands:
+# it searches the cheapest way from it to every candidate placement.
+_LONG_SEARCH = 3
 
 _LOCK = threading.Lock()
 _INSTALLED: list[DispatchListener] = []
@@ -221,23 +241,24 @@ def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -
     @functools.wraps(original)
     def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         # The C++ caller takes anything that is no OutputSharding as the op's own result.
+        has_strided = _has_strided(op_info.schema)
+        if has_strided and op_info.compute_mesh.ndim >= _LONG_SEARCH:
+            kept = listener.interleaved(op_call, args, kwargs, op_info.schema)
+            if kept is not None:
+                return kept
         try:
             sharding = original(op_call, args, kwargs, op_info, try_cache)
         except RuntimeError as error:
             if not _lacks_rule(error):
                 raise
-            if (
-                _has_strided(op_info.schema)
-                and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None
-            ):
+            if has_strided and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
                 return kept
             result = listener.no_strategy(op_call, args, kwargs)
             if result is NotImplemented:
                 raise
             return result
         if getattr(sharding, "needs_redistribute", False):
-            strided = _has_strided(op_info.schema)
-            if strided and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
+            if has_strided and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
                 return kept
             if (kept := listener.moves_nothing(op_call, op_info.schema, sharding)) is not None:
                 return kept

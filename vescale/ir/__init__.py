@@ -18,6 +18,7 @@ from vescale.ir._predict import Collective, Prediction, predict
 from vescale.ir._program import Hook, Instruction, Program
 from vescale.ir._repeat import merge_repeats
 from vescale.ir._replicas import refuse_part_of_replicas
+from vescale.ir._ring import Meeting, RingSchedule, Runs, meetings
 from vescale.ir._unit_layouts import UnitBucket, unit_buckets
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Instruction",
     "Local",
     "LoweringError",
+    "Meeting",
     "Op",
     "Packing",
     "Place",
@@ -41,6 +43,8 @@ __all__ = [
     "Program",
     "ProgramDiff",
     "Redistribute",
+    "RingSchedule",
+    "Runs",
     "Stage",
     "Unit",
     "UnitBucket",
@@ -51,6 +55,7 @@ __all__ = [
     "drop_noops",
     "fuse_redistributions",
     "lower",
+    "meetings",
     "merge_duplicates",
     "merge_repeats",
     "optimize",

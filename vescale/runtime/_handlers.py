@@ -24,7 +24,9 @@ from vescale.compat import (
 )
 from vescale.placements import move_local, run_interleaved
 from vescale.runtime._boundary import bring, wrap_global
+from vescale.runtime._convolution import CONVOLUTION_HANDLERS
 from vescale.runtime._elementwise_loss import ELEMENTWISE_LOSS_HANDLERS
+from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
 from vescale.runtime._loss import LOSS_HANDLERS
 from vescale.runtime._norm import NORM_HANDLERS
 from vescale.runtime._runtime import checkpointed, locate
@@ -51,8 +53,10 @@ def install_handlers() -> None:
         _aten.scatter_add_.default: scatter_add,
         _aten.where.self: where,
     }
-    handlers = {**own, **DERIVATIVE_HANDLERS, **NORM_HANDLERS, **LOSS_HANDLERS, **ELEMENTWISE_LOSS_HANDLERS}
-    install_dispatch(handlers, _Listener())
+    tables = (NORM_HANDLERS, LOSS_HANDLERS, ELEMENTWISE_LOSS_HANDLERS, CONVOLUTION_HANDLERS, INPLACE_VIEW_HANDLERS)
+    for table in (*tables, DERIVATIVE_HANDLERS):
+        own.update(table)
+    install_dispatch(own, _Listener())
     install_checkpointing(checkpointed)
 
 

@@ -20,6 +20,7 @@ from vescale.compat import (
     current_autograd_node,
     local_of,
     node_sequence,
+    resume_compiling,
     sequence_number,
     tensors_in,
 )
@@ -72,6 +73,7 @@ class Runtime:
         self.gradients = gradients
         self._numbers: list[int] = []  # autograd sequence numbers at which the running module changed ...
         self._paths: list[str | None] = []  # ... and to which; None: outside the model
+        self._knows_compiler = False
         _RUNTIMES.add(self)
 
     def adopt(self, module: nn.Module, path: str) -> None:
@@ -153,8 +155,11 @@ class Runtime:
         activation = stack[-1]
         if not any(frame.module is module for frame in activation.frames):
             return
-        while activation.frames.pop().module is not module:
-            pass
+        while True:
+            frame = activation.frames.pop()
+            resume_compiling(frame.compiler)
+            if frame.module is module:
+                break
         if activation.frames:
             parent = activation.frames[-1]
             own = self.name_of(module)
@@ -166,6 +171,16 @@ class Runtime:
             self._mark(None)
             stack.pop()
             activation.contexts.close()
+
+    def warn_of_compiler(self, path: str) -> None:
+        """Once for a model, on its first rank: the forward of a module is compiled, which has no effect."""
+        if not self._knows_compiler and all(c == 0 for c in self.mesh.get_coordinate() or (1,)):
+            warnings.warn(
+                f"torch.compile around {f'the module {path!r} of ' if path else ''}a parallelized model has no effect: its "
+                "forward runs as it is, with the same numbers; compile functions of local tensors inside of it instead",
+                stacklevel=2,
+            )
+        self._knows_compiler = True
 
     def _contexts(self) -> ExitStack:
         from vescale.runtime._mode import RuntimeMode
