@@ -1,27 +1,52 @@
 """Builds the optional C++ helpers of ``vescale.csrc``; everything else is in pyproject.toml.
 
-Each ``vescale/csrc/NAME.cpp`` exports plain C functions (no Python, no torch headers) and becomes the shared library
-``vescale/csrc/_NAME*.so``, loaded through ctypes. ``optional=True``: without a compiler the install still succeeds and
-the Python fallbacks, which give the same answers, are used.
+Each ``vescale/csrc/NAME.cpp`` exports plain C functions and becomes the shared library ``vescale/csrc/_NAME*.so``, loaded
+through ctypes. ``optional=True``: without a compiler the install still succeeds and the Python fallbacks, which give the
+same answers, are used. The sources in ``USING_TORCH`` include torch's headers, and are built where torch is installed
+already (``pip install --no-build-isolation``): for that torch alone.
 """
 
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 
+USING_TORCH = {"hook_gate"}
 SOURCES = sorted(Path("vescale/csrc").glob("*.cpp"))
 HEADERS = sorted(map(str, Path("vescale/csrc").glob("*.h")))
 
-setup(
-    ext_modules=[
-        Extension(
-            f"vescale.csrc._{source.stem}",
-            [str(source)],
-            depends=HEADERS,
-            language="c++",
-            extra_compile_args=["-O3", "-std=c++17", "-fvisibility=hidden"],
-            optional=True,
-        )
-        for source in SOURCES
-    ]
-)
+
+def torch_options() -> dict[str, Any] | None:
+    """What compiles and links with the torch that is installed; None where none is."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    folder = Path(torch.__file__).parent
+    return {
+        "include_dirs": [str(folder / "include"), str(folder / "include/torch/csrc/api/include")],
+        "library_dirs": [str(folder / "lib")],
+        "libraries": ["c10", "torch_cpu"],  # loaded by ``import torch`` when the helper is
+        "define_macros": [
+            ("VESCALE_TORCH_VERSION", f'"{torch.__version__}"'),
+            ("_GLIBCXX_USE_CXX11_ABI", str(int(torch.compiled_with_cxx11_abi()))),
+        ],
+    }
+
+
+def extension(source: Path, options: dict[str, Any]) -> Extension:
+    standard = "c++20" if source.stem in USING_TORCH else "c++17"
+    return Extension(
+        f"vescale.csrc._{source.stem}",
+        [str(source)],
+        depends=HEADERS,
+        language="c++",
+        extra_compile_args=["-O3", f"-std={standard}", "-fvisibility=hidden"],
+        optional=True,
+        **options,
+    )
+
+
+with_torch = torch_options()
+options = {source: with_torch if source.stem in USING_TORCH else {} for source in SOURCES}
+setup(ext_modules=[extension(source, found) for source, found in options.items() if found is not None])

@@ -31,7 +31,7 @@ FLOORS = {
     "optim": 6,
     "cli": 7,
 }
-SIDEWAYS = {("comm", "compat"), ("comm", "csrc"), ("plan_zoo", "plans")}
+SIDEWAYS = {("comm", "compat"), ("comm", "csrc"), ("compat", "csrc"), ("plan_zoo", "plans")}
 
 
 def sources() -> list[Path]:

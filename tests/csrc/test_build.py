@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import shlex
 import shutil
 import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 from vescale import csrc
 
@@ -22,7 +24,7 @@ def compiler() -> str | None:
 
 
 def test_there_are_helpers() -> None:
-    assert {"mt19937", "philox", "planner"} <= set(NAMES)
+    assert {"hook_gate", "mt19937", "philox", "planner"} <= set(NAMES)
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler, so that nothing is to be built")
@@ -34,4 +36,7 @@ def test_helpers_are_built_where_a_compiler_is(name: str, monkeypatch: pytest.Mo
     assert library is not None, f"vescale/csrc/{name}.cpp is not built; run `python setup.py build_ext --inplace`"
     built = Path(library._name).stat().st_mtime
     stale = [path.name for path in (FOLDER / f"{name}.cpp", *FOLDER.glob(f"{name}.h")) if path.stat().st_mtime > built]
+    if hasattr(library, "torch_version"):
+        library.torch_version.restype = ctypes.c_char_p
+        assert library.torch_version().decode() == torch.__version__, "another torch was installed after the build"
     assert not stale, f"{stale} changed after the build; run `python setup.py build_ext --inplace`"

@@ -187,6 +187,9 @@ def errors() -> None:
     assert clip_grad_norm_(own, 1.0, error_if_nonfinite=True) > 1
     for nothing in ([], [torch.nn.Parameter(torch.zeros(3))]):
         assert clip_grad_norm_(nothing, 1.0).item() == 0
+    for wrong in (torch.nn.Sequential(torch.nn.Linear(1, 1)), torch.nn.Linear(1, 1).named_parameters()):
+        with pytest.raises(TypeError, match=r"clip_grad_norm_ got a (Linear|tuple) .*pass `model\.parameters\(\)`"):
+            clip_grad_norm_(wrong, 1.0)
     spent = iter(own)
     list(spent)
     with pytest.warns(UserWarning, match="nothing left"):

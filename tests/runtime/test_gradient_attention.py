@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankPools
 from tests.runtime.test_gradient_reducer import assert_equal_gradients, data, meshes
@@ -208,6 +209,66 @@ def broken_off() -> None:
         pair.step(step, FORWARD)
 
 
+def broken_off_with_older_ones() -> None:
+    """What was accumulated under no_sync before is no part of the sums that others get instead of nan."""
+    pair, rank = Pair(), dist.get_rank()
+    for step in range(3):
+        pair.step(step, FORWARD)
+    assert pair.num_heard == 1
+    pair.zero()
+    with pair.reducer.no_sync():
+        pair.backward(3, FORWARD)
+    if rank != 0:
+        pair.backward(4, FORWARD)
+        assert all(p.grad.isnan().all() for p in pair.model.parameters())
+    else:
+        out = pair.model(data(4, rank, 3, 5), FORWARD).square().sum()
+        handle = pair.model.layers[3].bias.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.backward()
+        handle.remove()
+        pair.reducer.finish()
+    for step in range(5, 8):
+        pair.step(step, FORWARD)
+
+
+def again_after_the_launch() -> None:
+    """A quiet parameter gets a second contribution, in a recomputed part, when its bucket has been launched."""
+    pair, rank, world = Pair(), dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        pair.step(step, FORWARD)
+    assert pair.num_heard == 1
+    for step in range(3, 6):
+        pair.zero()
+        x = data(step, rank, 3, 5).requires_grad_()
+        for index in (3, 0, 1, 2, 3):
+            x = torch.tanh(checkpoint(pair.model.layers[index], x, use_reentrant=True))
+        x.square().sum().backward()
+        pair.expect(step, *[(3, 0, 1, 2, 3)] * world)
+        assert_equal_gradients(pair.model, pair.reference)
+    pair.step(6, FORWARD)
+
+
+def changed_layout_in_part() -> None:
+    """As below, in a backward that does not fill the bucket."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    table = nn.Embedding(6, 4)
+    GradientReducer(nn.ModuleList([first, last, table]), meshes((4,)))
+
+    def backward(*, both: bool) -> None:
+        for module in (first, last, table):
+            module.zero_grad()
+        x = first(torch.ones(3, 4))
+        ((last(x) if both else x) + table(torch.tensor([0, 1, 2]))).sum().backward()
+
+    for _ in range(3):
+        backward(both=True)
+    table.sparse = True
+    with pytest.raises(RuntimeError, match=r"2\.weight\.grad comes as a torch\.sparse_coo tensor"):
+        backward(both=False)
+
+
 def changed_layout() -> None:
     """A quiet parameter's gradient comes sparse all at once: refused by name."""
     torch.manual_seed(0)
@@ -231,6 +292,41 @@ def changed_layout() -> None:
     assert torch.isfinite(model[0].weight.grad).all()
 
 
+def one_call_a_backward() -> None:
+    """Of the hooks that tell that a backward has begun, only the first of each backward is called: also after an exception,
+    and after one that ended early."""
+    calls: list[int] = []
+    begin = GradientReducer._begin
+
+    def counted(self: GradientReducer, *args: Any) -> None:
+        calls.append(1)
+        begin(self, *args)
+
+    GradientReducer._begin = counted
+    try:
+        pair = Pair()
+    finally:
+        GradientReducer._begin = begin
+    for step in range(4):
+        pair.step(step, FORWARD)
+        assert len(calls) == step + 1
+    out = pair.model(data(9, dist.get_rank(), 3, 5), FORWARD).square().sum()
+    handle = pair.model.layers[1].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        out.backward()
+    handle.remove()
+    assert len(calls) == 6, "the first, and all hooks of the parameter that somebody else has hooked"
+    pair.reducer.finish()
+    pair.step(5, (2, 1))
+    pair.step(6, FORWARD, zero=False)
+    assert len(calls) == 8
+
+
+@pytest.mark.helper("hook_gate")
+def test_one_call_a_backward(ranks: RankPools) -> None:
+    ranks.run(one_call_a_backward, timeout=60)
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -244,7 +340,10 @@ def changed_layout() -> None:
         graphs,
         frozen,
         broken_off,
+        broken_off_with_older_ones,
+        again_after_the_launch,
         changed_layout,
+        changed_layout_in_part,
     ],
     ids=lambda case: case.__name__,
 )

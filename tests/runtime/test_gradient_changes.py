@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -103,6 +104,28 @@ def replaced(forward: str) -> None:
         m.zero_grad()
         loss(m, 0, dist.get_rank()).backward()
     assert_equal_gradients(model, compare_alone)
+
+
+def replaced_then_used_by_one() -> None:
+    """After a replacement all parameters have places again, also those that nobody has used since."""
+    model, world, rank = local_model(4), dist.get_world_size(), dist.get_rank()
+    reference = copy.deepcopy(model)
+    GradientReducer(model, meshes((4,)), op="sum", timeout=timedelta(seconds=20))
+
+    def some(m: nn.Module, step: int, index: int, with_last: bool) -> torch.Tensor:
+        x = m[0](data(step, index, 3, 7))
+        return (m[1](x) if with_last else x).square().sum()
+
+    for step in range(6):
+        for m in (model, reference):
+            m.zero_grad()
+            torch.manual_seed(step)
+            if step == 2:
+                m[0].weight = nn.Parameter(torch.randn(7, 7, dtype=F64))
+        some(model, step, rank, step in (0, 1) or (step == 4 and rank == 2)).backward()
+        for r in range(world):
+            some(reference, step, r, step in (0, 1) or (step == 4 and r == 2)).backward()
+        assert_equal_gradients(model, reference)
 
 
 def unfrozen_dtensors() -> None:
@@ -345,6 +368,7 @@ def broken_off_differently() -> None:
     "case",
     [
         unfrozen_dtensors,
+        replaced_then_used_by_one,
         shared_frozen_parts,
         deep_copies,
         second_stages,
@@ -388,6 +412,23 @@ def misuse() -> None:
         module = nn.Linear(2, 2)
         module.bias.requires_grad_(dist.get_rank() == 2)
         GradientReducer(module, mesh)
+    for answer, error in (
+        (
+            lambda bucket: None,
+            r"bucket 0 \(0\.bias\.grad and 1 others\) returned a NoneType; return the reduced tensor",
+        ),
+        (
+            lambda bucket: bucket.all_reduce().wait()[1:],
+            r"returned a tensor of shape \(5,\); return one of the .* 6 elements",
+        ),
+    ):
+        module = nn.Sequential(nn.Linear(2, 2))
+        reducer = GradientReducer(module, mesh)
+        reducer.register_comm_hook(answer)  # type: ignore[arg-type]
+        with pytest.raises((TypeError, ValueError), match=error):
+            module(torch.ones(2)).sum().backward()
+    with pytest.raises(TypeError, match="got a str; give a function"):
+        reducer.register_comm_hook("float16")  # type: ignore[arg-type]
     model = local_model(2)
     reducer = GradientReducer(model, mesh)
     model[0].weight.register_hook(lambda grad: reducer.register_comm_hook(lambda bucket: bucket.all_reduce()))

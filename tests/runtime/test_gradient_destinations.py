@@ -203,9 +203,20 @@ def mistakes() -> None:
     mesh = make_mesh(((0, 1), (2, 3)))
     with pytest.raises(ValueError, match="op='mean'"):
         GradientReducer(nn.Linear(2, 2), mesh, op="mean")  # type: ignore[arg-type]
-    for wrong in (0, [], [3, -1], "large"):
+    for wrong in (0, [], [3, -1], "large", 2.5, None):
         with pytest.raises(ValueError, match="bucket_bytes"):
             GradientReducer(nn.Linear(2, 2), mesh, bucket_bytes=wrong)  # type: ignore[arg-type]
+    for dtype in (torch.int32, torch.bool, "float32"):
+        with pytest.raises(ValueError, match=r"reduce_dtype=.*use a floating-point"):
+            GradientReducer(nn.Linear(2, 2), mesh, reduce_dtype=dtype)  # type: ignore[arg-type]
+    for arguments in (([nn.Linear(2, 2)], mesh), (nn.Linear(2, 2), "dp")):
+        with pytest.raises(TypeError, match=r"give it an nn\.Module and a DeviceMesh"):
+            GradientReducer(*arguments)  # type: ignore[arg-type]
+    module = nn.Module()
+    module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    GradientReducer(module, mesh, reduce_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"phase: a gradient of torch\.complex64 would lose its imaginary part"):
+        module.phase.abs().sum().backward()
     small = make_mesh((0, 1))
     if dist.get_rank() > 1:
         with pytest.raises(ValueError, match="not part of"):
@@ -214,6 +225,27 @@ def mistakes() -> None:
 
 def test_mistakes(ranks: RankPools) -> None:
     ranks.run(mistakes)
+
+
+def empty_maxima() -> None:
+    """A parameter without elements has a gradient on all ranks when it has one on any."""
+    mesh, rank = make_mesh(((0, 1), (2, 3))), dist.get_rank()
+    for op in ("max", "min", "sum"):
+        module = nn.Module()
+        for name, size in (("some", 3), ("none", 0), ("unused", 0)):
+            module.register_parameter(name, nn.Parameter(from_local(torch.zeros(size), mesh, [R(), R()])))
+        GradientReducer(module, mesh)
+        for step in range(3):
+            module.zero_grad()
+            uses = [module.some] if rank == 1 and step == 2 else [module.some, module.none]
+            losses = [Loss.apply(p, from_local(torch.full(p.shape, -1.0 - rank), mesh, [P(op), P(op)])) for p in uses]
+            torch.stack(losses).sum().backward()
+            assert module.none.grad.shape == (0,) and module.unused.grad is None
+            assert module.some.grad.to_local().tolist() == [{"max": -1.0, "min": -4.0, "sum": -10.0}[op]] * 3
+
+
+def test_empty_gradients(ranks: RankPools) -> None:
+    ranks.run(empty_maxima, timeout=60)
 
 
 def on_64() -> tuple[int, int]:

@@ -247,5 +247,12 @@ def test_random_steps_on_simulated_ranks(sizes: tuple[int, ...]) -> None:
         simulate(run, math.prod(sizes), sizes, seed)
 
 
+def test_random_steps_without_the_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every gradient calls into Python then."""
+    monkeypatch.setenv("VESCALE_NO_NATIVE", "1")
+    for seed in range(7, 10):
+        simulate(run, 4, (2, 2), seed)
+
+
 def test_random_steps_on_64_simulated_ranks() -> None:
     simulate(run, 64, (4, 4, 4), 3, 2, timeout=200)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from tests.ranks import RankPools, run_cases
-from tests.runtime.compare import assert_same_step, pair, whole
+from tests.runtime.compare import assert_same_step, pair
 from vescale.plans import Plan
 
 DP = {"dp": 2}
@@ -154,16 +154,6 @@ FUNCTIONS = {
 }
 
 
-class BatchNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.norm = nn.BatchNorm2d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.conv(x))
-
-
 def functions(rows: int) -> None:
     """Each over evenly and unevenly sharded rows."""
 
@@ -174,21 +164,9 @@ def functions(rows: int) -> None:
     run_cases(same, [(name,) for name in FUNCTIONS])
 
 
-def batch_norm() -> None:
-    """Statistics of the whole batch, in training and of the buffers."""
-    reference, model = pair(BatchNorm, over_batch, DP, strict=False)
-    assert_same_step(reference, model, data(4, 3, 6, 6) * torch.arange(1, 5).view(-1, 1, 1, 1), max_implicit=99)
-    for own, expected in zip(model.buffers(), reference.buffers(), strict=True):
-        torch.testing.assert_close(whole(own), expected)
-
-
 def test_functions_over_sharded_rows(ranks: RankPools) -> None:
     for rows in (4, 5):
         ranks.run(functions, rows, world_size=2)
-
-
-def test_batch_norm(ranks: RankPools) -> None:
-    ranks.run(batch_norm, world_size=2)
 
 
 def models() -> None:

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -47,6 +48,40 @@ def index_put(mesh: Any, values: Any, expected: Any, index_shape: Any) -> None:
     assert tuple(found.placements) == (expected,), found.placements
     assert not counts, counts
     torch.testing.assert_close(full_tensor(found), table.index_put([indices.expand(4, 2)], full_tensor(rows), True))
+
+
+ACTIVATIONS: list[Any] = [F.gelu, F.relu, F.silu, torch.logit, torch.sigmoid, torch.tanh]
+
+
+def derivative(mesh: Any, function: Any, own: Any, grad: Any, moves: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(3, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    summand = torch.rand(3, 5, generator=generator, dtype=torch.float64)
+    given = (
+        DTensor.from_local(summand * (1 + mesh.get_rank()), mesh, grad, shape=(3, 5), stride=(5, 1))
+        if P in grad
+        else None
+    )
+    given = given if given is not None else distribute_tensor(summand, mesh, grad)
+    placed_x = distribute_tensor(x.detach(), mesh, own).requires_grad_()
+    with counted() as counts:
+        (found,) = torch.autograd.grad(function(placed_x), placed_x, given)
+    assert bool(counts) == moves, counts
+    (expected,) = torch.autograd.grad(function(x), x, full_tensor(given))
+    torch.testing.assert_close(full_tensor(found), expected)
+
+
+def derivatives() -> int:
+    install()
+    install_handlers()
+    one, two = make_mesh(tp=2), make_mesh(dp=1, tp=2)
+    cases: list[Any] = [(one, f, [R], [P], False) for f in ACTIVATIONS]
+    cases += [(two, F.silu, [S0, R], [S0, P], False), (one, F.silu, [S0], [P], True)]
+    return run_cases(derivative, cases)
+
+
+def test_derivatives_of_activations_keep_pending_sums(ranks: RankPools) -> None:
+    assert set(ranks.run(derivatives, world_size=2)) == {8}
 
 
 def linear_ops() -> int:

@@ -26,13 +26,13 @@ def bucket_limits(bucket_bytes: BucketBytes, num_ranks: int, link: Link) -> tupl
     ``bucket_bytes`` is the limit of all but the small first bucket; or the limits themselves; or ``"auto"``: each bucket
     is twice the one before, from small ones that start early to the size at which latency no longer counts on the link.
 
-    Raises ValueError for sizes that are not positive.
+    Raises ValueError for what is no size, and for sizes that are not positive.
     """
     if bucket_bytes == "auto":
         step = num_ranks * link.latency_seconds * link.bytes_per_second
         largest = max(FIRST_BUCKET_BYTES, int(step / _LATENCY_SHARE))
         return tuple(max(1, largest >> (_DOUBLINGS - i)) for i in range(_DOUBLINGS + 1))
-    if isinstance(bucket_bytes, str):
+    if isinstance(bucket_bytes, str) or not isinstance(bucket_bytes, int | Sequence):
         raise ValueError(f"bucket_bytes={bucket_bytes!r}; give bytes, a list of bytes, or 'auto'")
     limits = (min(FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes) if isinstance(bucket_bytes, int) else bucket_bytes
     if not limits or any(int(limit) < 1 for limit in limits):

@@ -89,7 +89,11 @@ class Consensus:
         answer = (store.compare_set(verdict, "", proposed) if proposed else store.get(verdict)).decode()
         if answer.startswith("absent"):
             ranks = json.loads(answer[7:])
-            raise ConsensusError(f"{about()}; ranks {ranks} did not come to compare within {self._timeout}", ranks)
+            raise ConsensusError(
+                f"{about()}; ranks {ranks} did not come to compare within {self._timeout}; every one of ranks "
+                f"{list(self.ranks)} has to take this step",
+                ranks,
+            )
         if answer == "equal":
             self._leave(store, place, [*digests, verdict])
             return [message] * len(self.ranks)

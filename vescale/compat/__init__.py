@@ -29,6 +29,7 @@ try:
     from vescale.compat.containers import map_tensors, tensors_in
     from vescale.compat.deferred import without_modes
     from vescale.compat.dispatch import (
+        PACKING,
         OpSchema,
         OutputSharding,
         clear_sharding_cache,
@@ -48,8 +49,10 @@ try:
         install_dispatch,
         no_torch_function,
         node_sequence,
+        resume_compiling,
         sequence_number,
         stock_dispatch,
+        suspend_compiling,
         tell_move,
     )
     from vescale.compat.dtensor import (
@@ -77,6 +80,7 @@ try:
         has_foreach,
     )
     from vescale.compat.groups import make_group
+    from vescale.compat.hook_gate import HookGate
     from vescale.compat.install import DTensorHooks, install, stock
     from vescale.compat.meshes import concatenate_meshes, flatten_mesh
     from vescale.compat.store import default_store, default_timeout, is_alone, own_connection
@@ -85,6 +89,7 @@ except (ImportError, AttributeError):
     raise
 
 __all__ = [
+    "PACKING",
     "TELLS_HOLDERS",
     "AsyncCollectiveTensor",
     "CheckpointHooks",
@@ -92,6 +97,7 @@ __all__ = [
     "DTensorHooks",
     "DTensorSpec",
     "DispatchListener",
+    "HookGate",
     "MaskPartial",
     "OpSchema",
     "OutputSharding",
@@ -145,6 +151,7 @@ __all__ = [
     "queue_after_backward",
     "rank_in_mesh",
     "reduce_scatter_single",
+    "resume_compiling",
     "root_mesh",
     "run_post_accumulate_hooks",
     "schema_arguments",
@@ -156,6 +163,7 @@ __all__ = [
     "static_keywords",
     "stock",
     "stock_dispatch",
+    "suspend_compiling",
     "tell_move",
     "tensors_in",
     "traced_all_to_all",

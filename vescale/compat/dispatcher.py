@@ -27,14 +27,30 @@ __all__ = [
     "install_dispatch",
     "no_torch_function",
     "node_sequence",
+    "resume_compiling",
     "sequence_number",
     "stock_dispatch",
+    "suspend_compiling",
     "tell_move",
     "telling",
 ]
 
 # Switches __torch_function__ off for modes and subclasses alike: DTensor's ops (which use __torch_dispatch__) still run.
 no_torch_function = torch._C.DisableTorchFunction
+
+# What torch.compile does with this thread's frames; None: it lets them run as they are. Returns what it did before.
+_set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def suspend_compiling() -> Any:
+    """Let this thread run Python as it is, also in a compiled function. Returns what to resume with; None: nothing."""
+    return _set_compiler(None)
+
+
+def resume_compiling(compiler: Any) -> None:
+    if compiler is not None:
+        _set_compiler(compiler)
+
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -67,6 +83,11 @@ class DispatchListener:
     def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
         """Stock DTensor would move operands of ``op``, of which one is a ``_StridedShard``: return a sharding decision
         that does not, for it to cache, or the op's result, or None."""
+        return None
+
+    def moves_nothing(self, op: Any, schema: Any, sharding: Any) -> Any:
+        """Stock DTensor would move operands of ``op`` by the decision ``sharding``: return one that does not, for it to
+        cache, or None."""
         return None
 
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
@@ -235,9 +256,11 @@ def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -
             if result is NotImplemented:
                 raise
             return result
-        moves = getattr(sharding, "needs_redistribute", False) and has_strided
-        if moves and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
-            return kept
+        if getattr(sharding, "needs_redistribute", False):
+            if has_strided and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
+                return kept
+            if (kept := listener.moves_nothing(op_call, op_info.schema, sharding)) is not None:
+                return kept
         if op_call._schema.is_mutable and _moves_written(sharding, op_info.schema):
             result = listener.no_strategy(op_call, args, kwargs)
             # A decision that is returned is cached, and the listener not asked again, where it may answer otherwise.

@@ -6,6 +6,7 @@ from vescale.ir._findings import Finding, LoweringError
 from vescale.ir._gradient_buckets import PredictedBucket
 from vescale.ir._lower import check, lower
 from vescale.ir._ops import Annotate, Attention, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._packed import Packing, packed_dims
 from vescale.ir._passes import (
     batch_redistributions,
     drop_noops,
@@ -35,6 +36,7 @@ __all__ = [
     "LoweringError",
     "Meeting",
     "Op",
+    "Packing",
     "Place",
     "PredictedBucket",
     "Prediction",
@@ -57,6 +59,7 @@ __all__ = [
     "merge_duplicates",
     "merge_repeats",
     "optimize",
+    "packed_dims",
     "predict",
     "refuse_part_of_replicas",
     "unit_buckets",

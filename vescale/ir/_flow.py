@@ -8,7 +8,7 @@ that follows from it until the plan says a placement again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.placements import InterleavedShard, at_dim, shard_dim
 
-__all__ = ["Flow", "Lie", "is_elementwise", "rule_for"]
+__all__ = ["Flow", "Lie", "indexed_dims", "is_elementwise", "rule_for"]
 
 # A placement on one axis; None: unknown.
 Lie = Placement | None
@@ -154,8 +154,40 @@ def _unsqueeze(flow: Flow) -> Lie:
     return at_dim(x, x.dim + 1 if x.dim >= dim else x.dim) if _is_cut(x) else None
 
 
+def _item(flow: Flow) -> Lie:
+    """``x[:, None, 3]``: a cut dim that is taken whole stays cut."""
+    x, tensor = flow.lies[0], flow.tensors[0]
+    if type(x) is not Shard:
+        return None
+    for dim, item, after in indexed_dims(flow.args[1], tensor.ndim):
+        if dim == x.dim and isinstance(item, slice):
+            return Shard(after) if len(range(*item.indices(tensor.shape[dim]))) == tensor.shape[dim] else None
+    return None
+
+
+def indexed_dims(index: Any, ndim: int) -> Iterator[tuple[int, Any, int]]:
+    """(dim, what is taken of it, the result's dim) of ``x[index]`` with numbers, slices, None and ``...``; nothing for other
+    indices."""
+    index = index if isinstance(index, tuple) else (index,)
+    if not all(item is None or item is ... or isinstance(item, int | slice) for item in index):
+        return
+    rest = [slice(None)] * (ndim - sum(item is not None and item is not ... for item in index))
+    at = index.index(...) if ... in index else len(index)
+    before = after = 0
+    for item in (*index[:at], *rest, *index[at + 1 :]):
+        if item is not None:
+            yield before, item, after
+        before, after = before + (item is not None), after + (not isinstance(item, int))
+
+
+def _convolution(flow: Flow) -> Lie:
+    """Over a part of the batch."""
+    x, *others = flow.lies
+    return x if _cuts(x, 0) and all(isinstance(lie, Replicate) for lie in others) else None
+
+
 def _same_shape_dim(flow: Flow) -> Lie:
-    """Slices and concatenations along other dims."""
+    """Splits and concatenations along other dims."""
     x, tensor = flow.lies[0], flow.tensors[0]
     if not _is_cut(x) or any(lie != x for lie in flow.lies) or flow.result.ndim != tensor.ndim:
         return None
@@ -196,7 +228,9 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("mean", "sum", "softmax", "var"), _along_dims),
     **dict.fromkeys(("layer_norm", "rms_norm"), _normalize),
     **dict.fromkeys(("view", "reshape", "flatten"), _view),
-    **dict.fromkeys(("getitem", "cat"), _same_shape_dim),
+    **dict.fromkeys(("cat", "chunk", "split"), _same_shape_dim),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
+    "getitem": _item,
     "linear": _linear,
     "embedding": _embedding,
     "transpose": _transpose,

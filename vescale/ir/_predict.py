@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from vescale.ir._unit_layouts import unit_buckets
 from vescale.placements import RaggedShard, shard_dim
 from vescale.plans import MeshAxes
 
-__all__ = ["Collective", "Prediction", "predict"]
+__all__ = ["Collective", "FlowMode", "Follower", "Prediction", "predict"]
 
 When = Literal["forward", "backward"]
 
@@ -195,7 +195,7 @@ class _Walk:
                 handle.remove()
 
     def mode(self) -> TorchFunctionMode:
-        return _FlowMode(self)
+        return FlowMode(self)
 
     def _crossings(self, path: str, hook: Hook) -> dict[int | str | None, Redistribute | Wrap | Local]:
         """What happens to the inputs, or outputs, of a module, by index."""
@@ -396,13 +396,18 @@ class _Walk:
         return lies
 
 
-class _FlowMode(TorchFunctionMode):
+class Follower(Protocol):
+    def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """After a torch function has returned."""
+
+
+class FlowMode(TorchFunctionMode):
     """Follows placements; and keeps real values beside meta tensors made from constants alone (positions, masks).
 
     Models branch on such values (`if mask.all():`), which meta tensors do not have.
     """
 
-    def __init__(self, walk: _Walk) -> None:
+    def __init__(self, walk: Follower) -> None:
         super().__init__()
         self._walk = walk
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()  # meta tensor -> the same on the CPU

@@ -54,6 +54,7 @@ def clip_grad_norm_(
     Returns the norm before clipping: a plain 0-dim tensor, the same on every rank, that needs no ``full_tensor()``.
 
     Raises:
+        TypeError: something that is no tensor.
         RuntimeError: a norm that is not finite, if asked to; foreach kernels where there are none.
         ValueError: a gradient on a mesh that this rank is not part of, whose part of the norm it could not learn.
     """
@@ -107,6 +108,9 @@ def _listed(tensors: _Tensors, caller: str) -> list[torch.Tensor]:
             UserWarning,
             stacklevel=4,
         )
+    for found in listed:
+        if not isinstance(found, torch.Tensor):
+            raise TypeError(f"{caller} got a {type(found).__name__} among its tensors; pass `model.parameters()`")
     return listed
 
 

@@ -13,7 +13,7 @@ from vescale.comm import Pending, all_reduce_, axis_group, link_of, reduction_co
 from vescale.compat import num_storage_users
 from vescale.placements import unpack
 from vescale.runtime._gradients._attention import Attention
-from vescale.runtime._gradients._comm_hook import CommHook, GradientBucket
+from vescale.runtime._gradients._comm_hook import CommHook, GradientBucket, answer_of
 from vescale.runtime._gradients._memory import BucketMemory
 from vescale.runtime._gradients._reduction import Reduction
 from vescale.runtime._gradients._slot import Slot
@@ -241,8 +241,7 @@ class Bucket:
         if self.hook is None:
             return all_reduce_(tensor, stage.op, group, asker=self.asker)
         names = tuple(slot.name for slot in self.slots)
-        answer = self.hook(GradientBucket(self.index, names, tensor, group, stage.op))
-        return answer if isinstance(answer, Pending) else Pending(answer)
+        return answer_of(self.hook, GradientBucket(self.index, names, tensor, group, stage.op))
 
     def advance(self) -> None:
         """Wait for the first collective if another one follows it, and start that; once in a reduction."""

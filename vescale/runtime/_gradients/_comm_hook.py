@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from vescale.comm import Pending, all_reduce_
 
-__all__ = ["CommHook", "GradientBucket"]
+__all__ = ["CommHook", "GradientBucket", "answer_of"]
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,21 @@ class GradientBucket:
 
 
 CommHook = Callable[[GradientBucket], "Pending | torch.Tensor"]
+
+
+def answer_of(hook: CommHook, bucket: GradientBucket) -> Pending:
+    """What the hook has started. Raises TypeError and ValueError for what cannot be the reduced buffer."""
+    answer = hook(bucket)
+    pending = Pending(answer) if isinstance(answer, torch.Tensor) else answer
+    who = f"the communication hook of bucket {bucket.index} ({bucket.names[0]}.grad and {len(bucket.names) - 1} others)"
+    if not isinstance(pending, Pending):
+        raise TypeError(
+            f"{who} returned a {type(answer).__name__}; return the reduced tensor, or a vescale.comm.Pending of it, "
+            "Pending(tensor, [work]) where a torch.distributed work has to be waited for"
+        )
+    if pending.out.numel() != bucket.buffer.numel():
+        raise ValueError(
+            f"{who} returned a tensor of shape {tuple(pending.out.shape)}; return one of the buffer's "
+            f"{bucket.buffer.numel()} elements"
+        )
+    return pending

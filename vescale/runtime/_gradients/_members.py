@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from vescale.compat import HookGate
 from vescale.fsdp import FSDPModule
 from vescale.runtime._gradients._entry import Entry, GradientRule
 from vescale.runtime._gradients._reduction import Policy
@@ -34,8 +35,9 @@ class Members:
     Args:
         module: whose parameters are looked after, frozen ones too: their hooks wait for the day they are not. ValueError
             if something else reduces their gradients.
-        begin: called with each gradient before it is accumulated.
+        begin: called with each gradient before it is accumulated, unless the gate is shut.
         take: called after that, with the entry and the parameter.
+        gate: while it is shut, there is nothing to begin.
     """
 
     def __init__(
@@ -44,10 +46,11 @@ class Members:
         policy: Policy,
         begin: Callable[[torch.Tensor], None],
         take: Callable[[Entry, nn.Parameter], None],
+        gate: HookGate,
     ) -> None:
         _refuse_reducing(module)
         self._module, self._policy = module, policy
-        self._begin, self._take = begin, take
+        self._begin, self._take, self._gate = begin, take, gate
         self._tree = _Tree(module)
         self._seen: list[nn.Parameter | None] = []
         self._of_module: dict[int, Entry] = {}  # by id of the parameter, which the entry keeps alive
@@ -91,6 +94,7 @@ class Members:
             setattr(entry.parameter, _OWNED, id(entry.parameter))
             with _taking_hooks(entry.parameter) as parameter:
                 self._handles[entry] = parameter.register_hook(self._begin)
+                self._gate.guard(parameter)
             self.hear(entry, True)
 
     def hear(self, entry: Entry, is_heard: bool) -> None:
@@ -105,6 +109,7 @@ class Members:
 
     def release(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
+            self._gate.release(entry.parameter)
             for handles in (self._handles, self._takers):
                 if entry in handles:
                     handles.pop(entry).remove()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Literal
@@ -14,14 +12,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes, Consensus, bucket_limits, link_of
-from vescale.compat import at_end_of_backward, in_backward, no_torch_function
+from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes, Consensus
+from vescale.compat import in_backward, no_torch_function
 from vescale.runtime._gradients._axes import unite
 from vescale.runtime._gradients._bucket import Bucket
 from vescale.runtime._gradients._comm_hook import CommHook
 from vescale.runtime._gradients._entry import Entry, GradientRule, local_part
 from vescale.runtime._gradients._members import Members
 from vescale.runtime._gradients._reduction import Arrival, Policy
+from vescale.runtime._gradients._running import RunningBackward
 from vescale.runtime._gradients._schedule import (
     Observed,
     Schedule,
@@ -29,16 +28,10 @@ from vescale.runtime._gradients._schedule import (
     agree_on_parameters,
     make_buckets,
 )
+from vescale.runtime._gradients._settings import check_settings
 from vescale.runtime._gradients._slot import Slot
 
 __all__ = ["GradientReducer"]
-
-
-class _Backward:
-    """Held by the autograd engine as long as a backward runs: gone when it ends, also by an exception."""
-
-    is_superseded = False
-    """Another one stands for the same backward, and ends later."""
 
 
 class GradientReducer:
@@ -85,8 +78,10 @@ class GradientReducer:
         GradientMismatchError: on every rank, when ranks bring different modules or settings; later, in ``backward()``,
             when they bring the gradient of one parameter in different ways.
         ConsensusError: ranks that others wait for in vain.
-        ValueError: a mesh that overlaps a parameter's without both being axes of one mesh; an unknown op; sizes that are
-            none; a parameter that has a reducer already, or whose gradient ``fully_shard``, DDP or ``parallelize`` reduces.
+        TypeError: no module, or no mesh.
+        ValueError: a mesh that overlaps a parameter's without both being axes of one mesh; an unknown op or dtype; sizes
+            that are none; a parameter that has a reducer already, or whose gradient ``fully_shard``, DDP or
+            ``parallelize`` reduces.
     """
 
     def __init__(
@@ -99,13 +94,7 @@ class GradientReducer:
         op: Literal["avg", "sum"] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        if op not in (None, "avg", "sum"):
-            raise ValueError(f"GradientReducer: op={op!r}; use 'avg', 'sum', or None for what the gradients say")
-        if mesh.get_coordinate() is None:
-            raise ValueError(
-                f"GradientReducer over {mesh}, which this rank is not part of; make it on the mesh's ranks"
-            )
-        bucket_limits(bucket_bytes, 1, link_of(mesh.device_type))  # refuses what is no size
+        check_settings(module, mesh, bucket_bytes, reduce_dtype, op)
         self._mesh = mesh
         self._bucket_bytes: BucketBytes = bucket_bytes
         self._policy = Policy(mesh, op, reduce_dtype)
@@ -114,8 +103,8 @@ class GradientReducer:
         self._syncs = True
         self.around_no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """What else :meth:`no_sync` is to enter."""
-        self._running: Callable[[], _Backward | None] = _nothing  # the backward that runs: a weak reference
-        self._is_begun = False  # and has not come to its end
+        self._backward = RunningBackward(self._end)
+        self._is_begun = False  # a backward, that has not come to its end
         self._is_synced = False
         self._arrived = False
         self._has_looked = False  # whether changes of the module have been seen, before the backward to come
@@ -123,7 +112,7 @@ class GradientReducer:
         self._has_carries = False  # complete gradients that are kept aside
         self._has_reduced = False
         self._unplaced: dict[tuple[Entry, Arrival], tuple[torch.Tensor, int]] = {}
-        self._members = Members(module, self._policy, self._begin, self._take)
+        self._members = Members(module, self._policy, self._begin, self._take, self._backward.gate)
         self._entries: list[Entry] = []
         self._new: list[Entry] = []  # watched, and not agreed on by the ranks yet
         self._gone: list[Entry] = []  # no longer there, and not agreed on either
@@ -183,7 +172,8 @@ class GradientReducer:
         """Complete the gradients of this step on a rank whose backward reached no parameter, and those accumulated under
         :meth:`no_sync`; nothing where a backward has done so since the last call.
 
-        Call it once a step, on every rank, where some rank may have had nothing to do backward for.
+        Call it once in every step, on every rank, where some rank may have had nothing to do backward for: called in some
+        steps only, it is taken for the end of the step before, does nothing, and others wait for this rank in vain.
         """
         with torch.no_grad(), no_torch_function():
             self._break_off()
@@ -206,10 +196,13 @@ class GradientReducer:
         The hook returns the reduced tensor, or a ``Pending`` of it, in any dtype, with the buffer's number of elements.
         It must start the same collectives on every rank.
 
-        Raises RuntimeError inside of a backward.
+        Raises RuntimeError inside of a backward; backward raises what the hook raises, TypeError and ValueError for answers
+        that are none.
         """
-        if self._running() is not None:
+        if self._backward.current() is not None:
             raise RuntimeError("register_comm_hook in a backward; some of its gradients are on their way already")
+        if not callable(hook):
+            raise TypeError(f"register_comm_hook got a {type(hook).__name__}; give a function of a GradientBucket")
         self._hook = hook
         for bucket in self._schedule.buckets:
             bucket.hook = hook
@@ -227,25 +220,19 @@ class GradientReducer:
     def begin(self) -> None:
         """Inside a backward: gradients will be put into ``.grad`` by others than autograd, who have arranged for doing so at
         its end. This reducer's work then comes after theirs."""
-        running = self._running()
-        if running is None:
+        if self._backward.current() is None:
             self._begin()
-            return
-        running.is_superseded = True
-        backward = _Backward()
-        self._running = weakref.ref(backward)
-        at_end_of_backward(functools.partial(self._end, backward))
+        else:
+            self._backward.follow()
 
     def _begin(self, gradient: torch.Tensor | None = None) -> None:
         """A gradient has been computed; at the first one of a backward none is accumulated yet."""
-        if self._running() is not None:
+        if self._backward.current() is not None:
             return
         with torch.no_grad(), no_torch_function():
             self._break_off()
-            backward = _Backward()
-            self._running = weakref.ref(backward)
+            self._backward.follow()
             self._is_begun, self._is_synced = True, self._syncs
-            at_end_of_backward(functools.partial(self._end, backward))
             self._prepare()
 
     def _prepare(self) -> None:
@@ -324,11 +311,8 @@ class GradientReducer:
         else:
             self._unplaced[entry, arrival] = (known[0].add_(local), known[1] + 1)
 
-    def _end(self, backward: _Backward) -> None:
+    def _end(self) -> None:
         """The outermost backward has ended."""
-        if backward.is_superseded:
-            return
-        self._running = _nothing
         with torch.no_grad(), no_torch_function():
             self._arrived = self._arrived or self._schedule.has_news()
             if self._arrived and self._syncs:
@@ -343,7 +327,7 @@ class GradientReducer:
 
     def recover(self) -> None:
         """Before a forward: see what has changed, and end a backward that an exception broke off."""
-        if self._running() is not None and in_backward():
+        if self._backward.current() is not None and in_backward():
             return
         if self._is_begun:
             with torch.no_grad(), no_torch_function():
@@ -356,7 +340,7 @@ class GradientReducer:
         carried out, with nan for what has not come: a rank without exception must not take the sums for complete."""
         if not self._is_begun:
             return
-        self._running = _nothing
+        self._backward.forget()
         if self._is_synced:
             self._schedule.launch_all(missing=math.nan)
             self._schedule.finish()
@@ -471,10 +455,6 @@ class GradientReducer:
     def _slots(self, found: Sequence[tuple[Entry, Arrival, int]]) -> list[Slot]:
         ways = [(entry, arrival, entry.contribution(arrival), count) for entry, arrival, count in found]
         return [e.slot(arrival, way, n) for e, arrival, way, n in ways if way.reduction is not None]
-
-
-def _nothing() -> None:
-    """What a weak reference to no backward would return."""
 
 
 def _ranks(entries: Sequence[Entry], mesh: DeviceMesh) -> tuple[int, ...]:

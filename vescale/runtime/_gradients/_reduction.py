@@ -126,8 +126,14 @@ class Contribution:
 
 
 def contribution(arrival: Arrival, home: Home, policy: Policy) -> Contribution:
-    """Raises ValueError where the reducer's mesh and the parameter's overlap without being axes of one mesh."""
+    """Raises ValueError where the reducer's mesh and the parameter's overlap without being axes of one mesh, and where a
+    complex gradient would be reduced in real numbers."""
     wide = policy.reduce_dtype or arrival.dtype
+    if arrival.dtype.is_complex and not wide.is_complex:
+        raise ValueError(
+            f"a gradient of {arrival.dtype} would lose its imaginary part in reduce_dtype={wide}; use a complex one, or "
+            "reduce it with a reducer of its own"
+        )
     if home.mesh is None:
         axes = _nontrivial(policy.mesh, range(policy.mesh.ndim))
         averaged = axes if policy.op in (None, "avg") else ()

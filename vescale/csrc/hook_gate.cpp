@@ -1,0 +1,105 @@
+// Tensor hooks behind a gate: while it is shut, the engine passes them by without entering Python.
+//
+// A hook that has something to do once in a backward, but that any tensor may be the first to call, costs a call into
+// Python for every tensor, most of which is making the gradient a Python object. Here a flag is looked at before that.
+//
+// The one helper that needs torch's headers, so that the library is for one build of torch: setup.py passes its name.
+
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Of Python's stable interface, the little that is needed: its headers are not installed everywhere.
+struct _object;
+using PyObject = _object;
+extern "C" std::ptrdiff_t PyDict_Size(PyObject*);
+
+namespace {
+
+using torch::autograd::FunctionPreHook;
+using torch::autograd::variable_list;
+
+struct Gate {
+    std::atomic<bool> is_shut{false};
+};
+
+using SharedGate = std::shared_ptr<Gate>;
+
+// All Python hooks of a tensor, as the one object that torch keeps of them. With the gate shut they are passed by only if
+// the gate's owner has the only one: what others register later is called as ever.
+class GatedHooks : public FunctionPreHook {
+  public:
+    GatedHooks(std::unique_ptr<FunctionPreHook> hooks, PyObject* dict, SharedGate gate)
+        : hooks(std::move(hooks)), dict_(dict), gate_(std::move(gate)) {}
+
+    variable_list operator()(const variable_list& gradients) override {
+        // The size is one word, which may be read without the interpreter's lock. `hooks` keeps the dict alive.
+        if (gate_->is_shut.load(std::memory_order_acquire) && PyDict_Size(dict_) == 1) {
+            return gradients;
+        }
+        return (*hooks)(gradients);
+    }
+
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+        hooks->compiled_args(args);
+    }
+
+    std::unique_ptr<FunctionPreHook> hooks;
+
+  private:
+    PyObject* dict_;
+    SharedGate gate_;
+};
+
+std::vector<std::unique_ptr<FunctionPreHook>>& hooks_of(void* tensor) {
+    auto* impl = static_cast<at::TensorImpl*>(tensor);
+    at::Tensor held(c10::intrusive_ptr<at::TensorImpl>::unsafe_reclaim_from_nonowning(impl));
+    return torch::autograd::impl::hooks(held);
+}
+
+}  // namespace
+
+EXPORT const char* torch_version() {
+    return VESCALE_TORCH_VERSION;
+}
+
+EXPORT void* new_gate() {
+    return new SharedGate(std::make_shared<Gate>());
+}
+
+// The tensors behind the gate keep it: open for ever.
+EXPORT void free_gate(void* gate) {
+    std::unique_ptr<SharedGate> owned(static_cast<SharedGate*>(gate));
+    (*owned)->is_shut.store(false);
+}
+
+EXPORT void set_gate(void* gate, int is_shut) {
+    (*static_cast<SharedGate*>(gate))->is_shut.store(is_shut != 0, std::memory_order_release);
+}
+
+// Puts the Python hooks of a tensor, those in `dict`, behind a gate. Returns 0, and changes nothing, unless they are all of
+// the tensor's hooks.
+EXPORT int guard(void* gate, void* tensor, PyObject* dict) {
+    auto& hooks = hooks_of(tensor);
+    if (hooks.size() != 1 || dynamic_cast<GatedHooks*>(hooks[0].get()) != nullptr) {
+        return 0;
+    }
+    hooks[0] = std::make_unique<GatedHooks>(std::move(hooks[0]), dict, *static_cast<SharedGate*>(gate));
+    return 1;
+}
+
+// The reverse.
+EXPORT void unguard(void* tensor) {
+    for (auto& hook : hooks_of(tensor)) {
+        if (auto* gated = dynamic_cast<GatedHooks*>(hook.get())) {
+            auto bare = std::move(gated->hooks);
+            hook = std::move(bare);
+        }
+    }
+}
