@@ -193,6 +193,27 @@ def test_explain_as_json(run: Run) -> None:
     assert {"module": "model.layers.0-1.mlp", "hook": "forward_pre", "instructions": 1, "modules": 2} in data["hooks"]
 
 
+def test_explain_of_gradient_buckets(run: Run) -> None:
+    """Gradients, axes, bytes, and the ring model: 2 S (N-1)/N at once, the sum of 2 S (n-1)/n axis by axis."""
+    Path("wide.yaml").write_text("mesh: {dp: 2, cp: 4}\nshard:\n  <in:x>: {dp: S(0), cp: S(0)}\n")
+    arguments = ("explain", "wide.yaml", "--model", "net:make", "--input", "x=16x8")
+    code, out, _ = run(*arguments, "--json")
+    (bucket,) = json.loads(out)["collectives"]["buckets"]
+    size = 4 * (8 * 16 + 16 + 16 * 8 + 8)
+    assert code == 0 and bucket.pop("seconds") > 0
+    assert bucket == {
+        "gradients": ["fc2.bias.grad", "fc2.weight.grad", "fc1.bias.grad", "fc1.weight.grad"],
+        "axes": ["dp", "cp"],
+        "ops": ["all_reduce"],
+        "size_bytes": size,
+        "bytes": 2 * size * 7 // 8,
+        "axis_by_axis_bytes": 2 * size // 2 + 2 * size * 3 // 4,
+    }
+    code, out, _ = run(*arguments)
+    rows = [line.split() for line in out.splitlines()]
+    assert "0 4 dp,cp all_reduce 1.1 KiB 1.9 KiB 2.7 KiB".split() in [row[:10] for row in rows]
+
+
 def test_explain_refuses_what_does_not_fit(run: Run) -> None:
     code, out, _ = run("explain", "llama", "--model", "hf:llama.json", "--mesh", "dp=2,tp=4")
     assert code == 1 and "cut falls inside an attention head" in out

@@ -106,26 +106,33 @@ def replaced(forward: str) -> None:
     assert_equal_gradients(model, compare_alone)
 
 
-def replaced_then_used_by_one() -> None:
-    """After a replacement all parameters have places again, also those that nobody has used since."""
-    model, world, rank = local_model(4), dist.get_world_size(), dist.get_rank()
-    reference = copy.deepcopy(model)
-    GradientReducer(model, meshes((4,)), op="sum", timeout=timedelta(seconds=20))
+def changed_then_used_by_one() -> None:
+    """After a parameter is replaced, or gone, all have places again, also those that nobody has used since; and ranks agree
+    on these although one of them has nothing to do backward for."""
+    for is_gone in (False, True):
+        model, world, rank = local_model(4), dist.get_world_size(), dist.get_rank()
+        reference = copy.deepcopy(model)
+        reducer = GradientReducer(model, meshes((4,)), op="sum", timeout=timedelta(seconds=20))
 
-    def some(m: nn.Module, step: int, index: int, with_last: bool) -> torch.Tensor:
-        x = m[0](data(step, index, 3, 7))
-        return (m[1](x) if with_last else x).square().sum()
+        def some(m: nn.Module, step: int, index: int) -> torch.Tensor:
+            x = m[0](data(step, index, 3, 7))
+            return (m[1](x) if step < 2 or (step == 4 and index == 2) else x).square().sum()
 
-    for step in range(6):
-        for m in (model, reference):
-            m.zero_grad()
-            torch.manual_seed(step)
-            if step == 2:
-                m[0].weight = nn.Parameter(torch.randn(7, 7, dtype=F64))
-        some(model, step, rank, step in (0, 1) or (step == 4 and rank == 2)).backward()
-        for r in range(world):
-            some(reference, step, r, step in (0, 1) or (step == 4 and r == 2)).backward()
-        assert_equal_gradients(model, reference)
+        for step in range(6):
+            for m in (model, reference):
+                m.zero_grad()
+                torch.manual_seed(step)
+                if step == 2 and is_gone:
+                    m[3] = nn.Identity()
+                elif step == 2:
+                    m[0].weight = nn.Parameter(torch.randn(7, 7, dtype=F64))
+            idle = {1} if step == 3 else set()
+            if rank not in idle:
+                some(model, step, rank).backward()
+            reducer.finish()
+            for r in set(range(world)) - idle:
+                some(reference, step, r).backward()
+            assert_equal_gradients(model, reference)
 
 
 def unfrozen_dtensors() -> None:
@@ -368,7 +375,7 @@ def broken_off_differently() -> None:
     "case",
     [
         unfrozen_dtensors,
-        replaced_then_used_by_one,
+        changed_then_used_by_one,
         shared_frozen_parts,
         deep_copies,
         second_stages,
