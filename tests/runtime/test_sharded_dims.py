@@ -15,6 +15,7 @@ from tests.ranks import RankPools, run_cases
 from tests.runtime.compare import assert_same_step, pair
 from vescale.comm import record_comms
 from vescale.plans import Plan
+from vescale.runtime import implicit_communication
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 
@@ -77,6 +78,26 @@ def norms() -> int:
         cases.append((kind, (2, 3, 8), 1, {"tp": S1}, {"tp": R}, tp, 0))
         cases.append((kind, (1, 3, 8), 1, {"dp": S0, "tp": S1}, {"tp": R}, both, 0))
     return run_cases(normalize, cases)
+
+
+def cut_weights() -> int:
+    """Weights that lie in parts where rows are cut are gathered, which counts as implicit."""
+
+    def case(kind: str, shape: tuple[int, ...]) -> None:
+        def entries(plan: Plan) -> None:
+            plan.shard("<in:x>", {"tp": S1})
+            plan.shard("norm.(weight|bias)", {"tp": S0})
+
+        reference, model = pair(lambda: Norm(kind, shape[-1:], True, False), entries, {"tp": 4}, strict=False)
+        x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        assert_same_step(reference, model, x, loss=loss, max_implicit=99)
+        assert implicit_communication(model)
+
+    return run_cases(case, [(kind, shape) for kind in ("rms", "layer") for shape in ((2, 8, 8), (2, 3, 8))])
+
+
+def test_cut_weights_of_rows(ranks: RankPools) -> None:
+    assert set(ranks.run(cut_weights)) == {4}
 
 
 def test_normalization_gathers_nothing(ranks: RankPools) -> None:

@@ -13,7 +13,15 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
 from vescale.placements import shard_dim
-from vescale.runtime._boundary import bring, contiguous_stride, convert, enter_local, leave_local, reduced
+from vescale.runtime._boundary import (
+    bring,
+    bring_with_gradient,
+    contiguous_stride,
+    convert,
+    enter_local,
+    leave_local,
+    reduced,
+)
 from vescale.runtime._runtime import locate
 
 if TYPE_CHECKING:
@@ -66,7 +74,7 @@ def _over_shards(name: str, x: DTensor, first: int, weight: Any, bias: Any, eps:
     def factor(given: DTensor) -> torch.Tensor:
         own = [Replicate() if dim is None else Shard(dim) for dim in features]
         grads = [Partial() if type(p) is Shard and dim is None else o for p, o, dim in zip(x.placements, own, features)]
-        return enter_local(convert(given, own, who=f"{name}: weight"), grads)
+        return enter_local(bring_with_gradient(given, own, name, "weight"), grads)
 
     local = enter_local(x)
     with no_torch_function():
@@ -84,11 +92,15 @@ def _over_shards(name: str, x: DTensor, first: int, weight: Any, bias: Any, eps:
 
 def _of_rows(func: Any, x: DTensor, first: int, weight: Any, bias: Any, eps: float | None) -> torch.Tensor:
     summed = [Replicate() if placement.is_replicate() else Partial() for placement in x.placements]
-    factors = [None if factor is None else enter_local(factor, summed) for factor in (weight, bias)]
+    whole, name = [Replicate()] * x.device_mesh.ndim, func.__name__
+    factors = [
+        None if factor is None else enter_local(bring_with_gradient(factor, whole, name, "weight"), summed)
+        for factor in (weight, bias)
+    ]
     with no_torch_function():
-        factors = factors if func.__name__ == "layer_norm" else factors[:1]
+        factors = factors if name == "layer_norm" else factors[:1]
         local = func(enter_local(x), list(x.shape[first:]), *factors, eps)
-        return leave_local(local, x.device_mesh, x.placements, x.shape, func.__name__)
+        return leave_local(local, x.device_mesh, x.placements, x.shape, name)
 
 
 def _group_norm_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
