@@ -134,7 +134,7 @@ def _shrunk(config: Any) -> dict[str, Any]:
             changed[key] = kinds[key]
         elif hasattr(value, "to_dict") and hasattr(value, "model_type"):
             changed[key] = type(value)(**_shrunk(value))
-        elif key == "rope_parameters" and isinstance(value, dict) and "mrope_section" in value:
+        elif key == "rope_parameters" and isinstance(value, dict) and _has_sections(config, value):
             changed[key] = {**value, "mrope_section": _sections(value.get("partial_rotary_factor", 1.0))}
         elif isinstance(value, bool) or value is None:
             continue
@@ -150,6 +150,10 @@ def _shrunk(config: Any) -> dict[str, Any]:
     for base in type(config).__mro__:
         changed.update(_AGREEING.get(base.__name__, {}))
     return changed
+
+
+def _has_sections(config: Any, rope: Mapping[str, Any]) -> bool:
+    return "mrope_section" in {*rope, *getattr(type(config), "ignore_keys_at_rope_validation", ())}
 
 
 def _sections(partial: float) -> list[int]:
