@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from tests.runtime.llama import make_mesh
 from vescale import parallelize, plan_zoo
 
 
-def with_z_loss(output: Any) -> torch.Tensor:
+def with_z_loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """As ST-MoE's: the mean of the squared logarithms of the routers' sums, over all tokens of a layer."""
+    output = model(**inputs)
     each = [logits.logsumexp(-1).pow(2).mean() for logits in output.router_logits]
     return output.loss + 0.1 * sum(each[1:], each[0])
 
@@ -27,7 +29,7 @@ def train(name: str, sizes: dict[str, int]) -> Step:
     model = MODELS[name]
     inputs = {**model.inputs(), "labels": labels(), "output_router_logits": True}
     return one_step(
-        model.build, inputs, lambda _, mesh: plan_zoo.load(name, mesh), sizes, strict=True, loss=with_z_loss
+        model.build, inputs, lambda _, mesh: plan_zoo.load(name, mesh), sizes, strict=True, objective=with_z_loss
     )
 
 
@@ -74,7 +76,7 @@ def balanced(sizes: dict[str, int], num_steps: int = 3) -> list[tuple[float, lis
     for _ in range(num_steps):
         losses, counts = [], []
         for each, balance, optimizer in runs:
-            loss = zoo.loss(each(**zoo.inputs()))
+            loss = zoo.objective(each, zoo.inputs())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -157,11 +157,11 @@ def _unsqueeze(flow: Flow) -> Lie:
 def _item(flow: Flow) -> Lie:
     """``x[:, None, 3]``: a cut dim that is taken whole stays cut."""
     x, tensor = flow.lies[0], flow.tensors[0]
-    if type(x) is not Shard:
+    if not _is_cut(x):
         return None
     for dim, item, after in indexed_dims(flow.args[1], tensor.ndim):
         if dim == x.dim and isinstance(item, slice):
-            return Shard(after) if len(range(*item.indices(tensor.shape[dim]))) == tensor.shape[dim] else None
+            return at_dim(x, after) if len(range(*item.indices(tensor.shape[dim]))) == tensor.shape[dim] else None
     return None
 
 
