@@ -226,9 +226,9 @@ def test_diff_of_entries(run: Run) -> None:
     Path("same.yaml").write_text(PLAN.replace("  <in:x>: {tp: R}\n", "") + "  <in:x>: {tp: R}\n")
     assert run("diff", "plan.yaml", "same.yaml") == (0, "no differences\n", "")
     code, out, _ = run("diff", "plan.yaml", "other.yaml")
-    assert (code, out) == (1, "- shard '<out>': {tp: R}\n+ shard '<out>': {tp: S(1)}\n")
+    assert (code, out) == (1, "- shard <out>: {tp: R}\n+ shard <out>: {tp: S(1)}\n")
     code, out, _ = run("diff", "plan.yaml", "other.yaml", "--json")
-    assert code == 1 and json.loads(out)["added"] == ["shard '<out>': {tp: S(1)}"]
+    assert code == 1 and json.loads(out)["added"] == ["shard <out>: {tp: S(1)}"]
 
 
 def test_diff_of_programs(run: Run) -> None:

@@ -165,3 +165,29 @@ def test_predicted_exchanges() -> None:
     }
     assert {c.num_bytes for c in exchanged if c.op == "all_to_all"} == {None}
     assert "forward" not in vars(model.get_submodule("model.layers.0.mlp.experts"))
+
+
+class ListedExperts(nn.ModuleList):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Sequential(nn.Linear(4, 8, device="meta"), nn.Linear(8, 4, device="meta")) for _ in range(6)
+        )
+
+    def forward(self, x: Any, ids: Any, weights: Any) -> Any:
+        return x
+
+
+def test_a_module_for_each_expert_has_features_to_cut_only() -> None:
+    model = Block()
+    model.experts = ListedExperts()  # type: ignore[assignment]
+    rows = plan_of(region(), cut(r"experts\.\d+\.(0|1)\.(weight|bias)", Shard(0), "ep"), ep=2)
+    with pytest.raises(PlanError, match=r"a module for each expert.*'ep'.*in one parameter of shape \(experts, ...\)"):
+        lower(rows, model)
+    features = plan_of(
+        region("mask"),
+        cut(r"experts\.\d+\.0\.(weight|bias)", Shard(0), "ep"),
+        cut(r"experts\.\d+\.1\.weight", Shard(1), "ep"),
+        ep=2,
+    )
+    (found,) = (i.op for i in lower(features, model) if isinstance(i.op, Local))
+    assert found.experts == () and found.features == ("ep",)

@@ -51,19 +51,33 @@ def test_sequence_parallel_llama_has_ten_gathers_and_ten_scatters() -> None:
     assert len(norms) == 5 and all("norm" in c.path and c.op == "all_reduce" for c in norms)
 
 
-@pytest.mark.parametrize("method", [None, "all_gather", "ulysses"])
+# (op, phase) of two layers on two ranks, of a causal sequence cut in contiguous parts.
+ATTENTION = {
+    None: {},
+    "all_gather": {("all_gather", "forward"): 2, ("reduce_scatter", "backward"): 2},
+    # The first rank's keys go to the second; again in backward, and their gradients after them, and home.
+    "ring": {("all_to_all", "forward"): 2, ("all_to_all", "backward"): 2 * 3},
+    "ulysses": {("all_to_all", "forward"): 8, ("all_to_all", "backward"): 8},
+}
+
+
+@pytest.mark.parametrize("method", ATTENTION)
 def test_context_parallel_llama_reduces_all_gradients_over_both_axes(method: Any) -> None:
     """Batch and sequence are cut, labels are not; both are the same tensor, which is two inputs for all that."""
     plan = Plan({"dp": 2, "cp": 2}).shard("<in:input_ids>", {"dp": Shard(0), "cp": Shard(1)})
     if method is not None:
         plan.attention(r"model.layers.\d+.self_attn", method, mesh="cp")
     prediction = predict_llama(plan)
-    assert prediction.stopped is None and not boundaries(prediction)
-    gradients = Counter((c.axis, c.op) for c in prediction.collectives)
+    assert prediction.stopped is None
+    assert boundaries(prediction) == {("cp", op, when): n for (op, when), n in ATTENTION[method].items()}
+    assert {c.path for c in prediction.collectives if c.target == "<attention>"} == (
+        {f"model.layers.{layer}.self_attn" for layer in (0, 1)} if method else set()
+    )
+    gradients = Counter((c.axis, c.op) for c in prediction.collectives if c.target.endswith(".grad"))
     num_parameters = len(list(llama().parameters()))
     assert gradients == {("dp", "all_reduce"): num_parameters, ("cp", "all_reduce"): num_parameters}
     assert {bucket.axes for bucket in prediction.buckets} == {("dp", "cp")}
-    assert not prediction.unbucketed
+    assert all(c.target == "<attention>" for c in prediction.unbucketed)
 
 
 def test_bytes_count_what_the_other_axes_leave() -> None:
@@ -240,6 +254,16 @@ R, S0 = Replicate(), Shard(0)
         ("embedding", [S0, S0], [(4,), (6, 8)], (4, 8), (), None),
         ("scaled_dot_product_attention", [Shard(1), R, R], [(2, 4, 8, 3)] * 3, (2, 4, 8, 3), (), Shard(1)),
         ("scaled_dot_product_attention", [Shard(2), R, R], [(2, 4, 8, 3)] * 3, (2, 4, 8, 3), (), Shard(2)),
+        ("conv2d", [S0, R, R], [(4, 3, 8, 8), (5, 3, 2, 2), (5,)], (4, 5, 4, 4), (), S0),
+        ("conv2d", [Shard(2), R, R], [(4, 3, 8, 8), (5, 3, 2, 2), (5,)], (4, 5, 4, 4), (), None),
+        ("chunk", [S0], [(4, 8)], (4, 4), (None, 2, 1), S0),
+        ("chunk", [Shard(1)], [(4, 8)], (4, 4), (None, 2, 1), None),
+        ("__getitem__", [S0], [(4, 8)], (4, 1, 8), (None, (slice(None), None)), S0),
+        ("__getitem__", [Shard(1)], [(4, 8)], (4, 1, 8), (None, (slice(None), None)), Shard(2)),
+        ("__getitem__", [Shard(2)], [(4, 8, 6)], (8, 6), (None, 1), Shard(1)),
+        ("__getitem__", [Shard(2)], [(4, 8, 6)], (4, 6), (None, (..., 0, slice(None))), Shard(1)),
+        ("__getitem__", [Shard(1)], [(4, 8)], (4, 7), (None, (..., slice(1, None))), None),
+        ("__getitem__", [S0], [(4, 8)], (8,), (None, 1), None),
         ("whatever", [R, R], [(4,), (4,)], (4,), (), R),
         ("whatever", [S0], [(4,)], (4,), (), None),
     ],

@@ -1,27 +1,34 @@
-"""A tiny model, a batch and a float64 loss for every plan of the zoo that is for a Hugging Face model."""
+"""A tiny model, a batch and a float64 loss for every plan of the zoo."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["MODELS", "ZooModel", "labels"]
+from tests.runtime.hf import Objective
+
+__all__ = ["MODELS", "ZooModel", "labels", "latents_of_classes", "latents_of_texts"]
 
 _IGNORED = -100
 
 
 @dataclass(frozen=True)
 class ZooModel:
-    """What a plan of the zoo is tried on."""
+    """What a plan of the zoo is tried on; ``package`` has the model."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, torch.Tensor]]
-    loss: Callable[[Any], torch.Tensor]
+    objective: Objective
+    package: str = "transformers"
+
+    def need(self) -> None:
+        pytest.importorskip(self.package)
 
 
 def _tokens(rows: int = 4, length: int = 8, seed: int = 1) -> torch.Tensor:
@@ -35,9 +42,9 @@ def labels() -> torch.Tensor:
     return found
 
 
-def _cross_entropy(output: Any) -> torch.Tensor:
+def _cross_entropy(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """In the logits' own precision, where transformers computes losses in float32."""
-    logits = output.logits
+    logits = model(**inputs).logits
     wanted = labels() if logits.ndim == 3 else torch.tensor([0, 3, 1, 2])
     return F.cross_entropy(logits.flatten(0, -2), wanted.reshape(-1), ignore_index=_IGNORED)
 
@@ -121,6 +128,53 @@ _LATENT = {
     "v_head_dim": 8,
 }
 
+
+def _diffuser(name: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import diffusers
+
+        torch.manual_seed(0)
+        shared = {"sample_size": 8, "num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4}
+        return getattr(diffusers, name)(**shared, **sizes)
+
+    return build
+
+
+def _diffusion(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """How well the model tells the noise, drawn here, from the latents; of eight channels half are variances."""
+    latents, timestep = inputs["hidden_states"], inputs["timestep"]
+    noise = torch.randn_like(latents)
+    level = (timestep / 10).view(-1, 1, 1, 1).to(latents.dtype)
+    found = model(**{**inputs, "hidden_states": (1 - level) * latents + level * noise}).sample
+    if found.shape[1] == noise.shape[1]:
+        return F.mse_loss(found, noise)
+    mean, variance = found.chunk(2, dim=1)
+    return F.mse_loss(mean, noise) + variance.square().mean() / 10
+
+
+def _denoised(length: int = 8, texts: int = 6) -> dict[str, torch.Tensor]:
+    return {
+        "hidden_states": torch.randn(4, 4, length, length, dtype=torch.float64),
+        "timestep": torch.tensor([1, 5, 7, 9]),
+        "encoder_hidden_states": torch.randn(4, texts, 24, dtype=torch.float64),
+        "pooled_projections": torch.randn(4, 16, dtype=torch.float64),
+        "class_labels": torch.tensor([1, 2, 3, 9]),
+    }
+
+
+def latents_of_classes(length: int = 8) -> dict[str, torch.Tensor]:
+    found = _denoised(length)
+    return {name: found[name] for name in ("hidden_states", "timestep", "class_labels")}
+
+
+def latents_of_texts(length: int = 8, texts: int = 6) -> dict[str, torch.Tensor]:
+    found = _denoised(length, texts)
+    del found["class_labels"]
+    return found
+
+
+_SD3 = {"joint_attention_dim": 24, "caption_projection_dim": 32, "pooled_projection_dim": 16, "out_channels": 4}
+
 MODELS: dict[str, ZooModel] = {
     "llama": _causal("LlamaForCausalLM", _DECODER),
     "llama_zero3": _causal("LlamaForCausalLM", _DECODER),
@@ -140,6 +194,26 @@ MODELS: dict[str, ZooModel] = {
         _model("WhisperForConditionalGeneration", _WHISPER),
         lambda: {"input_features": torch.randn(4, 8, 32, dtype=torch.float64), "labels": labels()},
         _cross_entropy,
+    ),
+    "dit": ZooModel(
+        _diffuser("DiTTransformer2DModel", num_layers=2, num_embeds_ada_norm=10, out_channels=8),
+        latents_of_classes,
+        _diffusion,
+        "diffusers",
+    ),
+    # The first layer has attention of the images alone too, as in SD3.5; the last makes no text.
+    "sd3": ZooModel(
+        _diffuser(
+            "SD3Transformer2DModel",
+            num_layers=3,
+            pos_embed_max_size=6,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+            **_SD3,
+        ),
+        latents_of_texts,
+        _diffusion,
+        "diffusers",
     ),
     "mixtral": _causal("MixtralForCausalLM", _EXPERTS, **_EAGER),
     "qwen3_moe": _causal(

@@ -14,6 +14,14 @@ from tests.runtime.hf import Step, one_step
 from tests.runtime.zero import sharded_at_rest
 from vescale import Plan, plan_zoo
 
+# DiT's model calls a part of its first layer by itself, after all layers.
+CALLED_ALONE = {"dit": "transformer_blocks.0.norm1.emb"}
+
+
+def zero3(name: str, mesh: DeviceMesh) -> Plan:
+    plan = sharded_at_rest(plan_zoo.load(name, mesh))
+    return plan.unit(CALLED_ALONE[name]) if name in CALLED_ALONE else plan
+
 
 def train(name: str) -> Step:
     model = MODELS[name]
@@ -22,10 +30,10 @@ def train(name: str) -> Step:
     return one_step(
         model.build,
         model.inputs(),
-        lambda _, mesh: sharded_at_rest(plan_zoo.load(name, mesh)),
+        lambda _, mesh: zero3(name, mesh),
         sizes,
         strict=True,
-        loss=model.loss,
+        objective=model.objective,
     )
 
 
@@ -37,7 +45,7 @@ def with_experts_on(axis: str) -> Step:
     def plan(mixtral: nn.Module, mesh: DeviceMesh) -> Plan:
         return sharded_at_rest(Plan.from_hf(mixtral, mesh, expert_axis=axis, sequence_parallel=True), others)
 
-    return one_step(model.build, model.inputs(), plan, {"dp": 2, "tp": 2}, strict=True, loss=model.loss)
+    return one_step(model.build, model.inputs(), plan, {"dp": 2, "tp": 2}, strict=True, objective=model.objective)
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp"])
@@ -49,6 +57,7 @@ def test_experts_of_the_models_own_plan(ranks: RankPools, axis: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_step_equals_one_device(ranks: RankPools, name: str) -> None:
+    MODELS[name].need()
     for step in ranks.run(train, name):
         assert step.is_same(TOLERANCE.get(name, 1e-9)), step
         assert step.implicit == 0

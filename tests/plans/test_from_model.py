@@ -85,7 +85,7 @@ def trained() -> Step:
         lambda m, mesh: Plan.from_model(m, mesh),
         {"dp": 2, "ep": 2},
         strict=True,
-        loss=model.loss,
+        objective=model.objective,
     )
 
 

@@ -134,6 +134,8 @@ def _shrunk(config: Any) -> dict[str, Any]:
             changed[key] = kinds[key]
         elif hasattr(value, "to_dict") and hasattr(value, "model_type"):
             changed[key] = type(value)(**_shrunk(value))
+        elif key == "rope_parameters" and isinstance(value, dict) and "mrope_section" in value:
+            changed[key] = {**value, "mrope_section": _sections(value.get("partial_rotary_factor", 1.0))}
         elif isinstance(value, bool) or value is None:
             continue
         elif isinstance(value, int):
@@ -148,6 +150,12 @@ def _shrunk(config: Any) -> dict[str, Any]:
     for base in type(config).__mro__:
         changed.update(_AGREEING.get(base.__name__, {}))
     return changed
+
+
+def _sections(partial: float) -> list[int]:
+    """Of the pairs of a head's rotated dims, for time, height and width."""
+    pairs = int(8 * partial) // 2
+    return [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
 
 
 def _value(config: Any, key: str, said: Any) -> Any:

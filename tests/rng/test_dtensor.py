@@ -243,6 +243,9 @@ def ops_that_nobody_covers() -> None:
             torch.native_dropout(partial, 0.5, True)
         with pytest.raises(NotImplementedError, match="no rule with single-device semantics"):
             torch.bernoulli(sharded.sigmoid(), out=sharded)
+        heads = distribute_tensor(torch.ones(2, 2, 3, 4), mesh, [Shard(1)])
+        with pytest.raises(RuntimeError, match="fused kernels draw by local index"):
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(heads, heads, heads, 0.5)
         assert torch.equal(torch.get_rng_state(), before)
     finally:
         rng.disable()

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["Attend", "attend_like_one_device"]
 
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
 
 class Attend(nn.Module):
     """Attention of scaled queries and keys, so that a replicated parameter gets a gradient through both."""
@@ -41,12 +43,12 @@ def attend_like_one_device(
     found = model(*found_in)
     assert torch.equal(torch.get_rng_state(), state)
     assert isinstance(found, DTensor)
-    torch.testing.assert_close(found.full_tensor(), expected)
+    torch.testing.assert_close(found.full_tensor(), expected, **CLOSE)
     expected.square().sum().backward()
     found.square().sum().backward()
-    torch.testing.assert_close(model.scale.grad.full_tensor(), reference.scale.grad)
+    torch.testing.assert_close(model.scale.grad.full_tensor(), reference.scale.grad, **CLOSE)
     for own, other in zip(found_in, expected_in, strict=True):
         if other is not None and other.requires_grad:
             assert own is not None
-            torch.testing.assert_close(own.grad, other.grad)
+            torch.testing.assert_close(own.grad, other.grad, **CLOSE)
     return found

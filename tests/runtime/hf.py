@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.runtime.compare import whole
 from vescale.comm import record_comms
 from vescale.plans import Plan
 from vescale.runtime import implicit_communication, parallelize
 
-__all__ = ["Step", "one_step", "quiet"]
+__all__ = ["Objective", "Step", "one_step", "quiet"]
+
+Objective = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,11 @@ def one_step(
     *,
     strict: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    objective: Objective | None = None,
+    batch_axis: str | None = None,
 ) -> Step:
-    """A float64 step with a loss that reads every element of the output, or the given one of the model's output."""
+    """A float64 step with a loss that reads every element of the output, or the given one of the model's output, or an
+    objective of model and inputs. The inputs of the parallelized model are DTensors when ``batch_axis`` cuts them."""
     quiet()
     model = build().double()
     reference = copy.deepcopy(model)
@@ -70,10 +75,16 @@ def one_step(
     parallelize(model, make_plan(model, mesh), strict=strict)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
     take = loss or (lambda output: _every_element(_main(output), mesh))
-    expected = take(reference(**inputs))
+    compute = objective or (lambda model, inputs: take(model(**inputs)))
+    torch.manual_seed(7)  # what the model draws
+    expected = compute(reference, inputs)
     expected.backward()
+    if batch_axis is not None:
+        rows = [Shard(0) if axis == batch_axis else Replicate() for axis in sizes]
+        inputs = {name: distribute_tensor(value, mesh, rows) for name, value in inputs.items()}
+    torch.manual_seed(7)
     with record_comms() as ledger:
-        found = take(model(**inputs))
+        found = compute(model, inputs)
         found.backward()
     gradient = _worst_gradient(model, reference)
     for optimizer in optimizers:

@@ -13,6 +13,9 @@ from tests.ranks import RankPools, run_cases
 from tests.runtime.hf import Step, one_step
 from vescale.plans import Plan
 
+# Gradients of hyper-connections nearly cancel, and are computed in float32: 1e-7 where their casts are made to float64.
+TOLERANCE = {"hy_v4:HYV4Config": 1e-5}
+
 
 def step(name: str, sizes: dict[str, int], options: dict[str, Any], settings: dict[str, Any], strict: bool) -> Step:
     kind = planned_config(name)
@@ -74,7 +77,7 @@ def every(name: str) -> str:
         found = step(name, {"tp": 2}, {}, {}, False)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
-    return "" if found.is_same(1e-6) else str(found)
+    return "" if found.is_same(TOLERANCE.get(name, 1e-6)) else str(found)
 
 
 @pytest.mark.slow

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import vescale.placements
 from tests.ranks import RankPools, run_cases
 from tests.runtime.llama import counted, make_mesh
 from vescale.comm import record_comms
+from vescale.placements import RaggedShard
 from vescale.plans import Plan
 from vescale.runtime import implicit_communication, parallelize
 
@@ -75,6 +77,47 @@ def losses(rows: int, classes: int) -> int:
 
 def test_losses(ranks: RankPools) -> None:
     assert set(ranks.run(losses, 8, 6)) == {54}
+
+
+def same_ragged(mesh: Any, loss: Any, logits: torch.Tensor, placements: Any) -> None:
+    expected_in = logits.clone().requires_grad_()
+    expected = loss(expected_in)
+    expected.sum().backward()
+    found_in = vescale.placements.distribute_tensor(logits, mesh, placements).requires_grad_()
+    found = loss(found_in)
+    torch.testing.assert_close(found.full_tensor(), expected)
+    found.sum().backward()
+    torch.testing.assert_close(found_in.grad.full_tensor(), expected_in.grad)
+
+
+def ragged_losses() -> int:
+    mesh = make_mesh(dp=2, tp=2)
+    parallelize(nn.Linear(2, 2), Plan(mesh))
+    logits, labels = logits_and_labels(7, 6)
+    by_elements = RaggedShard((0, 1), local_units=(10, 32))  # the first rank's part ends inside of a row
+    return run_cases(
+        same_ragged,
+        [
+            (mesh, loss, logits, placements)
+            for loss in (
+                lambda x: F.log_softmax(x, 1),
+                lambda x: F.cross_entropy(x, labels),
+                lambda x: F.cross_entropy(x, labels, reduction="none"),
+            )
+            for placements in [
+                (RaggedShard(), Shard(1)),
+                (Shard(1), RaggedShard()),
+                (RaggedShard(), Shard(0)),
+                (Replicate(), RaggedShard()),
+                (by_elements, Replicate()),
+            ]
+        ],
+    )
+
+
+def test_losses_of_ragged_scores(ranks: RankPools) -> None:
+    """Their rows are gathered along the ragged axis only."""
+    assert set(ranks.run(ragged_losses)) == {15}
 
 
 def test_losses_of_uneven_shards(ranks: RankPools) -> None:

@@ -1,4 +1,5 @@
-"""Attention over a sequence that is cut, against one device: gathered keys and values, Ulysses, with tensor parallelism."""
+"""Attention over a sequence that is cut, against one device: gathered keys and values, a ring, Ulysses, with tensor
+parallelism."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ R, BATCH, HEADS, ROWS = Replicate(), Shard(0), Shard(1), Shard(2)
 BALANCED = InterleavedShard(2, 3)
 
 
-def tensors(heads: int, kv_heads: int, length: int, num_keys: int, mask: str) -> list[torch.Tensor | None]:
+def tensors(
+    heads: int, kv_heads: int, length: int, num_keys: int, mask: str, value_size: int
+) -> list[torch.Tensor | None]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, heads, length, 4), (2, kv_heads, num_keys, 4), (2, kv_heads, num_keys, 3)]
+    shapes = [(2, heads, length, 4), (2, kv_heads, num_keys, 4), (2, kv_heads, num_keys, value_size)]
     made: list[torch.Tensor | None] = [
         torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes
     ]
@@ -52,10 +55,11 @@ class Case:
         length: int = 12,
         num_keys: int | None = None,
         mask: str = "",
+        value_size: int = 3,
         **options: Any,
     ) -> None:
         self.placed, self.methods, self.options = placed, methods, options
-        self.given = heads, kv_heads, length, num_keys or length, mask
+        self.given = heads, kv_heads, length, num_keys or length, mask, value_size
 
     def __repr__(self) -> str:
         return f"Case({self.placed}, {self.methods}, {self.given}, {self.options})"
@@ -75,13 +79,14 @@ def attend(mesh: Any, case: Case, strict: bool = True) -> None:
     assert bool(implicit_communication(model)) == (not strict)
 
 
-GATHER, ULYSSES = {"cp": "all_gather"}, {"cp": "ulysses"}
+GATHER, RING, ULYSSES = {"cp": "all_gather"}, {"cp": "ring"}, {"cp": "ulysses"}
+METHODS = (GATHER, RING, ULYSSES)
 
 
 def cases() -> list[Case]:
     """On (cp=2, tp=2)."""
     made = []
-    for method, rows, causal in itertools.product((GATHER, ULYSSES), (ROWS, BALANCED), (False, True)):
+    for method, rows, causal in itertools.product(METHODS, (ROWS, BALANCED), (False, True)):
         made.append(Case([(rows, R)] * 3, method, is_causal=causal))
         made.append(Case([(rows, HEADS)] * 3, method, is_causal=causal))
         made.append(Case([(rows, BATCH)] * 3, method, is_causal=causal))
@@ -92,19 +97,30 @@ def cases() -> list[Case]:
         made.append(Case([(rows, R), (rows, R), (rows, R)], method, is_causal=causal, length=6, num_keys=18))
         made.append(Case([(rows, R)] * 3, method, is_causal=causal, dropout_p=0.3))
         made.append(Case([(rows, HEADS)] * 3, method, is_causal=causal, dropout_p=0.3, scale=0.7))
-    for method, rows, mask in itertools.product(
-        (GATHER, ULYSSES), (ROWS, BALANCED), ("batch", "heads", "plain", "bool")
-    ):
+    for method, rows, mask in itertools.product(METHODS, (ROWS, BALANCED), ("batch", "heads", "plain", "bool")):
         made.append(Case([(rows, HEADS)] * 3 + [(R, R)], method, mask=mask))
-    for method in (GATHER, ULYSSES):
+    for method in METHODS:
         made.append(Case([(ROWS, HEADS)] * 3 + [(Shard(2), R)], method, mask="batch"))
         made.append(Case([(ROWS, HEADS)] * 3 + [(Shard(0), R)], method, mask="plain"))
         made.append(Case([(ROWS, HEADS)] * 3 + [(R, R)], method, mask="keys"))
-    made.append(Case([(ROWS, R)] * 3, GATHER, heads=3, kv_heads=3, length=7, is_causal=True))  # uneven rows, odd heads
-    made.append(Case([(ROWS, ROWS)] * 3, {"cp": "all_gather", "tp": "all_gather"}, is_causal=True))
+        both = {"mask": "bool", "value_size": 4, "is_causal": True}  # one device takes both where all sizes are alike
+        made.append(Case([(ROWS, HEADS)] * 3 + [(R, R)], method, **both))
+        made.append(Case([(ROWS, HEADS)] * 3 + [(R, R)], method, mask="keys", dropout_p=0.3))
+    for method in (GATHER, RING):
+        made.append(
+            Case([(ROWS, R)] * 3, method, heads=3, kv_heads=3, length=7, is_causal=True)
+        )  # uneven rows, odd heads
+        made.append(Case([(ROWS, ROWS)] * 3, dict.fromkeys(("cp", "tp"), method["cp"]), is_causal=True))
     made.append(Case([(ROWS, ROWS)] * 3, {"cp": "all_gather", "tp": "ulysses"}, is_causal=True))
     made.append(Case([(ROWS, ROWS)] * 3, {"cp": "ulysses", "tp": "ulysses"}, is_causal=True))
     made.append(Case([(HEADS, ROWS)] * 3, {"tp": "ulysses"}, is_causal=True))
+    made += [Case([(HEADS, ROWS)] * 3, {"tp": "ring"}, is_causal=causal) for causal in (False, True)]
+    for other in ("all_gather", "ulysses"):
+        made.append(Case([(ROWS, ROWS)] * 3, {"cp": "ring", "tp": other}, is_causal=True))
+        made.append(Case([(ROWS, ROWS)] * 3, {"cp": other, "tp": "ring"}, is_causal=True, length=14))
+    made.append(Case([(ROWS, R), (ROWS, R), (R, R)], RING))  # the value comes to lie as the key
+    made.append(Case([(BALANCED, R), (ROWS, R), (R, R)], RING, is_causal=True))
+    made.append(Case([(BALANCED, HEADS), (ROWS, HEADS), (ROWS, HEADS)], RING, is_causal=True, num_keys=8))
     return made
 
 
@@ -119,7 +135,7 @@ def test_values_gradients_and_dropout_are_those_of_one_device(ranks: RankPools) 
 
 def wide() -> None:
     mesh = make_mesh(cp=4)
-    for method, rows in itertools.product((GATHER, ULYSSES), (ROWS, BALANCED)):
+    for method, rows in itertools.product(METHODS, (ROWS, BALANCED)):
         attend(mesh, Case([(rows,)] * 3, method, is_causal=True))
     attend(mesh, Case([(ROWS,)] * 3, GATHER, length=3, is_causal=True))  # a rank without rows
     attend(mesh, Case([(ROWS,)] * 3, GATHER, length=3, is_causal=True, dropout_p=0.5))
@@ -151,13 +167,16 @@ def indivisible() -> str:
 
 def test_heads_that_ranks_do_not_divide(ranks: RankPools) -> None:
     for message in ranks.run(indivisible):
-        assert "the query of shape (2, 6, 12, 4) has 6 heads, which 4 ranks do not divide; write all_gather" in message
+        assert (
+            "the query of shape (2, 6, 12, 4) has 6 heads, which 4 ranks do not divide; write ring or all_gather"
+            in message
+        )
 
 
 def communicated() -> list[list[tuple[str, int]]]:
     mesh = make_mesh(cp=4)
     found = []
-    for method, kv_heads in itertools.product((GATHER, ULYSSES), (4, 2)):
+    for method, kv_heads in itertools.product(METHODS, (4, 2)):
         with record_comms() as ledger:
             attend(mesh, Case([(ROWS,)] * 3, method, kv_heads=kv_heads, enable_gqa=kv_heads < 4))
         found.append([(r.op, r.bytes) for r in ledger.records if r.asker.startswith("attention")])
@@ -166,10 +185,12 @@ def communicated() -> list[list[tuple[str, int]]]:
 
 def test_bytes_of_each_method(ranks: RankPools) -> None:
     """For tensors of 2 x 4 x 12 x (4 + 3) doubles on four ranks: what a rank sends, forward and backward."""
-    for gathered, gathered_grouped, exchanged, _ in ranks.run(communicated):
+    for rank, (gathered, gathered_grouped, ring, ring_grouped, exchanged, _) in enumerate(ranks.run(communicated)):
         part = 2 * 12 * 7 * 8 // 4  # of a rank, for one head of k and v
         assert gathered == [("all_gather_v", 3 * 4 * part), ("reduce_scatter_v", 3 * 4 * part)], gathered
         assert gathered_grouped == [("all_gather_v", 3 * 2 * part), ("reduce_scatter_v", 3 * 2 * part)]
+        for found, kv_heads in ((ring, 4), (ring_grouped, 2)):  # blocks, 3 times each way; their gradients come home
+            assert found == [("all_to_all_v", kv_heads * part)] * (3 + 3 + 4), rank
         assert len(exchanged) == 8 and {op for op, _ in exchanged} == {"all_to_all_v"}
         # q, k, v and the result have 4 + 4 + 3 + 3 numbers a position; three of four parts leave a rank
         assert sum(size for _, size in exchanged) == 2 * (2 * 4 * 12 * 14 * 8 // 4) * 3 // 4
@@ -200,7 +221,9 @@ def llamas() -> list[Any]:
     rows = (Shard(1), InterleavedShard(1, 3))
     for shape in ({"cp": 4}, {"dp": 2, "cp": 2}, {"cp": 2, "dp": 2}):
         mesh = make_mesh(**shape)
-        for method, cut, in_model in itertools.product(("all_gather", "ulysses"), rows, (True, False)):
+        for method, (cut, in_model) in itertools.product(
+            ("all_gather", "ring", "ulysses"), [(rows[0], True), (rows[0], False), (rows[1], False)]
+        ):
             found.append((f"{shape} {method} {cut} {in_model}", llama(mesh, method, cut, in_model), in_model))
     return found
 
@@ -217,7 +240,7 @@ def llamas_with_tensor_parallelism() -> list[Any]:
     found = []
     for shape in ({"cp": 2, "tp": 2}, {"tp": 2, "cp": 2}):
         mesh = make_mesh(**shape)
-        for method, cut in itertools.product(("all_gather", "ulysses"), (Shard(1), InterleavedShard(1, 3))):
+        for method, cut in itertools.product(("all_gather", "ring", "ulysses"), (Shard(1), InterleavedShard(1, 3))):
             plan = Plan(mesh)
             for entry in tensor_parallel(make_mesh(dp=2, tp=2)).entries:
                 if entry.path.target is not Target.IN or entry.path.pattern:

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -47,6 +48,64 @@ def index_put(mesh: Any, values: Any, expected: Any, index_shape: Any) -> None:
     assert tuple(found.placements) == (expected,), found.placements
     assert not counts, counts
     torch.testing.assert_close(full_tensor(found), table.index_put([indices.expand(4, 2)], full_tensor(rows), True))
+
+
+ACTIVATIONS: list[Any] = [F.gelu, F.relu, F.silu, torch.logit, torch.sigmoid, torch.tanh]
+UNRULED: list[Any] = [F.elu, F.hardshrink, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.mish, F.softplus]
+UNRULED += [F.softshrink]
+
+
+def derivative(mesh: Any, function: Any, own: Any, grad: Any, moves: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(3, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    summand = torch.rand(3, 5, generator=generator, dtype=torch.float64)
+    given = (
+        DTensor.from_local(summand * (1 + mesh.get_rank()), mesh, grad, shape=(3, 5), stride=(5, 1))
+        if P in grad
+        else None
+    )
+    given = given if given is not None else distribute_tensor(summand, mesh, grad)
+    placed_x = distribute_tensor(x.detach(), mesh, own).requires_grad_()
+    with counted() as counts:
+        (found,) = torch.autograd.grad(function(placed_x), placed_x, given)
+    assert bool(counts) == moves, counts
+    (expected,) = torch.autograd.grad(function(x), x, full_tensor(given))
+    torch.testing.assert_close(full_tensor(found), expected)
+
+
+def derivatives() -> int:
+    install()
+    install_handlers()
+    one, two = make_mesh(tp=2), make_mesh(dp=1, tp=2)
+    cases: list[Any] = [(one, f, [R], [P], False) for f in (*ACTIVATIONS, *UNRULED)]
+    cases += [(one, f, [S1], [S1], False) for f in UNRULED] + [(one, F.softplus, [S1], [S0], True)]
+    cases += [(two, F.silu, [S0, R], [S0, P], False), (one, F.silu, [S0], [P], True)]
+    return run_cases(derivative, cases)
+
+
+def transposed() -> None:
+    """The gradient of a transposed activation, which lies in memory as the activation did not, is viewed."""
+    install()
+    install_handlers()
+    mesh = make_mesh(tp=2)
+    x = torch.rand(2, 3, 4, dtype=torch.float64)
+    weights = torch.rand(2, 4, 3, dtype=torch.float64)
+    for placement in (R, S0):
+        grads = []
+        for given in (x, distribute_tensor(x, mesh, [placement])):
+            factors = weights if given is x else distribute_tensor(weights, mesh, [placement])
+            leaf = given.reshape(6, 4).detach().requires_grad_()
+            (F.softplus(leaf.view(2, 3, 4)).transpose(-1, -2) * factors).sum().backward()
+            grads.append(leaf.grad)
+        torch.testing.assert_close(full_tensor(grads[1]), grads[0])
+
+
+def test_derivatives_of_transposed_activations(ranks: RankPools) -> None:
+    ranks.run(transposed, world_size=2)
+
+
+def test_derivatives_of_activations_keep_pending_sums(ranks: RankPools) -> None:
+    assert set(ranks.run(derivatives, world_size=2)) == {8 + 9 + 9 + 1}
 
 
 def linear_ops() -> int:

@@ -8,8 +8,17 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vescale.cli._console import bytes_text, new_console, new_table, print_json
-from vescale.cli._inputs import MODEL_HELP, PLAN_HELP, add_json, add_mesh, load_model, load_plan, parse_mesh
-from vescale.cli._main import UsageError
+from vescale.cli._inputs import (
+    MODEL_HELP,
+    PLAN_HELP,
+    add_inputs,
+    add_json,
+    add_mesh,
+    inputs_of,
+    load_model,
+    load_plan,
+    parse_mesh,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +27,7 @@ if TYPE_CHECKING:
     from vescale.ir import Collective, Prediction, Program, UnitBucket
     from vescale.plans import Plan
 
-__all__ = ["add_arguments", "inputs_of", "run"]
+__all__ = ["add_arguments", "run"]
 
 _PHASES = {"forward": "fwd", "backward": "bwd"}
 _SECTIONS = ("plan", "ir", "hooks", "units", "memory", "collectives")
@@ -28,17 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
     parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
     add_mesh(parser)
-    parser.add_argument(
-        "--batch", type=_positive, default=8, help="global batch size, to size activations (default: 8)"
-    )
-    parser.add_argument("--seq", type=_positive, default=128, help="sequence length (default: 128)")
-    parser.add_argument(
-        "--input",
-        action="append",
-        default=[],
-        metavar="NAME=SHAPE[:DTYPE]",
-        help="an input of the model, as x=8x16 or ids=8x16:int64; may be repeated",
-    )
+    add_inputs(parser)
     parser.add_argument("--only", choices=_SECTIONS, help="show one section")
     add_json(parser)
 
@@ -76,13 +75,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
-
-
 def _refused(error: Exception, as_json: bool) -> int:
     if as_json:
         print_json({"error": str(error)})
@@ -100,40 +92,6 @@ def _title(section: str, plan: Plan, args: argparse.Namespace) -> str:
         "memory": "Parameters and buffers",
         "collectives": "Predicted collectives of one step (bytes that a rank exchanges with others)",
     }[section]
-
-
-# Inputs
-
-
-def inputs_of(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
-    """Meta tensors to walk the forward with: those of ``--input``, or tokens for a model that takes ``input_ids``."""
-    import inspect
-
-    import torch
-
-    names = inspect.signature(model.forward).parameters
-    found: dict[str, Any] = {}
-    for text in args.input:
-        name, value = _parse_input(text)
-        found[name] = value
-    if not args.input and "input_ids" in names:
-        tokens = torch.empty(args.batch, args.seq, dtype=torch.int64, device="meta")
-        found = {name: tokens for name in ("input_ids", "labels") if name in names}
-    if found and "use_cache" in names:
-        found["use_cache"] = False
-    return found
-
-
-def _parse_input(text: str) -> tuple[str, Any]:
-    import torch
-
-    name, _, rest = text.partition("=")
-    shape, _, dtype_name = rest.partition(":")
-    dtype = getattr(torch, dtype_name or "float32", None)
-    sizes = shape.split("x")
-    if not name.isidentifier() or not all(size.isdecimal() for size in sizes) or not isinstance(dtype, torch.dtype):
-        raise UsageError(f"--input {text}: write NAME=SHAPE[:DTYPE], as x=8x16 or ids=8x16:int64")
-    return name, torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
 
 
 # Sections

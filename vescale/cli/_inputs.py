@@ -17,15 +17,40 @@ if TYPE_CHECKING:
 
     from vescale.plans import MeshAxes, Plan
 
-__all__ = ["MODEL_HELP", "PLAN_HELP", "add_json", "add_mesh", "load_model", "load_plan", "parse_mesh"]
+__all__ = [
+    "MODEL_HELP",
+    "PLAN_HELP",
+    "add_inputs",
+    "add_json",
+    "add_mesh",
+    "inputs_of",
+    "load_model",
+    "load_plan",
+    "parse_mesh",
+]
 
 PLAN_HELP = "a YAML file, or the name of a plan of the zoo (see `vescale zoo`)"
-MODEL_HELP = "hf:FILE, a Hugging Face config.json; or pkg.module:factory, a module class or a callable that returns one"
+MODEL_HELP = "hf:FILE, a config.json of transformers or diffusers; or pkg.module:factory, a module class or a function"
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", metavar="AXES", help="sizes of the mesh's axes, as dp=2,tp=4; default: the plan's own"
+    )
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """What :func:`inputs_of` makes inputs from."""
+    parser.add_argument(
+        "--batch", type=_positive, default=8, help="global batch size, to size activations (default: 8)"
+    )
+    parser.add_argument("--seq", type=_positive, default=128, help="sequence length (default: 128)")
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="NAME=SHAPE[:DTYPE]",
+        help="an input of the model, as x=8x16 or ids=8x16:int64; may be repeated",
     )
 
 
@@ -80,17 +105,41 @@ def load_model(text: str, device: str = "meta") -> nn.Module:
 
 def _from_config(file: str) -> nn.Module:
     try:
-        import transformers
-    except ImportError:
-        raise UsageError("--model hf:... needs transformers; install vescale[hf]") from None
-    try:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--model hf:{file}: {error.strerror}; give the path of a config.json") from None
     except ValueError as error:
         raise UsageError(f"--model hf:{file}: not JSON: {error}") from None
-    if not isinstance(data, dict) or "model_type" not in data:
-        raise UsageError(f"--model hf:{file}: no model_type; give the config.json of a Hugging Face model")
+    if not isinstance(data, dict) or not {"model_type", "_class_name"} & data.keys():
+        raise UsageError(
+            f"--model hf:{file}: no model_type, and no _class_name as diffusers writes it; give the config.json of a "
+            "Hugging Face model"
+        )
+    return _of_transformers(file, data) if "model_type" in data else _of_diffusers(file, data)
+
+
+def _of_diffusers(file: str, data: dict[str, Any]) -> nn.Module:
+    try:
+        import diffusers
+    except ImportError:
+        raise UsageError(
+            "--model hf:... with a config of diffusers needs diffusers; install vescale[diffusers]"
+        ) from None
+    known: Any = getattr(diffusers, str(data["_class_name"]), None)
+    if known is None or not hasattr(known, "from_config"):
+        raise UsageError(f"--model hf:{file}: diffusers has no model {data['_class_name']}")
+    try:
+        model: nn.Module = known.from_config(data)
+    except Exception as error:
+        raise UsageError(f"--model hf:{file}: {type(error).__name__}: {error}") from error
+    return model
+
+
+def _of_transformers(file: str, data: dict[str, Any]) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError("--model hf:... needs transformers; install vescale[hf]") from None
     try:
         config = transformers.AutoConfig.for_model(**data)
         names = config.architectures or []
@@ -127,3 +176,41 @@ def _from_factory(text: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UsageError(f"--model {text}: {name}() returned a {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def inputs_of(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
+    """Meta tensors to walk the forward with: those of ``--input``, or tokens for a model that takes ``input_ids``."""
+    import inspect
+
+    import torch
+
+    names = inspect.signature(model.forward).parameters
+    found: dict[str, Any] = {}
+    for text in args.input:
+        name, value = _parse_input(text)
+        found[name] = value
+    if not args.input and "input_ids" in names:
+        tokens = torch.empty(args.batch, args.seq, dtype=torch.int64, device="meta")
+        found = {name: tokens for name in ("input_ids", "labels") if name in names}
+    if found and "use_cache" in names:
+        found["use_cache"] = False
+    return found
+
+
+def _parse_input(text: str) -> tuple[str, Any]:
+    import torch
+
+    name, _, rest = text.partition("=")
+    shape, _, dtype_name = rest.partition(":")
+    dtype = getattr(torch, dtype_name or "float32", None)
+    sizes = shape.split("x")
+    if not name.isidentifier() or not all(size.isdecimal() for size in sizes) or not isinstance(dtype, torch.dtype):
+        raise UsageError(f"--input {text}: write NAME=SHAPE[:DTYPE], as x=8x16 or ids=8x16:int64")
+    return name, torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value

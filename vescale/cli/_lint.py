@@ -6,7 +6,17 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from vescale.cli._console import new_console, print_json
-from vescale.cli._inputs import MODEL_HELP, PLAN_HELP, add_json, add_mesh, load_model, load_plan, parse_mesh
+from vescale.cli._inputs import (
+    MODEL_HELP,
+    PLAN_HELP,
+    add_inputs,
+    add_json,
+    add_mesh,
+    inputs_of,
+    load_model,
+    load_plan,
+    parse_mesh,
+)
 
 if TYPE_CHECKING:
     from vescale.ir import Finding
@@ -21,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ignore", action="append", default=[], metavar="RULE", help="leave out warnings of a rule; may be repeated"
     )
+    add_inputs(parser)
     add_json(parser)
 
 
@@ -31,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     model, mesh = load_model(args.model), parse_mesh(args.mesh)
     try:
-        found = check(load_plan(args.plan, mesh), model)
+        found = check(load_plan(args.plan, mesh), model, inputs_of(model, args))
     except PlanError as error:  # the plan cannot even be read
         found = (Finding("error", "plan", error.problem, error.source, ()),)
     findings = [f for f in found if f.severity == "error" or f.rule not in args.ignore]

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0: equal on every mesh; 1: different, or a mesh failed; 2: bad usage."""
-    from vescale.cli._explain import inputs_of
+    from vescale.cli._inputs import inputs_of
     from vescale.debug import verify
     from vescale.plans import PlanError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 import warnings
 
 from vescale.cli._console import new_console, new_table, print_json
@@ -84,6 +85,6 @@ def _import(args: argparse.Namespace) -> int:
         print_json({"yaml": plan.to_yaml(), "coverage": shares, "notes": notes})
         return 0
     for line in (f"{type(model).__name__}: {found}", *notes):
-        print(f"# {line}")
+        print(textwrap.fill(line, 120, initial_indent="# ", subsequent_indent="#   ", break_long_words=False))
     print(plan.to_yaml(), end="")
     return 0

@@ -1,8 +1,8 @@
 """Collectives as they run: every one that this process starts, by whatever code, while somebody observes.
 
 One :class:`Operation` is what somebody asked for: a reduce-scatter of ``vescale.comm`` that gloo carries out as an
-all-to-all and
-a local sum is one, and so is each call of ``torch.distributed`` that belongs to no such. Off, nothing is installed.
+all-to-all and a local sum is one, and so is each call of ``torch.distributed`` that belongs to no such. Off, nothing is
+installed.
 """
 
 from __future__ import annotations

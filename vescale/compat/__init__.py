@@ -29,6 +29,7 @@ try:
     from vescale.compat.containers import map_tensors, tensors_in
     from vescale.compat.deferred import without_modes
     from vescale.compat.dispatch import (
+        PACKING,
         OpSchema,
         OutputSharding,
         clear_sharding_cache,
@@ -45,11 +46,14 @@ try:
     from vescale.compat.dispatcher import (
         DispatchListener,
         current_autograd_node,
+        in_transform,
         install_dispatch,
         no_torch_function,
         node_sequence,
+        resume_compiling,
         sequence_number,
         stock_dispatch,
+        suspend_compiling,
         tell_move,
     )
     from vescale.compat.dtensor import (
@@ -86,6 +90,7 @@ except (ImportError, AttributeError):
     raise
 
 __all__ = [
+    "PACKING",
     "TELLS_HOLDERS",
     "AsyncCollectiveTensor",
     "CheckpointHooks",
@@ -122,6 +127,7 @@ __all__ = [
     "has_foreach",
     "has_results",
     "in_backward",
+    "in_transform",
     "install",
     "install_checkpointing",
     "install_dispatch",
@@ -147,6 +153,7 @@ __all__ = [
     "queue_after_backward",
     "rank_in_mesh",
     "reduce_scatter_single",
+    "resume_compiling",
     "root_mesh",
     "run_post_accumulate_hooks",
     "schema_arguments",
@@ -158,6 +165,7 @@ __all__ = [
     "static_keywords",
     "stock",
     "stock_dispatch",
+    "suspend_compiling",
     "tell_move",
     "tensors_in",
     "traced_all_to_all",

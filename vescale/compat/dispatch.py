@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 __all__ = [
+    "PACKING",
     "OpSchema",
     "OutputSharding",
     "clear_sharding_cache",
@@ -38,6 +39,9 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
+
+# What torch.nn.utils.rnn makes a packed sequence with, and padded sequences of it.
+PACKING = (torch._C._VariableFunctions._pack_padded_sequence, torch._C._VariableFunctions._pad_packed_sequence)
 
 # Ops that a handler takes before propagation is asked; these must not see a placement they do not know.
 HANDLED_OPS = (

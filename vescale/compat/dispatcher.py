@@ -24,17 +24,34 @@ from vescale.compat.needs import self_check
 __all__ = [
     "DispatchListener",
     "current_autograd_node",
+    "in_transform",
     "install_dispatch",
     "no_torch_function",
     "node_sequence",
+    "resume_compiling",
     "sequence_number",
     "stock_dispatch",
+    "suspend_compiling",
     "tell_move",
     "telling",
 ]
 
 # Switches __torch_function__ off for modes and subclasses alike: DTensor's ops (which use __torch_dispatch__) still run.
 no_torch_function = torch._C.DisableTorchFunction
+
+# What torch.compile does with this thread's frames; None: it lets them run as they are. Returns what it did before.
+_set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def suspend_compiling() -> Any:
+    """Let this thread run Python as it is, also in a compiled function. Returns what to resume with; None: nothing."""
+    return _set_compiler(None)
+
+
+def resume_compiling(compiler: Any) -> None:
+    if compiler is not None:
+        _set_compiler(compiler)
+
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -69,10 +86,19 @@ class DispatchListener:
         that does not, for it to cache, or the op's result, or None."""
         return None
 
+    def moves_nothing(self, op: Any, schema: Any, sharding: Any) -> Any:
+        """Stock DTensor would move operands of ``op`` by the decision ``sharding``: return one that does not, for it to
+        cache, or None."""
+        return None
+
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor among DTensors is the global one, the same on every rank; False: stock refuses it."""
         return False
 
+
+# From so many mesh axes on, stock DTensor takes half a minute and more for one op with a _StridedShard among its operands:
+# it searches the cheapest way from it to every candidate placement.
+_LONG_SEARCH = 3
 
 _LOCK = threading.Lock()
 _INSTALLED: list[DispatchListener] = []
@@ -215,23 +241,27 @@ def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -
     @functools.wraps(original)
     def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         # The C++ caller takes anything that is no OutputSharding as the op's own result.
+        has_strided = _has_strided(op_info.schema)
+        if has_strided and op_info.compute_mesh.ndim >= _LONG_SEARCH:
+            kept = listener.interleaved(op_call, args, kwargs, op_info.schema)
+            if kept is not None:
+                return kept
         try:
             sharding = original(op_call, args, kwargs, op_info, try_cache)
         except RuntimeError as error:
             if not _lacks_rule(error):
                 raise
-            if (
-                _has_strided(op_info.schema)
-                and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None
-            ):
+            if has_strided and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
                 return kept
             result = listener.no_strategy(op_call, args, kwargs)
             if result is NotImplemented:
                 raise
             return result
-        moves = getattr(sharding, "needs_redistribute", False) and _has_strided(op_info.schema)
-        if moves and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
-            return kept
+        if getattr(sharding, "needs_redistribute", False):
+            if has_strided and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
+                return kept
+            if (kept := listener.moves_nothing(op_call, op_info.schema, sharding)) is not None:
+                return kept
         if op_call._schema.is_mutable and _moves_written(sharding, op_info.schema):
             result = listener.no_strategy(op_call, args, kwargs)
             # A decision that is returned is cached, and the listener not asked again, where it may answer otherwise.
@@ -319,6 +349,11 @@ def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def current_autograd_node() -> Any:
     """The autograd node that this thread is evaluating, or None outside backward."""
     return torch._C._current_autograd_node()
+
+
+def in_transform() -> bool:
+    """Whether a function transform (``torch.vmap``, ``torch.func``) is running on this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def node_sequence(node: Any) -> int:

@@ -107,6 +107,7 @@ NEEDS: tuple[Need, ...] = (
     Need("torch.utils._pytree", "tree_map_only"),
     Need("torch._C", "DisableTorchFunction"),
     Need("torch._C", "_current_autograd_node"),
+    Need("torch._C", "_functorch.peek_interpreter_stack"),
     Need("torch._C", "_current_graph_task_id"),
     Need("torch.autograd", "Variable._execution_engine"),
     Need("torch", "Tensor.register_post_accumulate_grad_hook", ("hook",)),
@@ -187,6 +188,9 @@ NEEDS: tuple[Need, ...] = (
     Need("torch._C._distributed_c10d", "Work.unbox"),
     Need("torch._C", "_dispatch_keyset_full_after"),
     Need("torch", "library.Library._destroy"),
+    Need("torch._C", "_dynamo.eval_frame.set_eval_frame"),
+    Need("torch._C", "_VariableFunctions._pack_padded_sequence"),
+    Need("torch._C", "_VariableFunctions._pad_packed_sequence"),
     Need("torch._C", "_len_torch_dispatch_stack", ()),
     Need("torch._guards", "detect_fake_mode", ("inputs",)),
     Need(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,7 @@ from vescale.compat import (
 )
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._parameter import ManagedParameter
+from vescale.fsdp._phase import GradientPlace
 from vescale.placements import RaggedShard, Region, redistribute
 from vescale.rng import is_deferred, materialize_part
 
@@ -47,8 +48,8 @@ class Bucket:
                                        sharded DTensors are slices of it
     ``whole``      ``param_dtype``     all parameters; the unsharded parameters     while the group is unsharded
                                        are views of it
-    ``gradients``  ``reduce_dtype``    unreduced gradients, one view a parameter    from the first gradient until reduced;
-                                                                                    in place: the memory of ``whole``
+    ``gradients``  ``reduce_dtype``    unreduced gradients, one view a parameter    until reduced; the memory of ``whole``,
+                                                                                    or its own: :class:`GradientPlace`
     (new each      the parameters'     this rank's piece of reduced gradients;      as long as ``.grad`` refers to it
     time)                              ``.grad`` of the sharded DTensors
     =============  ==================  ===========================================  ======================================
@@ -78,8 +79,7 @@ class Bucket:
         self.whole: DBuffer
         self.gradients: DBuffer
         self.has_gradients = False
-        self.in_place = False
-        """Gradients have begun to take their parameters' place in ``whole``."""
+        self._held: list[torch.Tensor | None]
         self._overwritten: list[tuple[torch.Tensor, int]] = []
         """Parameters whose memory holds a gradient, and the versions of their values."""
         self.drop_gradients()
@@ -199,10 +199,10 @@ class Bucket:
         whole: Allocation,
         gradients: Allocation,
         reduce_op: str,
-        begin_gradients: Callable[[], bool],
+        begin_gradients: Callable[[], GradientPlace],
     ) -> None:
-        """Reserve the buffers of the running group; ``begin_gradients`` is called before the first gradient and says
-        whether gradients may take their parameters' place."""
+        """Reserve the buffers of the running group; ``begin_gradients`` is called before the first gradient and says where
+        gradients go."""
         self._begin_gradients = begin_gradients
         self._sums = reduce_op == "sum"
         mesh, axes = self.axes.mesh, self.axes
@@ -267,50 +267,98 @@ class Bucket:
 
     # Gradients
 
+    @property
+    def in_place(self) -> bool:
+        """Gradients lie in ``whole``."""
+        return self.has_gradients and self._place is GradientPlace.IN_PLACE
+
     def receiver(self, index: int) -> Callable[[torch.Tensor], None]:
         """The hook that takes a parameter's gradient."""
         parameter = self.parameters[index]
 
         def receive(unsharded: torch.Tensor) -> None:
-            """Move a gradient into its place: one copy into the buffer (with the cast to the reduction's dtype), or one
-            addition when an earlier backward has left one; nothing when it was computed there. Autograd is through with
-            a parameter by then: all ops of this backward that have given to its gradient have run."""
+            """One copy into the buffer (with the cast to the reduction's dtype), now or when the parameters are resharded;
+            one addition when an earlier backward has left a gradient; nothing when it was computed there. Autograd is
+            through with a parameter by then: all ops of this backward that have given to its gradient have run."""
             gradient = unsharded.grad
             unsharded.grad = None
             if gradient is None:
                 return
             with torch.no_grad():
-                view = self.gradient_view(index)
-                earlier = view if self._received[index] else None
-                if self.in_place:
+                self._begin()
+                if self._received[index]:
+                    self._hold_no_more()
+                earlier = self._view(index) if self._received[index] else None
+                if self._place is GradientPlace.IN_PLACE:
                     self._overwrite(index)
                 local = parameter.contribution(gradient, earlier) if self._sums else parameter.local_gradient(gradient)
-                if local is None:
-                    if earlier is None:
-                        view.zero_()
-                elif earlier is not None:
-                    view.add_(local)
-                elif local.data_ptr() != view.data_ptr() or local.dtype != view.dtype or not local.numel():
-                    view.copy_(local)
                 self._received[index] = True
                 self._claimed[index] = False
+                if self._place is GradientPlace.HELD:
+                    self._hold(index, local)
+                else:
+                    self._put(index, local, earlier)
 
         return receive
 
-    def gradient_view(self, index: int) -> torch.Tensor:
-        """Where a parameter's unreduced gradient goes; allocates the buffer for the first one, or takes that of the
-        parameters."""
-        if not self.has_gradients:
-            self.in_place = self._begin_gradients() and self._over_whole is not None
-            if self.in_place:
-                assert self._over_whole is not None
-                self.gradients = self._over_whole
-            else:
-                self.gradients = self._apart.allocate()
-            self.has_gradients = True
+    def _begin(self) -> None:
+        """Before the first gradient: where gradients go."""
+        if self.has_gradients:
+            return
+        self._place = self._begin_gradients()
+        if self._place is GradientPlace.IN_PLACE and self._over_whole is None:
+            self._place = GradientPlace.HELD
+        if self._place is GradientPlace.IN_PLACE:
+            assert self._over_whole is not None
+            self.gradients = self._over_whole
+        elif self._place is GradientPlace.APART:
+            self.gradients = self._apart.allocate()
+        self.has_gradients = True
+
+    def _view(self, index: int) -> torch.Tensor:
+        """Where a parameter's unreduced gradient goes."""
         view = self.gradients.views[index]
         shape = self.parameters[index].shape
         return view if view.shape == shape else view[: shape[0]]
+
+    def _put(self, index: int, local: torch.Tensor | None, earlier: torch.Tensor | None = None) -> None:
+        """Add to what ``earlier`` backwards have left; ``local`` None: another rank has all of this gradient."""
+        view = self._view(index)
+        if local is None:
+            if earlier is None:
+                view.zero_()
+        elif earlier is not None:
+            view.add_(local)
+        elif local.data_ptr() != view.data_ptr() or local.dtype != view.dtype or not local.numel():
+            view.copy_(local)
+
+    def _hold(self, index: int, local: torch.Tensor | None) -> None:
+        if local is not None:
+            local = local.detach()
+            if local.untyped_storage().data_ptr() == self.whole.local.untyped_storage().data_ptr():
+                local = local.clone()  # a parameter that is a gradient must outlive being gathered
+        self._held[index] = local
+
+    def _move_held(self, target: DBuffer) -> None:
+        self.gradients = target
+        with torch.no_grad():
+            for index, received in enumerate(self._received):
+                if received:
+                    self._put(index, self._held[index])
+                    self._held[index] = None
+
+    def _hold_no_more(self) -> None:
+        """Gradients that are held go to memory of their own, and so do those that are still to come."""
+        if self._place is GradientPlace.HELD:
+            self._place = GradientPlace.APART
+            self._move_held(self._apart.allocate())
+
+    def take_place_of_parameters(self) -> None:
+        """The gathered parameters are not needed any more: held gradients go where those were, if they are of one dtype."""
+        if self.has_gradients and self._place is GradientPlace.HELD and self._over_whole is not None:
+            self._place = GradientPlace.IN_PLACE
+            self._mark_as_overwritten(p.unsharded for p in self.parameters if p.unsharded is not None)
+            self._move_held(self._over_whole)
 
     def place_for(self, index: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Where an op may write a parameter's whole gradient in place of returning one of its own; None when something is
@@ -318,15 +366,15 @@ class Bucket:
         and :meth:`receiver` finds the gradient where it belongs."""
         if self._received[index] or self._claimed[index] or dtype != self.reduce_dtype:
             return None
-        self.gradient_view(index)  # allocates
-        if self.in_place:  # other ops may need the parameter still
+        self._begin()
+        self._hold_no_more()
+        if self._place is GradientPlace.IN_PLACE:  # other ops may need the parameter still
             return None
         self._claimed[index] = True
         return self.gradients.alias(self.group.layout.offsets[index], self.parameters[index].shape)
 
     def _overwrite(self, index: int) -> None:
-        """A gradient takes its parameter's place. To autograd the parameter is modified, so that whatever has saved it
-        and is still to run fails, until it is gathered again."""
+        """A gradient takes its parameter's place while the module's backward still runs."""
         parameter = self.parameters[index]
         if self._received[index]:
             raise RuntimeError(
@@ -335,9 +383,13 @@ class Bucket:
                 "wrong; expected one: checkpoint with use_reentrant=False, or call set_in_place_gradients(False) on the "
                 "module that was given to fully_shard"
             )
-        unsharded = parameter.unsharded
-        assert unsharded is not None
-        tensors = [unsharded, local_of(unsharded)] if isinstance(unsharded, DTensor) else [unsharded]
+        assert parameter.unsharded is not None
+        self._mark_as_overwritten([parameter.unsharded])
+
+    def _mark_as_overwritten(self, parameters: Iterable[torch.Tensor]) -> None:
+        """To autograd these parameters are modified, so that whatever has saved them and is still to run fails, until they
+        are gathered again."""
+        tensors = [t for p in parameters for t in ([p, local_of(p)] if isinstance(p, DTensor) else [p])]
         self._overwritten += [(tensor, tensor._version) for tensor in tensors]
         torch.autograd.graph.increment_version(tensors)
 
@@ -351,7 +403,7 @@ class Bucket:
         """Gradients leave ``whole``, which is about to be freed or gathered anew."""
         if not self.in_place:
             return
-        source, self.gradients, self.in_place = self.gradients, self._apart.allocate(), False
+        source, self.gradients, self._place = self.gradients, self._apart.allocate(), GradientPlace.APART
         with torch.no_grad():
             for index, received in enumerate(self._received):
                 if received:
@@ -364,7 +416,8 @@ class Bucket:
         if not self.has_gradients:
             self._begin_gradients()
             self.gradients = self._apart.allocate().zero_()
-        elif not all(received):
+        else:
+            self._hold_no_more()
             with torch.no_grad():
                 for index, has in enumerate(received):
                     if not has:
@@ -378,7 +431,9 @@ class Bucket:
     def drop_gradients(self) -> None:
         self._received = [False] * len(self.parameters)
         self._claimed = [False] * len(self.parameters)
-        self.has_gradients = self.in_place = False
+        self._held = [None] * len(self.parameters)
+        self.has_gradients = False
+        self._place = GradientPlace.APART
 
     def assign(self, index: int, reduced: torch.Tensor, received: int = 1) -> None:
         """Add one parameter's part of ``reduced``, this rank's piece, to the sharded gradient; ``received`` tells the axes

@@ -33,7 +33,7 @@ class CommContext:
     gradients in                                               for the reduction
     place
     gradients     computation; reduce lane                     after the computation has waited for the reduction; at
-                                                               most ``max_gradient_buffers`` are in flight
+    apart                                                      most ``max_gradient_buffers`` are in flight
     ============  ===========================================  ======================================================
     """
 
@@ -67,8 +67,8 @@ class CommContext:
         return False
 
     def make_room(self, keep: int = 1) -> None:
-        """Free retired buffers but the last ``keep``, before the gather lane allocates the next one, and those that are lent
-        to reductions."""
+        """Before the gather lane allocates the next buffer: free retired ones but the last ``keep``, and those that
+        reductions are done with."""
         self.take_back_lent()
         while len(self._retired) > keep:
             memory, event = self._retired.pop(0)
@@ -76,12 +76,13 @@ class CommContext:
             memory.free()
 
     def take_back_lent(self) -> None:
-        """Wait for reductions that read from gathered buffers: the gather lane does, on a CPU the caller."""
+        """Wait for reductions that read from gathered buffers: the gather lane does. On a CPU the caller waits, and also
+        until fewer than ``max_gradient_buffers`` are in flight, before more memory is needed."""
         if self.reduce_lane.is_stream:
             for group, reductions in self._reducing:
                 group.take_back(reductions)
             return
-        while any(group.is_lent for group, _ in self._reducing):
+        while len(self._reducing) >= self.max_gradient_buffers or any(group.is_lent for group, _ in self._reducing):
             self._finish_oldest()
 
     # Gradients

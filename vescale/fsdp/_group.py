@@ -23,7 +23,7 @@ from vescale.fsdp._context import CommContext
 from vescale.fsdp._given_bucket import GivenBucket
 from vescale.fsdp._parameter import ManagedParameter, Slot
 from vescale.fsdp._partial_reshard import KeptPieces
-from vescale.fsdp._phase import Phase
+from vescale.fsdp._phase import GradientPlace, Phase
 from vescale.fsdp._reduction import Reduction, ReductionOptions
 
 __all__ = ["BlockPolicy", "GroupMember", "ParameterGroup"]
@@ -53,8 +53,8 @@ class ParameterGroup:
     forward to backward   as                     kept (``reshard_after_forward`` -
                           reshard_after_forward  False), a part of it (a
                                                  number), or freed (True)
-    backward              unsharded              all parameters                  each moves into the unreduced buffer
-                                                                                 when autograd has completed it
+    backward              unsharded              all parameters, at its end      autograd's; at its end in the gathered
+                                                 gradients                       buffer, where parameters were
     after backward        sharded DTensors       freed                           reduce-scattered, added to ``.grad``
     ====================  =====================  ==============================  =====================================
 
@@ -108,6 +108,7 @@ class ParameterGroup:
         self._weights_are_needed = False
         self._kept: KeptPieces | None = None
         self._carried: dict[int, Reduction] = {}
+        self._needed_next: ParameterGroup | None = None
         self._forward_places: list[int] = []
         self._calls_to_come_back = 0
         self._gradients_are_due = False
@@ -208,7 +209,7 @@ class ParameterGroup:
         for parameter in twin.parameters:
             parameter.unsharded = None
         twin.comm, twin.phase = None, Phase.IDLE
-        twin._carried, twin._forward_places = {}, []
+        twin._carried, twin._forward_places, twin._needed_next = {}, [], None
         twin._calls_to_come_back, twin._gradients_are_due = 0, False
         twin.is_lent = twin._weights_are_needed = False
         return twin
@@ -251,17 +252,15 @@ class ParameterGroup:
             memory = self._gradient_memory[id(bucket)] = Allocation(self.device, pool=self._memory_pool)
             bucket.prepare(self.device, self._whole_memory, memory, self.options.op, self._begin_gradients)
 
-    def _begin_gradients(self) -> bool:
-        """Room for a bucket's gradients; True: they may take the place of the parameters, which are there and go next."""
+    def _begin_gradients(self) -> GradientPlace:
+        """Room for a bucket's gradients, and where they go. They take the place of parameters that go when they are reduced,
+        so that the two need memory once; earlier than that only if asked to, for somebody may read the parameters still."""
         assert self.comm is not None
         self.comm.make_room_for_gradients(self)
-        return (
-            self.options.in_place
-            and self.is_unsharded
-            and self.reshard_after_backward
-            and self.reduce_gradients
-            and not self._weights_are_needed
-        )
+        if not (self.is_unsharded and self.reshard_after_backward and self.reduce_gradients):
+            return GradientPlace.APART
+        at_once = self.options.in_place and not self._weights_are_needed
+        return GradientPlace.IN_PLACE if at_once else GradientPlace.HELD
 
     # Unshard and reshard
 
@@ -336,7 +335,7 @@ class ParameterGroup:
         self._kept = None
 
     def _release(self, *, lend: bool = False) -> None:
-        """``lend``: gradients that lie in the place of parameters are reduced from there next."""
+        """``lend``: gradients are reduced next, from the place of the parameters where they can lie there."""
         if self._gathering is not None:
             self.wait_for_unshard()
         if not self.is_unsharded:
@@ -345,6 +344,9 @@ class ParameterGroup:
         for parameter in self.parameters:
             parameter.register(parameter.sharded)
         self.is_unsharded = False
+        if lend:
+            for bucket in self.buckets:
+                bucket.take_place_of_parameters()
         self.is_lent = lend and any(bucket.in_place for bucket in self.buckets)
         if not self.is_lent:
             for bucket in self.buckets:
@@ -392,16 +394,24 @@ class ParameterGroup:
             assert self.comm is not None
             self.comm.take_back_lent()
             if prefetch:
-                self._prefetch_previous()
+                self._needed_next = self._previous()
+                if self.comm.gather_lane.is_stream:
+                    self._prefetch_next()
 
-    def _prefetch_previous(self) -> None:
-        """Gather the group that ran before this one in forward, which backward needs next."""
+    def _previous(self) -> ParameterGroup | None:
+        """The group that ran before this one in forward, which backward needs next."""
         if not self._forward_places:
-            return
+            return None
         assert self.comm is not None
         place = self._forward_places.pop()
-        if 0 < place < len(self.comm.post_forward_order):
-            self.comm.post_forward_order[place - 1].prefetch(Phase.BACKWARD)
+        return self.comm.post_forward_order[place - 1] if 0 < place < len(self.comm.post_forward_order) else None
+
+    def _prefetch_next(self) -> None:
+        """Beside this group's backward where there are streams. On a CPU, whose cores would do both, when it is over: then
+        the memory of this group's parameters and gradients is the next one's."""
+        group, self._needed_next = self._needed_next, None
+        if group is not None:
+            group.prefetch(Phase.BACKWARD)
 
     def prefetch(self, phase: Phase) -> None:
         with self._in_phase(phase):
@@ -423,6 +433,7 @@ class ParameterGroup:
         elif self.reshard_after_backward:
             self.reshard()
         self.phase = Phase.REDUCED
+        self._prefetch_next()
 
     def conclude_backward(self) -> None:
         """At the end of a backward: what no input's gradient has triggered."""
@@ -432,6 +443,7 @@ class ParameterGroup:
             self.reshard()
         self._calls_to_come_back = 0
         self._weights_are_needed = False
+        self._needed_next = None
         self.phase = Phase.IDLE
 
     def forget_forward(self) -> None:
@@ -491,6 +503,7 @@ class ParameterGroup:
             self.wait_for_unshard()
         self._carried.clear()
         self._forward_places.clear()
+        self._needed_next = None
         self._calls_to_come_back = 0
         self._gradients_are_due = self._weights_are_needed = False
         self.phase = Phase.IDLE

@@ -169,16 +169,16 @@ class FSDPModule:
             group.options.hook, group.options.hook_stream = hook, stream
 
     def set_direct_linear_gradients(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """True: ``nn.Linear`` layers compute the gradient of their weight where the reduce-scatter takes it from, instead
-        of copying it there. No effect where ``reduce_dtype`` is not the dtype of the computation, and on gradients that
-        are added to earlier ones (accumulation without sync, a layer used twice), or differentiated (``create_graph``;
-        that needs ``set_reshard_after_backward(False)``, with and without this)."""
+        """True: ``nn.Linear`` layers compute the gradient of their weight where the reduce-scatter takes it from, a buffer
+        of its own, instead of copying it there. No effect where ``reduce_dtype`` is not the dtype of the computation, and
+        on gradients that are added to earlier ones (accumulation without sync, a layer used twice), or differentiated
+        (``create_graph``; that needs ``set_reshard_after_backward(False)``, with and without this)."""
         for group in self._groups(recurse):
             use_direct_gradients(group, enable)
 
     def set_in_place_gradients(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """True: when autograd has completed the gradient of a parameter, it takes the place of the gathered parameter, which
-        is resharded next anyway, and is reduced from there: less memory in backward by the gradients of one module.
+        """True: a gradient takes the place of the gathered parameter, and is reduced from there, as soon as autograd has
+        completed it, and not only when the module is resharded: less memory in backward by the gradients of one module.
 
         Ops that contribute to a parameter's gradient have run by then. What reads a parameter later in the same backward
         without contributing is refused where autograd can tell (a saved ``detach()``: RuntimeError, "modified by an inplace
@@ -187,8 +187,7 @@ class FSDPModule:
 
         No effect where ``reduce_dtype`` is not the dtype of the computation, where parameters stay
         (``set_reshard_after_backward(False)``), in backwards that accumulate without sync, and on modules with reentrant
-        checkpointing. Weights of ``set_direct_linear_gradients`` are copied, too. Prefetch in backward waits for the
-        reduction before it. Must be the same on all ranks."""
+        checkpointing. Weights of ``set_direct_linear_gradients`` are copied, too. Must be the same on all ranks."""
         for group in self._groups(recurse):
             group.options.in_place = enable
 

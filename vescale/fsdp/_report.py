@@ -24,8 +24,8 @@ class GroupReport:
     """One bucket of one group: parameters of one dtype and ``requires_grad`` that are moved by one collective.
 
     Bytes are of this rank. ``resting_bytes`` are always there; ``peak_bytes`` come on top while the group runs backward:
-    gathered parameters, unreduced gradients (unless in place) and the reduced piece (on gloo, for more than two ranks, the
-    exchange needs ``gradient_bytes`` again, unless in place).
+    gathered parameters, unreduced gradients (unless in place) and the reduced piece. Then gradients lie where parameters
+    were, and the exchange on gloo takes less than they did.
     """
 
     path: str

@@ -6,6 +6,7 @@ from vescale.ir._findings import Finding, LoweringError
 from vescale.ir._gradient_buckets import PredictedBucket
 from vescale.ir._lower import check, lower
 from vescale.ir._ops import Annotate, Attention, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._packed import Packing, packed_dims
 from vescale.ir._passes import (
     batch_redistributions,
     drop_noops,
@@ -17,6 +18,7 @@ from vescale.ir._predict import Collective, Prediction, predict
 from vescale.ir._program import Hook, Instruction, Program
 from vescale.ir._repeat import merge_repeats
 from vescale.ir._replicas import refuse_part_of_replicas
+from vescale.ir._ring import Meeting, RingSchedule, Runs, meetings
 from vescale.ir._unit_layouts import UnitBucket, unit_buckets
 
 __all__ = [
@@ -32,13 +34,17 @@ __all__ = [
     "Instruction",
     "Local",
     "LoweringError",
+    "Meeting",
     "Op",
+    "Packing",
     "Place",
     "PredictedBucket",
     "Prediction",
     "Program",
     "ProgramDiff",
     "Redistribute",
+    "RingSchedule",
+    "Runs",
     "Stage",
     "Unit",
     "UnitBucket",
@@ -49,9 +55,11 @@ __all__ = [
     "drop_noops",
     "fuse_redistributions",
     "lower",
+    "meetings",
     "merge_duplicates",
     "merge_repeats",
     "optimize",
+    "packed_dims",
     "predict",
     "refuse_part_of_replicas",
     "unit_buckets",

@@ -100,6 +100,13 @@ class _Cutter:
                     f"cuts {_by_dim(dims)} over {axis!r}: shard dim 0 of all alike to spread the experts, or later dims of "
                     "all to cut their features"
                 )
+            elif not self.is_stacked and all(dims[t.name] in (0, None) for t in self.tensors if len(t.shape) > 1):
+                self._error(
+                    f"has a module for each expert, and cuts their matrices on dim 0 alone over {axis!r}, which spreads "
+                    "no experts and leaves no dim that ranks sum over. A placement cannot give whole modules to ranks: "
+                    "cut the features of each, gate and up on S(0) and down on S(1), or hold the experts' weights in one "
+                    "parameter of shape (experts, ...), as transformers 5 does, and write S(0) for it"
+                )
             else:
                 biases |= dict.fromkeys(self._whole_biases(axis, position, dims))
                 self._check_packed(axis, position)

@@ -8,18 +8,18 @@ that follows from it until the plan says a placement again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.placements import shard_dim
+from vescale.placements import InterleavedShard, at_dim, shard_dim
 
-__all__ = ["Flow", "Lie", "is_elementwise", "rule_for"]
+__all__ = ["Flow", "Lie", "indexed_dims", "is_elementwise", "rule_for"]
 
 # A placement on one axis; None: unknown.
 Lie = Placement | None
@@ -67,7 +67,7 @@ def _linear(flow: Flow) -> Lie:
         return Shard(last) if isinstance(x, Replicate) else None
     if _cuts(weight, 1):
         return Partial() if _cuts(x, last) or isinstance(x, Replicate) else None
-    if isinstance(weight, Replicate) and shard_dim(x) is not None and not _cuts(x, last):  # type: ignore[arg-type]
+    if isinstance(weight, Replicate) and _is_cut(x) and shard_dim(x) != last:
         return x
     return None
 
@@ -89,14 +89,14 @@ def _elementwise(flow: Flow) -> Lie:
             continue
         dim = shard_dim(lie) if lie is not None else None
         if dim is not None:
-            if type(lie) is not Shard or tensor.shape[dim] != flow.result.shape[dim - tensor.ndim]:
+            if not _is_cut(lie) or tensor.shape[dim] != flow.result.shape[dim - tensor.ndim]:
                 return None
-            found.add(Shard(flow.result.ndim + dim - tensor.ndim))
+            found.add(at_dim(lie, flow.result.ndim + dim - tensor.ndim))
         elif lie is not None:
             found.add(lie)
     shards = found - {Replicate()}
     only = next(iter(shards)) if len(shards) == 1 else None
-    return only if isinstance(only, Shard) else None
+    return only if _is_cut(only) else None
 
 
 def _sum_like(flow: Flow) -> Lie:
@@ -109,7 +109,7 @@ def _sum_like(flow: Flow) -> Lie:
 def _along_dims(flow: Flow) -> Lie:
     """Reductions, softmax and normalization: kept on a dim that they do not go along."""
     x, tensor = flow.lies[0], flow.tensors[0]
-    if any(not isinstance(lie, Replicate) for lie in flow.lies[1:]) or type(x) is not Shard:
+    if any(not isinstance(lie, Replicate) for lie in flow.lies[1:]) or not _is_cut(x):
         return None
     if flow.result.ndim != tensor.ndim:
         return None
@@ -124,7 +124,7 @@ def _normalize(flow: Flow) -> Lie:
     """``layer_norm`` and ``rms_norm`` go along the last dims; their weights are replicated."""
     x, tensor = flow.lies[0], flow.tensors[0]
     shape = flow.kwargs.get("normalized_shape", flow.args[1] if len(flow.args) > 1 else None)
-    if any(not isinstance(lie, Replicate) for lie in flow.lies[1:]) or type(x) is not Shard or shape is None:
+    if any(not isinstance(lie, Replicate) for lie in flow.lies[1:]) or not _is_cut(x) or shape is None:
         return None
     return x if x.dim < tensor.ndim - len(shape) else None
 
@@ -132,35 +132,64 @@ def _normalize(flow: Flow) -> Lie:
 def _view(flow: Flow) -> Lie:
     """A cut dim that opens a group of dims stays cut when the group is merged or split, if its new dim divides evenly."""
     x, tensor = flow.lies[0], flow.tensors[0]
-    if type(x) is not Shard:
+    if not _is_cut(x):
         return None
     before = math.prod(tensor.shape[: x.dim])
     for dim in range(flow.result.ndim):
         size = flow.result.shape[dim]
         if math.prod(flow.result.shape[:dim]) == before and size > 1:
-            return Shard(dim) if size % flow.size == 0 else None
+            divides = size % flow.size == 0 if type(x) is Shard else size == tensor.shape[x.dim]
+            return at_dim(x, dim) if divides else None
     return None
 
 
 def _transpose(flow: Flow) -> Lie:
     x, ndim = flow.lies[0], flow.tensors[0].ndim
     first, second = (int(dim) % ndim for dim in flow.args[1:3])
-    if type(x) is not Shard:
-        return None
-    return Shard({first: second, second: first}.get(x.dim, x.dim))
+    return at_dim(x, {first: second, second: first}.get(x.dim, x.dim)) if _is_cut(x) else None
 
 
 def _unsqueeze(flow: Flow) -> Lie:
     x, dim = flow.lies[0], int(flow.args[1] if len(flow.args) > 1 else flow.kwargs["dim"]) % flow.result.ndim
+    return at_dim(x, x.dim + 1 if x.dim >= dim else x.dim) if _is_cut(x) else None
+
+
+def _item(flow: Flow) -> Lie:
+    """``x[:, None, 3]``: a cut dim that is taken whole stays cut."""
+    x, tensor = flow.lies[0], flow.tensors[0]
     if type(x) is not Shard:
         return None
-    return Shard(x.dim + 1 if x.dim >= dim else x.dim)
+    for dim, item, after in indexed_dims(flow.args[1], tensor.ndim):
+        if dim == x.dim and isinstance(item, slice):
+            return Shard(after) if len(range(*item.indices(tensor.shape[dim]))) == tensor.shape[dim] else None
+    return None
+
+
+def indexed_dims(index: Any, ndim: int) -> Iterator[tuple[int, Any, int]]:
+    """(dim, what is taken of it, the result's dim) of ``x[index]`` with numbers, slices, None and ``...``; nothing for other
+    indices."""
+    index = index if isinstance(index, tuple) else (index,)
+    if not all(item is None or item is ... or isinstance(item, int | slice) for item in index):
+        return
+    rest = [slice(None)] * (ndim - sum(item is not None and item is not ... for item in index))
+    at = index.index(...) if ... in index else len(index)
+    before = after = 0
+    for item in (*index[:at], *rest, *index[at + 1 :]):
+        if item is not None:
+            yield before, item, after
+        before, after = before + (item is not None), after + (not isinstance(item, int))
+
+
+def _convolution(flow: Flow) -> Lie:
+    """Over a part of the batch."""
+    x, *others = flow.lies
+    return x if _cuts(x, 0) and all(isinstance(lie, Replicate) for lie in others) else None
 
 
 def _same_shape_dim(flow: Flow) -> Lie:
-    """Slices and concatenations along other dims."""
+    """Splits and concatenations along other dims."""
     x, tensor = flow.lies[0], flow.tensors[0]
-    if type(x) is not Shard or any(lie != x for lie in flow.lies) or flow.result.ndim != tensor.ndim:
+    if not _is_cut(x) or any(lie != x for lie in flow.lies) or flow.result.ndim != tensor.ndim:
         return None
     return x if flow.result.shape[x.dim] == tensor.shape[x.dim] else None
 
@@ -174,6 +203,11 @@ def _attention(flow: Flow) -> Lie:
     if type(query) is not Shard or query.dim > 1:
         return None
     return query if all(lie == query or isinstance(lie, Replicate) for lie in others) else None
+
+
+def _is_cut(lie: Lie) -> TypeGuard[Shard | InterleavedShard]:
+    """In contiguous parts, or in interleaved pieces."""
+    return type(lie) in (Shard, InterleavedShard)
 
 
 def _cuts(lie: Lie, dim: int) -> bool:
@@ -194,7 +228,9 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("mean", "sum", "softmax", "var"), _along_dims),
     **dict.fromkeys(("layer_norm", "rms_norm"), _normalize),
     **dict.fromkeys(("view", "reshape", "flatten"), _view),
-    **dict.fromkeys(("getitem", "cat"), _same_shape_dim),
+    **dict.fromkeys(("cat", "chunk", "split"), _same_shape_dim),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
+    "getitem": _item,
     "linear": _linear,
     "embedding": _embedding,
     "transpose": _transpose,

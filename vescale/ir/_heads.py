@@ -14,9 +14,9 @@ from vescale.ir._model_index import ModelIndex
 __all__ = ["Heads", "heads_of"]
 
 # The projections of an attention module, by the usual names of the modules that hold them.
-_QUERY = regex.compile(r"(?:w|to_)?(?:q|query)(?:_proj|_b_proj|_lin|_linear)?")
-_KEY_VALUE = regex.compile(r"(?:w|to_)?(?:k|v|key|value)(?:_proj|_lin|_linear)?")
-_OUTPUT = regex.compile(r"(?:w|to_)?(?:o|out)(?:_proj|_lin|_linear)?|c_proj")
+_QUERY = regex.compile(r"(?:w|to_|add_)?(?:q|query)(?:_proj|_b_proj|_lin|_linear)?")
+_KEY_VALUE = regex.compile(r"(?:w|to_|add_)?(?:k|v|key|value)(?:_proj|_lin|_linear)?")
+_OUTPUT = regex.compile(r"(?:w|to_|to_add_)?(?:o|out)(?:_proj|_lin|_linear)?|c_proj")
 
 _NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 _NUM_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -42,6 +42,8 @@ def heads_of(index: ModelIndex, names: Sequence[str], shape: Sequence[int], dim:
     path, attribute = index.owner(names[0])
     owner = index.modules[path]
     parent_path, _, own_name = path.rpartition(".")
+    if own_name.isdecimal():  # a list of the projection and a dropout
+        parent_path, _, own_name = parent_path.rpartition(".")
     parent = index.modules[index.module_names[parent_path]]
     if isinstance(owner, nn.MultiheadAttention):  # separate projections: q_proj_weight and so on
         parent, own_name = owner, attribute.removesuffix("_weight")

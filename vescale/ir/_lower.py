@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -14,6 +15,7 @@ from vescale.ir._findings import Finding, Findings, LoweringError
 from vescale.ir._lints import lint
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._ops import Annotate, Attention, Factory, Local, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._packed import lint_packed
 from vescale.ir._program import Hook, Instruction, Program
 from vescale.ir._replicas import check_replicas
 from vescale.ir._resolve import Resolution, resolve
@@ -54,8 +56,11 @@ def lower(plan: Plan, model: nn.Module) -> Program:
     return Program(plan.axes, tuple(_instructions(resolution, index, plan)))
 
 
-def check(plan: Plan, model: nn.Module) -> tuple[Finding, ...]:
-    """Everything wrong or doubtful in ``plan`` for ``model``: the errors that :func:`lower` raises, then warnings."""
+def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> tuple[Finding, ...]:
+    """Everything wrong or doubtful in ``plan`` for ``model``: the errors that :func:`lower` raises, then warnings.
+
+    With ``inputs``, and a model on the meta device, its forward is walked, too, for dims that it takes apart.
+    """
     index = _index(plan, model)
     findings = Findings()
     try:
@@ -64,6 +69,8 @@ def check(plan: Plan, model: nn.Module) -> tuple[Finding, ...]:
         findings.error("hostile", error.problem, error.source)
         return findings.collect()
     lint(plan, resolution, index, findings)
+    if inputs and not findings.has_errors:
+        lint_packed(plan, resolution, index, inputs, findings)
     return findings.collect()
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from vescale.ir._attention_calls import AttentionCalls
 from vescale.ir._expert_calls import ExpertCalls
 from vescale.ir._flow import Flow, Lie, is_elementwise, rule_for
 from vescale.ir._gradient_buckets import PartialGradient, PredictedBucket, predict_buckets
@@ -29,7 +31,7 @@ from vescale.ir._unit_layouts import unit_buckets
 from vescale.placements import RaggedShard, shard_dim
 from vescale.plans import MeshAxes
 
-__all__ = ["Collective", "Prediction", "predict"]
+__all__ = ["Collective", "FlowMode", "Follower", "Prediction", "predict"]
 
 When = Literal["forward", "backward"]
 
@@ -41,9 +43,11 @@ class Collective:
     Attributes:
         path: the module, or the parameter's name.
         target: ``<in>``, ``<in:name>``, ``<out>``, ``weight`` (a gather) or ``weight.grad`` (a gradient's reduction);
-            ``<unit>`` and ``<unit>.grad`` of the parameters of a unit together.
+            ``<unit>`` and ``<unit>.grad`` of the parameters of a unit together; ``<experts>``, and ``<attention>`` of a
+            sequence that is cut, of what a region or a call does inside.
         op: None where a collective depends on what is unknown until run.
-        num_bytes: bytes that each rank sends or receives from others, as the communication ledger counts; None: unknown.
+        num_bytes: bytes that each rank sends or receives from others, as the communication ledger counts (where it is not
+            the same on all, those of the busiest); None: unknown.
     """
 
     path: str
@@ -130,7 +134,7 @@ class _Walk:
     def __init__(self, program: Program, index: ModelIndex) -> None:
         self.program, self.index, self.axes = program, index, program.axes
         self.moves: list[_Move] = []
-        self.experts = ExpertCalls()
+        self.experts, self.attention = ExpertCalls(), AttentionCalls(program)
         self.tags: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._by_path: dict[str, list[Instruction]] = {}
         for instruction in program:
@@ -182,6 +186,7 @@ class _Walk:
                 handles.append(module.register_forward_hook(self._post_hook(path, after)))
             for op in (i.op for i in self._by_path.get(path, ()) if isinstance(i.op, Local) and i.op.kind == "experts"):
                 undo.enter_context(self.experts.replaced(module, path, op, self))
+            undo.enter_context(self.attention.watched(module, path))
         try:
             yield
         finally:
@@ -190,7 +195,7 @@ class _Walk:
                 handle.remove()
 
     def mode(self) -> TorchFunctionMode:
-        return _FlowMode(self)
+        return FlowMode(self)
 
     def _crossings(self, path: str, hook: Hook) -> dict[int | str | None, Redistribute | Wrap | Local]:
         """What happens to the inputs, or outputs, of a module, by index."""
@@ -278,6 +283,8 @@ class _Walk:
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Tag what an op returned, and note what replicated tensors were used for."""
+        if name == F.scaled_dot_product_attention.__name__:
+            self.attention.called(args, kwargs, lambda x: tuple(tag.lie for tag in self.tags_of(x)))
         tensors = list(_tensors((args, kwargs)))
         tags = [self.tags_of(tensor) for tensor in tensors]
         results = list(_tensors(result))
@@ -371,6 +378,8 @@ class _Walk:
         for call in self.experts.calls:
             for phase, kind, together, known_bytes in call.collectives(self.axes):
                 yield Collective(call.path, "<experts>", cast(When, phase), together, kind, known_bytes)
+        for path, (phase, kind, together, known_bytes) in self.attention.collectives(self.axes):
+            yield Collective(path, "<attention>", cast(When, phase), together, kind, known_bytes)
 
     def tokens_met(self, path: str, tokens: torch.Tensor) -> tuple[Lie, ...]:
         """Where the tokens of a region of experts lie; its parameters' gradients are sums over axes that cut them."""
@@ -387,13 +396,18 @@ class _Walk:
         return lies
 
 
-class _FlowMode(TorchFunctionMode):
+class Follower(Protocol):
+    def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """After a torch function has returned."""
+
+
+class FlowMode(TorchFunctionMode):
     """Follows placements; and keeps real values beside meta tensors made from constants alone (positions, masks).
 
     Models branch on such values (`if mask.all():`), which meta tensors do not have.
     """
 
-    def __init__(self, walk: _Walk) -> None:
+    def __init__(self, walk: Follower) -> None:
         super().__init__()
         self._walk = walk
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()  # meta tensor -> the same on the CPU

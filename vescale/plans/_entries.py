@@ -84,7 +84,7 @@ class FactoryEntry:
     source: Source | None = field(default=None, compare=False)
 
 
-AttentionMethod = Literal["all_gather", "ulysses"]
+AttentionMethod = Literal["all_gather", "ring", "ulysses"]
 ATTENTION_METHODS: tuple[AttentionMethod, ...] = get_args(AttentionMethod)
 
 
@@ -92,8 +92,9 @@ ATTENTION_METHODS: tuple[AttentionMethod, ...] = get_args(AttentionMethod)
 class AttentionEntry:
     """How scaled dot product attention inside the matching modules works along axes over which the sequence is cut.
 
-    ``all_gather``: keys and values are gathered, and each rank attends with its own queries; ``ulysses``: heads are
-    exchanged for the sequence, and back. ``methods`` are (axis name, method) pairs, in the order of the mesh's axes.
+    ``all_gather``: keys and values are gathered, and each rank attends with its own queries; ``ring``: they come round in
+    blocks, of which a rank has one at a time; ``ulysses``: heads are exchanged for the sequence, and back. ``methods`` are
+    (axis name, method) pairs, in the order of the mesh's axes.
     """
 
     path: Path

@@ -67,6 +67,11 @@ def add_hf_entries(
     # An expert module with a rule of its own takes none for tensor parallelism; nor does anything inside it.
     tensor = {name: style for name, style in tensor.items() if not _covered(name, experts)}
     draft.read(tensor)
+    if batch_axis is not None and batch_axis in plan.axes:
+        names = inspect.signature(model.forward).parameters
+        for name in BATCHED_INPUTS:
+            if name in names:
+                plan.shard(f"<in:{name}>", Shard(0), mesh=batch_axis)
     if expert_axis is not None:
         expert_draft = _Draft(model, expert_axis, plan.axes.size(expert_axis))
         expert_draft.read(experts)
@@ -77,11 +82,6 @@ def add_hf_entries(
         base = getattr(model, "base_model_prefix", "")
         draft.shard_sequence(base if base in draft.modules else "")
     draft.emit(plan, None)
-    if batch_axis is not None and batch_axis in plan.axes:
-        names = inspect.signature(model.forward).parameters
-        for name in BATCHED_INPUTS:
-            if name in names:
-                plan.shard(f"<in:{name}>", Shard(0), mesh=batch_axis)
     if draft.notes:
         warnings.warn(
             f"Plan.from_hf({type(model).__name__}): " + "; ".join(dict.fromkeys(draft.notes)), HfImportWarning, 4

@@ -176,6 +176,8 @@ class Plan:
         method          what is communicated, forward (backward: the same, the other way)           fits
         ==============  ==========================================================================  ====================
         ``all_gather``  one all-gather of keys and values: ``2 (n-1)/n`` of their size              any number of heads
+        ``ring``        keys and values, a block at a time: ``(n-1)/n`` of their size (backward:    any number of heads,
+                        ``2 - 1/n`` of it); at most so, where blocks that are masked stay away       the longest sequences
         ``ulysses``     an all-to-all each of q, k, v and the result: ``(n-1)/n**2`` of their size  heads that n divides
         ==============  ==========================================================================  ====================
 
@@ -192,7 +194,7 @@ class Plan:
                 )
             if name not in ATTENTION_METHODS:
                 raise PlanError(
-                    f"attention {path!r}: {name!r} on {axis} is no method; use {' or '.join(ATTENTION_METHODS)}"
+                    f"attention {path!r}: {name!r} on {axis} is no method; use one of {', '.join(ATTENTION_METHODS)}"
                     f"{did_you_mean(str(name), ATTENTION_METHODS)}",
                     source,
                 )

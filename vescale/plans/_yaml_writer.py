@@ -28,13 +28,18 @@ if TYPE_CHECKING:
 
 __all__ = ["plan_text"]
 
-_PLAIN = regex.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\\]*")
+_PLAIN = regex.compile(r"[A-Za-z0-9_<($.\\][A-Za-z0-9_.\\<>()|${}:+*?]*(?<!:)")
+# The repeated layers of a model at the beginning of a path.
+_LAYERS = regex.compile(r"([A-Za-z0-9_.]+\.\\d\+)\.")
+_MIN_USES = 3  # of a variable
 
 
 def plan_text(plan: Plan) -> str:
     """See :meth:`Plan.to_yaml`."""
     sizes = ", ".join(f"{name}: {size}" for name, size in zip(plan.axes.names, plan.axes.sizes))
+    variables = _variables(plan)
     lines = ["version: 1", f"mesh: {{{sizes}}}"]
+    lines += ["vars: " + _braces(f"{name}: {_quoted(text)}" for text, name in variables.items())] if variables else []
     kinds: dict[str, dict[str, list[str]]] = {}
     units = []
     for entry in plan.entries:
@@ -42,13 +47,33 @@ def plan_text(plan: Plan) -> str:
             units.append(f"  - {_unit(entry)}")
             continue
         section, value = _section_value(entry)
-        kinds.setdefault(section, {}).setdefault(entry.path.text, []).append(value)
+        kinds.setdefault(section, {}).setdefault(_with_variables(entry.path.text, variables), []).append(value)
     for section in ("shard", "redistribute", "annotate", "factory", "attention", "local"):
         if section in kinds:
             lines += [f"{section}:", *_section(kinds[section])]
     if units:
         lines += ["units:", *units]
     return "\n".join(lines) + "\n"
+
+
+def _variables(plan: Plan) -> dict[str, str]:
+    """The beginnings of paths that a file is easier to read without, and their names: ``layer`` when there is one."""
+    uses: dict[str, int] = {}
+    for entry in plan.entries:
+        match = None if isinstance(entry, UnitEntry) else _LAYERS.match(entry.path.text)
+        if match is not None:
+            uses[match[1]] = uses.get(match[1], 0) + 1
+    often = [text for text, number in uses.items() if number >= _MIN_USES]
+    if len(often) == 1:
+        return {often[0]: "layer"}
+    names = [text.removesuffix(r".\d+").replace(".", "_") for text in often]
+    return dict(zip(often, names)) if len(set(names)) == len(names) else {}
+
+
+def _with_variables(path: str, variables: dict[str, str]) -> str:
+    match = _LAYERS.match(path)
+    name = variables.get(match[1]) if match is not None else None
+    return f"${{{name}}}{path[match.end(1) :]}" if match is not None and name is not None else path
 
 
 def _section(values: dict[str, list[str]]) -> Iterable[str]:
@@ -113,6 +138,10 @@ def _scalar(text: str) -> str:
     """A path as a YAML key: plain where it is safe, else in single quotes, where backslashes stand for themselves."""
     if _PLAIN.fullmatch(text) and not text[0].isdigit() and _is_text(text):
         return text
+    return _quoted(text)
+
+
+def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'" if "\n" not in text else json.dumps(text)
 
 

@@ -21,14 +21,15 @@ __all__ = ["Activation", "Frame", "activations", "current"]
 
 @dataclass
 class Frame:
-    """One running module: its name, its arguments, where its submodules' results lie (path, data pointer), and what their
-    inputs were converted to (:mod:`vescale.runtime._sharing`)."""
+    """One running module: its name, its arguments, where its submodules' results lie (path, data pointer), what their
+    inputs were converted to (:mod:`vescale.runtime._sharing`), and the compiler that was about to compile it."""
 
     module: nn.Module
     path: str
     arguments: tuple[Any, ...]
     results: list[tuple[str, int]] = field(default_factory=list)
     converted: dict[Any, Any] = field(default_factory=dict)
+    compiler: Any = None
 
 
 @dataclass

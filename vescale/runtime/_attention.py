@@ -9,7 +9,8 @@ operand on a split axis    what is done
 sharded on the split dim   its part is used
 Replicate, size 1 there    used whole (a mask that all heads share); its gradient is Partial
 Replicate                  this rank's part is cut from it; its gradient is Partial
-k, v on an axis of rows    gathered (``all_gather``, in the plan's attention section; implicit communication without it)
+k, v on an axis of rows    gathered (``all_gather``, in the plan's attention section; implicit communication without it),
+                           or used block by block (``ring``)
 mask on an axis of rows    its rows are used, or cut from it
 k, v with fewer heads      the heads that this rank's query heads attend with; the gradient is Partial when k, v are
                            Replicate (fewer heads than ranks)
@@ -36,13 +37,17 @@ from vescale.compat import local_of, no_torch_function
 from vescale.placements import InterleavedShard, local_region, shard_dim, split_factor
 from vescale.rng import drawing_part_of
 from vescale.runtime._boundary import convert, enter_local, leave_local
+from vescale.runtime._ring import ring_attention
 from vescale.runtime._runtime import Where, locate
 from vescale.runtime._sequence import (
     attend_to_prefixes,
+    causal_mask,
     causal_rows,
     exchange,
     exchange_back,
     gather_pair,
+    lie_alike,
+    ring_of,
     sequence_axes,
 )
 
@@ -95,7 +100,11 @@ def attention(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[s
     if gathered:
         names = ",".join(runtime.axes.names[axis] for axis in gathered)
         key, value = gather_pair(key, value, gathered, f"attention: all_gather on {names}")
-    out = _attend(runtime, func, query, key, value, mask, options)
+    turning = [axis for axis in rows if methods[axis] == "ring" and _cuts_rows(axis, key, value)]
+    if turning:
+        names = ",".join(runtime.axes.names[axis] for axis in turning)
+        value = lie_alike(key, value, turning, f"attention: ring on {names}")
+    out = _attend(runtime, func, query, key, value, mask, options, turning)
     return exchange_back(out, given, exchanged, f"attention: {_OP}") if exchanged else out
 
 
@@ -107,20 +116,25 @@ def _attend(
     value: DTensor,
     mask: DTensor | None,
     options: dict[str, Any],
+    turning: Sequence[int],
 ) -> DTensor:
-    """One local kernel; its operands lie as the methods of the axes left them."""
-    work = _Work.of(query, key, value, mask)
+    """One local kernel, or a ring over the axes ``turning``; its operands lie as the methods of the axes left them."""
+    work = _Work.of(query, key, value, mask, turning=turning)
     q, k, v = (work.operand(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
     m = work.operand(mask, "attn_mask") if mask is not None else None
     options["enable_gqa"] = options["enable_gqa"] and q.ndim > 3 and q.shape[-3] != k.shape[-3]
     is_split = any(split is not None for split in work.splits)
+    result_shape = (*query.shape[:-1], value.shape[-1])
+    if turning:
+        out = _attend_in_ring(work, q, k, v, m, (query, key), options)
+        return leave_local(out, runtime.mesh, work.placements, result_shape, _OP)
     runs = work.held(work.shape, work.placements, _ROWS) if _ROWS in work.splits and options["is_causal"] else None
-    if runs is not None and options["dropout_p"] == 0:
+    if runs is not None and options["dropout_p"] == 0 and m is None:
         out = attend_to_prefixes(func, q, k, v, runs, options)
-        return leave_local(out, runtime.mesh, work.placements, (*query.shape[:-1], value.shape[-1]), _OP)
+        return leave_local(out, runtime.mesh, work.placements, result_shape, _OP)
     with no_torch_function():
-        if runs is not None:  # the mask of dropout has a number for every key
-            m, options["is_causal"] = causal_rows(runs, k.shape[-2], k.device), False
+        if runs is not None:  # the mask of dropout, and a given one, have a number for every key
+            m, options["is_causal"] = causal_mask(causal_rows(runs, k.shape[-2], k.device), m), False
         if options["dropout_p"] > 0 and is_split:
             weights = (*query.shape[:-1], key.shape[-2])
             with drawing_part_of(runtime.mesh, work.placements, weights) as draws:
@@ -129,7 +143,39 @@ def _attend(
                 draws.advance(lambda weights: F.dropout(weights, options["dropout_p"]), q.dtype, q.device)
         else:
             out = func(q, k, v, attn_mask=m, **options)
-    return leave_local(out, runtime.mesh, work.placements, (*query.shape[:-1], value.shape[-1]), _OP)
+    return leave_local(out, runtime.mesh, work.placements, result_shape, _OP)
+
+
+def _attend_in_ring(
+    work: _Work,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    given: tuple[DTensor, DTensor],
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """``given``: query and key as they lie. Which weights dropout keeps is drawn at once, a byte each."""
+    query, key = given
+    names = work.mesh.mesh_dim_names or ()
+    who = f"attention: ring on {','.join(names[axis] for axis in work.turning)}"
+    dropout = options["dropout_p"]
+    with no_torch_function():
+        ring = ring_of(query, key, work.turning, options["is_causal"], who)
+        kept = None
+        if dropout > 0:
+            weights = (*query.shape[:-1], key.shape[-2])
+            with drawing_part_of(work.mesh, work.placements, weights) as draws:
+                kept = F.dropout(q.new_ones((*q.shape[:-1], key.shape[-2]), requires_grad=False), dropout) != 0
+            if not draws.count:
+                draws.advance(lambda part: F.dropout(part, dropout), q.dtype, q.device)
+        return ring_attention(
+            ring, q, k, v, mask, kept, scale=options["scale"], dropout=dropout, grouped=options["enable_gqa"]
+        )
+
+
+def _cuts_rows(axis: int, *operands: DTensor) -> bool:
+    return any(shard_dim(x.placements[axis]) == x.ndim - 2 for x in operands)
 
 
 @dataclass(frozen=True)
@@ -142,15 +188,17 @@ class _Work:
             of the query; None: not.
         placements: of the query and of the result.
         mesh: the operands' mesh.
+        turning: axes along which keys and values come in turn, from the ranks that hold them.
     """
 
     shape: tuple[int, ...]
     splits: tuple[int | None, ...]
     placements: tuple[Placement, ...]
     mesh: DeviceMesh
+    turning: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, query: DTensor, *others: DTensor | None) -> _Work:
+    def of(cls, query: DTensor, *others: DTensor | None, turning: Sequence[int] = ()) -> _Work:
         """The query decides where it is sharded; else the first operand that is."""
         splits: list[int | None] = []
         placements: list[Placement] = []
@@ -165,7 +213,7 @@ class _Work:
             else:
                 sharded_so = shard_dim(own) == query.ndim + split
                 placements.append(own if sharded_so else Shard(query.ndim + split))
-        return cls(tuple(query.shape), tuple(splits), tuple(placements), query.device_mesh)
+        return cls(tuple(query.shape), tuple(splits), tuple(placements), query.device_mesh, tuple(turning))
 
     def operand(self, x: DTensor, name: str) -> torch.Tensor:
         """This rank's part of an operand; redistributes it where it lies otherwise than the split can use."""
@@ -195,7 +243,7 @@ class _Work:
 
     def _kept(self, x: DTensor, name: str) -> set[int]:
         """Axes along which an operand stays as it is sharded: each rank has what its queries meet."""
-        kept: set[int] = set()
+        kept = set(self.turning) if name in ("key", "value") else set()
         for split in {split for split in self.splits if split is not None}:
             axes = [axis for axis, other in enumerate(self.splits) if other == split]
             own = {axis: x.placements[axis] for axis in axes if shard_dim(x.placements[axis]) == x.ndim + split}

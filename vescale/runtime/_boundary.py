@@ -119,6 +119,17 @@ def convert(
         return _Convert.apply(x, complete, tuple(stages), who)
 
 
+def bring_with_gradient(x: DTensor, target: Sequence[Placement], op: str, operand: str) -> DTensor:
+    """As :func:`bring`, for autograd to see: the gradient comes back the same way."""
+    target = tuple(target)
+    if tuple(x.placements) == target:
+        return x
+    where = locate()
+    if where is not None:
+        where.runtime.implicit(where, op, operand, local_of(x), x.placements, target)
+    return convert(x, target, who=f"implicit: {op}")
+
+
 class _EnterLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, grad_placements: tuple[Placement, ...], always: bool) -> torch.Tensor:

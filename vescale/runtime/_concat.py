@@ -1,11 +1,20 @@
-"""``torch.cat`` on DTensors."""
+"""``torch.cat`` on DTensors.
+
+Equal parts that are sharded alike along the dim that they are joined on make an :class:`InterleavedShard`: what each rank
+has of the result is what it has of the parts. DTensor gathers them. Parts of different sizes are gathered here, too: no
+placement names what the ranks have of their sequence.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+
+from vescale.compat import no_torch_function
+from vescale.placements import InterleavedShard
+from vescale.runtime._boundary import enter_local, leave_local
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime
@@ -19,6 +28,30 @@ def concat(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     joined = [tensor for tensor in tensors if tensor.ndim != 1 or tensor.numel()] or list(tensors)
     if len(joined) == 1 and isinstance(joined[0], DTensor) and "out" not in kwargs:
         return joined[0].clone(memory_format=torch.contiguous_format)  # the rule gathers along a sharded dim
+    interleaved = _interleaved(joined, args, kwargs)
+    if interleaved is not None:
+        return interleaved
     if args:
         return func(joined, *args[1:], **kwargs)
     return func(**{**kwargs, "tensors": joined})
+
+
+def _interleaved(tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
+    """The result where every rank joins what it has; None where that is none of ours."""
+    first = tensors[0]
+    if "out" in kwargs or len(tensors) < 2 or not all(isinstance(tensor, DTensor) for tensor in tensors):
+        return None
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if not isinstance(dim, int) or not all((t.shape, t.placements) == (first.shape, first.placements) for t in tensors):
+        return None
+    dim %= first.ndim
+    axes = [axis for axis, p in enumerate(first.placements) if type(p) is Shard and p.dim == dim]
+    others = (p.is_replicate() or type(p) is Shard for p in first.placements)
+    if len(axes) != 1 or not all(others) or first.device_mesh.size(axes[0]) == 1:
+        return None
+    placements = list(first.placements)
+    placements[axes[0]] = InterleavedShard(dim, len(tensors))
+    shape = [*first.shape[:dim], first.shape[dim] * len(tensors), *first.shape[dim + 1 :]]
+    local = [enter_local(tensor) for tensor in tensors]
+    with no_torch_function():
+        return leave_local(torch.cat(local, dim), first.device_mesh, placements, shape, "cat")

@@ -12,8 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, no_torch_function
 from vescale.placements import at_dim, local_region, shard_dim
-from vescale.runtime._boundary import bring, convert, enter_local, leave_local
-from vescale.runtime._runtime import locate
+from vescale.runtime._boundary import bring, bring_with_gradient, enter_local, leave_local
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime
@@ -76,11 +75,7 @@ def _lookup(runtime: Runtime, weight: DTensor, indices: DTensor, padding: int | 
             out.append(kept)
     with no_torch_function():
         local_indices = local_of(bring(indices, index_target, _OP, "indices"))
-        if tuple(weight.placements) != tuple(weight_target):
-            where = locate()
-            if where is not None:
-                where.runtime.implicit(where, _OP, "weight", local_of(weight), weight.placements, weight_target)
-            weight = convert(weight, weight_target, who=f"implicit: {_OP}")
+        weight = bring_with_gradient(weight, weight_target, _OP, "weight")
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         ranges = local_region(tuple(weight.shape), tuple(weight_target), tuple(mesh.shape), coordinate).intervals[0]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from vescale.compat import in_transform
 from vescale.runtime._boundary import wrap_global
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ METHOD_FACTORIES = frozenset(
 def place_made(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a factory and place its result as the running module's ``factory`` entry says, Replicate without one."""
     made = func(*args, **kwargs)
-    if not isinstance(made, torch.Tensor) or isinstance(made, DTensor) or "out" in kwargs:
-        return made
+    if not isinstance(made, torch.Tensor) or isinstance(made, DTensor) or "out" in kwargs or in_transform():
+        return made  # what a function makes under vmap (masks) is plain there, and global where it meets a DTensor
     placements = runtime.factory_placements()
     if any(getattr(placement, "dim", -1) >= made.ndim for placement in placements):
         placements = runtime.replicated  # a scalar or an index vector inside a region of sharded factories

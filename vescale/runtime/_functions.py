@@ -9,21 +9,28 @@ import torch
 import torch.nn.functional as F
 
 from vescale.runtime._attention import attention
+from vescale.runtime._batch_norm import batch_norm
 from vescale.runtime._concat import concat
 from vescale.runtime._embedding import embedding
 from vescale.runtime._escapes import escape
 from vescale.runtime._indexing import index_item
+from vescale.runtime._norm import NORMALIZATIONS, normalization
+from vescale.runtime._rows import PACKING, RECURRENT, embedding_bag, packed, recurrent
 from vescale.runtime._smoothed_loss import cross_entropy
 from vescale.runtime._splitting import SPLITS, split
 from vescale.runtime._statistics import (
     ADDITIONS,
     NONLINEAR,
+    OFFSETS,
     PRODUCTS,
     QUOTIENTS,
     addition,
+    mean,
     nonlinear,
+    offset,
     product,
     quotient,
+    total,
 )
 
 __all__ = ["FUNCTIONS"]
@@ -31,12 +38,22 @@ __all__ = ["FUNCTIONS"]
 # function -> rule(runtime, function, args, kwargs); called when an argument is a DTensor, with plain tensors made global.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: attention,
+    F.batch_norm: batch_norm,
     F.cross_entropy: cross_entropy,
     F.embedding: embedding,
+    F.embedding_bag: embedding_bag,
     torch.embedding: embedding,
+    **dict.fromkeys(PACKING, packed),
+    **dict.fromkeys(RECURRENT, recurrent),
     **dict.fromkeys(SPLITS, split),
+    **dict.fromkeys(NORMALIZATIONS, normalization),
     **dict.fromkeys(ADDITIONS, addition),
     **dict.fromkeys(NONLINEAR, nonlinear),
+    torch.mean: mean,
+    torch.Tensor.mean: mean,
+    torch.sum: total,
+    torch.Tensor.sum: total,
+    **dict.fromkeys(OFFSETS, offset),
     **dict.fromkeys(PRODUCTS, product),
     **dict.fromkeys(QUOTIENTS, quotient),
     torch.cat: concat,

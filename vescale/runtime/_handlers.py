@@ -24,12 +24,14 @@ from vescale.compat import (
 )
 from vescale.placements import move_local, run_interleaved
 from vescale.runtime._boundary import bring, wrap_global
+from vescale.runtime._convolution import CONVOLUTION_HANDLERS
 from vescale.runtime._elementwise_loss import ELEMENTWISE_LOSS_HANDLERS
+from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
 from vescale.runtime._loss import LOSS_HANDLERS
 from vescale.runtime._norm import NORM_HANDLERS
 from vescale.runtime._runtime import checkpointed, locate
 from vescale.runtime._statistics import scatter_add
-from vescale.runtime._sums import accumulated, where
+from vescale.runtime._sums import DERIVATIVE_HANDLERS, accumulated, derivative, where
 from vescale.runtime._views import remember_copy, write_through
 
 __all__ = ["install_handlers"]
@@ -51,7 +53,10 @@ def install_handlers() -> None:
         _aten.scatter_add_.default: scatter_add,
         _aten.where.self: where,
     }
-    install_dispatch({**own, **NORM_HANDLERS, **LOSS_HANDLERS, **ELEMENTWISE_LOSS_HANDLERS}, _Listener())
+    tables = (NORM_HANDLERS, LOSS_HANDLERS, ELEMENTWISE_LOSS_HANDLERS, CONVOLUTION_HANDLERS, INPLACE_VIEW_HANDLERS)
+    for table in (*tables, DERIVATIVE_HANDLERS):
+        own.update(table)
+    install_dispatch(own, _Listener())
     install_checkpointing(checkpointed)
 
 
@@ -146,6 +151,9 @@ class _Listener(DispatchListener):
 
     def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
         return run_interleaved(args, kwargs, schema)
+
+    def moves_nothing(self, op: Any, schema: Any, sharding: Any) -> Any:
+        return derivative(op, schema, sharding)
 
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
         """In backward too: the zeros that stand for outputs of ``split`` without a gradient are plain."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import map_tensors, no_torch_function
+from vescale.compat import map_tensors, no_torch_function, suspend_compiling
 from vescale.ir import Annotate, Hook, Instruction, Redistribute, Wrap
 from vescale.placements import at_dim, from_local, shard_dim
 from vescale.plans import PlanError
@@ -50,12 +50,15 @@ class ModuleHooks:
     # Before
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runtime = self.runtime
+        runtime, compiler = self.runtime, suspend_compiling()
         if self._inputs:
             # The mode is not on for the outermost module yet, but it may be for an inner one.
             with no_torch_function():
                 args, kwargs = self._place_inputs(args, kwargs)
-        runtime.enter(module, self.path, (*args, *kwargs.values()))
+        activation = runtime.enter(module, self.path, (*args, *kwargs.values()))
+        if compiler is not None:
+            activation.frames[-1].compiler = compiler
+            runtime.warn_of_compiler(self.path)
         for instruction in self._parameters:
             self._show_parameter(module, instruction)
         return args, kwargs

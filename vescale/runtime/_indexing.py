@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
+from vescale.placements import InterleavedShard
 from vescale.runtime._boundary import wrap_global
+from vescale.runtime._splitting import split
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime
@@ -18,6 +21,10 @@ __all__ = ["index_item"]
 def index_item(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """DTensor's own rule; index tensors that torch would make of lists are made here, the same on every rank."""
     x, index, *value = args
+    if func is torch.Tensor.__getitem__ and isinstance(x, DTensor):
+        part = _piece(runtime, x, index if isinstance(index, tuple) else (index,))
+        if part is not None:
+            return part
     items = tuple(_as_tensor(runtime, item) for item in (index if isinstance(index, tuple) else (index,)))
     if func is torch.Tensor.__setitem__ and any(_is_mask(item) for item in items):
         if len(items) == 1 and (not isinstance(value[0], torch.Tensor) or value[0].ndim == 0):
@@ -27,6 +34,24 @@ def index_item(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[
         # DTensor takes a mask for a vector of positions.
         items = tuple(part for item in items for part in (item.nonzero().unbind(1) if _is_mask(item) else (item,)))
     return func(x, items if isinstance(index, tuple) or len(items) > 1 else items[0], *value)
+
+
+def _piece(runtime: Runtime, x: DTensor, index: tuple[Any, ...]) -> Any:
+    """``x[..., start:stop]`` of exactly one piece of an interleaved dim, which every rank has a part of: as ``chunk`` takes
+    it, whose gradient stays where it is. None for anything else."""
+    cuts = [placement for placement in x.placements if isinstance(placement, InterleavedShard)]
+    if len(cuts) != 1 or not all(item is ... or isinstance(item, slice) for item in index) or index.count(...) > 1:
+        return None
+    (cut,) = cuts
+    rest = [slice(None)] * (x.ndim - sum(item is not ... for item in index))
+    at = index.index(...) if ... in index else len(index)
+    items = [*index[:at], *rest, *index[at + 1 :]]
+    length, uneven = divmod(x.shape[cut.dim], cut.num_chunks)
+    whole = all(item == slice(None) for dim, item in enumerate(items) if dim != cut.dim)
+    start, stop, step = items[cut.dim].indices(x.shape[cut.dim])
+    if uneven or not whole or step != 1 or stop - start != length or start % length:
+        return None
+    return split(runtime, torch.chunk, (x, cut.num_chunks, cut.dim), {})[start // length]
 
 
 def _is_mask(item: Any) -> bool:

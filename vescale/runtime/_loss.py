@@ -48,11 +48,14 @@ def _sum_over(mesh: DeviceMesh, axes: Sequence[int], local: torch.Tensor, op: st
 
 
 def _axes_on(x: DTensor, dim: int) -> list[int]:
-    """The axes along which ranks hold different parts of a dim; none for a flat local tensor, which is gathered."""
+    """The axes along which ranks hold different parts of a dim."""
     mesh = x.device_mesh
-    if any(isinstance(placement, RaggedShard) for placement in x.placements):
-        return []
     return [a for a, placement in enumerate(x.placements) if shard_dim(placement) == dim and mesh.size(a) > 1]
+
+
+def _with_rows(x: DTensor, op: Any) -> DTensor:
+    """A ragged tensor's local part is flat and may begin and end inside of a row: it is gathered along its axis."""
+    return bring(x, [Replicate() if isinstance(p, RaggedShard) else p for p in x.placements], str(op), "self")
 
 
 def _like(x: DTensor, local: torch.Tensor, dtype: torch.dtype) -> DTensor:
@@ -62,10 +65,11 @@ def _like(x: DTensor, local: torch.Tensor, dtype: torch.dtype) -> DTensor:
 
 def _log_softmax(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim, half_to_float = args
+    x = _with_rows(x, op)
     dim %= max(x.ndim, 1)
     axes = _axes_on(x, dim)
     if not axes:
-        return stock_dispatch(op, args, kwargs)
+        return stock_dispatch(op, (x, dim, half_to_float), kwargs)
     x = bring(x, reduced(x.placements), str(op), "self")
     local = local_of(x).float() if half_to_float else local_of(x)
     wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
@@ -115,6 +119,7 @@ class _Rows:
     def of(cls, op: Any, scores: DTensor, target: Any, weight: Any, ignore_index: int) -> _Rows:
         mesh = scores.device_mesh
         class_dim = 0 if scores.ndim == 1 else 1
+        scores = _with_rows(scores, op)
         scores = bring(scores, reduced(scores.placements), str(op), "self")
         placements = tuple(without_dim(placement, class_dim) for placement in scores.placements)
         labels = local_part(target, mesh, placements, op, "target")

@@ -1,22 +1,106 @@
-"""Norms: group normalization's backward over a sharded batch, where stock DTensor passes the kernel the global batch size,
-and vector norms over sharded dims."""
+"""Norms: layer and RMS normalization over sharded dims, group normalization's backward over a sharded batch, where stock
+DTensor passes the kernel the global batch size, and vector norms over sharded dims."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
 from vescale.placements import shard_dim
-from vescale.runtime._boundary import bring, contiguous_stride, reduced
+from vescale.runtime._boundary import (
+    bring,
+    bring_with_gradient,
+    contiguous_stride,
+    convert,
+    enter_local,
+    leave_local,
+    reduced,
+)
 from vescale.runtime._runtime import locate
 
-__all__ = ["NORM_HANDLERS"]
+if TYPE_CHECKING:
+    from vescale.runtime._runtime import Runtime
+
+__all__ = ["NORMALIZATIONS", "NORM_HANDLERS", "normalization"]
 
 _aten = torch.ops.aten
+_SIGNATURES = {
+    "layer_norm": inspect.Signature.from_callable(F.layer_norm),
+    "rms_norm": inspect.Signature.from_callable(F.rms_norm),
+}
+NORMALIZATIONS = (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm)
+
+
+def normalization(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``layer_norm`` and ``rms_norm``. Over a sharded dim nothing is gathered: one all-reduce of a number a row for each
+    statistic (mean and variance, or mean square), and one for its gradient; as in a loss, they are no choice of a plan.
+    Elsewhere rows are independent, also where some ranks have none, which DTensor's rule would gather for; else that rule.
+    """
+    if func is torch.layer_norm:
+        args, kwargs = args[:5], {name: value for name, value in kwargs.items() if name != "cudnn_enable"}
+    given = _SIGNATURES[func.__name__].bind(*args, **kwargs)
+    given.apply_defaults()
+    x, shape, weight, eps = (given.arguments[name] for name in ("input", "normalized_shape", "weight", "eps"))
+    bias = given.arguments.get("bias")
+    if not isinstance(x, DTensor) or not all(type(p) is Shard or p.is_replicate() for p in x.placements):
+        return func(*args, **kwargs)
+    first = x.ndim - (1 if isinstance(shape, int) else len(shape))
+    cuts = [shard_dim(placement) for placement in x.placements]
+    if any(dim is not None and dim >= first for dim in cuts):
+        return _over_shards(func.__name__, x, first, weight, bias, eps)
+    if any(dim is not None and x.shape[dim] < runtime.mesh.size(axis) for axis, dim in enumerate(cuts)):
+        return _of_rows(func, x, first, weight, bias, eps)
+    return func(*args, **kwargs)
+
+
+def _over_shards(name: str, x: DTensor, first: int, weight: Any, bias: Any, eps: float | None) -> torch.Tensor:
+    """On this rank's parts: DTensor's elementwise rules gather dims that are smaller than the number of ranks."""
+    mesh, dtype = x.device_mesh, x.dtype
+    dims, size = list(range(first, x.ndim)), x.shape[first:].numel()
+    features = [(dim - first if (dim := shard_dim(p)) is not None and dim >= first else None) for p in x.placements]
+    pending = [p if dim is None else Partial() for p, dim in zip(x.placements, features)]
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        total = values.sum(dims, keepdim=True) / size
+        summed = leave_local(total, mesh, pending, (*x.shape[:first], *(1 for _ in dims)), name)
+        return enter_local(convert(summed, reduced(pending), who=f"{name}: statistic"), pending)
+
+    def factor(given: DTensor) -> torch.Tensor:
+        own = [Replicate() if dim is None else Shard(dim) for dim in features]
+        grads = [Partial() if type(p) is Shard and dim is None else o for p, o, dim in zip(x.placements, own, features)]
+        return enter_local(bring_with_gradient(given, own, name, "weight"), grads)
+
+    local = enter_local(x)
+    with no_torch_function():
+        local = local.float() if dtype in (torch.float16, torch.bfloat16) else local
+        if name == "layer_norm":
+            local = local - mean(local)
+        eps = torch.finfo(dtype).eps if eps is None else eps
+        local = (local * (mean(local.square()) + eps).rsqrt()).to(dtype)
+        if weight is not None:
+            local = local * factor(weight)
+        if bias is not None:
+            local = local + factor(bias)
+        return leave_local(local, mesh, x.placements, x.shape, name)
+
+
+def _of_rows(func: Any, x: DTensor, first: int, weight: Any, bias: Any, eps: float | None) -> torch.Tensor:
+    summed = [Replicate() if placement.is_replicate() else Partial() for placement in x.placements]
+    whole, name = [Replicate()] * x.device_mesh.ndim, func.__name__
+    factors = [
+        None if factor is None else enter_local(bring_with_gradient(factor, whole, name, "weight"), summed)
+        for factor in (weight, bias)
+    ]
+    with no_torch_function():
+        factors = factors if name == "layer_norm" else factors[:1]
+        local = func(enter_local(x), list(x.shape[first:]), *factors, eps)
+        return leave_local(local, x.device_mesh, x.placements, x.shape, name)
 
 
 def _group_norm_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -20,10 +20,12 @@ from vescale.compat import (
     current_autograd_node,
     local_of,
     node_sequence,
+    resume_compiling,
     sequence_number,
     tensors_in,
 )
 from vescale.ir import Attention, Factory, Program
+from vescale.placements import RaggedShard
 from vescale.plans import AttentionMethod, MeshAxes
 from vescale.runtime._active import Activation, Frame, activations, current
 from vescale.runtime._sites import (
@@ -71,6 +73,7 @@ class Runtime:
         self.gradients = gradients
         self._numbers: list[int] = []  # autograd sequence numbers at which the running module changed ...
         self._paths: list[str | None] = []  # ... and to which; None: outside the model
+        self._knows_compiler = False
         _RUNTIMES.add(self)
 
     def adopt(self, module: nn.Module, path: str) -> None:
@@ -152,8 +155,11 @@ class Runtime:
         activation = stack[-1]
         if not any(frame.module is module for frame in activation.frames):
             return
-        while activation.frames.pop().module is not module:
-            pass
+        while True:
+            frame = activation.frames.pop()
+            resume_compiling(frame.compiler)
+            if frame.module is module:
+                break
         if activation.frames:
             parent = activation.frames[-1]
             own = self.name_of(module)
@@ -165,6 +171,16 @@ class Runtime:
             self._mark(None)
             stack.pop()
             activation.contexts.close()
+
+    def warn_of_compiler(self, path: str) -> None:
+        """Once for a model, on its first rank: the forward of a module is compiled, which has no effect."""
+        if not self._knows_compiler and all(c == 0 for c in self.mesh.get_coordinate() or (1,)):
+            warnings.warn(
+                f"torch.compile around {f'the module {path!r} of ' if path else ''}a parallelized model has no effect: its "
+                "forward runs as it is, with the same numbers; compile functions of local tensors inside of it instead",
+                stacklevel=2,
+            )
+        self._knows_compiler = True
 
     def _contexts(self) -> ExitStack:
         from vescale.runtime._mode import RuntimeMode
@@ -261,6 +277,12 @@ class Runtime:
             for parameter, value in frame.module.named_parameters(recurse=False):
                 if isinstance(value, DTensor) and local_of(value).data_ptr() == pointer:
                     name, key = f"the parameter '{parameter}'", f"{prefix}{parameter}"
+                    alone = _called_alone() if any(isinstance(p, RaggedShard) for p in source) else None
+                    if alone is not None:
+                        return name, (
+                            f"write `units: ['{alone}']` in the plan: the module is called from outside of the unit that it "
+                            "belongs to, whose parameters are whole only while it runs"
+                        )
             for child, result in frame.results:
                 if result == pointer:
                     name, key = f"the output of '{child}'", f"{child}.<out>"
@@ -277,6 +299,20 @@ class Where:
 
     def __init__(self, runtime: Runtime, path: str, phase: str, frame: Frame | None) -> None:
         self.runtime, self.path, self.phase, self.frame = runtime, path, phase, frame
+
+
+def _called_alone() -> str | None:
+    """The outermost running module that runs without the one that holds it (lists of modules never run)."""
+    activation = current()
+    frames = activation.frames if activation is not None else []
+    running = {frame.path for frame in frames}
+    for frame in frames[1:]:
+        holder = frame.path.rpartition(".")[0]
+        while holder and isinstance(frames[0].module.get_submodule(holder), nn.ModuleList | nn.ModuleDict):
+            holder = holder.rpartition(".")[0]
+        if holder not in running:
+            return frame.path
+    return None
 
 
 def locate() -> Where | None:

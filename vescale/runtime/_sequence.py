@@ -1,11 +1,13 @@
 """Attention over a sequence that is cut (context parallelism): what is exchanged, and which keys each query meets.
 
-Two methods, chosen by a plan's ``attention`` entries axis by axis:
+Three methods, chosen by a plan's ``attention`` entries axis by axis:
 
 ==============  ===========================================================  ==============================================
 method          before the kernel                                            after it
 ==============  ===========================================================  ==============================================
 ``all_gather``  keys and values, packed, are gathered along the axis         nothing; their gradients are reduce-scattered
+``ring``        nothing: blocks of keys and values come in turn, while the   nothing; their gradients go round with them
+                kernel works (:mod:`vescale.runtime._ring`)
 ``ulysses``     q, k and v: cut over heads instead of the sequence           the result: cut over the sequence again
 ==============  ===========================================================  ==============================================
 
@@ -18,6 +20,7 @@ Source: Ulysses: Jacobs et al., arXiv:2309.14509; gathered keys and values: the 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,12 +30,24 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.attention.bias import causal_lower_right
 
+from vescale.comm import axis_group
 from vescale.compat import no_torch_function
-from vescale.placements import InterleavedShard, shard_dim
+from vescale.ir import RingSchedule, Runs
+from vescale.placements import InterleavedShard, at_dim, local_region, shard_dim
 from vescale.plans import PlanError
 from vescale.runtime._boundary import convert, enter_local, leave_local
+from vescale.runtime._ring import Ring
 
-__all__ = ["attend_to_prefixes", "causal_rows", "exchange", "exchange_back", "gather_pair", "sequence_axes"]
+__all__ = [
+    "attend_to_prefixes",
+    "causal_rows",
+    "exchange",
+    "exchange_back",
+    "gather_pair",
+    "lie_alike",
+    "ring_of",
+    "sequence_axes",
+]
 
 # Devices whose kernels know a causal mask that is aligned to the last key, without its matrix.
 _WITH_LOWER_RIGHT = ("cuda", "xpu")
@@ -72,6 +87,36 @@ def gather_pair(key: DTensor, value: DTensor, axes: Sequence[int], who: str) -> 
     return made[0], made[1]
 
 
+# ring
+
+
+def lie_alike(key: DTensor, value: DTensor, axes: Sequence[int], who: str) -> DTensor:
+    """The value, cut along the mesh axes ``axes`` as the key is."""
+    rows = key.ndim - 2
+    target = [at_dim(p, value.ndim - 2) if shard_dim(p) == rows else p for p in key.placements]
+    if all(target[axis] == value.placements[axis] for axis in axes):
+        return value
+    return convert(value, [target[axis] if axis in axes else None for axis in range(len(target))], who=who)
+
+
+def ring_of(query: DTensor, key: DTensor, axes: Sequence[int], is_causal: bool, who: str) -> Ring:
+    """The ring of this rank, over the mesh axes ``axes``. Pure but for the process group over several axes, made once."""
+    group = axis_group(query.device_mesh, axes)
+    rows, keys = (tuple(_runs(x, at) for at in group.coordinates) for x in (query, key))
+    return Ring(group, ring_schedule(rows, keys, is_causal), who)
+
+
+@functools.lru_cache(maxsize=256)
+def ring_schedule(rows: tuple[Runs, ...], keys: tuple[Runs, ...], is_causal: bool) -> RingSchedule:
+    return RingSchedule(rows, keys, is_causal)
+
+
+def _runs(x: DTensor, coordinate: tuple[int, ...]) -> Runs:
+    """Positions that the rank at ``coordinate`` holds."""
+    region = local_region(tuple(x.shape), tuple(x.placements), tuple(x.device_mesh.shape), coordinate)
+    return tuple((run[0], run[-1]) for run in region.intervals[x.ndim - 2] if run[0] < run[-1])
+
+
 # ulysses
 
 
@@ -87,7 +132,7 @@ def exchange(x: DTensor, axis: int, what: str, who: str) -> DTensor:
     if x.ndim < 3 or (what == "query" and x.shape[heads] % num_ranks):
         raise PlanError(
             f"{who}: the {what} of shape {tuple(x.shape)} has {x.shape[heads] if x.ndim >= 3 else 0} heads, which "
-            f"{num_ranks} ranks do not divide; write all_gather for this axis, or use fewer ranks"
+            f"{num_ranks} ranks do not divide; write ring or all_gather for this axis, or use fewer ranks"
         )
     if x.shape[heads] % num_ranks:
         placement: Placement = Replicate()
@@ -112,6 +157,13 @@ def causal_rows(runs: Sequence[tuple[int, int]], num_keys: int, device: torch.de
     rows = [torch.arange(start, stop, device=device) for start, stop in runs]
     index = torch.cat(rows) if rows else torch.arange(0, device=device)
     return torch.arange(num_keys, device=device) <= index.unsqueeze(1)
+
+
+def causal_mask(met: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Which keys the rows meet, together with a mask that the call has beside ``is_causal``."""
+    if mask is None:
+        return met
+    return met & mask if mask.dtype == torch.bool else mask.masked_fill(~met, -math.inf)
 
 
 def attend_to_prefixes(

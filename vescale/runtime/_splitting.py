@@ -1,15 +1,22 @@
-"""``split``, ``chunk``, ``unbind`` on DTensors whose parts need not all get a gradient."""
+"""``split``, ``chunk``, ``unbind`` on DTensors whose parts need not all get a gradient.
+
+Along a dim that is sharded as a whole, parts lie on few ranks each. Equal parts are spread over all of them by one
+all-to-all (to :class:`InterleavedShard`, which a plan can name for the weight that makes the tensor), where DTensor gathers
+everything.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, spec_of
 from vescale.placements import InterleavedShard
-from vescale.runtime._boundary import bring, contiguous_stride, reduced
+from vescale.runtime._boundary import bring, contiguous_stride, convert, reduced
+from vescale.runtime._runtime import locate
+from vescale.runtime._views import remember_copy
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime
@@ -83,6 +90,29 @@ def _interleaved_dim(x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return dim if any(isinstance(p, InterleavedShard) and p.dim == dim for p in x.placements) else None
 
 
+def _spread(runtime: Runtime, x: DTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """``x`` with each of the equal parts that it is split into sharded, if the dim is sharded as a whole, over one axis."""
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    dim = dim % x.ndim if isinstance(dim, int) and x.ndim else -1
+    axes = [axis for axis, p in enumerate(x.placements) if type(p) is Shard and p.dim == dim]
+    if len(axes) != 1 or runtime.mesh.size(axes[0]) == 1:
+        return x
+    with torch.no_grad():
+        looks = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs)
+    if len(looks) < 2 or len({part.shape[dim] for part in looks}) > 1:
+        return x
+    target = list(x.placements)
+    target[axes[0]] = InterleavedShard(dim, len(looks))
+    where = locate()
+    if where is not None:
+        where.runtime.implicit(where, func.__name__, "self", local_of(x), x.placements, target)
+    spread = convert(x, target, who=f"implicit: {func.__name__}")
+    remember_copy(
+        local_of(x), spec_of(x), local_of(spread), spec_of(spread)
+    )  # the parts are views: they can be written to
+    return spread
+
+
 def _are_local(x: DTensor, dim: int, parts: tuple[Any, ...]) -> bool:
     """Whether what each rank has of the parts is what it has of the whole."""
     held = sum(local_of(part).shape[dim] for part in parts)
@@ -93,6 +123,9 @@ def split(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """DTensor's own rule; every part then takes part in the backward."""
     iterated = func is torch.Tensor.__iter__
     x = args[0] if args else None
+    if isinstance(x, DTensor) and func not in _ONE_BY_ONE:
+        x = _spread(runtime, x, func, args, kwargs)
+        args = (x, *args[1:])
     if isinstance(x, DTensor) and x.requires_grad and torch.is_grad_enabled() and func not in _ONE_BY_ONE:
         dim = _interleaved_dim(x, args, kwargs)
         if dim is not None:

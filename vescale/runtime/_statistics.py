@@ -12,10 +12,11 @@ activation that some ``<out>`` entry should place, and is left alone.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import asking
@@ -29,13 +30,17 @@ if TYPE_CHECKING:
 __all__ = [
     "ADDITIONS",
     "NONLINEAR",
+    "OFFSETS",
     "PRODUCTS",
     "QUOTIENTS",
     "addition",
+    "mean",
     "nonlinear",
+    "offset",
     "product",
     "quotient",
     "scatter_add",
+    "total",
 ]
 
 _UNARY = [
@@ -73,6 +78,8 @@ QUOTIENTS = [
     torch.Tensor.true_divide,
 ]
 QUOTIENTS += [torch.Tensor.__truediv__, torch.Tensor.__div__, torch.Tensor.div_, torch.Tensor.__itruediv__]
+OFFSETS = [torch.add, torch.sub, torch.subtract, torch.rsub]
+OFFSETS += [getattr(torch.Tensor, name) for name in ("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__")]
 # In place: what is written to keeps its placement.
 ADDITIONS = [getattr(torch.Tensor, name) for name in ("add_", "sub_", "__iadd__", "__isub__")]
 
@@ -90,6 +97,56 @@ def product(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str
     if sum(_is_pending(x) for x in args) > 1:
         args = tuple(_reduced(x, func) for x in args)
     return func(*args, **kwargs)
+
+
+def offset(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A number added to a statistic counts once, not on every rank. Zero, which ``sum()`` begins with, leaves it pending."""
+    if len(args) == 2 and not kwargs:
+        for number, x in (args, args[::-1]):
+            if isinstance(number, int | float) and _is_pending(x):
+                if number == 0 and func in (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__):
+                    return x * 1
+                return func(*(_reduced(operand, func) for operand in args))
+    return func(*args, **kwargs)
+
+
+def mean(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of pending sums, and over cut dims: the sum of all over the number of all, pending. Stock DTensor reduces the former,
+    gathers the latter where the cut is uneven (a mean of means is another number), and its pending averages do not add
+    to pending sums."""
+    over = _reduced_dims(args, kwargs)
+    x = args[0]
+    if over is None or x.dtype not in (torch.float32, torch.float64):
+        return func(*args, **kwargs)
+    if not any(p.is_partial("sum") or shard_dim(p) in over for p in x.placements):
+        return func(*args, **kwargs)
+    keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    return total(runtime, torch.sum, (x, over, keepdim), {}) / math.prod(x.shape[dim] for dim in over)
+
+
+def total(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sum over unevenly cut dims gives each rank its rows' gradient, not all rows': DTensor would gather what meets it."""
+    over = _reduced_dims(args, kwargs)
+    if over is not None and any(_is_uneven(args[0], dim) for dim in over):
+        x = args[0]
+        back = [None if p.is_partial() else p for p in x.placements]
+        args = (convert(x, back, who=func.__name__), *args[1:])
+    return func(*args, **kwargs)
+
+
+def _reduced_dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """The dims of ``reduction(x, dim, keepdim)``; None for other calls."""
+    x, *given = args
+    if not isinstance(x, DTensor) or not x.ndim or len(given) > 2 or kwargs.keys() - {"dim", "keepdim"}:
+        return None
+    dims = given[0] if given else kwargs.get("dim")
+    dims = range(x.ndim) if dims is None else (dims,) if isinstance(dims, int) else dims or range(x.ndim)
+    return tuple(sorted({dim % x.ndim for dim in dims}))
+
+
+def _is_uneven(x: DTensor, dim: int) -> bool:
+    num_ranks = math.prod(x.device_mesh.size(axis) for axis, p in enumerate(x.placements) if p == Shard(dim))
+    return x.shape[dim] % num_ranks != 0
 
 
 def quotient(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,7 +1,9 @@
-"""Ops that are linear in a pending sum, and stay local: ``where`` on sums, and ``index_put`` that accumulates.
+"""Ops that are linear in a pending sum, and stay local: ``where`` on sums, ``index_put`` that accumulates, and derivatives
+of activation functions.
 
-Stock DTensor reduces a Partial operand of the first, and gathers the sharded values of the second: the gradients of a mask's
-bias and of a table indexed with a sharded batch.
+Stock DTensor reduces a Partial operand of the first and the last, and gathers the sharded values of the second: the
+gradients of a mask's bias, of a table indexed with a sharded batch, and of what conditions a sharded sequence (timesteps and
+classes of a diffusion model).
 """
 
 from __future__ import annotations
@@ -14,10 +16,67 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
-from vescale.runtime._boundary import bring, contiguous_stride
+from vescale.compat import (
+    DTensorSpec,
+    OutputSharding,
+    local_of,
+    make_dtensor,
+    make_spec,
+    no_torch_function,
+    stock_dispatch,
+)
+from vescale.runtime._boundary import bring, contiguous_stride, reduced, stride_like
 
-__all__ = ["accumulated", "where"]
+__all__ = ["DERIVATIVE_HANDLERS", "accumulated", "derivative", "where"]
+
+# Linear in the gradient, their first operand, which has the shape of all others. Stock DTensor has rules for these ...
+_DERIVATIVES = frozenset(
+    f"aten::{name}_backward" for name in ("gelu", "logit", "native_dropout", "sigmoid", "silu", "tanh", "threshold")
+)
+
+
+# ... and none for these, or (softplus) one that gets the order of the result's dims in memory wrong, so that views fail.
+_UNRULED = "elu hardshrink hardsigmoid hardswish hardtanh leaky_relu mish softplus softshrink"
+
+
+def derivative(op: Any, schema: Any, stock: OutputSharding) -> OutputSharding | None:
+    """How the derivative of an activation function goes on with a gradient that is a pending sum: it is one, too, where the
+    other operands are whole. None when this is not what is asked, or the operands do not lie so."""
+    grad = schema.args_schema[0]
+    if op._schema.name not in _DERIVATIVES or not isinstance(grad, DTensorSpec):
+        return None
+    others = [spec for spec in schema.args_schema[1:] if isinstance(spec, DTensorSpec)]
+    for axis, own in enumerate(grad.placements):
+        linear = own.is_partial("sum") or own.is_partial("avg")
+        if any(spec.placements[axis] != (Replicate() if linear else own) for spec in others):
+            return None
+    result: Any = stock.output_spec
+    return OutputSharding(DTensorSpec(grad.mesh, grad.placements, tensor_meta=result.tensor_meta))
+
+
+def _unruled_derivative(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """The derivative of an activation function of elements, as :func:`derivative` goes on; any other operands are brought
+    to where the first of those lies that the activation was taken of."""
+    grad, *others = (x for x in args if isinstance(x, torch.Tensor))
+    mesh = next(x for x in (grad, *others) if isinstance(x, DTensor)).device_mesh
+    own = others[0].placements if isinstance(others[0], DTensor) else (Replicate(),) * mesh.ndim
+    lies = grad.placements if isinstance(grad, DTensor) else (Replicate(),) * mesh.ndim
+    target = [
+        g if p.is_replicate() and (g.is_partial("sum") or g.is_partial("avg")) else r
+        for g, p, r in zip(lies, own, reduced(own))
+    ]
+    wanted = {id(x): [t if x is grad or not t.is_partial() else Replicate() for t in target] for x in (grad, *others)}
+    with no_torch_function():
+        local = op(
+            *(_part(x, mesh, wanted[id(x)], str(op), "operand") if id(x) in wanted else x for x in args), **kwargs
+        )
+        spec = make_spec(mesh, target, grad.shape, stride_like(local, grad.shape), local.dtype)
+        return make_dtensor(local, spec)
+
+
+DERIVATIVE_HANDLERS = {
+    getattr(torch.ops.aten, f"{name}_backward").default: _unruled_derivative for name in _UNRULED.split()
+}
 
 
 def where(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,265 @@
+"""Attention over a cut sequence in a walk on the meta device: what its method communicates."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.ir._flow import Lie
+from vescale.ir._ops import Attention
+from vescale.ir._program import Program
+from vescale.ir._ring import RingSchedule, Runs
+from vescale.placements import local_region, shard_dim
+from vescale.plans import AttentionMethod, MeshAxes
+
+__all__ = ["AttentionCalls"]
+
+# (forward or backward, op or None where unknown, axes, bytes or None where unknown)
+Found = tuple[str, str | None, str, int | None]
+
+_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_SIGNATURE = inspect.Signature(
+    [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in _PARAMETERS]
+)
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A query, key or value: its global shape, and where it lies on each axis."""
+
+    shape: tuple[int, ...]
+    lies: tuple[Lie, ...]
+    element_bytes: int
+    has_gradient: bool
+
+    def cuts(self, axis: int, dim: int) -> bool:
+        """Whether an axis cuts the dim, counted from the back."""
+        lie = self.lies[axis]
+        return lie is not None and shard_dim(lie) == len(self.shape) + dim
+
+    def bytes_along(self, axis: int, axes: MeshAxes) -> int | None:
+        """Bytes of the part that the ranks of an axis hold together."""
+        total = math.prod(self.shape) * self.element_bytes
+        for other, name in enumerate(axes):
+            lie = self.lies[other]
+            if other == axis or axes.size(name) == 1:
+                continue
+            if lie is None:
+                return None
+            total //= axes.size(name) if shard_dim(lie) is not None else 1
+        return total
+
+    def on(self, axis: int, lie: Lie) -> _Operand:
+        return replace(self, lies=(*self.lies[:axis], lie, *self.lies[axis + 1 :]))
+
+
+@dataclass(frozen=True)
+class _Call:
+    path: str
+    methods: tuple[AttentionMethod | None, ...]
+    query: _Operand
+    key: _Operand
+    value: _Operand
+    is_causal: bool
+
+    def collectives(self, axes: MeshAxes) -> Iterator[Found]:
+        """As the runtime goes about it: heads are exchanged first, then keys and values gathered, then a ring is run."""
+        sizes = [axes.size(name) for name in axes]
+        unknown = [a for a, lie in enumerate(self.query.lies) if lie is None and self.methods[a] and sizes[a] > 1]
+        rows = [a for a, size in enumerate(sizes) if size > 1 and self.query.cuts(a, -2)]
+        for axis in unknown:
+            yield from self._unknown(axes.names[axis])
+        query, key, value = self.query, self.key, self.value
+        for axis in (a for a in rows if self.methods[a] == "ulysses"):
+            back = replace(query, shape=(*query.shape[:-1], value.shape[-1]))
+            exchanged = [_exchanged(x, axis, axes) for x in (query, key, value)]
+            for before, after in zip((query, key, value, back), (*exchanged, exchanged[0])):
+                yield from _moved(before, axis, axes, gathers=isinstance(after.lies[axis], Replicate))
+            query, key, value = exchanged
+        gathered = [a for a in rows if self.methods[a] == "all_gather" and (key.cuts(a, -2) or value.cuts(a, -2))]
+        if len(gathered) > 1:  # in one collective or several, as it gets cheaper
+            yield from self._unknown(",".join(axes.names[a] for a in gathered))
+        elif gathered:
+            yield from _gathered(key, value, gathered[0], axes)
+        for axis in gathered:
+            key, value = key.on(axis, Replicate()), value.on(axis, Replicate())
+        turning = [a for a in rows if self.methods[a] == "ring" and key.cuts(a, -2)]
+        if turning:
+            yield from self._ring(query, key, value, turning, axes)
+
+    def _unknown(self, axis: str) -> Iterator[Found]:
+        yield "forward", None, axis, None
+        if self.query.has_gradient or self.key.has_gradient or self.value.has_gradient:
+            yield "backward", None, axis, None
+
+    def _ring(
+        self, query: _Operand, key: _Operand, value: _Operand, turning: Sequence[int], axes: MeshAxes
+    ) -> Iterator[Found]:
+        """Each step of the rank that receives most."""
+        together = ",".join(axes.names[a] for a in turning)
+        num_elements = _elements_a_key(query, key, value, turning, axes)
+        if num_elements is None or any(key.lies[a] != value.lies[a] for a in turning):
+            yield from self._unknown(together)
+            return
+        forward, backward = max(_received(s, r) for s, r in _rings(query, key, turning, axes, self.is_causal))
+        a_key = num_elements * key.element_bytes
+        for num_keys in forward:
+            yield "forward", "all_to_all", together, num_keys * a_key
+        if query.has_gradient or key.has_gradient or value.has_gradient:
+            for num_keys in forward:
+                yield "backward", "all_to_all", together, num_keys * a_key
+            for num_keys in backward:  # added up in float32 at least
+                yield "backward", "all_to_all", together, num_keys * num_elements * max(key.element_bytes, 4)
+
+
+def _received(schedule: RingSchedule, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Keys that a rank receives in each step: with their blocks, and with their gradients."""
+
+    def of(moves: Sequence[tuple[int, int, int]]) -> int:
+        return sum(schedule.length(owner) for _, to, owner in moves if to == rank)
+
+    steps = range(schedule.num_steps)
+    forward = [moves for step in steps[1:] if (moves := list(schedule.forward_moves(step)))]
+    backward = [moves for step in steps if (moves := list(schedule.gradient_moves(step)))]
+    return tuple(map(of, forward)), tuple(map(of, backward))
+
+
+def _rings(
+    query: _Operand, key: _Operand, turning: Sequence[int], axes: MeshAxes, is_causal: bool
+) -> Iterator[tuple[RingSchedule, int]]:
+    """Every ring of the mesh, with each of its ranks."""
+    sizes = tuple(axes.size(name) for name in axes)
+
+    def runs(x: _Operand, coordinate: tuple[int, ...]) -> Runs:
+        dim = len(x.shape) - 2
+        rows = tuple(lie if lie is not None and shard_dim(lie) == dim else Replicate() for lie in x.lies)
+        found = local_region(x.shape, rows, sizes, coordinate).intervals[dim]
+        return tuple((run[0], run[-1]) for run in found if run[0] < run[-1])
+
+    for others in itertools.product(*((0,) if a in turning else range(size) for a, size in enumerate(sizes))):
+        members = [
+            tuple(dict(zip(turning, at)).get(a, other) for a, other in enumerate(others))
+            for at in itertools.product(*(range(sizes[a]) for a in turning))
+        ]
+        rows, keys = (tuple(runs(x, at) for at in members) for x in (query, key))
+        schedule = RingSchedule(rows, keys, is_causal)
+        yield from ((schedule, rank) for rank in range(len(members)))
+
+
+def _elements_a_key(
+    query: _Operand, key: _Operand, value: _Operand, turning: Sequence[int], axes: MeshAxes
+) -> int | None:
+    """Elements of keys and values together that a rank holds for each position; None where it is not known."""
+    total = 0
+    for x in (key, value):
+        elements = math.prod(x.shape[:-2]) * x.shape[-1]
+        for axis, name in enumerate(axes):
+            lie, of_query, size = x.lies[axis], query.lies[axis], axes.size(name)
+            if axis in turning or size == 1:
+                continue
+            dim = shard_dim(of_query) if of_query is not None else None
+            if lie is None or of_query is None or (shard_dim(lie) is not None and lie != of_query):
+                return None
+            if shard_dim(lie) is not None:
+                elements //= size
+            elif dim is not None and dim < len(query.shape) - 2 and x.shape[dim] > 1:
+                shared, own = query.shape[dim] // x.shape[dim], query.shape[dim] // size
+                if shared % own and own % shared:
+                    return None
+                elements = elements // x.shape[dim] * max(own // shared, 1)
+        total += elements
+    return total
+
+
+def _exchanged(x: _Operand, axis: int, axes: MeshAxes) -> _Operand:
+    """Over heads instead of the sequence; whole where the ranks do not divide the heads."""
+    heads = len(x.shape) - 3
+    num_ranks = axes.size(axes.names[axis])
+    for other, name in enumerate(axes):
+        num_ranks *= axes.size(name) if other != axis and x.cuts(other, -3) else 1
+    placement: Placement = Replicate() if x.shape[heads] % num_ranks else Shard(heads)
+    return x.on(axis, placement)
+
+
+def _moved(x: _Operand, axis: int, axes: MeshAxes, *, gathers: bool) -> Iterator[Found]:
+    """Heads that later axes cut are exchanged in a group over these, too; nothing moves along them."""
+    size = axes.size(axes.names[axis])
+    later = [other for other in range(axis + 1, len(axes.names)) if x.cuts(other, -3) and not gathers]
+    name = ",".join(axes.names[a] for a in (axis, *later))
+    total = x.bytes_along(axis, axes) if x.cuts(axis, -2) else None
+    moved = None if total is None else total * (size - 1) // size // (1 if gathers else size)
+    yield "forward", "all_gather" if gathers else "all_to_all", name, moved
+    if x.has_gradient:
+        yield "backward", "reduce_scatter" if gathers else "all_to_all", name, moved
+
+
+def _gathered(key: _Operand, value: _Operand, axis: int, axes: MeshAxes) -> Iterator[Found]:
+    """Packed in one collective where they lie alike."""
+    if key.lies == value.lies and key.shape[:-1] == value.shape[:-1] and key.element_bytes == value.element_bytes:
+        packed = replace(key, shape=(*key.shape[:-1], key.shape[-1] + value.shape[-1]))
+        yield from _moved(
+            replace(packed, has_gradient=key.has_gradient or value.has_gradient), axis, axes, gathers=True
+        )
+        return
+    for x in (key, value):
+        if x.cuts(axis, -2):
+            yield from _moved(x, axis, axes, gathers=True)
+
+
+class AttentionCalls:
+    """The calls seen so far."""
+
+    def __init__(self, program: Program) -> None:
+        self._methods = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
+        self._nothing: tuple[AttentionMethod | None, ...] = (None,) * len(program.axes.names)
+        self._running: list[tuple[str, tuple[AttentionMethod | None, ...]]] = []
+        self._calls: list[_Call] = []
+
+    @contextlib.contextmanager
+    def watched(self, module: nn.Module, path: str) -> Iterator[None]:
+        """While open, calls inside the module are made by the method that its entry says."""
+        own = self._methods.get(path)
+        if own is None:
+            yield
+            return
+
+        def enter(*_: Any) -> None:
+            outer = self._running[-1][1] if self._running else self._nothing
+            self._running.append((path, tuple(a if a is not None else b for a, b in zip(own, outer))))
+
+        handles = [
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(lambda *_: self._running.pop() and None),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def called(
+        self, args: Sequence[Any], kwargs: dict[str, Any], lies_of: Callable[[torch.Tensor], tuple[Lie, ...]]
+    ) -> None:
+        """``lies_of(tensor)``: where it lies on each axis."""
+        given = _SIGNATURE.bind(*args, **kwargs).arguments
+        path, methods = self._running[-1] if self._running else ("", self._nothing)
+        query, key, value = (
+            _Operand(tuple(x.shape), lies_of(x), x.element_size(), x.requires_grad)
+            for x in (given["query"], given["key"], given["value"])
+        )
+        self._calls.append(_Call(path, methods, query, key, value, bool(given.get("is_causal"))))
+
+    def collectives(self, axes: MeshAxes) -> Iterator[tuple[str, Found]]:
+        """With the module whose entry said how."""
+        for call in self._calls:
+            yield from ((call.path, found) for found in call.collectives(axes))
