@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from tests.fsdp.compare import by_block, mesh_of, same_gradients
+from tests.fsdp.compare import by_block, full, mesh_of, same_gradients
 from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools, run_cases
 from vescale.fsdp import fully_shard
@@ -195,9 +195,41 @@ def twice(dim: int) -> nn.Module:
     return Sublayers(dim, times=2)
 
 
+class _Swap(torch.autograd.Function):
+    """The gradient of each parameter is the other one itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a, b = ctx.saved_tensors
+        return grad, b.detach(), a.detach()
+
+
+class Swap(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.arange(5.0)), nn.Parameter(-torch.arange(5.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Swap.apply(x, self.a, self.b)
+
+
+def gradients_that_are_parameters() -> None:
+    """By default they are held, and moved over the parameters only when none is needed any more."""
+    model: Any = Swap()
+    fully_shard(model, mesh=mesh_of())
+    model(torch.ones(2, requires_grad=True)).sum().backward()
+    assert torch.equal(full(model.a.grad), -torch.arange(5.0))  # type: ignore[arg-type]
+    assert torch.equal(full(model.b.grad), torch.arange(5.0))  # type: ignore[arg-type]
+
+
 def run() -> int:
     count = run_cases(steps, [(name,) for name in CASES])
-    cases = [accumulated, the_graph_is_kept, kept_after_backward, frozen_later]
+    cases = [accumulated, the_graph_is_kept, kept_after_backward, frozen_later, gradients_that_are_parameters]
     cases.append(what_is_still_needed_is_not_silently_wrong)
     return count + run_cases(lambda case: case(), [(case,) for case in cases])
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankPools, run_cases
@@ -224,23 +224,37 @@ def offloaded_with_tensor_parallelism() -> None:
     """Sums over other axes are reduced before gradients leave the device."""
     sizes = {"dp": 2, "tp": 2}
 
-    def plan(sizes: dict[str, int]) -> Plan:
-        made = cut_batch(Plan(mesh_of(sizes)), "dp")
+    def plan(offload: OffloadPolicy) -> Plan:
+        made = cut_batch(Plan(mesh_of(sizes)), "dp").shard("first.<out>", Shard(1), mesh="tp")  # norms see a part of it
         made.shard(r"blocks.\d+.up.(weight|bias)", Shard(0), mesh="tp")
         made.shard(r"blocks.\d+.down.weight", Shard(1), mesh="tp")
-        for path in (r"blocks.\d+.up.<in>", r"blocks.\d+.down.<out>"):
-            made.shard(path, Replicate(), mesh="tp")
+        made.shard(r"blocks.\d+.up.<in>", Replicate(), mesh="tp").shard(r"blocks.\d+.down.<out>", Shard(1), mesh="tp")
+        made.shard("last.<in>", Replicate(), mesh="tp")
         sharded_at_rest(made, ".*")
-        return made.unit(r"blocks\.\d+", offload_policy=CPUOffloadPolicy(pin_memory=False))
+        return made.unit(r"blocks\.\d+", offload_policy=offload)
 
     reference = build()
     for block in reference.blocks:
         block.up, block.down = nn.Linear(WIDTH, 8).double(), nn.Linear(8, WIDTH, bias=False).double()
-    model = copy.deepcopy(reference)
-    parallelize(model, plan(sizes), strict=True)
-    exact(same_steps(reference, model, one_loss, num_steps=3))
-    for state in (state_of(block) for block in model.blocks):
-        assert state is not None and all(g.offloads and not p.pending for g in state.groups for p in g.parameters)
+    for offload in (CPUOffloadPolicy(pin_memory=False), OffloadPolicy()):
+        model, twin = copy.deepcopy(reference), copy.deepcopy(reference)
+        parallelize(model, plan(offload), strict=True)
+        groups = [g for block in model.blocks for g in state_of(block).groups]  # type: ignore[union-attr]
+        assert all(g.offloads == isinstance(offload, CPUOffloadPolicy) for g in groups)
+        came: list[tuple[Any, frozenset[int]]] = []
+        for parameter in (p for g in groups for p in g.parameters if p.name.endswith("norm.weight")):
+
+            def contribution(
+                gradient: Any, earlier: Any, of: Any = parameter, own: Any = parameter.contribution
+            ) -> Any:
+                found = own(gradient, earlier)
+                came.append((gradient.placements, of.pending))  # noqa: B023
+                return found
+
+            parameter.contribution = contribution  # type: ignore[method-assign]
+        exact(same_steps(twin, model, one_loss, num_steps=3))
+        left = frozenset() if isinstance(offload, CPUOffloadPolicy) else frozenset({1})
+        assert len(came) == 9 and set(came) == {((Partial(), Partial()), left)}, (left, came)
 
 
 def test_offloaded_units(ranks: RankPools) -> None:

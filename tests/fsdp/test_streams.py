@@ -1,0 +1,181 @@
+"""Stream order without a device: lanes that keep vector clocks take the place of streams, and every buffer that is freed or
+read must have been waited for. The engine then goes the way that it goes on a device, and must find the same gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fsdp.compare import by_block, full, mesh_of
+from tests.fsdp.models import Net, net_loss
+from tests.ranks import RankPools, run_cases
+from vescale.buffer import Allocation
+from vescale.fsdp import fully_shard
+from vescale.fsdp._group import ParameterGroup
+from vescale.fsdp._lanes import Lane
+from vescale.fsdp._reduction import Reduction
+
+Time = dict[str, int]
+
+
+class Clocks:
+    """What each stream has done, and what it knows others to have done."""
+
+    def __init__(self) -> None:
+        self.current = "compute"
+        self.known: dict[str, Time] = defaultdict(dict)
+        self.uses: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        self.owners: dict[int, str] = {}
+        self.num_checks = 0
+
+    def tick(self, stream: str) -> Time:
+        self.known[stream][stream] = self.known[stream].get(stream, 0) + 1
+        return dict(self.known[stream])
+
+    def merge(self, stream: str, event: Time) -> None:
+        for other, time in event.items():
+            self.known[stream][other] = max(self.known[stream].get(other, 0), time)
+
+    def use(self, memory: Allocation, stream: str) -> None:
+        self.uses[id(memory)].append((stream, self.tick(stream)[stream]))
+
+    def check(self, memory: Allocation, stream: str, what: str) -> None:
+        for other, time in self.uses[id(memory)]:
+            self.num_checks += 1
+            assert self.known[stream].get(other, 0) >= time, f"{what} on {stream} before {other} was waited for"
+
+
+class ClockedLane(Lane):
+    def __init__(self, clocks: Clocks, name: str) -> None:
+        self.clocks, self.name, self.stream = clocks, name, name
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        before, self.clocks.current = self.clocks.current, self.name
+        try:
+            yield
+        finally:
+            self.clocks.current = before
+
+    def __call__(self) -> Any:
+        return self._inside()
+
+    def wait_for_compute(self) -> None:
+        self.clocks.merge(self.name, self.clocks.tick(self.clocks.current))
+
+    def wait_event(self, event: Any) -> None:
+        if event is not None:
+            self.clocks.merge(self.name, event)
+
+    def done(self) -> Any:
+        return self.clocks.tick(self.name)
+
+    def compute_done(self) -> Any:
+        return self.clocks.tick(self.clocks.current)
+
+    def compute_waits(self, event: Any) -> None:
+        if event is not None:
+            self.clocks.merge(self.clocks.current, event)
+
+
+@contextlib.contextmanager
+def clocked(model: Any, patch: pytest.MonkeyPatch) -> Iterator[Clocks]:
+    """``model`` has run once; its streams become clocks."""
+    clocks, comm = Clocks(), model._state.comm
+    comm.gather_lane, comm.reduce_lane = ClockedLane(clocks, "gather"), ClockedLane(clocks, "reduce")
+    comm.replica_lane = ClockedLane(clocks, "replica")
+    own: dict[str, Callable[..., Any]] = {
+        "wait": ParameterGroup.wait_for_unshard,
+        "unshard": ParameterGroup.unshard,
+        "release": ParameterGroup._release,
+        "start": Reduction.start,
+        "free": Allocation.free,
+    }
+
+    def unshard(self: Any) -> None:
+        starts = self._gathering is None and not self.is_unsharded
+        own["unshard"](self)
+        if starts and self._gathering:  # otherwise it was taken back, with its contents
+            clocks.uses[id(self._whole_memory)] = []
+            clocks.owners[id(self._whole_memory)] = "gather"
+            clocks.use(self._whole_memory, "gather")
+            self._gathered_event = clocks.tick("gather")
+
+    def wait(self: Any) -> None:
+        gathers = self._gathering is not None
+        own["wait"](self)
+        if gathers:
+            clocks.check(self._whole_memory, "compute", "parameters are read")
+
+    def release(self: Any, **options: Any) -> None:
+        if self.is_unsharded:
+            clocks.use(self._whole_memory, clocks.current)
+        own["release"](self, **options)
+
+    def start(self: Any) -> None:
+        memory = self.bucket.gradients._allocation
+        if id(memory) not in clocks.owners:
+            clocks.owners[id(memory)] = "compute"
+        clocks.use(memory, "compute")  # gradients were written
+        own["start"](self)
+        clocks.check(memory, "reduce", "gradients are reduced")
+        clocks.use(memory, "reduce")
+
+    def free(self: Any) -> None:
+        owner = clocks.owners.get(id(self))
+        if owner is not None and self.is_allocated:
+            clocks.check(self, owner, "memory is freed")
+            clocks.uses[id(self)] = []
+        own["free"](self)
+
+    patch.setattr(ParameterGroup, "unshard", unshard)
+    patch.setattr(ParameterGroup, "wait_for_unshard", wait)
+    patch.setattr(ParameterGroup, "_release", release)
+    patch.setattr(Reduction, "start", start)
+    patch.setattr(Allocation, "free", free)
+    yield clocks
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any]]] = {
+    "default": ({}, {}, lambda model: None),
+    "in place": ({}, {}, lambda model: model.set_in_place_gradients()),
+    "direct": ({}, {}, lambda model: model.set_direct_linear_gradients()),
+    "kept after forward": ({}, {"reshard_after_forward": False}, lambda model: None),
+    "many in flight": ({}, {}, lambda model: model.set_reduce_scatter_max_input_buffers(3)),
+    "twice": ({"repeat": 2}, {}, lambda model: None),
+    "checkpointed": ({"recompute": False}, {}, lambda model: None),
+    "checkpointed, reentrant": ({"recompute": True}, {}, lambda model: None),
+}
+
+
+def steps(name: str) -> None:
+    of_model, options, prepare = CASES[name]
+    models: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Net(**of_model))
+        by_block(models[-1], fully_shard, mesh_of(), **options)
+        prepare(models[-1])
+        net_loss(models[-1], 0, dist.get_rank()).backward()
+    with pytest.MonkeyPatch.context() as patch, clocked(models[0], patch) as clocks:
+        for step in range(2):
+            net_loss(models[0], step, dist.get_rank()).backward()
+        assert clocks.num_checks > 30, clocks.num_checks
+    for step in range(2):
+        net_loss(models[1], step, dist.get_rank()).backward()
+    for (key, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(full(one.grad), full(other.grad)), f"{name}: {key}"  # type: ignore[arg-type]
+
+
+def run() -> int:
+    return run_cases(steps, [(name,) for name in CASES])
+
+
+def test_what_is_freed_or_read_has_been_waited_for(ranks: RankPools) -> None:
+    ranks.run(run, world_size=2)
