@@ -146,9 +146,11 @@ class _EnterLocal(torch.autograd.Function):
                 return None, None, None
             size, dtype, device = ctx.unused
             grad = torch.zeros(size, dtype=dtype, device=device)
-        shape = ctx.spec.shape
-        spec = make_spec(ctx.spec.mesh, ctx.grad_placements, shape, stride_like(grad, shape), grad.dtype)
-        return make_dtensor(grad, spec, requires_grad=grad.requires_grad), None, None
+        mesh, shape = ctx.spec.mesh, ctx.spec.shape
+        if torch.is_grad_enabled():  # for derivatives of gradients
+            return leave_local(grad, mesh, ctx.grad_placements, shape, "local gradient"), None, None
+        spec = make_spec(mesh, ctx.grad_placements, shape, stride_like(grad, shape), grad.dtype)
+        return make_dtensor(grad, spec), None, None
 
 
 def enter_local(
@@ -166,7 +168,7 @@ def enter_local(
 class _LeaveLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, grad_placements: Any, op: str) -> DTensor:
-        ctx.grad_placements, ctx.op = grad_placements, op
+        ctx.placements, ctx.grad_placements, ctx.op = spec.placements, grad_placements, op
         ctx.set_materialize_grads(False)
         return make_dtensor(local.detach(), spec, requires_grad=local.requires_grad)
 
@@ -175,7 +177,12 @@ class _LeaveLocal(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         with no_torch_function():
-            return local_of(bring(grad, ctx.grad_placements, ctx.op, "gradient")), None, None, None
+            if not torch.is_grad_enabled():
+                return local_of(bring(grad, ctx.grad_placements, ctx.op, "gradient")), None, None, None
+            # Each rank's summand has got all of a sum's gradient; what they do with it adds up.
+            back = [p if g.is_replicate() else g for p, g in zip(ctx.placements, ctx.grad_placements)]
+            whole = bring_with_gradient(grad, ctx.grad_placements, ctx.op, "gradient")
+            return enter_local(whole, back), None, None, None
 
 
 def leave_local(
@@ -227,8 +234,10 @@ class _WrapGlobal(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
         if grad is None:
             return None, None, None, None
-        whole = _moved(grad, (Replicate(),) * ctx.mesh.ndim, f"{ctx.who}: gradient")
-        return local_of(whole), None, None, None
+        replicated, who = (Replicate(),) * ctx.mesh.ndim, f"{ctx.who}: gradient"
+        if torch.is_grad_enabled():
+            return enter_local(convert(grad, replicated, who=who)), None, None, None
+        return local_of(_moved(grad, replicated, who)), None, None, None
 
 
 def wrap_global(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], who: str = "") -> DTensor:

@@ -1,0 +1,111 @@
+"""Derivatives of gradients through a parallelized model: one device's, or an error; never a part of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.ranks import RankPools, run_cases
+from tests.runtime.llama import make_mesh
+from vescale.plans import Plan
+from vescale.runtime import parallelize
+
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+
+
+class Critic(nn.Module):
+    """Linear layers cut Megatron's way around smooth functions, and what runs on local tensors."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.table = nn.Embedding(6, 6)
+        self.rnn = nn.GRU(6, 6, batch_first=True)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "constant":
+            x = x * torch.arange(1.0, 7.0, dtype=x.dtype)
+        if self.kind == "norm":
+            x = F.layer_norm(x, (6,)) + x
+        x = x + self.down(torch.tanh(self.up(x)))
+        if self.kind == "attention":
+            heads = x.unflatten(-1, (2, 3)).transpose(1, 2)
+            with sdpa_kernel(SDPBackend.MATH):  # the other kernels have no second derivatives on one device
+                x = F.scaled_dot_product_attention(heads, heads.sin(), heads.square()).transpose(1, 2).flatten(2)
+        if self.kind == "embedding":
+            x = x.square() * self.table(torch.tensor([0, 2, 4, 1]))
+        if self.kind == "recurrent":
+            x = self.rnn(x)[0]
+        if self.kind == "batch norm":
+            x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return x
+
+
+def penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """The loss is a norm of a gradient, as for a critic of Wasserstein GANs."""
+    x = x.clone().requires_grad_()
+    score = model(x).square().sum()
+    (gradient,) = torch.autograd.grad(score, x, create_graph=True)
+    return (gradient.square().sum(-1) + 1).sqrt().sum()
+
+
+def entries(mesh: Any, kind: str) -> Plan:
+    plan = Plan(mesh).shard("<in:x>", {"dp": S0})
+    plan.shard("up.(weight|bias)", {"tp": S0}).shard("down.weight", {"tp": S1})
+    plan.shard("up.<in>", {"tp": R}).shard("down.<out>", {"tp": R})
+    return plan.shard("table.weight", {"tp": S0}).shard("table.<out>", {"tp": R}) if kind == "embedding" else plan
+
+
+def pair(kind: str) -> tuple[nn.Module, nn.Module]:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Critic(kind).double())
+    return models[0], models[1]
+
+
+def same(mesh: Any, kind: str) -> None:
+    reference, model = pair(kind)
+    parallelize(model, entries(mesh, kind))
+    x = torch.randn(4, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    expected, found = penalty(reference, x), penalty(model, x)
+    torch.testing.assert_close(found.full_tensor() if isinstance(found, DTensor) else found, expected)
+    expected.backward()
+    found.backward()
+    for (name, own), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (own.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            torch.testing.assert_close(
+                own.grad.full_tensor(), other.grad, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def gradient_penalties() -> int:
+    mesh = make_mesh(dp=2, tp=2)
+    return run_cases(
+        same, [(mesh, kind) for kind in ("plain", "constant", "norm", "attention", "embedding", "recurrent")]
+    )
+
+
+def test_gradient_penalties(ranks: RankPools) -> None:
+    assert set(ranks.run(gradient_penalties)) == {6}
+
+
+def refused() -> None:
+    _, model = pair("batch norm")
+    parallelize(model, entries(make_mesh(dp=2, tp=2), "batch norm"))
+    x = torch.randn(4, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        penalty(model, x).backward()
+
+
+def test_what_has_no_second_derivative_says_so(ranks: RankPools) -> None:
+    ranks.run(refused)
