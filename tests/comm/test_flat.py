@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from tests.comm.test_collectives import one_device
 from tests.ranks import RankPools, run_cases
 from vescale.comm import all_gather_into, group_of_ranks, reduce_scatter_into
 
@@ -21,14 +22,6 @@ def contribution(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
-def in_rank_order(rows: list[torch.Tensor], op: str) -> torch.Tensor:
-    wide = [row.float() if row.dtype == torch.bfloat16 else row for row in rows]
-    total = wide[0].clone()
-    for row in wide[1:]:
-        total = torch.maximum(total, row) if op == "max" else total + row
-    return (total / len(rows) if op == "avg" else total).to(rows[0].dtype)
-
-
 def reduced(size: int, numel: int, dtype: torch.dtype, op: str, at_once: bool, in_place: bool) -> None:
     """Bit by bit, whatever way the pieces take."""
     rank = dist.get_rank()
@@ -39,7 +32,7 @@ def reduced(size: int, numel: int, dtype: torch.dtype, op: str, at_once: bool, i
     send = rows[rank].clone()
     out = send.view(size, numel)[rank] if in_place else torch.full((numel,), 99, dtype=dtype)
     reduce_scatter_into(out, send, op, group, at_once=at_once).wait()
-    expected = in_rank_order([row.view(size, numel)[rank] for row in rows], op)
+    expected = one_device([row.view(size, numel)[rank] for row in rows], op)
     assert torch.equal(out, expected), (out - expected).abs().max()
 
 

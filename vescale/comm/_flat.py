@@ -4,7 +4,7 @@ All tensors are flat and contiguous. Nothing is allocated for a result and, wher
 at all. On gloo, whose own versions go through buffers as large as the result,
 
 * an all-gather of few ranks is an exchange with each of them, in place (no second buffer, and less time);
-* a reduce-scatter exchanges the contributions and adds them up on the receiver, in rank order and half precision in
+* a reduce-scatter exchanges the contributions and adds them up on the receiver, in pairs of ranks, and half precision in
   float32 (a third of the time). Two ranks receive in the place of the result. More need memory for the other pieces while
   it runs, or (``at_once``) exchange rank by rank, each time into what they have sent before; that takes no memory, but
   each step waits for the one before, so that the call returns when all is done. Small pieces, and those of many ranks,

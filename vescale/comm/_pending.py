@@ -86,8 +86,11 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def reduce_rows(rows: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
-    """Reduce ``rows`` one after the other into ``out``, in float32 for half precision. Leaves the first row undefined;
-    ``out`` may be one of them."""
+    """Reduce ``rows``, one of each rank, into ``out``, which may be one of them; the others are undefined afterwards.
+
+    In pairs, and pairs of pairs, whose rounding errors grow with the logarithm of the number of ranks; half precision one
+    after the other in float32.
+    """
     combine = _COMBINE[op]
     if out.dtype in (torch.float16, torch.bfloat16):
         result = rows[0].float()
@@ -96,10 +99,12 @@ def reduce_rows(rows: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> Non
     elif len(rows) == 1:
         result = out.copy_(rows[0])
     else:
-        result = rows[0]
-        for row in rows[1:-1]:
-            combine(result, row, out=result)
-        result = combine(result, rows[-1], out=out)
+        left = list(rows)
+        while len(left) > 2:
+            for first, second in zip(left[::2], left[1::2]):
+                combine(first, second, out=first)
+            left = left[::2]
+        result = combine(*left, out=out)
     if op == "avg":
         result.div_(len(rows))
     if result is not out:
