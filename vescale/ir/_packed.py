@@ -20,8 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale.ir._findings import Findings
 from vescale.ir._flow import indexed_dims, is_elementwise
+from vescale.ir._flow_mode import FlowMode
 from vescale.ir._model_index import ModelIndex
-from vescale.ir._predict import FlowMode
 from vescale.ir._resolve import Resolution, shown_name
 from vescale.plans import Plan
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vescale.ir._attention_calls import AttentionCalls
 from vescale.ir._expert_calls import ExpertCalls
 from vescale.ir._flow import Flow, Lie, is_elementwise, rule_for
+from vescale.ir._flow_mode import FlowMode, tensors_of
 from vescale.ir._gradient_buckets import PartialGradient, PredictedBucket, predict_buckets
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._ops import Batch, Local, Place, Redistribute, Stage, Wrap
@@ -31,7 +32,7 @@ from vescale.ir._unit_layouts import unit_buckets
 from vescale.placements import RaggedShard, shard_dim
 from vescale.plans import MeshAxes
 
-__all__ = ["Collective", "FlowMode", "Follower", "Prediction", "predict"]
+__all__ = ["Collective", "Prediction", "predict"]
 
 When = Literal["forward", "backward"]
 
@@ -285,9 +286,9 @@ class _Walk:
         """Tag what an op returned, and note what replicated tensors were used for."""
         if name == F.scaled_dot_product_attention.__name__:
             self.attention.called(args, kwargs, lambda x: tuple(tag.lie for tag in self.tags_of(x)))
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_of((args, kwargs)))
         tags = [self.tags_of(tensor) for tensor in tensors]
-        results = list(_tensors(result))
+        results = list(tensors_of(result))
         if name == "__setitem__":
             results = tensors[:1]
         for output in results:
@@ -396,62 +397,6 @@ class _Walk:
         return lies
 
 
-class Follower(Protocol):
-    def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """After a torch function has returned."""
-
-
-class FlowMode(TorchFunctionMode):
-    """Follows placements; and keeps real values beside meta tensors made from constants alone (positions, masks).
-
-    Models branch on such values (`if mask.all():`), which meta tensors do not have.
-    """
-
-    def __init__(self, walk: Follower) -> None:
-        super().__init__()
-        self._walk = walk
-        self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()  # meta tensor -> the same on the CPU
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        known = name not in _RANDOM and all(t in self._values for t in _tensors((args, kwargs)))
-        if name in _ASKS_VALUE and known:
-            return func(*self._real(args), **self._real(kwargs))
-        result = func(*args, **kwargs)
-        results = list(_tensors(result)) or (list(_tensors(args))[:1] if name == "__setitem__" else [])
-        if results and known and all(t.device.type == "meta" and t.numel() <= _MAX_KNOWN for t in results):
-            self._keep(func, args, kwargs, result)
-        else:
-            for tensor in results:
-                self._values.pop(tensor, None)
-        self._walk.follow(name, args, kwargs, result)
-        return result
-
-    def _keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": "cpu"}
-        elif not any(True for _ in _tensors((args, kwargs))):
-            return  # made on the default device, which may be anything; the model did not ask for it
-        real = func(*self._real(args), **self._real(kwargs))
-        for meta, value in zip(_tensors(result), _tensors(real)):
-            if meta.shape == value.shape:
-                self._values[meta] = value
-
-    def _real(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._values[value]
-        if isinstance(value, dict):
-            return {key: self._real(item) for key, item in value.items()}
-        return type(value)(map(self._real, value)) if type(value) in (tuple, list) else value
-
-
-# Calls that read a tensor's values into Python.
-_ASKS_VALUE = {"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "equal", "allclose"}
-_RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "bernoulli", "dropout", "empty"}
-_MAX_KNOWN = 1 << 20  # elements
-
-
 def _parameter_collectives(move: _Move, axes: MeshAxes) -> Iterator[Collective]:
     attribute = move.path.rpartition(".")[2]
     path = move.path.rpartition(".")[0]
@@ -528,14 +473,3 @@ def _redistributions(
 def _state(index: ModelIndex, name: str) -> torch.Tensor:
     path, attribute = index.owner(name)
     return getattr(index.modules[path], attribute)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
