@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import shlex
 import shutil
 import sysconfig
 from pathlib import Path
 
 import pytest
-import torch
 
 from vescale import csrc
 
@@ -33,10 +31,9 @@ def test_helpers_are_built_where_a_compiler_is(name: str, monkeypatch: pytest.Mo
     """Tests of a helper are skipped where it is missing: without this one, a broken build would go unnoticed."""
     monkeypatch.delenv("VESCALE_NO_NATIVE", raising=False)
     library = csrc.load(name)
-    assert library is not None, f"vescale/csrc/{name}.cpp is not built; run `python setup.py build_ext --inplace`"
+    assert library is not None, (
+        f"vescale/csrc/{name}.cpp is not built, or for another torch; run `python setup.py build_ext --inplace`"
+    )
     built = Path(library._name).stat().st_mtime
     stale = [path.name for path in (FOLDER / f"{name}.cpp", *FOLDER.glob(f"{name}.h")) if path.stat().st_mtime > built]
-    if hasattr(library, "torch_version"):
-        library.torch_version.restype = ctypes.c_char_p
-        assert library.torch_version().decode() == torch.__version__, "another torch was installed after the build"
     assert not stale, f"{stale} changed after the build; run `python setup.py build_ext --inplace`"
