@@ -3,12 +3,12 @@
 All tensors are flat and contiguous. Nothing is allocated for a result and, where the backend reduces by itself, nothing
 at all. On gloo, whose own versions go through buffers as large as the result,
 
-* an all-gather of few ranks is an exchange with each of them, in place (no second buffer, and less time);
+* an all-gather of two ranks is an exchange, of few a broadcast from each of them, in place (no second buffer, and mostly
+  less time);
 * a reduce-scatter exchanges the contributions and adds them up on the receiver, in pairs of ranks, and half precision in
-  float32 (a third of the time). Two ranks receive in the place of the result. More need memory for the other pieces while
+  float32 (a third of the time). Two ranks receive in the place of the result. More need memory for one more input while
   it runs, or (``at_once``) exchange rank by rank, each time into what they have sent before; that takes no memory, but
-  each step waits for the one before, so that the call returns when all is done. Small pieces, and those of many ranks,
-  are moved by one collective, which needs memory for one more input.
+  each step waits for the one before, so that the call returns when all is done.
 """
 
 from __future__ import annotations
@@ -35,12 +35,8 @@ from vescale.compat import all_gather_single, reduce_scatter_single
 __all__ = ["all_gather_into", "all_reduce_", "reduce_scatter_into"]
 
 _FEW_RANKS = 8
-"""Up to here an all-gather is an exchange with each rank: 0.5 of the CPU time of gloo's own with 2 ranks at 3 MB, 0.9 with
-4; the same at 64 KB. (A broadcast from each takes the same with 4 ranks at 3 MB, and up to twice as much otherwise.)"""
-
-_LARGE_PIECE_BYTES = 1 << 18
-"""From here a reduce-scatter of few ranks is an exchange with each one, too: 0.75 of the CPU time of one collective with 4
-ranks and pieces of 800 KB, but 1.5 of it with 64 KB."""
+"""Up to here an all-gather is not gloo's own: an exchange takes 0.5 of its CPU time with 2 ranks at 3 MB, broadcasts 0.65
+with 4 (exchanges 0.9; in steps of fully_shard on 4 ranks, 0.78 of FSDP2's CPU time against 0.69)."""
 
 
 def all_gather_into(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup, *, asker: str = "") -> Pending:
@@ -54,22 +50,29 @@ def all_gather_into(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessG
     moved = (num_ranks - 1) * piece.numel() * piece.element_size()
     with record("all_gather_v", num_ranks, moved, asker=asker, group=group):
         if num_ranks <= _FEW_RANKS and is_gloo(out, group):
-            return _all_gather_by_exchanges(out, piece, group)
+            by = _all_gather_by_exchange if num_ranks == 2 else _all_gather_by_broadcasts
+            return by(out, piece, group)
         return Pending(out, [all_gather_single(as_bytes(out), as_bytes(piece), group=group, async_op=True)])
 
 
-def _all_gather_by_exchanges(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """The own piece to the rank ``step`` places further on, and that of the rank as many places before to its slot."""
-    rank, num_ranks = group.rank(), group.size()
-    slots = out.view(num_ranks, -1)
-    with torch.no_grad(), record_function("gloo:all_gather_by_exchanges"):
-        if slots[rank].data_ptr() != piece.data_ptr():
-            slots[rank].copy_(piece)
+def _all_gather_by_exchange(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """Of two ranks."""
+    own, other = out.view(2, -1)[group.rank()], out.view(2, -1)[1 - group.rank()]
+    with torch.no_grad(), record_function("gloo:all_gather_by_exchange"):
+        if own.data_ptr() != piece.data_ptr():
+            own.copy_(piece)
+        return Pending(out, [_exchange(other, piece, 1 - group.rank(), 1 - group.rank(), group)])
+
+
+def _all_gather_by_broadcasts(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    slots = out.view(group.size(), -1)
+    own = slots[group.rank()]
+    with torch.no_grad(), record_function("gloo:all_gather_by_broadcasts"):
+        if own.data_ptr() != piece.data_ptr():
+            own.copy_(piece)
         works = [
-            _exchange(
-                slots[(rank - step) % num_ranks], piece, (rank - step) % num_ranks, (rank + step) % num_ranks, group
-            )
-            for step in range(1, num_ranks)
+            dist.broadcast(as_bytes(slot), group=group, group_src=source, async_op=True)
+            for source, slot in enumerate(slots)
         ]
     return Pending(out, works)
 
@@ -103,31 +106,27 @@ def reduce_scatter_into(
         if is_nccl(send, group) or moves_nothing(group):
             return Pending(out, [reduce_scatter_single(out, send, op=REDUCE_OPS[op], group=group, async_op=True)])
         pieces, rank = list(send.view(num_ranks, -1)), group.rank()
-        is_large = num_ranks <= _FEW_RANKS and out.numel() * out.element_size() >= _LARGE_PIECE_BYTES
-        in_steps = at_once or num_ranks == 2 or (is_large and is_gloo(send, group))
-        if num_ranks == 1 or (in_steps and out.data_ptr() != pieces[rank].data_ptr()):
-            return _exchange_in_steps(out, pieces, op, group, at_once)
+        if num_ranks == 1 or ((at_once or num_ranks == 2) and out.data_ptr() != pieces[rank].data_ptr()):
+            return _exchange_in_steps(out, pieces, op, group)
         received = torch.empty_like(send)
         work = dist.all_to_all_single(as_bytes(received), as_bytes(send), group=group, async_op=True)
     return Pending(out, [work], lambda: reduce_rows(received.view(num_ranks, -1).unbind(), op, out))
 
 
-def _exchange_in_steps(
-    out: torch.Tensor, pieces: list[torch.Tensor], op: str, group: dist.ProcessGroup, at_once: bool
-) -> Pending:
-    """One rank's contribution a step: the first goes to ``out``, the others to memory of their own, or with ``at_once``
-    where the piece was that the step before has sent; then only the last step is still running on return."""
+def _exchange_in_steps(out: torch.Tensor, pieces: list[torch.Tensor], op: str, group: dist.ProcessGroup) -> Pending:
+    """One rank's contribution a step: the first goes to ``out``, the others where the piece was that the step before has
+    sent. Only the last step is still running on return."""
     rank, num_ranks = group.rank(), len(pieces)
     rows = list(pieces)
     works: list[dist.Work] = []
-    free = [out] if at_once else [out, *out.new_empty(max(0, num_ranks - 2), out.numel())]
+    free = out
     for step in range(1, num_ranks):
         target, source = (rank + step) % num_ranks, (rank - step) % num_ranks
-        if not free:
+        if works:
             works.pop().wait()
-            free.append(pieces[(target - 1) % num_ranks])
-        rows[source] = free.pop(0)
-        works.append(_exchange(rows[source], pieces[target], source, target, group))
+            free = pieces[(target - 1) % num_ranks]
+        rows[source] = free
+        works.append(_exchange(free, pieces[target], source, target, group))
     return Pending(out, works, lambda: reduce_rows(rows, op, out))
 
 
