@@ -25,7 +25,7 @@ class GroupReport:
 
     Bytes are of this rank. ``resting_bytes`` are always there; ``peak_bytes`` come on top while the group runs backward:
     gathered parameters, unreduced gradients (unless in place) and the reduced piece. Then gradients lie where parameters
-    were, and the exchange on gloo takes less than they did.
+    were, and the exchange on gloo takes no more than they did.
     """
 
     path: str

@@ -119,9 +119,8 @@ class _Walk:
         if num_parts is None:
             return
         for weight in features.weights:
-            self.found[weight] = (
-                num_parts if self.found.setdefault(weight, num_parts) == num_parts else 0
-            )  # of two sizes
+            is_same = self.found.setdefault(weight, num_parts) == num_parts
+            self.found[weight] = num_parts if is_same else 0
 
     def _made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> _Features | None:
         """Of a product with a weight, or a convolution: its rows, or columns, are features of the result."""
@@ -208,10 +207,8 @@ def _num_parts(
     x = args[0]
     size = x.shape[features.dim]
     if name in ("chunk", "split", "split_with_sizes", "tensor_split", "unbind", "iter"):
-        default = 0
-        dim = kwargs.get(
-            "dim", args[2] if len(args) > 2 else args[1] if name == "unbind" and len(args) > 1 else default
-        )
+        given = args[1:] if name == "unbind" else args[2:]
+        dim = kwargs.get("dim", given[0] if given else 0)
         if not isinstance(dim, int) or dim % x.ndim != features.dim:
             return None
         if name in ("unbind", "iter"):

@@ -69,10 +69,14 @@ def bring(x: DTensor, target: Sequence[Placement], op: str, operand: str) -> DTe
     target = tuple(target)
     if tuple(x.placements) == target:
         return x
+    _tell_implicit(x, target, op, operand)
+    return _moved(x, target, f"implicit: {op}")
+
+
+def _tell_implicit(x: DTensor, target: tuple[Placement, ...], op: str, operand: str) -> None:
     where = locate()
     if where is not None:
         where.runtime.implicit(where, op, operand, local_of(x), x.placements, target)
-    return _moved(x, target, f"implicit: {op}")
 
 
 class _Convert(torch.autograd.Function):
@@ -124,9 +128,7 @@ def bring_with_gradient(x: DTensor, target: Sequence[Placement], op: str, operan
     target = tuple(target)
     if tuple(x.placements) == target:
         return x
-    where = locate()
-    if where is not None:
-        where.runtime.implicit(where, op, operand, local_of(x), x.placements, target)
+    _tell_implicit(x, target, op, operand)
     return convert(x, target, who=f"implicit: {op}")
 
 

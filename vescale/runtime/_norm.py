@@ -42,21 +42,23 @@ def normalization(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: di
     statistic (mean and variance, or mean square), and one for its gradient; as in a loss, they are no choice of a plan.
     Elsewhere rows are independent, also where some ranks have none, which DTensor's rule would gather for; else that rule.
     """
+    x = args[0] if args else kwargs["input"]
+    if not isinstance(x, DTensor) or not all(type(p) is Shard or p.is_replicate() for p in x.placements):
+        return func(*args, **kwargs)
+    shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    first = x.ndim - (1 if isinstance(shape, int) else len(shape))
+    cuts = [shard_dim(placement) for placement in x.placements]
+    over_shards = any(dim is not None and dim >= first for dim in cuts)
+    if not over_shards and all(dim is None or x.shape[dim] >= n for dim, n in zip(cuts, runtime.mesh.shape)):
+        return func(*args, **kwargs)
     if func is torch.layer_norm:
         args, kwargs = args[:5], {name: value for name, value in kwargs.items() if name != "cudnn_enable"}
     given = _SIGNATURES[func.__name__].bind(*args, **kwargs)
     given.apply_defaults()
-    x, shape, weight, eps = (given.arguments[name] for name in ("input", "normalized_shape", "weight", "eps"))
-    bias = given.arguments.get("bias")
-    if not isinstance(x, DTensor) or not all(type(p) is Shard or p.is_replicate() for p in x.placements):
-        return func(*args, **kwargs)
-    first = x.ndim - (1 if isinstance(shape, int) else len(shape))
-    cuts = [shard_dim(placement) for placement in x.placements]
-    if any(dim is not None and dim >= first for dim in cuts):
+    weight, bias, eps = (given.arguments.get(name) for name in ("weight", "bias", "eps"))
+    if over_shards:
         return _over_shards(func.__name__, x, first, weight, bias, eps)
-    if any(dim is not None and x.shape[dim] < runtime.mesh.size(axis) for axis, dim in enumerate(cuts)):
-        return _of_rows(func, x, first, weight, bias, eps)
-    return func(*args, **kwargs)
+    return _of_rows(func, x, first, weight, bias, eps)
 
 
 def _over_shards(name: str, x: DTensor, first: int, weight: Any, bias: Any, eps: float | None) -> torch.Tensor:

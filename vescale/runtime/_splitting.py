@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, spec_of
 from vescale.placements import InterleavedShard
-from vescale.runtime._boundary import bring, contiguous_stride, convert, reduced
-from vescale.runtime._runtime import locate
+from vescale.runtime._boundary import bring, bring_with_gradient, contiguous_stride, reduced
 from vescale.runtime._views import remember_copy
 
 if TYPE_CHECKING:
@@ -103,13 +102,9 @@ def _spread(runtime: Runtime, x: DTensor, func: Any, args: tuple[Any, ...], kwar
         return x
     target = list(x.placements)
     target[axes[0]] = InterleavedShard(dim, len(looks))
-    where = locate()
-    if where is not None:
-        where.runtime.implicit(where, func.__name__, "self", local_of(x), x.placements, target)
-    spread = convert(x, target, who=f"implicit: {func.__name__}")
-    remember_copy(
-        local_of(x), spec_of(x), local_of(spread), spec_of(spread)
-    )  # the parts are views: they can be written to
+    spread = bring_with_gradient(x, target, func.__name__, "self")
+    # The parts are views: they can be written to.
+    remember_copy(local_of(x), spec_of(x), local_of(spread), spec_of(spread))
     return spread
 
 
