@@ -41,6 +41,7 @@ try:
         output_meta,
         schema_arguments,
         static_keywords,
+        takes_only_tensors,
         with_aliasing,
     )
     from vescale.compat.dispatcher import (
@@ -166,6 +167,7 @@ __all__ = [
     "stock",
     "stock_dispatch",
     "suspend_compiling",
+    "takes_only_tensors",
     "tell_move",
     "tensors_in",
     "traced_all_to_all",
