@@ -6,10 +6,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.ranks import RankPools
+from tests.ranks import RankPools, run_cases
 from tests.runtime.test_expert_sharding import loss_of, make
 from tests.runtime.zero import mesh_of, same_steps
 from vescale import Plan, optim, parallelize
@@ -102,3 +105,110 @@ def test_training_equals_one_device(ranks: RankPools, favourite: int | None, res
         if isinstance(rest, RaggedShard):  # elements may be cut anywhere: nothing but alignment is lost
             block = sum(p.nbytes for n, p in model.blocks[0].named_parameters() if "experts" not in n)
             assert block / 4 <= found["buffers"]["fsdp", "ep"] <= block / 4 + 64
+
+
+# Other axes
+
+
+class Feedforward(nn.Module):
+    """A norm, matrices that tensor parallelism cuts by rows and by columns, a scalar, and a vector shorter than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.short = nn.Parameter(torch.tensor([0.1, -0.2, 0.3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x)))) + self.short.sum()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Feedforward() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack().double()
+
+
+def stack_plan(sizes: dict[str, int]) -> Plan:
+    """Joint cuts over fsdp and ep; the sequence over tp between the matrices, replicas over dp."""
+    plan = Plan(mesh_of(sizes))
+    plan.shard("<in:x>", {axis: Shard(0) for axis in sizes if axis != "tp"})
+    if "tp" in sizes:
+        plan.shard("first.<out>", Shard(1), mesh="tp")  # norms see a part of it: their gradients stay sums over tp
+        plan.shard(r"blocks.\d+.up.(weight|bias)", Shard(0), mesh="tp").shard(
+            r"blocks.\d+.up.<in>", Replicate(), mesh="tp"
+        )
+        plan.shard(r"blocks.\d+.down.weight", Shard(1), mesh="tp")
+        plan.shard(r"blocks.\d+.down.<out>", Shard(1), mesh="tp").shard("<out>", Replicate(), mesh="tp")
+    return whole_while_running(plan, ".*", ("fsdp", "ep"))
+
+
+def stack_loss(model: nn.Module, number: int) -> Tensor:
+    x = torch.randn(8, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+    loss = (model(x).sin() ** 2).mean()
+    loss.backward()
+    return loss
+
+
+def stack_trained(sizes: dict[str, int], **unit: Any) -> None:
+    reference, model = stack(), stack()
+    plan = stack_plan(sizes)
+    if unit:
+        plan.unit(r"blocks\.\d+", **unit)
+    parallelize(model, plan, strict=True)
+    up = model.blocks[0].up.weight
+    assert isinstance(up, DTensor) and up.device_mesh.mesh_dim_names == (
+        *(a for a in sizes if a not in ("fsdp", "ep")),
+        "fsdp_ep",
+    )
+    assert isinstance(up.placements[-1], RaggedShard) and (Shard(0) in up.placements) == ("tp" in sizes)
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        held, [p.to_local().numel() for n, p in model.named_parameters() if "scale" in n or "short" in n]
+    )
+    assert any(not any(sizes) for sizes in held), held  # a rank that holds nothing of the small ones
+    found = same_steps(reference, model, stack_loss, num_steps=3, around=clip)
+    assert found.within(1e-9), found
+    with record_comms() as ledger:
+        stack_loss(model, 7)
+    units = Counter((r.op.removesuffix("_v"), r.axes) for r in ledger.records if r.asker in ("blocks.0", "blocks.1"))
+    kept = unit.get("reshard_after_forward") is False
+    expected = {("all_gather", "fsdp,ep"): 2 if kept else 4, ("reduce_scatter", "fsdp,ep"): 2}
+    if "reshard_after_forward" in unit and not kept:  # again among the ranks that keep pieces
+        expected["all_gather", "fsdp,ep"] = 2
+        units = Counter({key: n for key, n in units.items() if key in expected or "dp" in key[1]})
+    if "dp" in sizes:
+        expected["all_reduce", "dp"] = 2
+    assert units == expected, (units, sizes, unit)
+
+
+def test_with_other_axes(ranks: RankPools) -> None:
+    """Also where the joined axes are no neighbours."""
+    cases = [({"fsdp": 2, "tp": 2, "ep": 2},), ({"dp": 2, "fsdp": 2, "ep": 2},)]
+    ranks.run(run_cases, stack_trained, cases, world_size=8)
+
+
+def stages() -> None:
+    sizes = {"fsdp": 2, "ep": 2}
+    stack_trained(sizes)
+    stack_trained(sizes, reshard_after_forward=False)
+    stack_trained(sizes, reshard_after_forward=False, reshard_after_backward=False)
+    stack_trained(sizes, reshard_after_forward=2)
+
+
+def test_stages(ranks: RankPools) -> None:
+    ranks.run(stages)
