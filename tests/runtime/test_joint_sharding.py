@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.ranks import RankPools, run_cases
+from tests.runtime.compare import whole
 from tests.runtime.test_expert_sharding import loss_of, make
+from tests.runtime.test_zero_llama import put, state_of
 from tests.runtime.zero import mesh_of, same_steps
-from vescale import Plan, optim, parallelize
-from vescale.comm import record_comms
+from vescale import Plan, deferred_init, no_sync, optim, parallelize
+from vescale.comm import axis_group, join_axes, record_comms
 from vescale.fsdp import report
 from vescale.ir import lower, unit_buckets
 from vescale.placements import RaggedShard
@@ -212,3 +218,154 @@ def stages() -> None:
 
 def test_stages(ranks: RankPools) -> None:
     ranks.run(stages)
+
+
+# Values, states, optimizers
+
+
+def deferred() -> None:
+    """The bits of one device, each rank computing its part, in the memory of its buffer; also after a copy."""
+    reference = stack()
+    with deferred_init():
+        model = stack()
+    parallelize(model, stack_plan({"fsdp": 2, "ep": 2}), strict=True)
+    for own in (model, copy.deepcopy(model)):
+        for (name, found), (_, other) in zip(own.named_parameters(), reference.named_parameters(), strict=True):
+            assert torch.equal(whole(found.detach()), other), name
+    twin = copy.deepcopy(model)
+    found = same_steps(copy.deepcopy(reference), twin, stack_loss, num_steps=2, around=clip)
+    assert found.within(1e-9), found
+    with torch.device("meta"):
+        on_meta = stack()
+    parallelize(on_meta, stack_plan({"fsdp": 2, "ep": 2}), strict=True)
+    assert on_meta.first.weight.is_meta and on_meta.first.weight.placements == model.first.weight.placements  # type: ignore[attr-defined]
+    on_meta.to_empty(device="cpu")
+    on_meta.load_state_dict(model.state_dict())
+    plain = copy.deepcopy(model)
+    plain.load_state_dict({name: value + 1 for name, value in reference.state_dict().items()})  # of one device
+    for (name, found), other in zip(on_meta.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(whole(found.detach()), other), name
+        assert torch.equal(whole(plain.get_parameter(name).detach()), other + 1), name
+    foreign = {
+        name: DTensor.from_local(value, mesh_of({"x": 4}), [Replicate()])
+        for name, value in reference.state_dict().items()
+    }
+    plain.load_state_dict(foreign, assign=True)
+    with pytest.raises(ValueError, match=r"was replaced by a DTensor on .*, and it rests on .*; give a plain tensor"):
+        stack_loss(plain, 0)
+
+
+def test_deferred_init_and_states(ranks: RankPools) -> None:
+    ranks.run(deferred)
+
+
+def optimized(make_optimizer: Any, **options: Any) -> None:
+    """One optimizer and one schedule over parameters on two meshes, and over accumulated gradients."""
+    reference, model = make(), make()
+    parallelize(model, plan_on({"fsdp": 2, "ep": 2}), strict=True)
+    pair = [make_optimizer(m.parameters(), lr=0.01, **options) for m in (reference, model)]
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.02, total_steps=6) for o in pair]
+    for number in range(3):
+        loss_of(reference, 2 * number)
+        with no_sync(model):
+            loss_of(model, 2 * number)
+        for m, optimizer, schedule in zip((reference, model), pair, schedules, strict=True):
+            loss_of(m, 2 * number + 1)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    assert_same(model, reference)
+
+
+def assert_same(model: nn.Module, reference: nn.Module) -> None:
+    for (name, own), (_, other) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        torch.testing.assert_close(
+            whole(own.detach()), other.detach(), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_one_optimizer(ranks: RankPools) -> None:
+    adamw, sgd = torch.optim.AdamW, torch.optim.SGD
+    options: list[dict[str, Any]] = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}]
+    cases = [(functools.partial(adamw, **more),) for more in options]
+    cases += [(functools.partial(sgd, momentum=0.9, foreach=True),), (torch.optim.NAdam,)]
+    ranks.run(run_cases, optimized, cases)
+
+
+def on_fsdp_alone(sizes: dict[str, int]) -> Plan:
+    """All parameters at rest over one axis: the plan that a checkpoint of another layout is read with."""
+    plan = Plan(mesh_of(sizes)).shard("<in:x>", dict.fromkeys(sizes, Shard(0)))
+    plan.shard(EXPERTS, Shard(0), mesh="ep").local(r"blocks.\d+.mixture.experts", kind="experts", dispatch="mask")
+    return whole_while_running(plan, ".*", ("fsdp",))
+
+
+def saved(path: str) -> None:
+    """Written on fsdp x ep after two steps; read on other meshes, with other plans, under stock FSDP, and on one device."""
+    reference, model = make(), make()
+    parallelize(model, plan_on({"fsdp": 2, "ep": 2}), strict=True)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (reference, model)]
+    for number in range(2):
+        for m, optimizer in zip((reference, model), optimizers, strict=True):
+            loss_of(m, number)
+            optimizer.step()
+            optimizer.zero_grad()
+    dcp.save(state_of(model, optimizers[1]), checkpoint_id=path)
+    plans = [plan_on({"fsdp": 1, "ep": 4}), plan_on({"fsdp": 4, "ep": 1}), on_fsdp_alone({"fsdp": 2, "ep": 2})]
+    for plan in (*plans, "stock", None):
+        other, expected = make(), copy.deepcopy(reference)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        if isinstance(plan, Plan):
+            parallelize(other, plan, strict=True)
+        elif plan == "stock":
+            stock_fully_shard(other, mesh=mesh_of({"dp": 4}))
+        pair = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (expected, other)]
+        pair[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        loaded = state_of(other, pair[1])
+        dcp.load(loaded, checkpoint_id=path)
+        put(other, pair[1], loaded)
+        if plan != "stock":  # which averages over ranks that each have a batch
+            for m, optimizer in zip((expected, other), pair, strict=True):
+                loss_of(m, 2)
+                optimizer.step()
+        assert_same(other, expected)
+
+
+def test_checkpoints_cross_meshes(ranks: RankPools, tmp_path: Any) -> None:
+    ranks.run(saved, str(tmp_path))
+
+
+# Meshes
+
+
+def stage() -> None:
+    """Each of two pipeline stages parallelizes another model on its own slice of the mesh, one of them jointly: the group of
+    the joined axes is made by its members alone."""
+    mesh = mesh_of({"pp": 2, "fsdp": 2, "ep": 2})
+    own = mesh["fsdp", "ep"]
+    if mesh.get_local_rank("pp") == 0:
+        reference, model = stack(), stack()
+        plan = Plan(own).shard("<in:x>", {"fsdp": Shard(0), "ep": Shard(0)})
+        parallelize(model, whole_while_running(plan, ".*", ("fsdp", "ep")), strict=True)
+        found = same_steps(reference, model, stack_loss, num_steps=2, around=clip)
+        assert found.within(1e-9), found
+        assert model.first.weight.device_mesh == join_axes(own, (0, 1))  # type: ignore[comparison-overlap]
+        assert model.first.weight.device_mesh is model.blocks[0].up.weight.device_mesh  # type: ignore[union-attr]
+
+
+def joined() -> None:
+    mesh = mesh_of({"a": 2, "b": 2, "c": 2})
+    found = join_axes(mesh, (0, 2))
+    assert found.mesh_dim_names == ("b", "a_c") and tuple(found.shape) == (2, 4)
+    assert found.mesh.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert found is join_axes(mesh, (0, 2))
+    assert dist.get_process_group_ranks(found.get_group("a_c")) == found.mesh[mesh.get_local_rank("b")].tolist()
+    assert axis_group(found, (1,)).axes == "a,c" and axis_group(found, (0, 1)).axes == "b,a,c"
+    taken = join_axes(mesh_of({"a": 2, "b": 2, "a_b": 2}), (0, 1))
+    assert taken.mesh_dim_names == ("a_b", "a_b_")
+
+
+def test_meshes(ranks: RankPools) -> None:
+    ranks.run(stage, world_size=8)
+    ranks.run(joined, world_size=8)
