@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections import Counter
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -23,6 +25,7 @@ from tests.runtime.test_zero_llama import put, state_of
 from tests.runtime.zero import mesh_of, same_steps
 from vescale import Plan, deferred_init, no_sync, optim, parallelize
 from vescale.comm import axis_group, join_axes, record_comms
+from vescale.compat import make_dtensor, make_spec
 from vescale.fsdp import report
 from vescale.ir import lower, unit_buckets
 from vescale.placements import RaggedShard
@@ -221,6 +224,30 @@ def test_stages(ranks: RankPools) -> None:
 
 
 # Values, states, optimizers
+
+
+def clipped() -> None:
+    """PyTorch's own clipping, of gradients on two meshes, is that of one device too."""
+    reference, model = make(), make()
+    parallelize(model, plan_on({"fsdp": 2, "ep": 2}), strict=True)
+    for number, options in enumerate([{}, {"foreach": True}, {"foreach": False}, {"norm_type": math.inf}]):
+        for m in (reference, model):
+            m.zero_grad()
+            loss_of(m, number)
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1, **options) for m in (reference, model)]  # type: ignore[arg-type]
+        assert whole(norms[1]).item() == pytest.approx(norms[0].item(), rel=1e-12)
+        for (name, own), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(own.grad), other.grad, rtol=1e-9, atol=1e-14, msg=name)
+    of_all, of_two = mesh_of({"x": 4}), DeviceMesh("cpu", [0, 1])
+    numbers = [
+        make_dtensor(torch.ones(()), make_spec(mesh, [Replicate()], (), (), torch.float32)) for mesh in (of_all, of_two)
+    ]
+    with pytest.raises(RuntimeError, match="which have other ranks; expected meshes over the same ranks"):
+        torch.stack(numbers)  # type: ignore[arg-type]
+
+
+def test_pytorchs_clipping(ranks: RankPools) -> None:
+    ranks.run(clipped)
 
 
 def deferred() -> None:
