@@ -129,9 +129,9 @@ def test_only_the_running_placement_given_means_replicated_at_rest() -> None:
 def test_units_gather_where_they_begin() -> None:
     plan = Plan({"dp": 2}).shard(r".*weight", Shard(0), phase=INIT).shard(r".*weight", Replicate(), phase=RUN)
     program = lower(plan.unit(r"layers\.\d+").unit(r"layers\.1\.fc1"), build("stack"))
-    assert ops(program, "layers.0", Hook.INIT, "<self>") == [Unit(("fc1.weight", "fc2.weight"), "dp")]
-    assert ops(program, "layers.1", Hook.INIT, "<self>") == [Unit(("fc2.weight",), "dp")]
-    assert ops(program, "layers.1.fc1", Hook.INIT, "<self>") == [Unit(("weight",), "dp")]
+    assert ops(program, "layers.0", Hook.INIT, "<self>") == [Unit(("fc1.weight", "fc2.weight"), ("dp",))]
+    assert ops(program, "layers.1", Hook.INIT, "<self>") == [Unit(("fc2.weight",), ("dp",))]
+    assert ops(program, "layers.1.fc1", Hook.INIT, "<self>") == [Unit(("weight",), ("dp",))]
     assert not any(i.hook is Hook.FORWARD_PRE and i.target.endswith("weight") for i in program)
 
 

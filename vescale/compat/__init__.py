@@ -84,7 +84,7 @@ try:
     from vescale.compat.groups import make_group
     from vescale.compat.hook_gate import HookGate
     from vescale.compat.install import DTensorHooks, install, stock
-    from vescale.compat.meshes import concatenate_meshes, flatten_mesh
+    from vescale.compat.meshes import concatenate_meshes, mesh_over
     from vescale.compat.store import default_store, default_timeout, is_alone, own_connection
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
@@ -118,7 +118,6 @@ __all__ = [
     "decompose",
     "default_store",
     "default_timeout",
-    "flatten_mesh",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
@@ -141,6 +140,7 @@ __all__ = [
     "make_group",
     "make_spec",
     "map_tensors",
+    "mesh_over",
     "native_sharding",
     "no_torch_function",
     "node_sequence",

@@ -177,6 +177,12 @@ class Bucket:
                 spec = parameter.sharded_spec(cut, self.dtype)
                 if not isinstance(found, DTensor):  # a whole parameter, the same on every rank
                     source = self._own(index, found.detach())
+                elif found.device_mesh != spec.mesh:
+                    raise ValueError(
+                        f"parameter {parameter.name!r} of shape {parameter.global_shape} was replaced by a DTensor on "
+                        f"{found.device_mesh}, and it rests on {spec.mesh}; give a plain tensor, or one on that mesh, or "
+                        "load without assign=True"
+                    )
                 elif tuple(found.placements) == tuple(spec.placements):
                     source = local_of(found)
                 else:
@@ -451,9 +457,11 @@ class Bucket:
             return
         part, spec = self.part(reduced, index), self.gradient_specs[index]
         if received:
-            parameter.pending = frozenset(a for a in range(spec.mesh.ndim) if (received - 1) >> a & 1)
+            axes = range(parameter.axes.running_mesh.ndim)
+            parameter.pending = frozenset(axis for axis in axes if (received - 1) >> axis & 1)
         if parameter.pending:
-            placements = [Partial() if a in parameter.pending else p for a, p in enumerate(spec.placements)]
+            pending = parameter.pending_at_rest
+            placements = [Partial() if axis in pending else p for axis, p in enumerate(spec.placements)]
             spec = make_spec(spec.mesh, placements, parameter.global_shape, spec.stride, self.dtype)
         accumulated = sharded.grad
         if accumulated is None:

@@ -69,14 +69,14 @@ class Units:
         return set(self._originals)
 
     def _group(self, path: str, unit: Unit, names: Sequence[str], resting: Any, program: Program) -> ParameterGroup:
-        axis = program.axes.index(unit.shard)
-        axes = DataParallelAxes(self.mesh, axis, tuple(program.axes.index(name) for name in unit.replicate))
+        axes = DataParallelAxes.of_named(self.mesh, unit.shard, unit.replicate)
+        positions = [program.axes.index(axis) for axis in unit.shard]
         members = []
         for name in names:
             original = self._slots[name]
             self._originals[name] = original
-            rest: Placement = resting[name][axis]
-            run = tuple(Replicate() if a == axis else p for a, p in enumerate(resting[name]))
+            rest: Placement = resting[name][positions[0]]
+            run = tuple(Replicate() if a in positions else p for a, p in enumerate(resting[name]))
             twin = _on_meta(original, self.mesh, run)
             slots = [Slot(module, attribute) for module, attribute in self._slots.places(name)]
             block = _block(rest, local_of(twin).shape, run)
@@ -102,12 +102,10 @@ class Units:
     # Values
 
     @property
-    def deferred(self) -> dict[int, tuple[Placement, ...]]:
-        """Placements of the deferred parameters of units, by ``id``."""
+    def deferred(self) -> dict[int, tuple[DeviceMesh, tuple[Placement, ...]]]:
+        """Mesh and placements of the deferred parameters of units, by ``id``."""
         return {
-            id(self._originals[p.name]): _placements(p)
-            for p in self._parameters()
-            if is_deferred(self._originals[p.name])
+            id(self._originals[p.name]): _place(p) for p in self._parameters() if is_deferred(self._originals[p.name])
         }
 
     def place(self, materialize: Callable[[Callable[[str], torch.Tensor | None]], None]) -> None:
@@ -142,7 +140,7 @@ class Units:
             if is_deferred(original):
                 memory[parameter.name] = local
                 return False
-            placed = place_tensor(original, self.mesh, _placements(parameter), parameter.name)
+            placed = place_tensor(original, *_place(parameter), parameter.name)
             with torch.no_grad():
                 local.copy_(local_of(placed))
             return True
@@ -292,9 +290,10 @@ def _to_rest(module: nn.Module, *_: Any) -> None:
         state.to_rest()
 
 
-def _placements(parameter: ManagedParameter) -> tuple[Placement, ...]:
+def _place(parameter: ManagedParameter) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Where the sharded form lies."""
     assert isinstance(parameter.sharded, DTensor)
-    return tuple(parameter.sharded.placements)
+    return parameter.sharded.device_mesh, tuple(parameter.sharded.placements)
 
 
 def _on_meta(tensor: torch.Tensor, mesh: DeviceMesh, run: tuple[Placement, ...]) -> DTensor:
