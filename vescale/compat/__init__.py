@@ -26,7 +26,7 @@ try:
         reduce_scatter_single,
         traced_all_to_all,
     )
-    from vescale.compat.containers import map_tensors, tensors_in
+    from vescale.compat.containers import hides_tensors, map_tensors, tensors_in
     from vescale.compat.deferred import without_modes
     from vescale.compat.dispatch import (
         PACKING,
@@ -126,6 +126,7 @@ __all__ = [
     "group_description",
     "has_foreach",
     "has_results",
+    "hides_tensors",
     "in_backward",
     "in_transform",
     "install",

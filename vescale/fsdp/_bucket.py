@@ -120,7 +120,7 @@ class Bucket:
     def shard(self, index: int) -> torch.Tensor:
         """The slice of the shards that is one parameter's local tensor."""
         offset, numel, _ = self._runs[index]
-        return self.shards.alias(offset, (numel,))
+        return self.shards.alias(offset, (numel,), own_storage=True)
 
     def part(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """One parameter's part of any flat piece that lies as the shards do."""
