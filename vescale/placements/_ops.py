@@ -45,6 +45,7 @@ from vescale.placements._rules import Decision, OpCall, Rule, find_decision, sub
 from vescale.placements._rules import register_rule as add_rule
 from vescale.placements._rules._call import spec_for, with_placements
 from vescale.placements._rules.stand_ins import stand_in_rule
+from vescale.placements._rules.views import view_rule
 from vescale.placements._strict import report_fallback
 
 __all__ = ["register_rule", "run_interleaved", "run_op", "set_item"]
@@ -105,7 +106,7 @@ def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
     and has few strategies that keep it; that it is interleaved is all that matters to ops that treat indices alike.
     """
     call = OpCall(schema.op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
-    decision = stand_in_rule(call)
+    decision = _decide_interleaved(call)
     if decision is None:
         return None
     flattened = {
@@ -113,18 +114,20 @@ def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
     }
 
     def stock(placements: Sequence[Placement] | None) -> tuple[Placement, ...] | None:
-        """In stock words; a shard of one piece too, so that tensors that lie alike are labelled alike."""
+        """In stock words; a shard of one piece too, so that tensors that lie alike are labelled alike. What a view takes
+        apart again is the Shard that it was."""
         return (
             None
             if placements is None
             else tuple(
                 StridedShard(dim, split_factor=split_factor(p))
-                if axis in flattened and (dim := shard_dim(p)) is not None
+                if axis in flattened and (dim := shard_dim(p)) is not None and (split_factor(p) > 1 or not regroups)
                 else p
                 for axis, p in enumerate(placements)
             )
         )
 
+    regroups = decision.local is not None
     inputs = []
     for index, (spec, wanted) in enumerate(zip(call.operands, decision.inputs)):
         moves = [(a, b) for a, b in zip(spec.placements, wanted) if a != b and not _is_same_cut(a, b)]
@@ -137,6 +140,11 @@ def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
     if _runs_as_it_is(call, decision):
         return OutputSharding(_specs_of_results(call, decision))
     return _execute(call, decision, args, kwargs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _decide_interleaved(call: OpCall) -> Decision | None:
+    return stand_in_rule(call) or view_rule(call)
 
 
 def _is_same_cut(a: Placement, b: Placement) -> bool:
