@@ -80,6 +80,7 @@ try:
         foreach_scale_,
         has_foreach,
     )
+    from vescale.compat.grads import TensorRow, give_grads, is_dense, take_grads
     from vescale.compat.groups import make_group
     from vescale.compat.hook_gate import HookGate
     from vescale.compat.install import DTensorHooks, install, stock
@@ -104,6 +105,7 @@ __all__ = [
     "OutputSharding",
     "StridedShard",
     "TensorMeta",
+    "TensorRow",
     "UnsupportedTorchError",
     "all_gather_single",
     "are_unheld",
@@ -123,6 +125,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_scale_",
+    "give_grads",
     "group_description",
     "has_foreach",
     "has_results",
@@ -133,6 +136,7 @@ __all__ = [
     "install_dispatch",
     "is_alone",
     "is_captured",
+    "is_dense",
     "is_traced",
     "is_view",
     "local_of",
@@ -166,6 +170,7 @@ __all__ = [
     "stock",
     "stock_dispatch",
     "suspend_compiling",
+    "take_grads",
     "tell_move",
     "tensors_in",
     "traced_all_to_all",
