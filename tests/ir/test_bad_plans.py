@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.ir.models import build, llama
-from tests.plan_zoo.models import MODELS
+from tests.plan_zoo.models import model_of
 from vescale import plan_zoo
 from vescale.ir import LoweringError, check, lower
 from vescale.plans import Plan, PlanError
@@ -54,8 +54,8 @@ def test_names_in_the_corpus_are_unique() -> None:
 @pytest.mark.parametrize("name", plan_zoo.names())
 def test_nothing_is_found_in_the_zoo(name: str) -> None:
     with torch.device("meta"):
-        found = MODELS[name].build()
-    assert check(plan_zoo.load(name, {"dp": 2, "tp": 2}), found) == ()
+        found = model_of(name).build()
+    assert check(plan_zoo.load(name, dict.fromkeys(plan_zoo.about(name).axes, 2)), found) == ()
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tests.placements.layouts import assert_same, data, mesh_of, place, run_op
@@ -264,6 +264,32 @@ def check_two_axes(left: tuple[Placement, ...], right: tuple[Placement, ...]) ->
         if Shard(1) not in left:  # stock views refuse to cut 3 chunks over 2 ranks
             assert_same(ours[0].view(8, 3, 4), x.view(8, 3, 4))
         assert_same(ours[1].sum(), w.sum())
+
+
+def on_rank_pending() -> None:
+    """What is whole along an axis is one more contribution to a sum that is pending there: nothing is reduced for it."""
+    mesh = (2, 2)
+    cut, pending = (interleaved(1, 3), R), (interleaved(1, 3), Partial())
+    x, y = data(0, (5, 12)), data(1, (5, 12))
+    rank = torch.distributed.get_rank()
+    whole = place(x, (mesh, cut))
+    part = place(y, (mesh, cut)).to_local() * (3.0 if rank % 2 else -2.0)  # these add up to y
+    summand = DTensor.from_local(part, whole.device_mesh, pending)
+    with record_comms() as comms, strict_placements():
+        found = [whole + summand, summand - whole, torch.add(whole, summand, alpha=2), summand.clone().add_(whole)]
+    assert not comms.records and all(tuple(x.placements) == pending for x in found)
+    for own, expected in zip(found, (x + y, y - x, x + 2 * y, y + x)):
+        assert_same(own, expected)
+    with record_comms() as comms:
+        written = whole.clone().add_(summand)  # which stays as it lies, and so the sum is reduced
+    assert comms.count("all_reduce") == 1 and tuple(written.placements) == cut
+    assert_same(written, x + y)
+    column = place(data(2, (5, 1)), (mesh, (R, R)))
+    assert_same(summand + column, y + data(2, (5, 1)))  # one that is broadcast would count on every rank
+
+
+def test_whole_operands_join_pending_sums(ranks: RankPools) -> None:
+    ranks.run(on_rank_pending, world_size=4)
 
 
 def on_rank_two_axes() -> int:

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.runtime.hf import Objective
 
-__all__ = ["MODELS", "ZooModel", "labels", "latents_of_classes", "latents_of_texts"]
+__all__ = ["MODELS", "ZooModel", "labels", "latents_of_classes", "latents_of_texts", "model_of", "tokens"]
 
 _IGNORED = -100
 
@@ -31,13 +31,13 @@ class ZooModel:
         pytest.importorskip(self.package)
 
 
-def _tokens(rows: int = 4, length: int = 8, seed: int = 1) -> torch.Tensor:
+def tokens(rows: int = 4, length: int = 8, seed: int = 1) -> torch.Tensor:
     return torch.randint(4, 60, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def labels() -> torch.Tensor:
+def labels(length: int = 8) -> torch.Tensor:
     """Many more ignored labels in the first half of the batch than in the second."""
-    found = _tokens(seed=2)
+    found = tokens(length=length, seed=2)
     found[:2, 3:] = _IGNORED
     return found
 
@@ -45,7 +45,7 @@ def labels() -> torch.Tensor:
 def _cross_entropy(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """In the logits' own precision, where transformers computes losses in float32."""
     logits = model(**inputs).logits
-    wanted = labels() if logits.ndim == 3 else torch.tensor([0, 3, 1, 2])
+    wanted = labels(logits.shape[1]) if logits.ndim == 3 else torch.tensor([0, 3, 1, 2])
     return F.cross_entropy(logits.flatten(0, -2), wanted.reshape(-1), ignore_index=_IGNORED)
 
 
@@ -75,10 +75,10 @@ _EAGER = {"experts_implementation": "eager"}  # float64 has no grouped kernel
 
 
 def _causal(name: str, sizes: dict[str, Any], **settings: Any) -> ZooModel:
-    return ZooModel(_model(name, sizes, **settings), lambda: {"input_ids": _tokens()}, _cross_entropy)
+    return ZooModel(_model(name, sizes, **settings), lambda: {"input_ids": tokens()}, _cross_entropy)
 
 
-_GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+_GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 _VIT = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -187,7 +187,7 @@ MODELS: dict[str, ZooModel] = {
     ),
     "t5": ZooModel(
         _model("T5ForConditionalGeneration", _T5),
-        lambda: {"input_ids": _tokens(length=12), "labels": labels()},
+        lambda: {"input_ids": tokens(length=12), "labels": labels()},
         _cross_entropy,
     ),
     "whisper": ZooModel(
@@ -224,3 +224,8 @@ MODELS: dict[str, ZooModel] = {
     "gpt_oss": _causal("GptOssForCausalLM", _EXPERTS, **_EAGER),
     "deepseek_v3": _causal("DeepseekV3ForCausalLM", _LATENT, **_EAGER),
 }
+
+
+def model_of(plan: str) -> ZooModel:
+    """The model that a plan of the zoo is for; plans for long sequences share theirs with the plan that they extend."""
+    return MODELS[plan.removesuffix("_cp")]

@@ -84,7 +84,8 @@ def steps(world_size: int, name: str, dispatch: str = "all_to_all") -> list[tupl
 
 
 def test_every_plan_has_a_model() -> None:
-    assert set(MODELS) == set(plan_zoo.names())
+    assert set(MODELS) == {name for name in plan_zoo.names() if not name.endswith("_cp")}
+    assert {name.removesuffix("_cp") for name in plan_zoo.names()} == set(MODELS)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -99,13 +99,41 @@ def test_gradient_penalties(ranks: RankPools) -> None:
     assert set(ranks.run(gradient_penalties)) == {6}
 
 
-def refused() -> None:
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x * self.scale) for f in (torch.sin, torch.cos, torch.square))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def refused_batch_norm() -> None:
     _, model = pair("batch norm")
     parallelize(model, entries(make_mesh(dp=2, tp=2), "batch norm"))
     x = torch.randn(4, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"batch_norm over a sharded batch .* normalize with LayerNorm"):
         penalty(model, x).backward()
 
 
+def refused_ring(linear: bool, chosen: bool) -> None:
+    """Also where the gradient that reaches attention is a constant, and where only some derivatives are asked for."""
+    model = Attends()
+    plan = Plan(make_mesh(cp=4)).shard("<in:x>", {"cp": S2})
+    parallelize(model, plan.attention("", "ring", mesh="cp"))
+    x = torch.randn(2, 2, 8, 3, dtype=torch.float64, requires_grad=True)
+    y = model(x)
+    score = y.sum() if linear else y.square().sum()
+    (gradient,) = torch.autograd.grad(score, x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"attention: ring on cp: .* write all_gather or ulysses for this axis"):
+        torch.autograd.grad(gradient.square().sum(), (model.scale if chosen else x,))
+
+
+def refused() -> int:
+    refused_batch_norm()
+    return run_cases(refused_ring, [(linear, chosen) for linear in (False, True) for chosen in (False, True)])
+
+
 def test_what_has_no_second_derivative_says_so(ranks: RankPools) -> None:
-    ranks.run(refused)
+    assert set(ranks.run(refused)) == {4}

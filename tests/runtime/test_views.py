@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from tests.ranks import RankPool, RankPools, run_cases
 from tests.runtime.compare import assert_same_gradients, whole
 from tests.runtime.llama import make_mesh
 from vescale import rng
+from vescale.comm import record_comms
 from vescale.plans import Plan
 from vescale.runtime import ImplicitCommunicationWarning, parallelize
 
@@ -202,3 +203,20 @@ def test_draws_reach_what_was_viewed(parallel_first: bool) -> None:
         pool.run(draws_in_views, parallel_first)
     finally:
         pool.close()
+
+
+def flattened_on_rank() -> None:
+    """A dim that two axes cut, one after the other, is merged with the one before it, and taken apart again."""
+    mesh = make_mesh(a=2, b=2)
+    parallelize(nn.Linear(2, 2), Plan(mesh))  # teaches DTensor
+    x = torch.arange(4 * 8 * 3, dtype=torch.float64).view(4, 8, 3)
+    own = distribute_tensor(x, mesh, [Shard(1), Shard(1)], src_data_rank=None).requires_grad_()
+    with record_comms() as comms:
+        flat = own.flatten(0, 1) * 2
+        (back,) = torch.autograd.grad(flat, own, flat)
+    assert not comms.records and back.placements == own.placements
+    assert torch.equal(back.full_tensor(), 4 * x) and torch.equal(flat.full_tensor(), 2 * x.flatten(0, 1))
+
+
+def test_a_dim_that_two_axes_cut_is_flattened_and_taken_apart(ranks: RankPools) -> None:
+    ranks.run(flattened_on_rank)

@@ -26,7 +26,7 @@ try:
         reduce_scatter_single,
         traced_all_to_all,
     )
-    from vescale.compat.containers import map_tensors, tensors_in
+    from vescale.compat.containers import hides_tensors, map_tensors, tensors_in
     from vescale.compat.deferred import without_modes
     from vescale.compat.dispatch import (
         PACKING,
@@ -41,6 +41,7 @@ try:
         output_meta,
         schema_arguments,
         static_keywords,
+        takes_only_tensors,
         with_aliasing,
     )
     from vescale.compat.dispatcher import (
@@ -125,6 +126,7 @@ __all__ = [
     "group_description",
     "has_foreach",
     "has_results",
+    "hides_tensors",
     "in_backward",
     "in_transform",
     "install",
@@ -166,6 +168,7 @@ __all__ = [
     "stock",
     "stock_dispatch",
     "suspend_compiling",
+    "takes_only_tensors",
     "tell_move",
     "tensors_in",
     "traced_all_to_all",

@@ -34,6 +34,7 @@ __all__ = [
     "schema_arguments",
     "schema_of",
     "static_keywords",
+    "takes_only_tensors",
     "with_aliasing",
     "wrap_dispatch",
 ]
@@ -91,6 +92,11 @@ def static_keywords(schema_info: Any) -> Sequence[str]:
 def schema_arguments(op: Any) -> tuple[tuple[str, bool], ...]:
     """``(name, whether the op writes to it)`` of each argument of the op."""
     return tuple((a.name, a.alias_info is not None and a.alias_info.is_write) for a in op._schema.arguments)
+
+
+def takes_only_tensors(op: Any) -> bool:
+    """Whether the op has no other arguments, so that what it is called on decides all."""
+    return all(isinstance(a.type, torch.TensorType) for a in op._schema.arguments)
 
 
 def has_results(op: Any) -> bool:

@@ -24,6 +24,7 @@ from vescale.compat import (
     run_post_accumulate_hooks,
     set_local,
     set_versions,
+    spec_of,
 )
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._parameter import ManagedParameter
@@ -119,7 +120,7 @@ class Bucket:
     def shard(self, index: int) -> torch.Tensor:
         """The slice of the shards that is one parameter's local tensor."""
         offset, numel, _ = self._runs[index]
-        return self.shards.alias(offset, (numel,))
+        return self.shards.alias(offset, (numel,), own_storage=True)
 
     def part(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """One parameter's part of any flat piece that lies as the shards do."""
@@ -195,7 +196,13 @@ class Bucket:
 
     @cached_property
     def gradient_specs(self) -> list[DTensorSpec]:
-        return [p.sharded_spec(self.placement(i), self.dtype) for i, p in enumerate(self.parameters)]
+        """The parameters' own objects: an optimizer's ops then find equal specs by identity."""
+        found = []
+        for index, parameter in enumerate(self.parameters):
+            spec, sharded = parameter.sharded_spec(self.placement(index), self.dtype), parameter.sharded
+            own = spec_of(sharded) if isinstance(sharded, DTensor) else None
+            found.append(own if own == spec else spec)
+        return found
 
     # While the group computes
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale.compat import in_backward, map_tensors, tensors_in
+from vescale.compat import hides_tensors, in_backward, map_tensors, tensors_in
 from vescale.fsdp._context import CommContext, TreeContext
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._parameter import Slot
@@ -123,6 +123,8 @@ class ModuleState:
 
     @torch.compiler.disable
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.tree.awaits_end_of_backward and not in_backward():  # an exception broke a backward off
+            self.tree.states[0].abandon_iteration()
         if self.phase is Phase.BACKWARD:  # activation checkpointing runs this forward anew inside of its backward
             for group in self.groups:
                 group.recompute()
@@ -146,9 +148,9 @@ class ModuleState:
         if self.phase is Phase.BACKWARD:
             return self._cast_outputs(output)
         recomputing = in_backward()
+        is_watched = self._watch_outputs(output)
         for group in self.groups:
-            group.after_forward(recomputing=recomputing)
-        self._watch_outputs(output)
+            group.after_forward(recomputing=recomputing, is_watched=is_watched)
         self.phase = Phase.IDLE
         if self.tree.forward_root is self:
             output = self._conclude_incomplete(output)
@@ -162,6 +164,9 @@ class ModuleState:
         if self.tree.forward_root is not None:
             return args, kwargs
         self.tree.forward_root = self
+        if not in_backward():
+            for group in (group for state in self.tree.states for group in state.groups):
+                group.begin_iteration()
         lane, event = self.comm.gather_lane, self.tree.post_optimizer_event
         if event is None:
             lane.wait_for_compute()  # for the optimizer, which may still be writing parameters
@@ -177,9 +182,9 @@ class ModuleState:
         """Groups of several modules of which only some have run end their forward with the root's."""
         for state in reversed(self.tree.states):
             if state is not self and state._still_to_run:
+                is_watched = state._watch_outputs(output)
                 for group in state.groups:
-                    group.after_forward(recomputing=in_backward())
-                state._watch_outputs(output)
+                    group.after_forward(recomputing=in_backward(), is_watched=is_watched)
                 state.phase = Phase.IDLE
                 state._still_to_run.clear()
                 output = state._cast_outputs(output)
@@ -218,17 +223,21 @@ class ModuleState:
             register_multi_grad_hook(watched, self._after_backward)
         return args, kwargs
 
-    def _watch_outputs(self, output: Any) -> None:
+    def _watch_outputs(self, output: Any) -> bool:
+        """Find out when a backward begins. False: it may begin unseen, from tensors inside of an object."""
         if not torch.is_grad_enabled():
-            return
+            return True
+        found = False
         for tensor in tensors_in(output):
             if not tensor.requires_grad:
                 continue
+            found = True
             tensor.register_hook(self._before_backward)
             base = tensor._base
             if base is not None and base.grad_fn is not None:
                 # An in-place op on a view drops the view's own history, and the hook with it; its base's stays.
                 base.grad_fn.register_prehook(self._before_backward)
+        return found or not hides_tensors(output)
 
     @torch.compiler.disable
     def _before_backward(self, *_: Any) -> None:
@@ -323,11 +332,12 @@ class ModuleState:
             state.tree, state.comm = self.tree, self.comm
             for group in state.groups:
                 group.comm = self.comm
+                group.on_gradients = functools.partial(self.tree.at_end_of_backward, self.comm)
         self.tree.states = found
         self.comm.max_gradient_buffers = max(state.max_gradient_buffers for state in found)
         if self.reshard_root is None:
             for group in self.groups:
-                group.reshard_after_forward = False
+                group.reshard_after_forward, group.is_kept_by_default = False, True
         self._name_parameters(root)
         self._compare_ranks()
         for state in found:

@@ -34,6 +34,7 @@ from vescale.compat import (
     observe_redistribution,
     rank_in_mesh,
     static_keywords,
+    takes_only_tensors,
     tell_move,
     with_aliasing,
 )
@@ -44,6 +45,7 @@ from vescale.placements._rules import Decision, OpCall, Rule, find_decision, sub
 from vescale.placements._rules import register_rule as add_rule
 from vescale.placements._rules._call import spec_for, with_placements
 from vescale.placements._rules.stand_ins import stand_in_rule
+from vescale.placements._rules.views import view_rule
 from vescale.placements._strict import report_fallback
 
 __all__ = ["register_rule", "run_interleaved", "run_op", "set_item"]
@@ -65,6 +67,7 @@ def register_rule(*ops: Any) -> Any:
     def decorate(rule: Rule) -> Rule:
         add_rule(ops, rule)
         _decide.cache_clear()
+        _output_specs.cache_clear()
         clear_sharding_cache()
         return rule
 
@@ -91,7 +94,7 @@ def run_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
         if result is not NotImplemented:
             return result
     if _runs_as_it_is(call, decision):
-        return OutputSharding(_output_specs(call, decision))
+        return OutputSharding(_specs_of_results(call, decision))
     return _execute(call, decision, args, kwargs)
 
 
@@ -103,7 +106,7 @@ def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
     and has few strategies that keep it; that it is interleaved is all that matters to ops that treat indices alike.
     """
     call = OpCall(schema.op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
-    decision = stand_in_rule(call)
+    decision = _decide_interleaved(call)
     if decision is None:
         return None
     flattened = {
@@ -111,18 +114,20 @@ def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
     }
 
     def stock(placements: Sequence[Placement] | None) -> tuple[Placement, ...] | None:
-        """In stock words; a shard of one piece too, so that tensors that lie alike are labelled alike."""
+        """In stock words; a shard of one piece too, so that tensors that lie alike are labelled alike. What a view takes
+        apart again is the Shard that it was."""
         return (
             None
             if placements is None
             else tuple(
                 StridedShard(dim, split_factor=split_factor(p))
-                if axis in flattened and (dim := shard_dim(p)) is not None
+                if axis in flattened and (dim := shard_dim(p)) is not None and (split_factor(p) > 1 or not regroups)
                 else p
                 for axis, p in enumerate(placements)
             )
         )
 
+    regroups = decision.local is not None
     inputs = []
     for index, (spec, wanted) in enumerate(zip(call.operands, decision.inputs)):
         moves = [(a, b) for a, b in zip(spec.placements, wanted) if a != b and not _is_same_cut(a, b)]
@@ -133,8 +138,13 @@ def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
     outputs = decision.outputs and tuple(map(stock, decision.outputs))
     decision = replace(decision, inputs=tuple(inputs), outputs=outputs)
     if _runs_as_it_is(call, decision):
-        return OutputSharding(_output_specs(call, decision))
+        return OutputSharding(_specs_of_results(call, decision))
     return _execute(call, decision, args, kwargs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _decide_interleaved(call: OpCall) -> Decision | None:
+    return stand_in_rule(call) or view_rule(call)
 
 
 def _is_same_cut(a: Placement, b: Placement) -> bool:
@@ -198,8 +208,8 @@ def _runs_as_it_is(call: OpCall, decision: Decision) -> bool:
         return False
     if call.mutated:
         return True  # results are the written operands: nothing depends on other arguments
-    if call.schema_info is None:
-        return decision.outputs is None
+    if call.schema_info is None:  # the key has the tensors alone
+        return decision.outputs is None or takes_only_tensors(call.op)
     if call.schema_info.needs_pytree:  # the key leaves numbers out: right as long as they cannot change a dtype
         return all(spec.tensor_meta is not None and spec.tensor_meta.dtype.is_floating_point for spec in call.operands)
     known = static_keywords(call.schema_info)
@@ -209,8 +219,19 @@ def _runs_as_it_is(call: OpCall, decision: Decision) -> bool:
     return not others or all(spec.tensor_meta.dtype.is_floating_point for spec in call.operands if spec.tensor_meta)
 
 
+def _specs_of_results(call: OpCall, decision: Decision) -> Any:
+    """Specs in the structure of the op's results; None for results that are not tensors. Equal calls get the same objects,
+    so that later ops find them by identity."""
+    try:
+        return _output_specs(call, decision)
+    except TypeError as error:  # an argument without a hash
+        if "unhashable" not in str(error):
+            raise
+        return _output_specs.__wrapped__(call, decision)
+
+
+@functools.lru_cache(maxsize=8192)
 def _output_specs(call: OpCall, decision: Decision) -> Any:
-    """Specs in the structure of the op's results; None for results that are not tensors."""
     if decision.outputs is None:
         return None
     meta = call.meta
@@ -256,7 +277,7 @@ def _execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: di
                 raise
         local_args, local_kwargs = substitute(args, kwargs, locals_, torch.Tensor)
         return _replicated(call.mesh, call.op(*local_args, **local_kwargs))
-    specs = _output_specs(call, decision)
+    specs = _specs_of_results(call, decision)
     if not rank_in_mesh(call.mesh):
         result = _placeholder(specs)
     else:

@@ -229,7 +229,9 @@ class _Work:
                 where.runtime.implicit(
                     where, _OP, name, local_of(x), x.placements, wanted, self._edit(where, x, wanted)
                 )
-            x = convert(x, wanted, who=f"implicit: {_OP}")
+            # What is a sum of the ranks' gradients on the other axes goes back as one.
+            moved = [None if own == target else target for own, target in zip(x.placements, wanted)]
+            x = convert(x, moved, who=f"implicit: {_OP}")
         local = enter_local(x, grads)
         for split in {split for split in self.splits if split is not None and _size(x, split) > 1}:
             if split == _ROWS and name in ("key", "value"):
@@ -243,7 +245,8 @@ class _Work:
 
     def _kept(self, x: DTensor, name: str) -> set[int]:
         """Axes along which an operand stays as it is sharded: each rank has what its queries meet."""
-        kept = set(self.turning) if name in ("key", "value") else set()
+        kept = {axis for axis in range(self.mesh.ndim) if self.mesh.size(axis) == 1}
+        kept |= set(self.turning) if name in ("key", "value") else set()
         for split in {split for split in self.splits if split is not None}:
             axes = [axis for axis, other in enumerate(self.splits) if other == split]
             own = {axis: x.placements[axis] for axis in axes if shard_dim(x.placements[axis]) == x.ndim + split}

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -33,6 +32,7 @@ from vescale.comm import all_gather_into, all_reduce, asking, axis_group
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
 from vescale.placements import shard_dim
 from vescale.runtime._boundary import bring, bring_with_gradient, enter_local, leave_local
+from vescale.runtime._once import differentiable_once
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime
@@ -173,9 +173,26 @@ class _Normalize(torch.autograd.Function):
         return F.batch_norm(x, statistics.mean, statistics.var, weight, bias, training=False, eps=eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight, mean, inverse = ctx.saved_tensors
+        with torch.no_grad():
+            found = _Normalize._gradients(ctx, grad, x, weight, mean, inverse)
+        once = (
+            "batch_norm over a sharded batch has no derivatives of its gradient, and these are asked for "
+            "(create_graph=True); normalize with LayerNorm or GroupNorm, or keep the batch whole: write R for the module's "
+            "<in> in the plan's shard section"
+        )
+        return *differentiable_once(found, (grad, x, weight), once), None, None, None, None
+
+    @staticmethod
+    def _gradients(
+        ctx: Any,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        mean: torch.Tensor,
+        inverse: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
         rows, shape = _rows(x), [1, -1, *[1] * (x.ndim - 2)]
         wide = grad.to(mean.dtype)
         centered = x.to(mean.dtype) - mean.view(shape)
@@ -193,9 +210,8 @@ class _Normalize(torch.autograd.Function):
                 slope = (sums[1] * inverse.square()).view(shape)
                 of_input = wide - sums[0].view(shape) - centered * slope
             of_input = (of_input * scale.view(shape)).to(grad.dtype)
-        grads = (
+        return (
             of_input,
-            (of_weight * inverse).to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            (of_weight * inverse).to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None,
             of_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
         )
-        return *grads, None, None, None, None

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from vescale.comm import AxisGroup, Pending, all_to_all_v, asking
 from vescale.ir import RingSchedule, meetings
 from vescale.runtime._block_attention import Attended, BlockGradients, accumulation_dtype
+from vescale.runtime._once import differentiable_once
 
 __all__ = ["Ring", "ring_attention"]
 
@@ -137,19 +137,21 @@ class _Call:
 
 
 class _RingAttention(torch.autograd.Function):
+    """``own_block``: this rank's keys and values, packed."""
+
     @staticmethod
     def forward(
         ctx: Any,
         call: _Call,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        own_block: torch.Tensor,
         mask: torch.Tensor | None,
         kept: torch.Tensor | None,
     ) -> torch.Tensor:
         schedule, own = call.ring.schedule, call.ring.group.index
-        leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-2], value.shape[:-2])
-        attended = Attended(query, (*leading, *query.shape[-3:-1], value.shape[-1]), call.scale)
+        key, value = call.blocks.key, call.blocks.value
+        leading = torch.broadcast_shapes(query.shape[:-3], key[:-2], value[:-2])
+        attended = Attended(query, (*leading, *query.shape[-3:-1], value[-1]), call.scale)
 
         def visit(step: int, owner: int | None, block: torch.Tensor | None) -> None:
             if owner is None or block is None:
@@ -159,20 +161,30 @@ class _RingAttention(torch.autograd.Function):
                 k, v = call.blocks.unpack(block, schedule.length(owner))
                 attended.meet(k, v, met, call.columns(owner, mask), call.columns(owner, kept), call.dropout)
 
-        own_block = call.blocks.pack(key, value)
         call.travel(own_block, "keys and values", visit)
         ctx.call = call
         ctx.save_for_backward(query, own_block, mask, kept, attended.out, attended.log_sum)
         return attended.out.to(query.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, own_block, mask, *_ = ctx.saved_tensors
+        with torch.no_grad():
+            found = _RingAttention._gradients(ctx, grad)
+        once = (
+            f"{ctx.call.ring.who}: blocks that go round have no derivatives of their gradients, and these are asked for "
+            "(create_graph=True); write all_gather or ulysses for this axis in the plan's attention section"
+        )
+        return None, *differentiable_once(found, (grad, query, own_block, mask), once), None
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Of the query, the block and the mask."""
         call: _Call = ctx.call
         query, own_block, mask, kept, out, log_sum = ctx.saved_tensors
         ring, schedule, own = call.ring, call.ring.schedule, call.ring.group.index
         gradients = BlockGradients(query, out, log_sum, grad, call.scale)
-        mask_gradient = torch.zeros_like(mask, dtype=out.dtype) if ctx.needs_input_grad[4] else None
+        mask_gradient = torch.zeros_like(mask, dtype=out.dtype) if ctx.needs_input_grad[3] else None
         coming: _Coming | None = None
         home: torch.Tensor | None = None
 
@@ -202,9 +214,8 @@ class _RingAttention(torch.autograd.Function):
             home = coming.wait().get(own, home)
         if home is None:  # no keys here
             home = torch.zeros_like(own_block)
-        grad_key, grad_value = (x.to(own_block.dtype) for x in call.blocks.unpack(home, schedule.length(own)))
         grad_mask = mask_gradient.to(mask.dtype) if mask_gradient is not None else None
-        return None, gradients.query.to(query.dtype), grad_key, grad_value, grad_mask, None
+        return gradients.query.to(query.dtype), home.to(own_block.dtype), grad_mask
 
 
 def _of_block(
@@ -252,7 +263,7 @@ def ring_attention(
     Shapes as for ``F.scaled_dot_product_attention``; ``mask`` and ``kept`` (what dropout keeps) have the rows that are here,
     and all keys. ``grouped``: fewer key/value heads than query heads, each for as many neighbours.
 
-    Communication: by the module's table. Gradients have no gradients of their own.
+    Communication: by the module's table. Gradients have no gradients of their own: RuntimeError where these are asked for.
     """
     device = query.device.type
     if torch.is_autocast_enabled(device):  # as it does with F.scaled_dot_product_attention
@@ -277,5 +288,6 @@ def ring_attention(
         dropout,
     )
     with torch.autocast(device, enabled=False):
-        found = _RingAttention.apply(call, opened(query), key, value, opened(mask), opened(kept))
+        own_block = call.blocks.pack(key, value)
+        found = _RingAttention.apply(call, opened(query), own_block, opened(mask), opened(kept))
     return found.flatten(-4, -3)

@@ -199,14 +199,12 @@ class UnitState(ModuleState):
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with no_torch_function():
-            if self.tree.awaits_end_of_backward and not in_backward():
-                self.tree.states[0].abandon_iteration()
             return super().before_forward(module, args, kwargs)
 
     def _begin_iteration(self, args: Any, kwargs: Any) -> Any:
         """What an earlier forward has left gathered may be older than the parameters, which an optimizer has written since,
         unless gradients are being accumulated: it is gathered anew."""
-        begins = self.tree.forward_root is None
+        begins = self.tree.forward_root is None and not in_backward()
         args, kwargs = super()._begin_iteration(args, kwargs)
         if begins:
             for group in (group for state in self.tree.states for group in state.groups):

@@ -140,7 +140,9 @@ def align(
                 f"{leader.mesh} and {spec.mesh}; bring them to one mesh through full_tensor() and distribute_tensor()"
             )
     target = tuple(
-        placement if not _pending_on(axis, operands, shape) else _settle(name, axis, operands, shape, leads[0])
+        placement
+        if not _pending_on(axis, operands, shape)
+        else _settle(name, axis, operands, shape, leads[0], bool(written))
         for axis, placement in enumerate(leader.placements)
     )
     alignment = Alignment(target, operands, shape)
@@ -157,7 +159,9 @@ def _pending_on(axis: int, operands: Sequence[DTensorSpec], shape: torch.Size) -
     )
 
 
-def _settle(name: str, axis: int, operands: Sequence[DTensorSpec], shape: torch.Size, leader: int) -> Placement:
+def _settle(
+    name: str, axis: int, operands: Sequence[DTensorSpec], shape: torch.Size, leader: int, is_written: bool
+) -> Placement:
     """What the results have on an axis where an operand is Partial: its Partial if the op passes it on, else Replicate
     (or the leader's own placement)."""
     found = [spec.placements[axis] if spec.shape == shape else Replicate() for spec in operands]
@@ -167,7 +171,11 @@ def _settle(name: str, axis: int, operands: Sequence[DTensorSpec], shape: torch.
     passes = False
     if first.is_partial("sum") or first.is_partial("avg"):
         if name in _ADDITIVE:  # one operand: the other is a Python number, which is not to be added on every rank
-            passes = len(found) > 1 and all(placement == first for placement in found)
+            passes = len(found) > 1 and all(
+                placement == first or _is_summand(first, placement, spec, shape)
+                for placement, spec in zip(found, operands)
+            )
+            passes = passes and (own == first or not is_written)
         elif len(partials) == 1 and (name in _LINEAR_IN_FIRST or name in _LINEAR_IN_SECOND):
             passes = found.index(first) == 0 or name in _LINEAR_IN_SECOND
             passes = passes and all(p == first or p.is_replicate() for p in found)
@@ -178,6 +186,11 @@ def _settle(name: str, axis: int, operands: Sequence[DTensorSpec], shape: torch.
     if passes:
         return first
     return Replicate() if own.is_partial() else own
+
+
+def _is_summand(pending: Placement, own: Placement, spec: DTensorSpec, shape: torch.Size) -> bool:
+    """Whether an operand can be one more contribution to a pending sum: whole everywhere, it is that of the first rank."""
+    return pending.is_partial("sum") and own.is_replicate() and spec.shape == shape
 
 
 def _keep_pending(
