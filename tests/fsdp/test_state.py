@@ -306,7 +306,48 @@ def whole_mesh() -> None:
     torch.testing.assert_close(full(ours.weight.grad), full(stock.weight.grad))
 
 
-PARTS = {f.__name__: f for f in (state_dicts, saved_and_copied, checkpoints, meta_device, tensor_parallel, whole_mesh)}
+def several_axes_of_the_whole_mesh() -> None:
+    """Two of them shard together: at rest on the mesh that stock FSDP has, with one axis in their place; also around an
+    axis between them, which stock FSDP refuses."""
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    def trained(sharding: Any, sizes: dict[str, int]) -> nn.Linear:
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        torch.manual_seed(0)
+        model = nn.Linear(6, 5)
+        for name, parameter in list(model.named_parameters()):
+            run = [Shard(0) if axis == "tp" else Replicate() for axis in sizes]
+            setattr(model, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, run)))
+        sharding(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "ep")))
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+        rows = [Replicate() if axis == "tp" else Shard(0) for axis in sizes]
+        model(DTensor.from_local(x, mesh, rows)).square().sum().backward()
+        return model
+
+    stock, ours = (trained(sharding, {"dp": 2, "ep": 2}) for sharding in (stock_fully_shard, fully_shard))
+    around = trained(fully_shard, {"dp": 2, "tp": 1, "ep": 2})
+    found = [model.weight for model in (stock, ours, around)]
+    assert all(isinstance(weight, DTensor) for weight in found)
+    assert found[1].device_mesh == found[0].device_mesh  # type: ignore[attr-defined]
+    assert found[2].device_mesh.mesh_dim_names == ("tp", "dp_ep")  # type: ignore[attr-defined]
+    for model in (ours, around):
+        assert isinstance(model.weight.placements[-1], RaggedShard)  # type: ignore[attr-defined]
+        for own, other in zip(model.parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(full(own.grad), full(other.grad))
+
+
+PARTS = {
+    f.__name__: f
+    for f in (
+        state_dicts,
+        saved_and_copied,
+        checkpoints,
+        meta_device,
+        tensor_parallel,
+        whole_mesh,
+        several_axes_of_the_whole_mesh,
+    )
+}
 
 
 def run_part(name: str) -> None:

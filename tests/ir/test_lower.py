@@ -43,11 +43,23 @@ def zero_3() -> Plan:
     return plan.unit(LAYER)
 
 
+def zero_3_over_two_axes() -> Plan:
+    """One cut over both axes of the batch; beside it, a tensor-parallel one."""
+    plan = Plan({"dp": 2, "ep": 4, "tp": 2}).shard("<in>", Shard(0), mesh=("dp", "ep"))
+    plan.shard(rf"{LAYER}.mlp.(gate|up)_proj.weight", Shard(0), mesh="tp")
+    plan.shard(rf"{LAYER}.mlp.down_proj.weight", Shard(1), mesh="tp")
+    plan.shard(rf"{LAYER}.mlp.down_proj.<out>", Replicate(), mesh="tp")
+    for phase, placement in ((INIT, RaggedShard()), (RUN, Replicate())):
+        plan.shard(".*", placement, mesh=("dp", "ep"), phase=phase)
+    return plan
+
+
 PLANS: dict[str, Callable[[], Plan]] = {
     "llama_tp": tensor_parallel,
     "llama_tp_sp_vocab": lambda: plan_zoo.load("llama", {"dp": 1, "tp": 2}),
     "llama_dp_tp_sp": lambda: plan_zoo.load("llama", {"dp": 2, "tp": 2}),
     "llama_zero_3": zero_3,
+    "llama_zero_3_over_two_axes": zero_3_over_two_axes,
 }
 
 

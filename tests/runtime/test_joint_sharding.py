@@ -27,7 +27,7 @@ from vescale import Plan, deferred_init, no_sync, optim, parallelize
 from vescale.comm import axis_group, join_axes, record_comms
 from vescale.compat import make_dtensor, make_spec
 from vescale.fsdp import report
-from vescale.ir import lower, unit_buckets
+from vescale.ir import lower, predict, unit_buckets
 from vescale.placements import RaggedShard
 from vescale.plans import INIT, RUN
 
@@ -209,6 +209,29 @@ def test_with_other_axes(ranks: RankPools) -> None:
     """Also where the joined axes are no neighbours."""
     cases = [({"fsdp": 2, "tp": 2, "ep": 2},), ({"dp": 2, "fsdp": 2, "ep": 2},)]
     ranks.run(run_cases, stack_trained, cases, world_size=8)
+    ranks.run(explained, cases[0][0], world_size=8)
+
+
+def explained(sizes: dict[str, int]) -> None:
+    """What ``explain`` predicts of units and of what they leave pending is what runs."""
+    plan = stack_plan(sizes)
+    with torch.device("meta"):
+        twin, x = stack(), torch.empty(8, 4, 6, dtype=torch.float64)
+    prediction = predict(lower(plan, twin), twin, {"x": x})
+    model = stack()
+    parallelize(model, plan, strict=True)
+    for number in range(2):
+        with record_comms() as ledger:
+            stack_loss(model, number)
+    ours = ("", "blocks.0", "blocks.1")
+    assert prediction.stopped is None
+    assert Counter(
+        (r.asker, r.op.removesuffix("_v"), r.axes, r.bytes) for r in ledger.records if r.asker in ours
+    ) == Counter((c.path, c.op, c.axis, c.num_bytes) for c in prediction.collectives if c.target.startswith("<unit>"))
+    buckets = [r for r in ledger.records if r.asker.startswith("bucket")]
+    assert [(r.op, r.axes) for r in buckets] == [
+        (op, axes) for b in prediction.buckets for op, axes, _ in b.collectives
+    ]
 
 
 def stages() -> None:
