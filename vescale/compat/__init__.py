@@ -80,7 +80,7 @@ try:
         foreach_scale_,
         has_foreach,
     )
-    from vescale.compat.grads import TensorRow, give_grads, is_dense, take_grads
+    from vescale.compat.grads import ParameterRow, TensorRow, is_dense
     from vescale.compat.groups import make_group
     from vescale.compat.hook_gate import HookGate
     from vescale.compat.install import DTensorHooks, install, stock
@@ -103,6 +103,7 @@ __all__ = [
     "MaskPartial",
     "OpSchema",
     "OutputSharding",
+    "ParameterRow",
     "StridedShard",
     "TensorMeta",
     "TensorRow",
@@ -125,7 +126,6 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_scale_",
-    "give_grads",
     "group_description",
     "has_foreach",
     "has_results",
@@ -170,7 +170,6 @@ __all__ = [
     "stock",
     "stock_dispatch",
     "suspend_compiling",
-    "take_grads",
     "tell_move",
     "tensors_in",
     "traced_all_to_all",
