@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -419,3 +420,25 @@ def joined() -> None:
 def test_meshes(ranks: RankPools) -> None:
     ranks.run(stage, world_size=8)
     ranks.run(joined, world_size=8)
+
+
+def part_of_the_world() -> None:
+    """Ranks outside of the mesh learn where parameters lie, and hold nothing."""
+    for in_advance, rest in ((False, Shard(0)), (True, RaggedShard())):
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("fsdp", "ep"))
+        plan = Plan(mesh).shard("<in:x>", {"fsdp": Shard(0), "ep": Shard(0)})
+        with deferred_init() if in_advance else contextlib.nullcontext():
+            model = stack()
+        parallelize(model, whole_while_running(plan, "first.*", ("fsdp", "ep"), rest))
+        weight = model.first.weight
+        assert isinstance(weight, DTensor) and weight.device_mesh.mesh_dim_names == ("fsdp_ep",)
+        assert weight.shape == (6, 6) and isinstance(weight.placements[0], type(rest))
+        if mesh.get_coordinate() is None:
+            assert weight.to_local().numel() == 0
+        else:
+            found = same_steps(stack(), model, stack_loss, num_steps=1)
+            assert found.within(1e-9), found
+
+
+def test_ranks_outside_of_the_mesh(ranks: RankPools) -> None:
+    ranks.run(part_of_the_world, world_size=8)
