@@ -31,6 +31,7 @@ from vescale.fsdp import report
 from vescale.ir import lower, predict, unit_buckets
 from vescale.placements import RaggedShard
 from vescale.plans import INIT, RUN
+from vescale.runtime import gradient_reducer
 
 EXPERTS = r"blocks.\d+.mixture.experts.(gate_up|down)_proj"
 DENSE = f"(?!{EXPERTS}).*"
@@ -230,9 +231,16 @@ def explained(sizes: dict[str, int]) -> None:
         (r.asker, r.op.removesuffix("_v"), r.axes, r.bytes) for r in ledger.records if r.asker in ours
     ) == Counter((c.path, c.op, c.axis, c.num_bytes) for c in prediction.collectives if c.target.startswith("<unit>"))
     buckets = [r for r in ledger.records if r.asker.startswith("bucket")]
-    assert [(r.op, r.axes) for r in buckets] == [
-        (op, axes) for b in prediction.buckets for op, axes, _ in b.collectives
+    assert buckets and [(r.op, r.axes) for r in buckets] == [
+        (op, axes) for bucket in prediction.buckets for op, axes, _ in bucket.collectives
     ]
+    own = gradient_reducer(model).buckets
+    empty = sum(
+        not slot.numel for bucket in own for slot in bucket.slots
+    )  # one element tells whether there is a gradient
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, sum(bucket.num_bytes for bucket in own) - 8 * empty)
+    assert sum(of_ranks) == len(of_ranks) * sum(bucket.num_bytes for bucket in prediction.buckets), of_ranks
 
 
 def stages() -> None:
