@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -154,7 +155,7 @@ def stack() -> Stack:
     return Stack().double()
 
 
-def stack_plan(sizes: dict[str, int]) -> Plan:
+def stack_plan(sizes: dict[str, int], paths: str = ".*", rest: Any = None) -> Plan:
     """Joint cuts over fsdp and ep; the sequence over tp between the matrices, replicas over dp."""
     plan = Plan(mesh_of(sizes))
     plan.shard("<in:x>", {axis: Shard(0) for axis in sizes if axis != "tp"})
@@ -165,7 +166,7 @@ def stack_plan(sizes: dict[str, int]) -> Plan:
         )
         plan.shard(r"blocks.\d+.down.weight", Shard(1), mesh="tp")
         plan.shard(r"blocks.\d+.down.<out>", Shard(1), mesh="tp").shard("<out>", Replicate(), mesh="tp")
-    return whole_while_running(plan, ".*", ("fsdp", "ep"))
+    return whole_while_running(plan, paths, ("fsdp", "ep"), rest)
 
 
 def stack_loss(model: nn.Module, number: int) -> Tensor:
@@ -249,10 +250,34 @@ def stages() -> None:
     stack_trained(sizes, reshard_after_forward=False)
     stack_trained(sizes, reshard_after_forward=False, reshard_after_backward=False)
     stack_trained(sizes, reshard_after_forward=2)
+    stack_trained(sizes, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def test_stages(ranks: RankPools) -> None:
     ranks.run(stages)
+
+
+def given(paths: str, rest: Any, lengths: list[int]) -> None:
+    """A cut that the plan gives is the one at rest: uneven, with ranks that hold nothing, of an inner dim."""
+    reference, model = stack(), stack()
+    parallelize(model, stack_plan({"fsdp": 2, "ep": 2}, paths, rest), strict=True)
+    first = model.first.weight
+    assert isinstance(first, DTensor) and first.placements == (rest,)
+    assert first.to_local().numel() == 6 * lengths[dist.get_rank()]
+    assert isinstance(model.blocks[0].scale, DTensor) and model.blocks[0].scale.placements == (Replicate(), Replicate())
+    found = same_steps(reference, model, stack_loss, num_steps=3, around=clip)
+    assert found.within(1e-9), found
+    twin = stack_plan({"fsdp": 2, "ep": 2})
+    other = stack()
+    parallelize(other, twin, strict=True)
+    other.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+    assert_same(other, reference)
+
+
+def test_given_cuts(ranks: RankPools) -> None:
+    matrices = "first.weight|.*(up|down).weight"
+    cases = [(".*(weight|bias)", Shard(0), [2, 2, 2, 0]), (matrices, Shard(1), [2, 2, 2, 0])]
+    ranks.run(run_cases, given, [*cases, ("first.weight", RaggedShard((0,), (3, 0, 2, 1)), [3, 0, 2, 1])])
 
 
 # Values, states, optimizers
