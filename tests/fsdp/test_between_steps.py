@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.fsdp.compare import by_block, data, full, mesh_of, same_gradients, train_step
 from tests.fsdp.models import Block, Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
-from vescale.fsdp import fully_shard
+from vescale.fsdp import fully_shard, register_fsdp_forward_method
 
 
 def sharded(build: Callable[[], nn.Module] = Net, **options: Any) -> Any:
@@ -47,6 +47,46 @@ def broken_off(reset: bool) -> None:
             optimizer.zero_grad()  # of a broken-off backward some modules are gathered still: those of ``model`` would miss
             net_loss(one, step, dist.get_rank()).backward()
         same_gradients([model, same], f"step {step} after an exception")
+
+
+def failed_forward(where: str, first: bool) -> None:
+    """After an exception in forward the parameters are the sharded ones, and what is written to them is used."""
+    model = sharded()
+    torch.manual_seed(0)
+    plain = Net()
+    if not first:
+        net_loss(model, 0, dist.get_rank()).backward()
+        model.zero_grad()
+
+    def fail(*_: Any) -> None:
+        raise KeyError("on purpose")
+
+    handle = model.get_submodule(where).register_forward_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"):
+        net_loss(model, 1, dist.get_rank())
+    handle.remove()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    for one in (model, plain):
+        stepped(list(one.parameters()))
+    train_step(model, 2, net_loss, [dist.get_rank()])
+    train_step(plain, 2, net_loss, list(range(dist.get_world_size())))
+    for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(own.grad), expected.grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def failed_method() -> None:
+    """The same of a method that gathers as forward does."""
+
+    class Scoring(Net):
+        def scores(self, ids: torch.Tensor) -> torch.Tensor:
+            raise KeyError("on purpose")
+
+    model = sharded(Scoring)
+    register_fsdp_forward_method(model, "scores")
+    with pytest.raises(KeyError, match="on purpose"):
+        model.scores(tokens(0, 0))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    net_loss(model, 0, dist.get_rank()).backward()
 
 
 def penalty(options: dict[str, Any]) -> None:
@@ -170,6 +210,8 @@ WRITES = (halved, averaged, stepped)
 CASES: list[tuple[Any, ...]] = [
     (broken_off, False),
     (broken_off, True),
+    *((failed_forward, where, first) for where in ("blocks.1.up", "head") for first in (False, True)),
+    (failed_method,),
     (penalty, {}),
     (penalty, {"reshard_after_forward": False}),
     (penalty, {"reshard_after_forward": 2}),

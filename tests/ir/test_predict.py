@@ -14,6 +14,7 @@ from tests.ir.models import build, llama
 from tests.ir.test_lower import tensor_parallel, zero_3
 from vescale import lower, plan_zoo
 from vescale.ir import Collective, Prediction, optimize, predict
+from vescale.ir._channels import CHANNEL_RULES
 from vescale.ir._flow import Flow, rule_for
 from vescale.plans import Plan
 
@@ -256,6 +257,18 @@ R, S0 = Replicate(), Shard(0)
         ("scaled_dot_product_attention", [Shard(2), R, R], [(2, 4, 8, 3)] * 3, (2, 4, 8, 3), (), Shard(2)),
         ("conv2d", [S0, R, R], [(4, 3, 8, 8), (5, 3, 2, 2), (5,)], (4, 5, 4, 4), (), S0),
         ("conv2d", [Shard(2), R, R], [(4, 3, 8, 8), (5, 3, 2, 2), (5,)], (4, 5, 4, 4), (), None),
+        ("conv2d", [S0, S0, R], [(4, 3, 8, 8), (6, 3, 2, 2), (6,)], (4, 6, 4, 4), (), None),
+        ("conv2d", [R, S0, S0], [(4, 3, 8, 8), (6, 3, 2, 2), (6,)], (4, 6, 4, 4), (), Shard(1)),
+        ("conv2d", [Shard(1), S0, S0], [(4, 4, 8, 8), (6, 4, 2, 2), (6,)], (4, 6, 4, 4), (), None),
+        ("conv2d", [Shard(1), Shard(1), R], [(4, 4, 8, 8), (6, 4, 2, 2), (6,)], (4, 6, 4, 4), (), Partial()),
+        ("conv2d", [Shard(1), R], [(4, 4, 8, 8), (4, 1, 2, 2)], (4, 4, 4, 4), (0, 0, None, 1, 0, 1, 4), Shard(1)),
+        ("conv2d", [Shard(1), S0], [(4, 3, 8, 8), (3, 1, 2, 2)], (4, 3, 4, 4), (0, 0, None, 1, 0, 1, 3), None),
+        ("conv_transpose2d", [R, Shard(1), R], [(4, 3, 8, 8), (3, 6, 2, 2), (6,)], (4, 6, 9, 9), (), Shard(1)),
+        ("conv_transpose2d", [Shard(1), S0], [(4, 4, 8, 8), (4, 6, 2, 2)], (4, 6, 9, 9), (), Partial()),
+        ("batch_norm", [S0, R, R, R, R], [(4, 6, 8), *[(6,)] * 4], (4, 6, 8), (), S0),
+        ("batch_norm", [Shard(1), S0, S0, R, R], [(4, 6, 8), *[(6,)] * 4], (4, 6, 8), (), Shard(1)),
+        ("batch_norm", [Shard(2), R, R, R, R], [(4, 6, 8), *[(6,)] * 4], (4, 6, 8), (), Shard(2)),
+        ("batch_norm", [S0, S0, S0, R, R], [(4, 6, 8), *[(6,)] * 4], (4, 6, 8), (), None),
         ("chunk", [S0], [(4, 8)], (4, 4), (None, 2, 1), S0),
         ("chunk", [Shard(1)], [(4, 8)], (4, 4), (None, 2, 1), None),
         ("__getitem__", [S0], [(4, 8)], (4, 1, 8), (None, (slice(None), None)), S0),
@@ -270,4 +283,4 @@ R, S0 = Replicate(), Shard(0)
 )
 def test_rules(name: str, lies: Any, shapes: Any, result: Any, arguments: Any, expected: Any) -> None:
     flow = Flow(lies, [meta(*shape) for shape in shapes], meta(*result), arguments, {}, 2)
-    assert rule_for(name, flow) == expected
+    assert rule_for(name, flow, CHANNEL_RULES) == expected

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, Shard
 
 from tests.plan_zoo.models import MODELS, labels
 from tests.ranks import RankPools
 from tests.runtime.hf import Step, one_step
 from vescale import Plan, plan_zoo
-from vescale.plans import LocalEntry
+from vescale.plans import LocalEntry, ShardEntry
 
 # Routers, and rotary embeddings of some, compute in float32.
 TOLERANCE = {"mixtral": 1e-6, "qwen3_moe": 1e-6, "deepseek_v3": 1e-6, "gpt_oss": 1e-6}
@@ -108,6 +109,38 @@ def test_experts_that_meet_all_tokens(ranks: RankPools, name: str, world_size: i
             assert step.is_same(TOLERANCE.get(name, 1e-9)), (sizes, step)
             if world_size == 2:
                 assert {op: n for (op, axes), n in step.collectives.items() if axes == "tp"} == MASKED_COLLECTIVES[name]
+
+
+def without_sequence_parallel(plan: Plan) -> Plan:
+    """What ranks sum lies whole on each of them, and not cut over the sequence."""
+    found = Plan(plan.mesh or plan.axes)
+    for entry in plan.entries:
+        if isinstance(entry, ShardEntry) and entry.path.text.endswith("<out>"):
+            whole = tuple((axis, Replicate() if (axis, p) == ("tp", Shard(1)) else p) for axis, p in entry.placements)
+            entry = replace(entry, placements=whole)
+        found.add(entry)
+    return found
+
+
+def plainly(name: str) -> Step:
+    model = MODELS[name]
+    return one_step(
+        model.build,
+        model.inputs(),
+        lambda _, mesh: without_sequence_parallel(plan_zoo.load(name, mesh)),
+        {"tp": 2, "dp": 1},
+        strict=True,
+        objective=model.objective,
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_plain_tensor_parallelism(ranks: RankPools, name: str) -> None:
+    """4 all-reduces a layer: forward and backward, attention and feed-forward. Around the layers one after the embedding,
+    one of the gradient before the head, and the four small ones of the loss."""
+    for step in ranks.run(plainly, name, world_size=2):
+        assert step.is_same(1e-9) and step.implicit == 0, step
+        assert step.collectives == {("all_reduce", "tp"): 4 * 2 + 2 + 4}
 
 
 def balanced(name: str, sizes: dict[str, int], padded: bool) -> Step:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 from tests.ranks import RankPools
 from tests.runtime.llama import batch, make_llama, make_mesh, make_plan
 from vescale.comm import record_comms
-from vescale.ir import lower, predict
+from vescale.ir import Prediction, lower, predict
+from vescale.plans import Plan
 from vescale.runtime import parallelize
 
 # (op, axis, whether of a parameter's gradient) -> (calls, bytes)
@@ -25,12 +30,15 @@ def measured_and_predicted(plan_name: str, dp: int, tp: int, options: dict[str, 
         on_meta = make_llama(**options)
     inputs = {"input_ids": ids.to("meta"), "labels": labels.to("meta"), "use_cache": False}
     prediction = predict(lower(plan, on_meta), on_meta, inputs)
-    assert prediction.stopped is None and all(c.op is not None for c in prediction.collectives)
     parallelize(model, plan, strict=True)
+    return compared(prediction, lambda: model(ids).logits)
+
+
+def compared(prediction: Prediction, forward: Callable[[], Any]) -> tuple[Totals, Totals]:
+    assert prediction.stopped is None and all(c.op is not None for c in prediction.collectives), prediction
     with record_comms() as ledger:
-        logits = model(ids).logits
         # A loss that communicates nothing: each rank's part of a weighted sum.
-        logits.to_local().square().sum().backward()
+        forward().to_local().square().sum().backward()
     found = [
         ((r.op.removesuffix("_v"), r.axes, ".grad:" in r.asker), r.bytes) for r in ledger.records if r.num_ranks > 1
     ]
@@ -60,3 +68,45 @@ def totals(collectives: list[tuple[tuple[str, str, bool], int]]) -> Totals:
 def test_calls_and_bytes(ranks: RankPools, plan_name: str, dp: int, tp: int, options: dict[str, Any]) -> None:
     for measured, predicted in ranks.run(measured_and_predicted, plan_name, dp, tp, options, world_size=dp * tp):
         assert measured == predicted
+
+
+class Tower(nn.Module):
+    """Channels are cut between ``up`` and ``down``, and again between ``widen`` and ``narrow``, which are transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.up, self.inner = nn.Conv2d(6, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.deep, self.last = nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.BatchNorm2d(8)
+        self.down = nn.Conv2d(8, 6, 1)
+        self.widen, self.narrow = nn.ConvTranspose2d(6, 4, 2, stride=2), nn.ConvTranspose2d(4, 6, 1, bias=False)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.first(self.stem(x)))
+        x = x + self.down(self.last(self.deep(F.relu(self.inner(self.up(x))))))
+        return self.narrow(F.relu(self.widen(x)))
+
+
+def tower_measured_and_predicted(dp: int, tp: int, training: bool) -> tuple[Totals, Totals]:
+    torch.manual_seed(0)
+    model, x = Tower().train(training), torch.randn(4, 3, 5, 6, dtype=torch.float64)
+    with torch.device("meta"):
+        on_meta = Tower().train(training)
+    plan = Plan(make_mesh(dp=dp, tp=tp)).shard("<in:x>", {"dp": Shard(0)})
+    plan.shard("(up|deep).(weight|bias)", {"tp": Shard(0)}).shard("down.weight", {"tp": Shard(1)})
+    plan.shard("(inner|last).(weight|bias|running_mean|running_var)", {"tp": Shard(0)})
+    plan.shard("widen.weight", {"tp": Shard(1)}).shard("widen.bias", {"tp": Shard(0)})
+    plan.shard("narrow.weight", {"tp": Shard(0)})
+    plan.shard("(up|widen).<in>", {"tp": Replicate()}).shard("(down|narrow).<out>", {"tp": Replicate()})
+    prediction = predict(lower(plan, on_meta), on_meta, {"x": x.to("meta")})
+    statistics = Counter(c.path for c in prediction.collectives if c.target == "<statistics>")
+    assert statistics == (dict.fromkeys(("first", "inner", "last"), 2) if training and dp > 1 else {})
+    parallelize(model, plan, strict=True)
+    return compared(prediction, lambda: model(x))
+
+
+@pytest.mark.parametrize(("dp", "tp", "training"), [(1, 2, True), (2, 2, True), (2, 2, False)])
+def test_channels_that_are_cut_and_statistics_of_a_batch(ranks: RankPools, dp: int, tp: int, training: bool) -> None:
+    for measured, predicted in ranks.run(tower_measured_and_predicted, dp, tp, training, world_size=dp * tp):
+        assert measured == predicted and len(measured) == (4 if training and dp > 1 else dp)

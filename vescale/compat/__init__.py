@@ -81,6 +81,7 @@ try:
         foreach_scale_,
         has_foreach,
     )
+    from vescale.compat.grads import TensorRow, give_grads, is_dense, take_grads
     from vescale.compat.groups import make_group
     from vescale.compat.hook_gate import HookGate
     from vescale.compat.install import DTensorHooks, install, stock
@@ -105,6 +106,7 @@ __all__ = [
     "OutputSharding",
     "StridedShard",
     "TensorMeta",
+    "TensorRow",
     "UnsupportedTorchError",
     "all_gather_single",
     "are_unheld",
@@ -123,6 +125,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_scale_",
+    "give_grads",
     "group_description",
     "has_foreach",
     "has_results",
@@ -134,6 +137,7 @@ __all__ = [
     "install_dispatch",
     "is_alone",
     "is_captured",
+    "is_dense",
     "is_traced",
     "is_view",
     "local_of",
@@ -168,6 +172,7 @@ __all__ = [
     "stock",
     "stock_dispatch",
     "suspend_compiling",
+    "take_grads",
     "takes_only_tensors",
     "tell_move",
     "tensors_in",

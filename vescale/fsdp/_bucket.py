@@ -297,6 +297,11 @@ class Bucket:
             unsharded.grad = None
             if gradient is None:
                 return
+            if gradient.layout is not torch.strided:
+                raise NotImplementedError(
+                    f"the gradient of {parameter.name!r} of shape {parameter.global_shape} is a {gradient.layout} tensor; "
+                    "fully_shard reduces dense ones: make it dense, nn.Embedding(sparse=False)"
+                )
             with torch.no_grad():
                 self._begin()
                 if self._received[index]:

@@ -25,6 +25,7 @@ from vescale.fsdp._parameter import ManagedParameter, Slot
 from vescale.fsdp._partial_reshard import KeptPieces
 from vescale.fsdp._phase import GradientPlace, Phase
 from vescale.fsdp._reduction import Reduction, ReductionOptions
+from vescale.fsdp._registered import has_replaced, replacement
 
 __all__ = ["BlockPolicy", "GroupMember", "ParameterGroup"]
 
@@ -177,11 +178,10 @@ class ParameterGroup:
         self.is_stale = False
         changed = False
         for parameter in self.parameters:
-            slot = parameter.slots[0]
-            current = slot.module._parameters[slot.name]
-            if current is not None and current is not parameter.unsharded and current is not parameter.sharded:
-                parameter.sharded = current
-                parameter.register(current)
+            found = replacement(parameter)
+            if found is not None:
+                parameter.sharded = found
+                parameter.register(found)
                 changed = True
         on_meta = [parameter.sharded.is_meta for parameter in self.parameters]
         if any(on_meta) and not all(
@@ -355,6 +355,8 @@ class ParameterGroup:
     def begin_iteration(self) -> None:
         """Before a forward: what an earlier one has left, and no backward has freed, may be older than the parameters."""
         self._kept = None
+        if has_replaced(self.parameters):
+            self.rebuild()
         if self._is_left and self.reshard_after_backward and (torch.is_grad_enabled() or self.is_kept_by_default):
             self.reshard()
 

@@ -308,7 +308,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def with_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._state
         args, kwargs = state.before_forward(self, args, kwargs)
-        output = function(self, *args, **kwargs) if function is not None else method(*args, **kwargs)
+        try:
+            output = function(self, *args, **kwargs) if function is not None else method(*args, **kwargs)
+        except BaseException:
+            state.after_exception(self, args, None)
+            raise
         return state.after_forward(self, args, output)
 
     with_parameters.__name__, with_parameters.__doc__ = method_name, getattr(method, "__doc__", None)

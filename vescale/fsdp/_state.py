@@ -18,6 +18,7 @@ from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._parameter import Slot
 from vescale.fsdp._phase import Phase
 from vescale.fsdp._preflight import compare_groups
+from vescale.fsdp._registered import check_distinct, has_replaced, warn_of_strays
 
 __all__ = ["ModuleState", "state_of"]
 
@@ -57,6 +58,7 @@ class ModuleState:
         device: torch.device,
         reshard_root: bool | None,
         hooks_first: bool = True,
+        ignored: Sequence[Slot] | None = None,
     ) -> None:
         self.modules = tuple(modules)
         self.groups = list(groups)
@@ -66,6 +68,8 @@ class ModuleState:
         self.is_root: bool | None = None
         self.reshard_root = reshard_root
         """What the user said of ``reshard_after_forward``; None: the root keeps its parameters."""
+        self.ignored = ignored
+        """Parameters that belong to no group on purpose; None: those outside of groups are somebody else's."""
         self.tree = TreeContext()
         self.comm = CommContext(device)
         self.forward_prefetch: list[ModuleState] = []
@@ -88,6 +92,7 @@ class ModuleState:
                 module.register_forward_hook(self._after_one, always_call=True)
             else:
                 module.register_forward_hook(self.after_forward)
+                module.register_forward_hook(self.after_exception, always_call=True)
         owners = {slot.module for group in self.groups for p in group.parameters for slot in p.slots}
         for owner in owners:
             owner.register_state_dict_pre_hook(self.to_rest)
@@ -130,9 +135,9 @@ class ModuleState:
                 group.recompute()
             return self._cast_inputs(args, kwargs)
         begins = self.phase is not Phase.FORWARD
-        self.phase = Phase.FORWARD
         if begins:
             args, kwargs = self._begin_iteration(args, kwargs)
+        self.phase = Phase.FORWARD
         args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.groups:
             group.before_forward()
@@ -163,10 +168,13 @@ class ModuleState:
         self.become_root()
         if self.tree.forward_root is not None:
             return args, kwargs
-        self.tree.forward_root = self
         if not in_backward():
-            for group in (group for state in self.tree.states for group in state.groups):
+            groups = [group for state in self.tree.states for group in state.groups]
+            if any(has_replaced(group.parameters) for group in groups):
+                check_distinct(parameter for group in groups for parameter in group.parameters)
+            for group in groups:
                 group.begin_iteration()
+        self.tree.forward_root = self
         lane, event = self.comm.gather_lane, self.tree.post_optimizer_event
         if event is None:
             lane.wait_for_compute()  # for the optimizer, which may still be writing parameters
@@ -177,6 +185,28 @@ class ModuleState:
             move = functools.partial(_to_device, self.device)
             args, kwargs = map_tensors(move, args), map_tensors(move, kwargs)
         return args, kwargs
+
+    @torch.compiler.disable
+    def after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Parameters are at rest, and the next forward begins anew. Also called when there was no exception: then the
+        forward has ended already."""
+        if self.phase is not Phase.FORWARD:
+            return
+        self._forget_forward()
+        if self.tree.forward_root is self:
+            self.tree.forward_root = None
+            self.comm.post_forward_order.clear()
+            for state in self.tree.states:
+                state._forget_forward()
+                state.forget_forward_order()
+
+    def _forget_forward(self) -> None:
+        self.to_rest()
+        self._still_to_run.clear()
+        if self.phase is Phase.FORWARD:
+            self.phase = Phase.IDLE
+            for group in self.groups:
+                group.forget_forward()
 
     def _conclude_incomplete(self, output: Any) -> Any:
         """Groups of several modules of which only some have run end their forward with the root's."""
@@ -290,6 +320,8 @@ class ModuleState:
         self.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
         self.forward_prefetch = [memo.get(id(state), state) for state in self.forward_prefetch]
         self.backward_prefetch = [memo.get(id(state), state) for state in self.backward_prefetch]
+        if self.ignored is not None:
+            self.ignored = [Slot(copy.deepcopy(module, memo), name) for module, name in self.ignored]
         for group in self.groups:
             for parameter in group.parameters:
                 parameter.slots = [Slot(copy.deepcopy(module, memo), name) for module, name in parameter.slots]
@@ -301,6 +333,7 @@ class ModuleState:
 
         Raises:
             RuntimeError: a state below has been a root already, or the root is a list of modules.
+            ValueError: parameters were tied after ``fully_shard``.
             ShardingMismatchError: the ranks have built different groups, or do not come; on every rank.
         """
         if self.is_root is not None:
@@ -339,7 +372,13 @@ class ModuleState:
             for group in self.groups:
                 group.reshard_after_forward, group.is_kept_by_default = False, True
         self._name_parameters(root)
-        self._compare_ranks()
+        try:
+            self._check_parameters(root)
+            self._compare_ranks()
+        except Exception:
+            for state in found:
+                state.is_root = None
+            raise
         for state in found:
             for group in state.groups:
                 group.rebuild()
@@ -351,6 +390,12 @@ class ModuleState:
             for group in state.groups:
                 for parameter in group.parameters:
                     parameter.name = names.get(id(parameter.sharded), parameter.name)
+
+    def _check_parameters(self, root: nn.Module) -> None:
+        parameters = [p for state in self.tree.states for group in state.groups for p in group.parameters]
+        check_distinct(parameters)
+        if self.ignored is not None:
+            warn_of_strays(root, parameters, [slot for state in self.tree.states for slot in state.ignored or ()])
 
     def _compare_ranks(self) -> None:
         along: dict[Any, list[ParameterGroup]] = {}

@@ -8,7 +8,7 @@ that follows from it until the plan says a placement again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.placements import InterleavedShard, at_dim, shard_dim
 
-__all__ = ["Flow", "Lie", "indexed_dims", "is_elementwise", "rule_for"]
+__all__ = ["Flow", "Lie", "Rule", "indexed_dims", "is_elementwise", "rule_for"]
 
 # A placement on one axis; None: unknown.
 Lie = Placement | None
@@ -48,11 +48,11 @@ class Flow:
     size: int
 
 
-def rule_for(name: str, flow: Flow) -> Lie:
-    """The placement of the result of the op called ``name``, or None."""
+def rule_for(name: str, flow: Flow, others: Mapping[str, Rule]) -> Lie:
+    """The placement of the result of the op called ``name``, or None; ``others``: rules for ops that have none here."""
     if all(isinstance(lie, Replicate) for lie in flow.lies):
         return Replicate()
-    rule = _RULES.get(name.strip("_"))
+    rule = _RULES.get(name.strip("_")) or others.get(name)
     return rule(flow) if rule is not None and None not in flow.lies else None
 
 
@@ -180,12 +180,6 @@ def indexed_dims(index: Any, ndim: int) -> Iterator[tuple[int, Any, int]]:
         before, after = before + (item is not None), after + (not isinstance(item, int))
 
 
-def _convolution(flow: Flow) -> Lie:
-    """Over a part of the batch."""
-    x, *others = flow.lies
-    return x if _cuts(x, 0) and all(isinstance(lie, Replicate) for lie in others) else None
-
-
 def _same_shape_dim(flow: Flow) -> Lie:
     """Splits and concatenations along other dims."""
     x, tensor = flow.lies[0], flow.tensors[0]
@@ -229,7 +223,6 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("layer_norm", "rms_norm"), _normalize),
     **dict.fromkeys(("view", "reshape", "flatten"), _view),
     **dict.fromkeys(("cat", "chunk", "split"), _same_shape_dim),
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
     "getitem": _item,
     "linear": _linear,
     "embedding": _embedding,

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale.ir._attention_calls import AttentionCalls
+from vescale.ir._channels import BATCH_NORM, CHANNEL_RULES, BatchNormCalls, cuts_operand
 from vescale.ir._expert_calls import ExpertCalls
 from vescale.ir._flow import Flow, Lie, is_elementwise, rule_for
 from vescale.ir._flow_mode import FlowMode, tensors_of
@@ -45,7 +46,7 @@ class Collective:
         path: the module, or the parameter's name.
         target: ``<in>``, ``<in:name>``, ``<out>``, ``weight`` (a gather) or ``weight.grad`` (a gradient's reduction);
             ``<unit>`` and ``<unit>.grad`` of the parameters of a unit together; ``<experts>``, and ``<attention>`` of a
-            sequence that is cut, of what a region or a call does inside.
+            sequence that is cut and ``<statistics>`` of a batch that is, of what a region or a call does inside.
         op: None where a collective depends on what is unknown until run.
         num_bytes: bytes that each rank sends or receives from others, as the communication ledger counts (where it is not
             the same on all, those of the busiest); None: unknown.
@@ -135,7 +136,7 @@ class _Walk:
     def __init__(self, program: Program, index: ModelIndex) -> None:
         self.program, self.index, self.axes = program, index, program.axes
         self.moves: list[_Move] = []
-        self.experts, self.attention = ExpertCalls(), AttentionCalls(program)
+        self.experts, self.attention, self.batch_norms = ExpertCalls(), AttentionCalls(program), BatchNormCalls()
         self.tags: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._by_path: dict[str, list[Instruction]] = {}
         for instruction in program:
@@ -189,6 +190,7 @@ class _Walk:
             for op in (i.op for i in self._by_path.get(path, ()) if isinstance(i.op, Local) and i.op.kind == "experts"):
                 undo.enter_context(self.experts.replaced(module, path, op, self))
             undo.enter_context(self.attention.watched(module, path))
+            undo.enter_context(self.batch_norms.watched(module, path))
         try:
             yield
         finally:
@@ -285,8 +287,9 @@ class _Walk:
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Tag what an op returned, and note what replicated tensors were used for."""
-        if name == F.scaled_dot_product_attention.__name__:
-            self.attention.called(args, kwargs, lambda x: tuple(tag.lie for tag in self.tags_of(x)))
+        for op, calls in ((F.scaled_dot_product_attention.__name__, self.attention), (BATCH_NORM, self.batch_norms)):
+            if name == op:
+                calls.called(args, kwargs, lambda x: tuple(tag.lie for tag in self.tags_of(x)))
         tensors = list(tensors_of((args, kwargs)))
         tags = [self.tags_of(tensor) for tensor in tensors]
         results = list(tensors_of(result))
@@ -297,29 +300,28 @@ class _Walk:
             for position, axis in enumerate(self.axes):
                 on_axis = [tag[position] for tag in tags]
                 flow = Flow([t.lie for t in on_axis], tensors, output, args, kwargs, self.axes.size(axis))
-                lie = rule_for(name, flow)
-                merged.append(_Tag(lie, self._use(name, on_axis, tensors, lie, output)))
+                lie = rule_for(name, flow, CHANNEL_RULES)
+                merged.append(_Tag(lie, self._use(name, flow, on_axis, lie)))
             self.tags[output] = tuple(merged)
 
-    def _use(
-        self, name: str, arguments: Iterable[_Tag], tensors: Iterable[torch.Tensor], lie: Lie, result: torch.Tensor
-    ) -> frozenset[int]:
+    def _use(self, name: str, flow: Flow, arguments: Iterable[_Tag], lie: Lie) -> frozenset[int]:
         """Origins that the result still carries.
 
         A replicated argument of a result that is cut is used for different parts on different ranks: its gradient is a
         partial sum. Where the argument itself is cut for it (an elementwise op along the cut dim, a product that leaves a
         partial sum) the gradient is cut, too, and what becomes of it is not followed.
         """
-        if not result.requires_grad:
+        if not flow.result.requires_grad:
             return frozenset()
         carried: set[int] = set()
-        for argument, tensor in zip(arguments, tensors):
+        for position, (argument, tensor) in enumerate(zip(arguments, flow.tensors)):
             if isinstance(lie, Replicate):
                 carried |= argument.origins
                 continue
             dim = shard_dim(lie) if lie is not None else None
-            own_dim = dim - result.ndim + tensor.ndim if dim is not None else -1
+            own_dim = dim - flow.result.ndim + tensor.ndim if dim is not None else -1
             cut_alike = is_elementwise(name) and own_dim >= 0 and tensor.shape[own_dim] > 1
+            cut_alike = cut_alike or cuts_operand(name, flow, lie, position)
             if isinstance(lie, Partial) and tensor.ndim == 1:
                 continue  # a bias added to a partial sum: the gradient of the sum is whole, and so is the bias's
             for origin in argument.origins:
@@ -380,8 +382,9 @@ class _Walk:
         for call in self.experts.calls:
             for phase, kind, together, known_bytes in call.collectives(self.axes):
                 yield Collective(call.path, "<experts>", cast(When, phase), together, kind, known_bytes)
-        for path, (phase, kind, together, known_bytes) in self.attention.collectives(self.axes):
-            yield Collective(path, "<attention>", cast(When, phase), together, kind, known_bytes)
+        for target, calls in (("<attention>", self.attention), ("<statistics>", self.batch_norms)):
+            for path, (phase, kind, together, known_bytes) in calls.collectives(self.axes):
+                yield Collective(path, target, cast(When, phase), together, kind, known_bytes)
 
     def tokens_met(self, path: str, tokens: torch.Tensor) -> tuple[Lie, ...]:
         """Where the tokens of a region of experts lie; its parameters' gradients are sums over axes that cut them."""

@@ -20,7 +20,6 @@ from vescale.fsdp import (
     ManagedParameter,
     ModuleState,
     ParameterGroup,
-    Phase,
     Slot,
     give_methods,
     state_of,
@@ -187,15 +186,9 @@ class Units:
 
 
 class UnitState(ModuleState):
-    """A unit's hooks. What the engine does inside of a forward is no part of the model: the function mode is off. After an
-    exception, parameters are at rest, and the next step begins anew."""
+    """A unit's hooks. What the engine does inside of a forward is no part of the model: the function mode is off."""
 
     accumulates_gathered = False
-
-    def _install_hooks(self, first: bool) -> None:
-        super()._install_hooks(first)
-        (module,) = self.modules
-        module.register_forward_hook(self._after_exception, always_call=True)
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with no_torch_function():
@@ -211,21 +204,6 @@ class UnitState(ModuleState):
                 if group.is_unsharded and not any(bucket.has_gradients for bucket in group.buckets):
                     group.reshard()
         return args, kwargs
-
-    def _after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Also called when there was none: then the forward has ended already."""
-        if self.phase is not Phase.FORWARD:
-            return
-        self.to_rest()
-        self.phase = Phase.IDLE
-        for group in self.groups:
-            group.forget_forward()
-        if self.tree.forward_root is self:
-            self.tree.forward_root = None
-            self.comm.post_forward_order.clear()
-            self._all_to_rest()
-            for state in self.tree.states:
-                state.forget_forward_order()
 
     def _all_to_rest(self) -> None:
         for state in self.tree.states:
