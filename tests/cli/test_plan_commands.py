@@ -214,6 +214,28 @@ def test_explain_of_gradient_buckets(run: Run) -> None:
     assert ["0", "4", "dp,cp", "all_reduce", "1.1", "KiB", "1.9", "KiB", "2.7", "KiB"] in [row[:10] for row in rows]
 
 
+def test_a_cut_over_two_axes(run: Run) -> None:
+    """Explained as one: a unit over both, a quarter of the bytes on each rank, collectives of all ranks together."""
+    ragged = "{init: Ragged, run: R}"
+    text = "mesh: {fsdp: 2, ep: 2}\nshard:\n  <in:x>: {fsdp: S(0), ep: S(0)}\n  .*: {fsdp: %s, ep: %s}\n"
+    Path("joint.yaml").write_text(text % (ragged, ragged))
+    arguments = ("joint.yaml", "--model", "net:make")
+    assert run("lint", *arguments)[:2] == (0, "no findings\n")
+    code, out, _ = run("explain", *arguments, "--input", "x=16x8", "--json")
+    data = json.loads(out)
+    size = 4 * (8 * 16 + 16 + 16 * 8 + 8)
+    (unit,) = data["units"]
+    assert code == 0 and unit["shard"] == ["fsdp", "ep"] and size / 4 <= unit["resting_bytes"] <= size / 4 + 16
+    assert unit["collectives"] == [
+        {"when": when, "op": op, "axis": "fsdp,ep", "bytes": 3 * unit["resting_bytes"]}
+        for when, op in (("forward", "all_gather"), ("backward", "reduce_scatter"))
+    ]
+    assert abs(data["memory"]["first_rank_bytes"] - size // 4) <= 4 * 16 and data["collectives"]["buckets"] == []
+    Path("alone.yaml").write_text(text.replace(", ep: %s", "") % ragged)
+    code, out, _ = run("diff", "alone.yaml", *arguments)
+    assert code == 1 and "unit(shard=fsdp;replicate=ep;" in out and "unit(shard=fsdp,ep;" in out
+
+
 def test_explain_refuses_what_does_not_fit(run: Run) -> None:
     code, out, _ = run("explain", "llama", "--model", "hf:llama.json", "--mesh", "dp=2,tp=4")
     assert code == 1 and "cut falls inside an attention head" in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -30,6 +32,7 @@ from vescale.fsdp import report
 from vescale.ir import lower, predict, unit_buckets
 from vescale.placements import RaggedShard
 from vescale.plans import INIT, RUN
+from vescale.runtime import gradient_reducer
 
 EXPERTS = r"blocks.\d+.mixture.experts.(gate_up|down)_proj"
 DENSE = f"(?!{EXPERTS}).*"
@@ -152,7 +155,7 @@ def stack() -> Stack:
     return Stack().double()
 
 
-def stack_plan(sizes: dict[str, int]) -> Plan:
+def stack_plan(sizes: dict[str, int], paths: str = ".*", rest: Any = None) -> Plan:
     """Joint cuts over fsdp and ep; the sequence over tp between the matrices, replicas over dp."""
     plan = Plan(mesh_of(sizes))
     plan.shard("<in:x>", {axis: Shard(0) for axis in sizes if axis != "tp"})
@@ -163,7 +166,7 @@ def stack_plan(sizes: dict[str, int]) -> Plan:
         )
         plan.shard(r"blocks.\d+.down.weight", Shard(1), mesh="tp")
         plan.shard(r"blocks.\d+.down.<out>", Shard(1), mesh="tp").shard("<out>", Replicate(), mesh="tp")
-    return whole_while_running(plan, ".*", ("fsdp", "ep"))
+    return whole_while_running(plan, paths, ("fsdp", "ep"), rest)
 
 
 def stack_loss(model: nn.Module, number: int) -> Tensor:
@@ -229,9 +232,16 @@ def explained(sizes: dict[str, int]) -> None:
         (r.asker, r.op.removesuffix("_v"), r.axes, r.bytes) for r in ledger.records if r.asker in ours
     ) == Counter((c.path, c.op, c.axis, c.num_bytes) for c in prediction.collectives if c.target.startswith("<unit>"))
     buckets = [r for r in ledger.records if r.asker.startswith("bucket")]
-    assert [(r.op, r.axes) for r in buckets] == [
-        (op, axes) for b in prediction.buckets for op, axes, _ in b.collectives
+    assert buckets and [(r.op, r.axes) for r in buckets] == [
+        (op, axes) for bucket in prediction.buckets for op, axes, _ in bucket.collectives
     ]
+    own = gradient_reducer(model).buckets
+    empty = sum(
+        not slot.numel for bucket in own for slot in bucket.slots
+    )  # one element tells whether there is a gradient
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, sum(bucket.num_bytes for bucket in own) - 8 * empty)
+    assert sum(of_ranks) == len(of_ranks) * sum(bucket.num_bytes for bucket in prediction.buckets), of_ranks
 
 
 def stages() -> None:
@@ -240,10 +250,34 @@ def stages() -> None:
     stack_trained(sizes, reshard_after_forward=False)
     stack_trained(sizes, reshard_after_forward=False, reshard_after_backward=False)
     stack_trained(sizes, reshard_after_forward=2)
+    stack_trained(sizes, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def test_stages(ranks: RankPools) -> None:
     ranks.run(stages)
+
+
+def given(paths: str, rest: Any, lengths: list[int]) -> None:
+    """A cut that the plan gives is the one at rest: uneven, with ranks that hold nothing, of an inner dim."""
+    reference, model = stack(), stack()
+    parallelize(model, stack_plan({"fsdp": 2, "ep": 2}, paths, rest), strict=True)
+    first = model.first.weight
+    assert isinstance(first, DTensor) and first.placements == (rest,)
+    assert first.to_local().numel() == 6 * lengths[dist.get_rank()]
+    assert isinstance(model.blocks[0].scale, DTensor) and model.blocks[0].scale.placements == (Replicate(), Replicate())
+    found = same_steps(reference, model, stack_loss, num_steps=3, around=clip)
+    assert found.within(1e-9), found
+    twin = stack_plan({"fsdp": 2, "ep": 2})
+    other = stack()
+    parallelize(other, twin, strict=True)
+    other.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+    assert_same(other, reference)
+
+
+def test_given_cuts(ranks: RankPools) -> None:
+    matrices = "first.weight|.*(up|down).weight"
+    cases = [(".*(weight|bias)", Shard(0), [2, 2, 2, 0]), (matrices, Shard(1), [2, 2, 2, 0])]
+    ranks.run(run_cases, given, [*cases, ("first.weight", RaggedShard((0,), (3, 0, 2, 1)), [3, 0, 2, 1])])
 
 
 # Values, states, optimizers
@@ -419,3 +453,25 @@ def joined() -> None:
 def test_meshes(ranks: RankPools) -> None:
     ranks.run(stage, world_size=8)
     ranks.run(joined, world_size=8)
+
+
+def part_of_the_world() -> None:
+    """Ranks outside of the mesh learn where parameters lie, and hold nothing."""
+    for in_advance, rest in ((False, Shard(0)), (True, RaggedShard())):
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("fsdp", "ep"))
+        plan = Plan(mesh).shard("<in:x>", {"fsdp": Shard(0), "ep": Shard(0)})
+        with deferred_init() if in_advance else contextlib.nullcontext():
+            model = stack()
+        parallelize(model, whole_while_running(plan, "first.*", ("fsdp", "ep"), rest))
+        weight = model.first.weight
+        assert isinstance(weight, DTensor) and weight.device_mesh.mesh_dim_names == ("fsdp_ep",)
+        assert weight.shape == (6, 6) and isinstance(weight.placements[0], type(rest))
+        if mesh.get_coordinate() is None:
+            assert weight.to_local().numel() == 0
+        else:
+            found = same_steps(stack(), model, stack_loss, num_steps=1)
+            assert found.within(1e-9), found
+
+
+def test_ranks_outside_of_the_mesh(ranks: RankPools) -> None:
+    ranks.run(part_of_the_world, world_size=8)

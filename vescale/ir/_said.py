@@ -42,7 +42,7 @@ class AxisWords:
             "conflict",
             f"{{names}} on axis {axis!r}{role}: '{entry.path}' says {placement_text(placement)}, but "
             f"'{before.entry.path}'{_at(before.entry.source)} says {placement_text(before.placement)}; keep one of the "
-            "two, or make their paths disjoint",
+            "two, or make their paths disjoint: '(?!(PATH)$)' in front of one leaves out what PATH matches",
             entry.source,
             name,
         )

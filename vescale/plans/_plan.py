@@ -233,8 +233,8 @@ class Plan:
         offload_policy: OffloadPolicy | Mapping[str, Any] | None = None,
         source: Source | None = None,
     ) -> Plan:
-        """Gather and reduce the parameters of each module that ``path`` matches together: those that rest ragged over an
-        axis and run replicated there. ``""`` is the model itself, for what no smaller unit holds.
+        """Gather and reduce the parameters of each module that ``path`` matches together: those that rest ragged over one
+        axis or several, and run replicated there. ``""`` is the model itself, for what no smaller unit holds.
 
         Without unit entries the model's repeated blocks are units, and the model itself. An entry takes the place of the
         blocks inside of the modules that it names.

@@ -22,7 +22,6 @@ from vescale.ir import (
     Unit,
     join_placements,
     lower,
-    ragged_positions,
     refuse_part_of_replicas,
 )
 from vescale.placements import from_local
@@ -174,6 +173,7 @@ def _new_mesh(plan: Plan, model: nn.Module) -> DeviceMesh:
 
 def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh, placed: Collection[str]) -> None:
     slots = TensorSlots(model)
+    joint = _joint_cuts(program, slots)
     for instruction in program:
         if instruction.hook is not Hook.INIT or not isinstance(instruction.op, Place | Annotate):
             continue
@@ -181,7 +181,7 @@ def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh, placed:
         if name in placed:
             continue
         old = slots[name]
-        own_mesh, stage = _at_rest(mesh, instruction.op)
+        own_mesh, stage = _at_rest(mesh, instruction.op, joint.get(id(old), ()))
         if isinstance(instruction.op, Annotate):
             new = from_local(old.detach(), own_mesh, stage)
         else:
@@ -189,14 +189,24 @@ def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh, placed:
         slots.replace(name, new)
 
 
-def _at_rest(mesh: DeviceMesh, op: Place | Annotate) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Where a parameter or buffer lies at rest that no unit of this rank holds. One that is ragged on several axes belongs
-    to a unit, and the rank is outside of the mesh: it knows where the parameter lies, as the others do."""
+def _joint_cuts(program: Program, slots: TensorSlots) -> dict[int, tuple[int, ...]]:
+    """By ``id`` of a parameter, the axes of its unit."""
+    units = [(i.path, i.op) for i in program if isinstance(i.op, Unit)]
+    return {
+        id(slots[f"{path}.{name}" if path else name]): tuple(map(program.axes.index, unit.shard))
+        for path, unit in units
+        for name in unit.names
+    }
+
+
+def _at_rest(
+    mesh: DeviceMesh, op: Place | Annotate, shard: tuple[int, ...]
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Where a parameter or buffer lies at rest; one of a unit, whose axes ``shard`` hold one cut, as the unit has it."""
     stage = tuple(Replicate() if p is None else p for p in op.placements)
-    ragged = ragged_positions(stage)
-    if len(ragged) <= 1:
+    if len(shard) <= 1:
         return mesh, stage
-    return join_axes(mesh, ragged), join_placements(stage, tuple(mesh.shape), ragged)[0]
+    return join_axes(mesh, shard), join_placements(stage, tuple(mesh.shape), shard)[0]
 
 
 def _materialize(
@@ -214,12 +224,12 @@ def _materialize(
     if not has_deferred(model):
         return
     slots = TensorSlots(model)
-    places = dict(planned)
+    places, joint = dict(planned), _joint_cuts(program, slots)
     for instruction in program:
         if instruction.hook is Hook.INIT and isinstance(instruction.op, Place):
             tensor = slots[full_name(instruction)]
             if id(tensor) not in places:
-                places[id(tensor)] = _at_rest(mesh, instruction.op)
+                places[id(tensor)] = _at_rest(mesh, instruction.op, joint.get(id(tensor), ()))
 
     def placements_of(name: str, tensor: torch.Tensor) -> tuple[Placement, ...] | None:
         return places[id(tensor)][1] if is_deferred(tensor) and id(tensor) in places else None
