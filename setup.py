@@ -11,7 +11,7 @@ from typing import Any
 
 from setuptools import Extension, setup
 
-USING_TORCH = {"hook_gate"}
+USING_TORCH = {"grads", "hook_gate"}
 SOURCES = sorted(Path("vescale/csrc").glob("*.cpp"))
 HEADERS = sorted(map(str, Path("vescale/csrc").glob("*.h")))
 

@@ -22,7 +22,7 @@ def compiler() -> str | None:
 
 
 def test_there_are_helpers() -> None:
-    assert {"hook_gate", "mt19937", "philox", "planner"} <= set(NAMES)
+    assert {"grads", "hook_gate", "mt19937", "philox", "planner"} <= set(NAMES)
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler, so that nothing is to be built")

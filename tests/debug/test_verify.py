@@ -17,6 +17,7 @@ from tests.ranks import RankPools
 from vescale import Plan
 from vescale.debug import Divergence, verify
 from vescale.debug._verify_job import Job, run_mesh, run_one_device
+from vescale.placements import RaggedShard
 from vescale.plans import MeshAxes
 
 
@@ -312,6 +313,27 @@ def test_planted_defects_are_found_in_their_modules(ranks: RankPools, tmp_path: 
         if first is None or first[1].module != module:
             wrong.append(f"{model_fn.__name__} {plan.__name__}, in {module}: {first and first[1].text()}")
     assert not wrong, "\n".join(wrong)
+
+
+def sharded_over_two_axes(mesh: Any) -> Plan:
+    plan = Plan(mesh).shard("<in>", Shard(0), mesh=("dp", "ep"))
+    for phase, placement in (("init", RaggedShard()), ("run", Replicate())):
+        plan.shard(".*", placement, mesh=("dp", "ep"), phase=phase)
+    return plan
+
+
+def compare(job: Job) -> Any:
+    return run_mesh(job, rank())
+
+
+def test_parameters_sharded_over_two_axes(ranks: RankPools, tmp_path: Path) -> None:
+    batch = (IDS.repeat(2, 1),)
+    axes = MeshAxes.of({"dp": 2, "ep": 2})
+    job = Job(Net, sharded_over_two_axes, batch, axes, None, None, 2, 0, 60.0, str(tmp_path / "net"))
+    run_one_device(job)
+    for found in ranks.run(compare, job, world_size=4):
+        assert found.divergence is None, found.divergence[1].text()
+        assert {"parameter", "parameter gradient", "optimizer", "loss"} <= found.counts.keys(), found.counts
 
 
 def test_a_defect_through_processes() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 
-from vescale.fsdp import fully_shard
+from vescale.fsdp import fully_shard, state_of
 
 Shard = Callable[[nn.Module, Callable[..., Any], DeviceMesh], None]
 Step = Callable[[nn.Module, int, int], torch.Tensor]
@@ -29,6 +29,21 @@ def same_gradients(models: list[Any], what: str) -> None:
         one_grad, other_grad = full(one.grad), full(other.grad)
         assert (one_grad is None) == (other_grad is None), f"{what}: {name}"
         assert one_grad is None or torch.equal(one_grad, other_grad), f"{what}: {name}"  # type: ignore[arg-type]
+
+
+def resting_memory(model: nn.Module) -> dict[int, int]:
+    """Address and bytes of the blocks of memory that the parameters of sharded modules lie in: one for each bucket."""
+    states = {id(state): state for module in model.modules() if (state := state_of(module)) is not None}
+    blocks = {}
+    for bucket in (bucket for state in states.values() for group in state.groups for bucket in group.buckets):
+        storage = bucket.shards.local.untyped_storage()
+        blocks[storage.data_ptr()] = storage.nbytes()
+        for parameter in bucket.parameters:
+            local = parameter.sharded.to_local()  # type: ignore[attr-defined]
+            begin = local.data_ptr() - storage.data_ptr()
+            assert not local.numel() or 0 <= begin <= begin + local.nbytes <= storage.nbytes(), parameter.name
+            assert local.untyped_storage().nbytes() == local.nbytes and local.storage_offset() == 0, parameter.name
+    return blocks
 
 
 def data(shape: tuple[int, ...], step: int, rank: int) -> torch.Tensor:

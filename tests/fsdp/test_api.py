@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 
 import vescale
-from tests.fsdp.compare import by_block, full, mesh_of
+from tests.fsdp.compare import by_block, full, mesh_of, resting_memory
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
 from vescale.buffer import BufferMismatchError
@@ -75,9 +75,7 @@ def phases() -> None:
     shards = group.buckets[0].shards
     owned = sum(p.to_local().numel() for p in model.blocks[0].parameters())
     assert owned <= shards.numel
-    assert {p.to_local().untyped_storage().data_ptr() for p in model.blocks[0].parameters()} == {
-        shards.local.untyped_storage().data_ptr()
-    }
+    assert resting_memory(model.blocks[0]) == {shards.local.data_ptr(): shards.num_bytes}
     seen: list[bool] = []
     model.blocks[1].up.register_forward_hook(
         lambda *_: seen.append(
@@ -102,7 +100,8 @@ def phases() -> None:
         with torch.inference_mode():
             model(tokens(0, 0))
         model(tokens(0, 0))
-    assert ledger.count("all_gather_v") == 7  # the root stays unsharded after forward
+    assert ledger.count("all_gather_v") == 8  # the root is kept for a backward only
+    assert all(isinstance(p, DTensor) for p in model.parameters())
     net_loss(model, 1, dist.get_rank()).backward()
 
 

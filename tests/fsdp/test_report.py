@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from tests.fsdp.compare import by_block, mesh_of
+from tests.fsdp.compare import by_block, mesh_of, resting_memory
 from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools
 from vescale.comm import record_comms
@@ -21,16 +19,6 @@ from vescale.fsdp import fully_shard, report
 
 def frozen_bias(model: Any) -> None:
     model.blocks[0].up.bias.requires_grad_(False)
-
-
-def resting_storages(model: nn.Module) -> int:
-    """Bytes of the distinct blocks of memory behind the parameters."""
-    storages = {}
-    for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
-        storage = parameter.to_local().untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def check() -> None:
@@ -46,7 +34,7 @@ def check() -> None:
     for one in found:
         assert one.resting_bytes * world == 4 * (one.num_elements + one.padding_elements) == one.whole_bytes
         assert one.gradient_bytes == (2 * one.whole_bytes if one.requires_grad else 0)
-    assert found.resting_bytes == resting_storages(model)  # shards and padding, and nothing else
+    assert found.resting_bytes == sum(resting_memory(model).values())  # shards and padding, and nothing else
 
     net_loss(model, 0, rank).backward()  # the first step also compares the ranks
     model.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import tempfile
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.fsdp.compare import by_block, full, mesh_of
+from tests.fsdp.compare import by_block, full, mesh_of, resting_memory
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
 from vescale import rng
@@ -72,8 +73,7 @@ def state_dicts() -> None:
     net_loss(model, 5, dist.get_rank()).backward()
     for p, q in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(full(p.grad), full(q.grad))  # type: ignore[arg-type]
-    storages = {p.to_local().untyped_storage().data_ptr() for p in other.blocks[0].parameters()}
-    assert len(storages) == 1
+    assert len(resting_memory(other)) == 4
     # full, gathered and set again
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert all(type(value) is torch.Tensor for value in state.values())
@@ -101,6 +101,37 @@ def state_dicts() -> None:
     assert_same(values(other), values(model))
     whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     assert all(type(v) is torch.Tensor for state in whole["state"].values() for v in state.values())
+
+
+def saved_and_copied() -> None:
+    """``torch.save`` and ``copy.deepcopy`` of state dicts and parameters, on each rank, as scripts do without DCP."""
+    for options in ({}, {"shard_placement_fn": lambda p: Shard(0)}):
+        torch.manual_seed(0)
+        model = Net()
+        by_block(model, fully_shard, mesh_of(), **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        net_loss(model, 0, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = values(model)
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        copied = copy.deepcopy(model.state_dict())
+        average = copy.deepcopy(list(model.parameters()))
+        net_loss(model, 1, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after_two = values(model)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        for state in (copied, loaded["model"]):
+            assert_same({name: full(value) for name, value in state.items()}, expected)  # type: ignore[misc]
+        assert_same(dict(zip(expected, map(full, average), strict=True)), expected)  # type: ignore[arg-type]
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        net_loss(model, 1, dist.get_rank()).backward()
+        optimizer.step()
+        assert_same(values(model), after_two)
 
 
 def checkpoints() -> None:
@@ -149,9 +180,7 @@ def meta_device() -> None:
     assert all(p.is_meta for p in model.parameters())
     model.to_empty(device="cpu")
     assert all(isinstance(p, DTensor) and not p.is_meta for p in model.parameters())
-    for one in (model, *model.blocks):
-        memory = {p.to_local().untyped_storage().data_ptr() for p in one.parameters(recurse=one is not model)}
-        assert len(memory) <= 4  # a buffer a group
+    assert len(resting_memory(model)) == 4  # a buffer a group
     model.load_state_dict(expected.state_dict())
     assert_same(values(model), values(expected))
     results = []
@@ -277,7 +306,48 @@ def whole_mesh() -> None:
     torch.testing.assert_close(full(ours.weight.grad), full(stock.weight.grad))
 
 
-PARTS = {f.__name__: f for f in (state_dicts, checkpoints, meta_device, tensor_parallel, whole_mesh)}
+def several_axes_of_the_whole_mesh() -> None:
+    """Two of them shard together: at rest on the mesh that stock FSDP has, with one axis in their place; also around an
+    axis between them, which stock FSDP refuses."""
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    def trained(sharding: Any, sizes: dict[str, int]) -> nn.Linear:
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        torch.manual_seed(0)
+        model = nn.Linear(6, 5)
+        for name, parameter in list(model.named_parameters()):
+            run = [Shard(0) if axis == "tp" else Replicate() for axis in sizes]
+            setattr(model, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, run)))
+        sharding(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "ep")))
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+        rows = [Replicate() if axis == "tp" else Shard(0) for axis in sizes]
+        model(DTensor.from_local(x, mesh, rows)).square().sum().backward()
+        return model
+
+    stock, ours = (trained(sharding, {"dp": 2, "ep": 2}) for sharding in (stock_fully_shard, fully_shard))
+    around = trained(fully_shard, {"dp": 2, "tp": 1, "ep": 2})
+    found = [model.weight for model in (stock, ours, around)]
+    assert all(isinstance(weight, DTensor) for weight in found)
+    assert found[1].device_mesh == found[0].device_mesh  # type: ignore[attr-defined]
+    assert found[2].device_mesh.mesh_dim_names == ("tp", "dp_ep")  # type: ignore[attr-defined]
+    for model in (ours, around):
+        assert isinstance(model.weight.placements[-1], RaggedShard)  # type: ignore[attr-defined]
+        for own, other in zip(model.parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(full(own.grad), full(other.grad))
+
+
+PARTS = {
+    f.__name__: f
+    for f in (
+        state_dicts,
+        saved_and_copied,
+        checkpoints,
+        meta_device,
+        tensor_parallel,
+        whole_mesh,
+        several_axes_of_the_whole_mesh,
+    )
+}
 
 
 def run_part(name: str) -> None:

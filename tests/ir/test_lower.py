@@ -43,11 +43,23 @@ def zero_3() -> Plan:
     return plan.unit(LAYER)
 
 
+def zero_3_over_two_axes() -> Plan:
+    """One cut over both axes of the batch; beside it, a tensor-parallel one."""
+    plan = Plan({"dp": 2, "ep": 4, "tp": 2}).shard("<in>", Shard(0), mesh=("dp", "ep"))
+    plan.shard(rf"{LAYER}.mlp.(gate|up)_proj.weight", Shard(0), mesh="tp")
+    plan.shard(rf"{LAYER}.mlp.down_proj.weight", Shard(1), mesh="tp")
+    plan.shard(rf"{LAYER}.mlp.down_proj.<out>", Replicate(), mesh="tp")
+    for phase, placement in ((INIT, RaggedShard()), (RUN, Replicate())):
+        plan.shard(".*", placement, mesh=("dp", "ep"), phase=phase)
+    return plan
+
+
 PLANS: dict[str, Callable[[], Plan]] = {
     "llama_tp": tensor_parallel,
     "llama_tp_sp_vocab": lambda: plan_zoo.load("llama", {"dp": 1, "tp": 2}),
     "llama_dp_tp_sp": lambda: plan_zoo.load("llama", {"dp": 2, "tp": 2}),
     "llama_zero_3": zero_3,
+    "llama_zero_3_over_two_axes": zero_3_over_two_axes,
 }
 
 
@@ -129,9 +141,9 @@ def test_only_the_running_placement_given_means_replicated_at_rest() -> None:
 def test_units_gather_where_they_begin() -> None:
     plan = Plan({"dp": 2}).shard(r".*weight", Shard(0), phase=INIT).shard(r".*weight", Replicate(), phase=RUN)
     program = lower(plan.unit(r"layers\.\d+").unit(r"layers\.1\.fc1"), build("stack"))
-    assert ops(program, "layers.0", Hook.INIT, "<self>") == [Unit(("fc1.weight", "fc2.weight"), "dp")]
-    assert ops(program, "layers.1", Hook.INIT, "<self>") == [Unit(("fc2.weight",), "dp")]
-    assert ops(program, "layers.1.fc1", Hook.INIT, "<self>") == [Unit(("weight",), "dp")]
+    assert ops(program, "layers.0", Hook.INIT, "<self>") == [Unit(("fc1.weight", "fc2.weight"), ("dp",))]
+    assert ops(program, "layers.1", Hook.INIT, "<self>") == [Unit(("fc2.weight",), ("dp",))]
+    assert ops(program, "layers.1.fc1", Hook.INIT, "<self>") == [Unit(("weight",), ("dp",))]
     assert not any(i.hook is Hook.FORWARD_PRE and i.target.endswith("weight") for i in program)
 
 

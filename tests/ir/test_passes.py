@@ -56,7 +56,7 @@ def dp(dst: Placement) -> Redistribute:
         at(tp(None)),
         at(Redistribute((None, None), (R, S0))),
         at(Annotate((None, None))),
-        at(Unit((), "dp"), "<self>", hook=Hook.INIT),
+        at(Unit((), ("dp",)), "<self>", hook=Hook.INIT),
         at(Batch(()), "<self>"),
         at(tp(S0, S0), "weight", hook=POST),
     ],

@@ -42,8 +42,9 @@ EVERY_OP = Program(
         Instruction("", Hook.FORWARD, "<self>", None, Factory((R, S0)), Source("train.py", 7)),
         Instruction("a.0", Hook.INIT, "weight", None, Place((RaggedShard((0, 1), (1, 3), 8), InterleavedShard(0, 3)))),
         Instruction(
-            "a.0", Hook.INIT, "<self>", None, Unit(("weight", "b.weight"), "tp", ("dp",), 2, False, MIXED, True)
+            "a.0", Hook.INIT, "<self>", None, Unit(("weight", "b.weight"), ("tp",), ("dp",), 2, False, MIXED, True)
         ),
+        Instruction("a.0", Hook.INIT, "<self>", None, Unit(("bias",), ("dp", "tp"))),
         Instruction(
             "a.0", Hook.FORWARD_PRE, "<in>", 1, Redistribute((None, R), (None, S0), (P, None), (None, Shard(-1)))
         ),
@@ -62,6 +63,7 @@ def test_text() -> None:
         "a.0.init:weight:*:place(dp=Ragged(dims=(0, 1), units=(1, 3), block=8),tp=Interleaved(0, 3))\n"
         "a.0.init:<self>:*:unit(shard=tp;replicate=dp;reshard_after_forward=2;reshard_after_backward=False;"
         "param_dtype=bfloat16;cast_forward_inputs=False;offload=pinned;weight,b.weight)\n"
+        "a.0.init:<self>:*:unit(shard=dp,tp;bias)\n"
         "a.0.forward_pre:<in>:1:redist(tp=S(0)->tp=R;grad:dp=P(sum)->tp=S(-1))\n"
         "a.0.forward:<self>:*:local(kind=experts;dispatch=mask;in=dp=R;out=tp=P(sum))\n"
         "a.0.forward:<self>:*:local(in=-;out=-)\n"
@@ -91,7 +93,10 @@ def test_json_round_trip_keeps_every_part() -> None:
         (lambda d: d["instructions"][0]["op"].update(placements={"tp": "Q"}), "'Q' is not a placement"),
         (lambda d: d["instructions"][0]["op"].update(more=1), "a wrap has no 'more'"),
         (lambda d: d["instructions"][0].update(path=3), "3 is not text"),
-        (lambda d: d["instructions"][7]["op"]["parts"][0]["op"].update(name="unit", names=[]), "a unit has no 'dst'"),
+        (lambda d: d["instructions"][4]["op"].update(shard=["dp", "tpp"]), "no axis 'tpp'"),
+        (lambda d: d["instructions"][4]["op"].update(shard=[]), "a unit that is sharded over no axis"),
+        (lambda d: d["instructions"][4]["op"].update(shard="dp"), "'dp' is no list"),
+        (lambda d: d["instructions"][8]["op"]["parts"][0]["op"].update(name="unit", names=[]), "a unit has no 'dst'"),
     ],
 )
 def test_bad_json_is_refused(change, message: str) -> None:  # type: ignore[no-untyped-def]

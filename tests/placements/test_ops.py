@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import warnings
@@ -30,6 +31,7 @@ from tests.placements.layouts import (
 )
 from tests.ranks import RankPools, run_cases
 from vescale.comm import record_comms
+from vescale.compat import spec_of
 from vescale.placements import (
     Decision,
     InterleavedShard,
@@ -41,6 +43,7 @@ from vescale.placements import (
     register_rule,
     strict_placements,
 )
+from vescale.placements._ops import _decide
 
 functional = torch.nn.functional
 
@@ -516,6 +519,26 @@ def on_rank_assignments(world: int) -> int:
 @pytest.mark.parametrize("world", [1, 4])
 def test_assignments_are_not_lost(ranks: RankPools, world: int) -> None:
     ranks.run(on_rank_assignments, world, world_size=world)
+
+
+def on_rank_equal_specs() -> None:
+    """Equal calls give the same spec object, by which the dispatcher finds its cached decisions fastest, and ops on tensors
+    alone are cached there."""
+    for layout in (ragged_layouts(2)[0], interleaved_layouts(2)[0]):
+        a, b = place(data(), layout), place(data(1), layout)
+        assert spec_of(a) is not spec_of(b)
+        like = functools.partial(
+            torch.zeros_like, memory_format=torch.preserve_format
+        )  # as optimizers make their state
+        for op in (torch.Tensor.detach, like):
+            assert spec_of(op(a)) is spec_of(op(b))
+        asked = _decide.cache_info()
+        assert_same(a.detach(), data())
+        assert _decide.cache_info() == asked
+
+
+def test_equal_calls_share_their_specs(ranks: RankPools) -> None:
+    ranks.run(on_rank_equal_specs, world_size=2)
 
 
 def on_rank_arguments() -> None:

@@ -13,7 +13,9 @@ from tests.plan_zoo.models import MODELS
 from tests.ranks import RankPools
 from tests.runtime.hf import Step, one_step
 from vescale import Plan
-from vescale.plans import PlanError
+from vescale.ir import Unit, lower
+from vescale.placements import RaggedShard
+from vescale.plans import INIT, PlanError
 
 EXPERTS = {
     "model.layers.*.mlp.experts.gate_up_proj": Shard(0),
@@ -46,6 +48,25 @@ def test_entries() -> None:
     assert Plan.from_yaml(plan.to_yaml()) == plan
 
 
+def test_sharded_data_parallelism() -> None:
+    """Experts at rest over fsdp, all the rest over fsdp and ep; a tied weight by both of its names."""
+    experts = r"model.layers.\d+.mlp.experts.(gate_up|down)_proj"
+    plan = Plan.from_model(mixtral({"ep": EXPERTS}), {"ep": 2, "fsdp": 2, "tp": 1})
+    at_rest = [(e.path.text, dict(e.placements)) for e in plan.entries if getattr(e, "phase", None) == INIT]  # type: ignore[union-attr]
+    ragged = RaggedShard()
+    assert at_rest == [(experts, {"fsdp": ragged}), (f"(?!({experts})$).*", {"ep": ragged, "fsdp": ragged})]
+    assert all(dict(e.placements).keys() == {"ep", "fsdp"} for e in plan.entries if e.path.pattern == "")  # type: ignore[union-attr]
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    tied = MODELS["mixtral"].build()
+    tied.lm_head.weight = tied.model.embed_tokens.weight  # type: ignore[union-attr,assignment]
+    tied.get_parallel_plan = lambda: {"emb": {"model.embed_tokens.weight": Shard(0)}}  # type: ignore[assignment]
+    sizes = {"dp": 2, "emb": 2}
+    plan = Plan.from_model(tied, sizes, shard_axis="dp", batch_axes=["dp", "emb"])
+    (unit,) = [i.op for i in lower(plan, tied) if isinstance(i.op, Unit) and i.path == "" and i.op.shard == ("dp",)]
+    assert unit.names == ("model.embed_tokens.weight",)
+    assert Plan.from_model(tied, sizes, shard_axis=None).entries == Plan.from_model(tied, sizes).entries
+
+
 @pytest.mark.parametrize("given", [SimpleNamespace(ep_plan=EXPERTS), {"ep": EXPERTS}])
 def test_other_forms_and_names(given: Any) -> None:
     plan = Plan.from_model(mixtral(given), {"dp": 2, "tp": 2}, axes={"ep": "tp"}, dispatch="mask")
@@ -76,20 +97,21 @@ def test_models_and_sizes_that_do_not_fit() -> None:
         Plan.from_model(mixtral({"ep": EXPERTS}), {"ep": 3})
 
 
-def trained() -> Step:
+def trained(sizes: dict[str, int]) -> Step:
     given = SimpleNamespace(extra_parallel_plan={"ep": EXPERTS})
     model = MODELS["mixtral"]
     return one_step(
         lambda: mixtral(given),
         model.inputs(),
         lambda m, mesh: Plan.from_model(m, mesh),
-        {"dp": 2, "ep": 2},
+        sizes,
         strict=True,
         objective=model.objective,
     )
 
 
-def test_step_equals_one_device(ranks: RankPools) -> None:
-    for step in ranks.run(trained):
+@pytest.mark.parametrize("data", ["dp", "fsdp"])
+def test_step_equals_one_device(ranks: RankPools, data: str) -> None:
+    for step in ranks.run(trained, {data: 2, "ep": 2}):
         assert step.is_same(1e-6) and step.gradient[0] <= 1e-9 and step.implicit == 0, step
         assert step.collectives["all_to_all_v", "ep"] == 8

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from tests.fsdp.compare import resting_memory
 from tests.ranks import RankPools, run_cases
 from tests.runtime.compare import whole
 from tests.runtime.zero import Difference, mesh_of, same_steps, sharded_at_rest
@@ -690,10 +691,7 @@ def deferred() -> None:
     parallelize(model, zero_plan({"dp": 4}), strict=True)
     for (name, own), (_, expected) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         assert torch.equal(whole(own), expected), name
-    storages = {
-        p.to_local().untyped_storage().data_ptr(): p.to_local().untyped_storage().nbytes() for p in model.parameters()
-    }
-    assert sum(storages.values()) == report(model).resting_bytes
+    assert sum(resting_memory(model).values()) == report(model).resting_bytes
 
 
 def from_meta() -> None:

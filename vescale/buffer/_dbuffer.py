@@ -119,13 +119,19 @@ class DBuffer:
             self._local = self.alias(0, (self.numel,))
         return self._local
 
-    def alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    def alias(self, offset: int, shape: tuple[int, ...], *, own_storage: bool = False) -> torch.Tensor:
         """A contiguous tensor over the memory, ``offset`` elements in, with a version counter of its own: what a collective
-        writes to the buffer does not make tensors that autograd has saved look modified."""
-        storage = self._allocation.storage
-        first = self._byte_offset // self.dtype.itemsize + offset
+        writes to the buffer does not make tensors that autograd has saved look modified.
+
+        With ``own_storage`` its storage begins and ends with it and keeps the memory alive; :meth:`free` does not reach it.
+        ``torch.save`` and ``copy.deepcopy`` act on whole storages, and fail on DTensors whose local tensor is inside of one.
+        """
         if self.device.type == "meta":
             return torch.empty(shape, dtype=self.dtype, device="meta")
+        storage, itemsize = self._allocation.storage, self.dtype.itemsize
+        first = self._byte_offset // itemsize + offset
+        if own_storage:
+            storage, first = storage[first * itemsize : (first + math.prod(shape)) * itemsize], 0
         with torch.inference_mode(False):  # tensors made in inference mode could not be saved for a backward later
             strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
             return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, first, shape, strides)

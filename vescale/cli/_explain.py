@@ -168,7 +168,7 @@ def _print_units(console: Console, program: Program, model: nn.Module) -> None:
     table = new_table("unit", "over", "dtype", *numbers, right=numbers)
     for path, bucket, count in found:
         moved = {(when, op): num_bytes for when, op, _, num_bytes in bucket.collectives}
-        over = ",".join((*bucket.replicate, bucket.shard))
+        over = ",".join((*bucket.replicate, *bucket.shard))
         keys = (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter"))
         sizes = [bytes_text(moved[key]) if key in moved else "-" for key in (*keys, ("backward", "all_reduce"))]
         padding = f"{bucket.padding_elements / max(1, bucket.num_elements):.2%}"
@@ -181,7 +181,7 @@ def _print_units(console: Console, program: Program, model: nn.Module) -> None:
 
 def _memory(program: Program, model: nn.Module) -> dict[str, int]:
     """Bytes of parameters and buffers: of the model, and the most that a rank holds at rest."""
-    from vescale.ir import Place, unit_buckets
+    from vescale.ir import Place, join_placements, ragged_positions, unit_buckets
     from vescale.placements import local_region, normalize_placements
 
     axes, total, local = program.axes, 0, 0
@@ -191,8 +191,9 @@ def _memory(program: Program, model: nn.Module) -> dict[str, int]:
         tensor = getattr(model.get_submodule(instruction.path), instruction.target)
         placements = [placement for placement in instruction.op.placements if placement is not None]
         shape = tuple(tensor.shape)
-        resolved = normalize_placements(placements, shape, axes.sizes)
-        region = local_region(shape, resolved, axes.sizes, (0,) * len(axes.sizes))
+        placed, sizes = join_placements(placements, axes.sizes, ragged_positions(placements))
+        resolved = normalize_placements(placed, shape, sizes)
+        region = local_region(shape, resolved, sizes, (0,) * len(sizes))
         total += tensor.numel() * tensor.element_size()
         local += region.numel * tensor.element_size()
     buckets = unit_buckets(program, model)
@@ -324,7 +325,7 @@ def _as_dict(plan: Plan, program: Program, model: nn.Module, prediction: Predict
         "units": [
             {
                 "unit": path,
-                "shard": bucket.shard,
+                "shard": list(bucket.shard),
                 "replicate": list(bucket.replicate),
                 "parameters": len(bucket.names),
                 "padding_elements": bucket.padding_elements,

@@ -16,6 +16,7 @@ from vescale.comm._cost import (
 )
 from vescale.comm._flat import all_gather_into, all_reduce_, reduce_scatter_into
 from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
+from vescale.comm._joined_axes import join_axes
 from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms, who_asks
 from vescale.comm._observe import Observer, Operation, axes_of, name_group, observe
 from vescale.comm._pending import Pending
@@ -50,6 +51,7 @@ __all__ = [
     "compare_descriptions",
     "fused_bytes",
     "group_of_ranks",
+    "join_axes",
     "link_of",
     "name_group",
     "observe",

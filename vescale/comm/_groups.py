@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.comm._observe import name_group
 from vescale.compat import make_group, without_modes
 
-__all__ = ["AxisGroup", "axis_group", "group_of_ranks"]
+__all__ = ["AxisGroup", "axis_group", "group_of_ranks", "label_axes"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...]
 _AXIS_GROUPS: weakref.WeakKeyDictionary[
     dist.ProcessGroup, weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[tuple[int, ...], str], AxisGroup]]
 ] = weakref.WeakKeyDictionary()
+# What reports call the axes of meshes whose axes were made of others.
+_LABELS: weakref.WeakKeyDictionary[DeviceMesh, tuple[str, ...]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
@@ -96,10 +98,15 @@ def _build(mesh: DeviceMesh, axes: tuple[int, ...], own: Sequence[int], group: d
     choices = [range(mesh.size(axis)) if axis in axes else (own[axis],) for axis in range(mesh.ndim)]
     by_rank = {int(mesh.mesh[coordinate]): coordinate for coordinate in itertools.product(*choices)}
     group = group if group is not None else group_of_ranks(tuple(sorted(by_rank)))
-    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    names = _LABELS.get(mesh) or mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     order = dist.get_process_group_ranks(group)
     label = ",".join(names[axis] for axis in axes)
     return AxisGroup(group, tuple(by_rank[rank] for rank in order), order.index(dist.get_rank()), label)
+
+
+def label_axes(mesh: DeviceMesh, labels: Sequence[str]) -> None:
+    """What the axes of ``mesh`` are called in reports, where their names do not say it."""
+    _LABELS[mesh] = tuple(labels)
 
 
 def group_of_ranks(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:

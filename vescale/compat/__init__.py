@@ -26,7 +26,7 @@ try:
         reduce_scatter_single,
         traced_all_to_all,
     )
-    from vescale.compat.containers import map_tensors, tensors_in
+    from vescale.compat.containers import hides_tensors, map_tensors, tensors_in
     from vescale.compat.deferred import without_modes
     from vescale.compat.dispatch import (
         PACKING,
@@ -41,6 +41,7 @@ try:
         output_meta,
         schema_arguments,
         static_keywords,
+        takes_only_tensors,
         with_aliasing,
     )
     from vescale.compat.dispatcher import (
@@ -80,10 +81,11 @@ try:
         foreach_scale_,
         has_foreach,
     )
+    from vescale.compat.grads import TensorRow, give_grads, is_dense, take_grads
     from vescale.compat.groups import make_group
     from vescale.compat.hook_gate import HookGate
     from vescale.compat.install import DTensorHooks, install, stock
-    from vescale.compat.meshes import concatenate_meshes, flatten_mesh
+    from vescale.compat.meshes import concatenate_meshes, mesh_over
     from vescale.compat.store import default_store, default_timeout, is_alone, own_connection
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
@@ -104,6 +106,7 @@ __all__ = [
     "OutputSharding",
     "StridedShard",
     "TensorMeta",
+    "TensorRow",
     "UnsupportedTorchError",
     "all_gather_single",
     "are_unheld",
@@ -117,15 +120,16 @@ __all__ = [
     "decompose",
     "default_store",
     "default_timeout",
-    "flatten_mesh",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
     "foreach_scale_",
+    "give_grads",
     "group_description",
     "has_foreach",
     "has_results",
+    "hides_tensors",
     "in_backward",
     "in_transform",
     "install",
@@ -133,6 +137,7 @@ __all__ = [
     "install_dispatch",
     "is_alone",
     "is_captured",
+    "is_dense",
     "is_traced",
     "is_view",
     "local_of",
@@ -140,6 +145,7 @@ __all__ = [
     "make_group",
     "make_spec",
     "map_tensors",
+    "mesh_over",
     "native_sharding",
     "no_torch_function",
     "node_sequence",
@@ -166,6 +172,8 @@ __all__ = [
     "stock",
     "stock_dispatch",
     "suspend_compiling",
+    "take_grads",
+    "takes_only_tensors",
     "tell_move",
     "tensors_in",
     "traced_all_to_all",

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["map_tensors", "tensors_in"]
+__all__ = ["hides_tensors", "map_tensors", "tensors_in"]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Tensor)
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -54,6 +56,18 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     )
     for item in items:
         yield from tensors_in(item)
+
+
+def hides_tensors(value: Any) -> bool:
+    """Whether there is an object in ``value`` that :func:`map_tensors` does not look into, and that may hold tensors."""
+    if isinstance(value, _PLAIN):
+        return False
+    if isinstance(value, list | tuple):
+        return any(map(hides_tensors, value))
+    if isinstance(value, Mapping):
+        return any(map(hides_tensors, value.values()))
+    fields = _fields(value)
+    return any(map(hides_tensors, fields.values())) if fields else not isinstance(value, type)
 
 
 def _fields(value: Any) -> dict[str, Any]:

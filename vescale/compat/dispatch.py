@@ -34,6 +34,7 @@ __all__ = [
     "schema_arguments",
     "schema_of",
     "static_keywords",
+    "takes_only_tensors",
     "with_aliasing",
     "wrap_dispatch",
 ]
@@ -93,6 +94,11 @@ def schema_arguments(op: Any) -> tuple[tuple[str, bool], ...]:
     return tuple((a.name, a.alias_info is not None and a.alias_info.is_write) for a in op._schema.arguments)
 
 
+def takes_only_tensors(op: Any) -> bool:
+    """Whether the op has no other arguments, so that what it is called on decides all."""
+    return all(isinstance(a.type, torch.TensorType) for a in op._schema.arguments)
+
+
 def has_results(op: Any) -> bool:
     return bool(op._schema.returns)
 
@@ -131,8 +137,15 @@ def iterate_specs(args: Any) -> Iterator[DTensorSpec]:
                     yield item
 
 
+def _are_numbers_of_several_meshes(specs: Any) -> bool:
+    if not all(isinstance(spec, DTensorSpec) and spec.ndim == 0 and spec.is_replicated() for spec in specs):
+        return False
+    return any(spec.mesh != specs[0].mesh for spec in specs)
+
+
 def wrap_dispatch(has_custom: Callable[..., bool], run_op: Callable[..., Any]) -> None:
-    """Send ops on custom placements to ``run_op(op, args, kwargs, schema)``; all others run as before."""
+    """Send ops on custom placements to ``run_op(op, args, kwargs, schema)``, and ``stack`` of replicated numbers on several
+    meshes, which PyTorch refuses; all others run as before."""
     dispatcher: Any = DTensor._op_dispatcher
     original = dispatcher._propagate_op_sharding_dispatch_slow_path
 
@@ -142,6 +155,8 @@ def wrap_dispatch(has_custom: Callable[..., bool], run_op: Callable[..., Any]) -
         for spec in iterate_specs((*schema.args_schema, *schema.kwargs_schema.values())):
             if has_custom(spec.placements):
                 return run_op(op, args, kwargs, schema)
+        if op is _aten.stack.default and _are_numbers_of_several_meshes(schema.args_schema[0]):
+            return run_op(op, args, kwargs, schema)
         return original(op, args, kwargs, op_info, try_cache)
 
     dispatcher._propagate_op_sharding_dispatch_slow_path = slow_path

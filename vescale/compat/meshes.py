@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["concatenate_meshes", "flatten_mesh"]
+__all__ = ["concatenate_meshes", "mesh_over"]
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -33,7 +34,10 @@ def _joined(world: dist.ProcessGroup, meshes: tuple[DeviceMesh, ...]) -> DeviceM
         ) from error
 
 
-def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """One axis in place of several; makes its process group on first use."""
-    sub: DeviceMesh = mesh[axes]
-    return sub._flatten()
+def mesh_over(
+    device_type: str, ranks: torch.Tensor, names: Sequence[str], groups: Sequence[dist.ProcessGroup] | None
+) -> DeviceMesh:
+    """A mesh of ``ranks`` whose axes have these process groups; None on a rank that is not one of them. No communication."""
+    if groups is not None:
+        return DeviceMesh.from_group(list(groups), device_type, ranks, mesh_dim_names=tuple(names))
+    return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names), _init_backend=False)

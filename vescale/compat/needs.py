@@ -112,7 +112,7 @@ NEEDS: tuple[Need, ...] = (
     Need("torch.autograd", "Variable._execution_engine"),
     Need("torch", "Tensor.register_post_accumulate_grad_hook", ("hook",)),
     Need("torch.distributed.device_mesh", "DeviceMesh._concatenate", ("device_mesh_list",)),
-    Need("torch.distributed.device_mesh", "DeviceMesh._flatten"),
+    Need("torch.distributed.device_mesh", "DeviceMesh.__init__", ("_init_backend",)),
     Need("torch._C._autograd", "_get_sequence_nr"),
     Need("torch._C._autograd", "_unsafe_set_version_counter"),
     Need("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", ("fn",)),

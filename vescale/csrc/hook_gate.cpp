@@ -3,7 +3,7 @@
 // A hook that has something to do once in a backward, but that any tensor may be the first to call, costs a call into
 // Python for every tensor, most of which is making the gradient a Python object. Here a flag is looked at before that.
 //
-// The one helper that needs torch's headers, so that the library is for one build of torch: setup.py passes its name.
+// It needs torch's headers, so that the library is for one build of torch: setup.py passes its name.
 
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>

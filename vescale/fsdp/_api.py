@@ -156,6 +156,7 @@ def fully_shard(
         mp_policy=mp_policy,
         device=axes.device,
         reshard_root=None if reshard_after_forward is None else bool(reshard_after_forward),
+        ignored=[slot for slots in find_slots(modules, list(ignored)).values() for slot in slots],
     )
     give_methods(state)
     if deferred:

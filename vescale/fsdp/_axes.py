@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import AxisGroup, axis_group
-from vescale.compat import concatenate_meshes, flatten_mesh
+from vescale.comm import AxisGroup, axis_group, join_axes
 from vescale.placements import RaggedShard
 
 __all__ = ["DataParallelAxes"]
@@ -23,11 +23,17 @@ class DataParallelAxes:
 
     Axes of ``mesh`` that are neither are not data-parallel; along them every rank has parameters of its own (tensor
     parallelism). Then parameters are DTensors on ``mesh`` itself, Replicate on ``shard`` and ``replicate``.
+
+    Where several axes of a mesh shard together, ``mesh`` has one in their place. Sharded parameters are DTensors on it,
+    unsharded ones on the mesh that it was made of: ``parts``, whose axis ``a`` is axis ``part_of[a]`` of ``mesh``, or one
+    of several that make it up.
     """
 
     mesh: DeviceMesh
     shard: int
     replicate: tuple[int, ...] = ()
+    parts: DeviceMesh | None = None
+    part_of: tuple[int, ...] = ()
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> DataParallelAxes:
@@ -52,7 +58,8 @@ class DataParallelAxes:
 
     @classmethod
     def of_named(cls, mesh: DeviceMesh, shard: Sequence[str], replicate: Sequence[str]) -> DataParallelAxes:
-        """Named axes of a larger mesh on which the parameters are DTensors. Several shard axes become one, flattened.
+        """Named axes of a larger mesh on which the parameters are DTensors. Several shard axes become one, in the order of
+        the mesh.
 
         Raises ValueError for names that the mesh does not have, or no shard axis.
         """
@@ -63,13 +70,36 @@ class DataParallelAxes:
                 f"dp_mesh_dims names shard={tuple(shard)}, replicate={tuple(replicate)} for a mesh with axes {names}; name "
                 "at least one axis to shard over, from those of the mesh"
             )
-        if len(shard) == 1:
+        if len(set(shard)) == 1:
             return cls(mesh, names.index(shard[0]), tuple(names.index(name) for name in replicate))
         others = [name for name in names if name not in shard]
-        flat = flatten_mesh(mesh, tuple(shard))
-        parts = [mesh[name] for name in others]
-        joined = concatenate_meshes([*parts, flat]) if parts else flat
-        return cls(joined, len(others), tuple(others.index(name) for name in replicate))
+        joined = join_axes(mesh, [axis for axis, name in enumerate(names) if name in shard])
+        part_of = tuple(others.index(name) if name in others else len(others) for name in names)
+        return cls(joined, len(others), tuple(others.index(name) for name in replicate), mesh, part_of)
+
+    @property
+    def running_mesh(self) -> DeviceMesh:
+        """On which unsharded parameters are DTensors."""
+        return self.parts if self.parts is not None else self.mesh
+
+    def resting(self, axis: int) -> int:
+        """The axis of ``mesh`` that an axis of :attr:`running_mesh` is, or is a part of."""
+        return self.part_of[axis] if self.parts is not None else axis
+
+    @functools.cached_property
+    def running_data_parallel(self) -> tuple[int, ...]:
+        """The data-parallel axes of :attr:`running_mesh`."""
+        own = (self.shard, *self.replicate)
+        return tuple(axis for axis in range(self.running_mesh.ndim) if self.resting(axis) in own)
+
+    def others_at_rest(self, running: Sequence[Placement]) -> list[Placement]:
+        """Placements on ``mesh`` of a tensor placed as ``running``: its cuts on the axes that are not data-parallel,
+        Replicate on those that are."""
+        found: list[Placement] = [Replicate() for _ in range(self.mesh.ndim)]
+        for axis, placement in enumerate(running):
+            if axis not in self.running_data_parallel:
+                found[self.resting(axis)] = placement
+        return found
 
     @property
     def shard_size(self) -> int:

@@ -24,6 +24,7 @@ from vescale.compat import (
     run_post_accumulate_hooks,
     set_local,
     set_versions,
+    spec_of,
 )
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._parameter import ManagedParameter
@@ -119,7 +120,7 @@ class Bucket:
     def shard(self, index: int) -> torch.Tensor:
         """The slice of the shards that is one parameter's local tensor."""
         offset, numel, _ = self._runs[index]
-        return self.shards.alias(offset, (numel,))
+        return self.shards.alias(offset, (numel,), own_storage=True)
 
     def part(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """One parameter's part of any flat piece that lies as the shards do."""
@@ -176,6 +177,12 @@ class Bucket:
                 spec = parameter.sharded_spec(cut, self.dtype)
                 if not isinstance(found, DTensor):  # a whole parameter, the same on every rank
                     source = self._own(index, found.detach())
+                elif found.device_mesh != spec.mesh:
+                    raise ValueError(
+                        f"parameter {parameter.name!r} of shape {parameter.global_shape} was replaced by a DTensor on "
+                        f"{found.device_mesh}, and it rests on {spec.mesh}; give a plain tensor, or one on that mesh, or "
+                        "load without assign=True"
+                    )
                 elif tuple(found.placements) == tuple(spec.placements):
                     source = local_of(found)
                 else:
@@ -189,7 +196,13 @@ class Bucket:
 
     @cached_property
     def gradient_specs(self) -> list[DTensorSpec]:
-        return [p.sharded_spec(self.placement(i), self.dtype) for i, p in enumerate(self.parameters)]
+        """The parameters' own objects: an optimizer's ops then find equal specs by identity."""
+        found = []
+        for index, parameter in enumerate(self.parameters):
+            spec, sharded = parameter.sharded_spec(self.placement(index), self.dtype), parameter.sharded
+            own = spec_of(sharded) if isinstance(sharded, DTensor) else None
+            found.append(own if own == spec else spec)
+        return found
 
     # While the group computes
 
@@ -284,6 +297,11 @@ class Bucket:
             unsharded.grad = None
             if gradient is None:
                 return
+            if gradient.layout is not torch.strided:
+                raise NotImplementedError(
+                    f"the gradient of {parameter.name!r} of shape {parameter.global_shape} is a {gradient.layout} tensor; "
+                    "fully_shard reduces dense ones: make it dense, nn.Embedding(sparse=False)"
+                )
             with torch.no_grad():
                 self._begin()
                 if self._received[index]:
@@ -444,9 +462,11 @@ class Bucket:
             return
         part, spec = self.part(reduced, index), self.gradient_specs[index]
         if received:
-            parameter.pending = frozenset(a for a in range(spec.mesh.ndim) if (received - 1) >> a & 1)
+            axes = range(parameter.axes.running_mesh.ndim)
+            parameter.pending = frozenset(axis for axis in axes if (received - 1) >> axis & 1)
         if parameter.pending:
-            placements = [Partial() if a in parameter.pending else p for a, p in enumerate(spec.placements)]
+            pending = parameter.pending_at_rest
+            placements = [Partial() if axis in pending else p for axis, p in enumerate(spec.placements)]
             spec = make_spec(spec.mesh, placements, parameter.global_shape, spec.stride, self.dtype)
         accumulated = sharded.grad
         if accumulated is None:

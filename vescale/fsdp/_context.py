@@ -152,7 +152,6 @@ class TreeContext:
                 self.on_backward()
 
     def _conclude(self, comm: CommContext) -> None:
-        self._callback_is_queued = False
         self.forward_root = None
         with torch.profiler.record_function("vescale.fsdp::end_of_backward"):
             for state in reversed(self.states):
@@ -165,6 +164,7 @@ class TreeContext:
                 comm.make_room(keep=0)
                 for state in self.states:
                     state.forget_forward_order()
+        self._callback_is_queued = False
 
     def abandon(self) -> None:
         self.forward_root = None

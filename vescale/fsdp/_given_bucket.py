@@ -80,7 +80,8 @@ class GivenBucket(Bucket):
         return self.axes.mesh.get_local_rank(self.axes.shard)
 
     def shard(self, index: int) -> torch.Tensor:
-        return self.shards.alias(self._one_rank.layout.offsets[index], self._shape(index, self._rank))
+        offset = self._one_rank.layout.offsets[index]
+        return self.shards.alias(offset, self._shape(index, self._rank), own_storage=True)
 
     def part(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         return self._in_piece(flat, index, self._rank)

@@ -25,6 +25,7 @@ from vescale.fsdp._parameter import ManagedParameter, Slot
 from vescale.fsdp._partial_reshard import KeptPieces
 from vescale.fsdp._phase import GradientPlace, Phase
 from vescale.fsdp._reduction import Reduction, ReductionOptions
+from vescale.fsdp._registered import has_replaced, replacement
 
 __all__ = ["BlockPolicy", "GroupMember", "ParameterGroup"]
 
@@ -87,6 +88,8 @@ class ParameterGroup:
         self.alignment_bytes = alignment_bytes
         self.path = path
         self.reshard_after_forward = reshard_after_forward
+        self.is_kept_by_default = False
+        """``reshard_after_forward`` is False for the group is the root's, and not because somebody asked for it."""
         self.reshard_after_backward = True
         self.reduce_gradients = True
         self.unshard_in_backward = True
@@ -94,6 +97,8 @@ class ParameterGroup:
         self.custom_all_gather: Any = None
         self._memory_pool: Any = None
         self.comm: CommContext | None = None
+        self.on_gradients: Callable[[], None] = _nothing
+        """Called when the first gradient of a backward is there, to see to its end; :class:`ModuleState` sets it."""
         self.phase = Phase.IDLE
         self.is_stale = False
         """Parameters may have been replaced in the modules; looked into before they are gathered."""
@@ -112,6 +117,10 @@ class ParameterGroup:
         self._forward_places: list[int] = []
         self._calls_to_come_back = 0
         self._gradients_are_due = False
+        self._keeps_for_graph = False
+        """The backward that runs, or ran last, builds a graph (``create_graph``), whose ops read the parameters."""
+        self._is_left = False
+        """Gathered, with no backward in sight that will free it."""
 
     # Building
 
@@ -169,11 +178,10 @@ class ParameterGroup:
         self.is_stale = False
         changed = False
         for parameter in self.parameters:
-            slot = parameter.slots[0]
-            current = slot.module._parameters[slot.name]
-            if current is not None and current is not parameter.unsharded and current is not parameter.sharded:
-                parameter.sharded = current
-                parameter.register(current)
+            found = replacement(parameter)
+            if found is not None:
+                parameter.sharded = found
+                parameter.register(found)
                 changed = True
         on_meta = [parameter.sharded.is_meta for parameter in self.parameters]
         if any(on_meta) and not all(
@@ -211,6 +219,8 @@ class ParameterGroup:
         twin.comm, twin.phase = None, Phase.IDLE
         twin._carried, twin._forward_places, twin._needed_next = {}, [], None
         twin._calls_to_come_back, twin._gradients_are_due = 0, False
+        twin._keeps_for_graph = twin._is_left = False
+        twin.on_gradients = _nothing
         twin.is_lent = twin._weights_are_needed = False
         return twin
 
@@ -256,8 +266,9 @@ class ParameterGroup:
         """Room for a bucket's gradients, and where they go. They take the place of parameters that go when they are reduced,
         so that the two need memory once; earlier than that only if asked to, for somebody may read the parameters still."""
         assert self.comm is not None
+        self.on_gradients()
         self.comm.make_room_for_gradients(self)
-        if not (self.is_unsharded and self.reshard_after_backward and self.reduce_gradients):
+        if not (self.is_unsharded and self._goes_after_backward and self.reduce_gradients):
             return GradientPlace.APART
         at_once = self.options.in_place and not self._weights_are_needed
         return GradientPlace.IN_PLACE if at_once else GradientPlace.HELD
@@ -296,6 +307,10 @@ class ParameterGroup:
                         pending.wait()
                     self._gathered_event = comm.gather_lane.done()
 
+    @property
+    def _goes_after_backward(self) -> bool:
+        return self.reshard_after_backward and not self._keeps_for_graph
+
     def wait_for_unshard(self) -> None:
         """The gathered parameters are there for the current stream, and registered."""
         if self._gathering is None:
@@ -308,6 +323,7 @@ class ParameterGroup:
                 pending.wait()
         self._gathering = None
         self._kept = None
+        self._is_left = False
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 unsharded, sharded = parameter.unsharded, parameter.sharded
@@ -321,11 +337,13 @@ class ParameterGroup:
         self.is_unsharded = True
 
     def reshard(self) -> None:
-        """Register the sharded parameters and free the gathered ones; in forward as ``reshard_after_forward`` says."""
+        """Register the sharded parameters and free the gathered ones; in forward as ``reshard_after_forward`` says, but that
+        nothing is kept for a backward that will not come."""
         if self.phase is Phase.FORWARD:
-            if self.reshard_after_forward is False:
+            comes_back = torch.is_grad_enabled()
+            if self.reshard_after_forward is False and (comes_back or not self.is_kept_by_default):
                 return
-            if self.reshard_after_forward is not True and self.is_unsharded:
+            if self.reshard_after_forward not in (True, False) and comes_back and self.is_unsharded:
                 assert self.comm is not None
                 self._kept = KeptPieces.keep(self.buckets, self.reshard_after_forward)
                 self._kept.copied = self.comm.gather_lane.compute_done()
@@ -333,6 +351,14 @@ class ParameterGroup:
                 return
         self._release()
         self._kept = None
+
+    def begin_iteration(self) -> None:
+        """Before a forward: what an earlier one has left, and no backward has freed, may be older than the parameters."""
+        self._kept = None
+        if has_replaced(self.parameters):
+            self.rebuild()
+        if self._is_left and self.reshard_after_backward and (torch.is_grad_enabled() or self.is_kept_by_default):
+            self.reshard()
 
     def _release(self, *, lend: bool = False) -> None:
         """``lend``: gradients are reduced next, from the place of the parameters where they can lie there."""
@@ -343,7 +369,7 @@ class ParameterGroup:
         assert self.comm is not None
         for parameter in self.parameters:
             parameter.register(parameter.sharded)
-        self.is_unsharded = False
+        self.is_unsharded = self._is_left = False
         if lend:
             for bucket in self.buckets:
                 bucket.take_place_of_parameters()
@@ -368,10 +394,15 @@ class ParameterGroup:
             # The first forward was not recorded (reentrant), so that each call has a backward of its own.
             self._weights_are_needed = True
 
-    def after_forward(self, *, recomputing: bool) -> None:
-        """``recomputing``: this forward runs inside of a backward, which will free the parameters."""
+    def after_forward(self, *, recomputing: bool, is_watched: bool = True) -> None:
+        """``recomputing``: this forward runs inside of a backward, which will free the parameters. Not ``is_watched``: a
+        backward may need them without notice, so they stay."""
         if not recomputing:
-            self.reshard()
+            if is_watched:
+                self.reshard()
+            self._is_left = self.is_unsharded and (
+                self.is_kept_by_default or not is_watched or not torch.is_grad_enabled()
+            )
             if torch.is_grad_enabled():
                 self._gradients_are_due = True
                 assert self.comm is not None
@@ -389,6 +420,7 @@ class ParameterGroup:
         with record_function(f"vescale.fsdp::before_backward ({self.path})"):
             self.phase = Phase.BACKWARD
             self._gradients_are_due = True
+            self._keeps_for_graph = torch.is_grad_enabled()
             self.unshard()
             self.wait_for_unshard()
             assert self.comm is not None
@@ -430,7 +462,7 @@ class ParameterGroup:
         self._calls_to_come_back = max(0, self._calls_to_come_back - 1)
         if self._calls_to_come_back == 0:
             self._reduce()
-        elif self.reshard_after_backward:
+        elif self._goes_after_backward:
             self.reshard()
         self.phase = Phase.REDUCED
         self._prefetch_next()
@@ -439,10 +471,12 @@ class ParameterGroup:
         """At the end of a backward: what no input's gradient has triggered."""
         if self._gradients_are_due or any(bucket.has_gradients for bucket in self.buckets if self.reduce_gradients):
             self._reduce()
-        elif self.reshard_after_backward:
+        elif self._goes_after_backward:
             self.reshard()
         self._calls_to_come_back = 0
         self._weights_are_needed = False
+        self._is_left = self._is_left or (self._keeps_for_graph and self.is_unsharded)
+        self._keeps_for_graph = False
         self._needed_next = None
         self.phase = Phase.IDLE
 
@@ -456,7 +490,7 @@ class ParameterGroup:
 
     def _reduce(self) -> None:
         """Reshard, and reduce what this and earlier backwards have left; every rank does, whatever it has used."""
-        if self.reshard_after_backward:
+        if self._goes_after_backward:
             self._release(lend=self.reduce_gradients)
             self._kept = None
         self._gradients_are_due = False
@@ -505,7 +539,7 @@ class ParameterGroup:
         self._forward_places.clear()
         self._needed_next = None
         self._calls_to_come_back = 0
-        self._gradients_are_due = self._weights_are_needed = False
+        self._gradients_are_due = self._weights_are_needed = self._keeps_for_graph = False
         self.phase = Phase.IDLE
         for bucket in self.buckets:
             bucket.drop_gradients()
@@ -517,6 +551,9 @@ class ParameterGroup:
 
     def __repr__(self) -> str:
         return f"ParameterGroup({self.path!r}, {len(self.parameters)} parameters)"
+
+
+def _nothing() -> None: ...
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -87,7 +88,7 @@ class FSDPModule:
         for state in self._states(recurse):
             state.reshard_root = reshard_after_forward
             for group in state.groups:
-                group.reshard_after_forward = reshard_after_forward
+                group.reshard_after_forward, group.is_kept_by_default = reshard_after_forward, False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """False keeps parameters gathered until the next forward, for gradient accumulation."""
@@ -172,7 +173,7 @@ class FSDPModule:
         """True: ``nn.Linear`` layers compute the gradient of their weight where the reduce-scatter takes it from, a buffer
         of its own, instead of copying it there. No effect where ``reduce_dtype`` is not the dtype of the computation, and
         on gradients that are added to earlier ones (accumulation without sync, a layer used twice), or differentiated
-        (``create_graph``; that needs ``set_reshard_after_backward(False)``, with and without this)."""
+        (``create_graph``)."""
         for group in self._groups(recurse):
             use_direct_gradients(group, enable)
 
@@ -307,7 +308,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def with_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._state
         args, kwargs = state.before_forward(self, args, kwargs)
-        output = function(self, *args, **kwargs) if function is not None else method(*args, **kwargs)
+        try:
+            output = function(self, *args, **kwargs) if function is not None else method(*args, **kwargs)
+        except BaseException:
+            state.after_exception(self, args, None)
+            raise
         return state.after_forward(self, args, output)
 
     with_parameters.__name__, with_parameters.__doc__ = method_name, getattr(method, "__doc__", None)
@@ -327,3 +332,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             state.comm = first.comm
             for group in state.groups:
                 group.comm = first.comm
+                group.on_gradients = functools.partial(state.tree.at_end_of_backward, first.comm)

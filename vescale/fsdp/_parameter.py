@@ -49,8 +49,8 @@ class ManagedParameter:
     Both are ``nn.Parameter`` objects that live as long as the group. ``shape`` is what a rank computes with, ``place``
     the shape that the buffer reserves: that of the largest rank, where tensor parallelism has cut unevenly. ``given`` is
     the cut at rest that was asked for instead of the planner's: ``Shard(dim)`` or a ``RaggedShard`` with units. With
-    ``leaves_pending`` a gradient may stay Partial on axes that are not data-parallel (``pending``, once it has been), for
-    someone else to reduce.
+    ``leaves_pending`` a gradient may stay Partial on axes that are not data-parallel (``pending``, once it has been: axes of
+    the unsharded form), for someone else to reduce.
 
     Raises:
         NotImplementedError: a tensor subclass other than DTensor, or tensor parallelism that has cut an inner dim unevenly.
@@ -97,14 +97,14 @@ class ManagedParameter:
         axes, spec = self.axes, self.unsharded_spec
         if spec is None:
             return axes.mesh, [Replicate() for _ in range(axes.mesh.ndim)], axes.shard
-        if spec.mesh == axes.mesh:
-            for axis in (axes.shard, *axes.replicate):
+        if spec.mesh == axes.running_mesh:
+            for axis in axes.running_data_parallel:
                 if not spec.placements[axis].is_replicate():
                     raise ValueError(
                         f"parameter {self.name!r} of shape {self.global_shape} is placed as {tuple(spec.placements)}, and "
                         f"fully_shard shards it over axis {axis}; it must be Replicate() there"
                     )
-            return spec.mesh, list(spec.placements), axes.shard
+            return axes.mesh, axes.others_at_rest(spec.placements), axes.shard
         joined = concatenate_meshes([axes.mesh, spec.mesh])
         return joined, [Replicate() for _ in range(axes.mesh.ndim)] + list(spec.placements), axes.shard
 
@@ -163,6 +163,11 @@ class ManagedParameter:
                 pieces *= self._mesh.size(axis)
         return pieces
 
+    @property
+    def pending_at_rest(self) -> frozenset[int]:
+        """Axes of the sharded form along which its gradient is :attr:`pending`."""
+        return frozenset(map(self.axes.resting, self.pending))
+
     def sharded_spec(self, cut: Placement, dtype: torch.dtype) -> DTensorSpec:
         placements = list(self._others)
         placements[self._shard_position] = cut
@@ -215,7 +220,7 @@ class ManagedParameter:
         spec = self.unsharded_spec
         if spec is None or not isinstance(gradient, DTensor):
             return self.local_gradient(gradient)
-        way = summands(tuple(gradient.placements), spec, (self.axes.shard, *self.axes.replicate), self.leaves_pending)
+        way = summands(tuple(gradient.placements), spec, self.axes.running_data_parallel, self.leaves_pending)
         coordinate = spec.mesh.get_coordinate()
         assert coordinate is not None
         new = way.pending - self.pending
@@ -237,7 +242,7 @@ class ManagedParameter:
             return gradient
         spec = self.unsharded_spec
         assert spec is not None
-        data_parallel = {self.axes.shard, *self.axes.replicate} if spec.mesh == self.axes.mesh else set()
+        data_parallel = self.axes.running_data_parallel if spec.mesh == self.axes.running_mesh else ()
         wanted = [
             g if axis in data_parallel else p for axis, (g, p) in enumerate(zip(gradient.placements, spec.placements))
         ]

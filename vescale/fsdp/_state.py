@@ -12,12 +12,13 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale.compat import in_backward, map_tensors, tensors_in
+from vescale.compat import hides_tensors, in_backward, map_tensors, tensors_in
 from vescale.fsdp._context import CommContext, TreeContext
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._parameter import Slot
 from vescale.fsdp._phase import Phase
 from vescale.fsdp._preflight import compare_groups
+from vescale.fsdp._registered import check_distinct, has_replaced, warn_of_strays
 
 __all__ = ["ModuleState", "state_of"]
 
@@ -57,6 +58,7 @@ class ModuleState:
         device: torch.device,
         reshard_root: bool | None,
         hooks_first: bool = True,
+        ignored: Sequence[Slot] | None = None,
     ) -> None:
         self.modules = tuple(modules)
         self.groups = list(groups)
@@ -66,6 +68,8 @@ class ModuleState:
         self.is_root: bool | None = None
         self.reshard_root = reshard_root
         """What the user said of ``reshard_after_forward``; None: the root keeps its parameters."""
+        self.ignored = ignored
+        """Parameters that belong to no group on purpose; None: those outside of groups are somebody else's."""
         self.tree = TreeContext()
         self.comm = CommContext(device)
         self.forward_prefetch: list[ModuleState] = []
@@ -88,6 +92,7 @@ class ModuleState:
                 module.register_forward_hook(self._after_one, always_call=True)
             else:
                 module.register_forward_hook(self.after_forward)
+                module.register_forward_hook(self.after_exception, always_call=True)
         owners = {slot.module for group in self.groups for p in group.parameters for slot in p.slots}
         for owner in owners:
             owner.register_state_dict_pre_hook(self.to_rest)
@@ -123,14 +128,16 @@ class ModuleState:
 
     @torch.compiler.disable
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.tree.awaits_end_of_backward and not in_backward():  # an exception broke a backward off
+            self.tree.states[0].abandon_iteration()
         if self.phase is Phase.BACKWARD:  # activation checkpointing runs this forward anew inside of its backward
             for group in self.groups:
                 group.recompute()
             return self._cast_inputs(args, kwargs)
         begins = self.phase is not Phase.FORWARD
-        self.phase = Phase.FORWARD
         if begins:
             args, kwargs = self._begin_iteration(args, kwargs)
+        self.phase = Phase.FORWARD
         args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.groups:
             group.before_forward()
@@ -146,9 +153,9 @@ class ModuleState:
         if self.phase is Phase.BACKWARD:
             return self._cast_outputs(output)
         recomputing = in_backward()
+        is_watched = self._watch_outputs(output)
         for group in self.groups:
-            group.after_forward(recomputing=recomputing)
-        self._watch_outputs(output)
+            group.after_forward(recomputing=recomputing, is_watched=is_watched)
         self.phase = Phase.IDLE
         if self.tree.forward_root is self:
             output = self._conclude_incomplete(output)
@@ -161,6 +168,12 @@ class ModuleState:
         self.become_root()
         if self.tree.forward_root is not None:
             return args, kwargs
+        if not in_backward():
+            groups = [group for state in self.tree.states for group in state.groups]
+            if any(has_replaced(group.parameters) for group in groups):
+                check_distinct(parameter for group in groups for parameter in group.parameters)
+            for group in groups:
+                group.begin_iteration()
         self.tree.forward_root = self
         lane, event = self.comm.gather_lane, self.tree.post_optimizer_event
         if event is None:
@@ -173,13 +186,35 @@ class ModuleState:
             args, kwargs = map_tensors(move, args), map_tensors(move, kwargs)
         return args, kwargs
 
+    @torch.compiler.disable
+    def after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Parameters are at rest, and the next forward begins anew. Also called when there was no exception: then the
+        forward has ended already."""
+        if self.phase is not Phase.FORWARD:
+            return
+        self._forget_forward()
+        if self.tree.forward_root is self:
+            self.tree.forward_root = None
+            self.comm.post_forward_order.clear()
+            for state in self.tree.states:
+                state._forget_forward()
+                state.forget_forward_order()
+
+    def _forget_forward(self) -> None:
+        self.to_rest()
+        self._still_to_run.clear()
+        if self.phase is Phase.FORWARD:
+            self.phase = Phase.IDLE
+            for group in self.groups:
+                group.forget_forward()
+
     def _conclude_incomplete(self, output: Any) -> Any:
         """Groups of several modules of which only some have run end their forward with the root's."""
         for state in reversed(self.tree.states):
             if state is not self and state._still_to_run:
+                is_watched = state._watch_outputs(output)
                 for group in state.groups:
-                    group.after_forward(recomputing=in_backward())
-                state._watch_outputs(output)
+                    group.after_forward(recomputing=in_backward(), is_watched=is_watched)
                 state.phase = Phase.IDLE
                 state._still_to_run.clear()
                 output = state._cast_outputs(output)
@@ -218,17 +253,21 @@ class ModuleState:
             register_multi_grad_hook(watched, self._after_backward)
         return args, kwargs
 
-    def _watch_outputs(self, output: Any) -> None:
+    def _watch_outputs(self, output: Any) -> bool:
+        """Find out when a backward begins. False: it may begin unseen, from tensors inside of an object."""
         if not torch.is_grad_enabled():
-            return
+            return True
+        found = False
         for tensor in tensors_in(output):
             if not tensor.requires_grad:
                 continue
+            found = True
             tensor.register_hook(self._before_backward)
             base = tensor._base
             if base is not None and base.grad_fn is not None:
                 # An in-place op on a view drops the view's own history, and the hook with it; its base's stays.
                 base.grad_fn.register_prehook(self._before_backward)
+        return found or not hides_tensors(output)
 
     @torch.compiler.disable
     def _before_backward(self, *_: Any) -> None:
@@ -281,6 +320,8 @@ class ModuleState:
         self.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
         self.forward_prefetch = [memo.get(id(state), state) for state in self.forward_prefetch]
         self.backward_prefetch = [memo.get(id(state), state) for state in self.backward_prefetch]
+        if self.ignored is not None:
+            self.ignored = [Slot(copy.deepcopy(module, memo), name) for module, name in self.ignored]
         for group in self.groups:
             for parameter in group.parameters:
                 parameter.slots = [Slot(copy.deepcopy(module, memo), name) for module, name in parameter.slots]
@@ -292,6 +333,7 @@ class ModuleState:
 
         Raises:
             RuntimeError: a state below has been a root already, or the root is a list of modules.
+            ValueError: parameters were tied after ``fully_shard``.
             ShardingMismatchError: the ranks have built different groups, or do not come; on every rank.
         """
         if self.is_root is not None:
@@ -323,13 +365,20 @@ class ModuleState:
             state.tree, state.comm = self.tree, self.comm
             for group in state.groups:
                 group.comm = self.comm
+                group.on_gradients = functools.partial(self.tree.at_end_of_backward, self.comm)
         self.tree.states = found
         self.comm.max_gradient_buffers = max(state.max_gradient_buffers for state in found)
         if self.reshard_root is None:
             for group in self.groups:
-                group.reshard_after_forward = False
+                group.reshard_after_forward, group.is_kept_by_default = False, True
         self._name_parameters(root)
-        self._compare_ranks()
+        try:
+            self._check_parameters(root)
+            self._compare_ranks()
+        except Exception:
+            for state in found:
+                state.is_root = None
+            raise
         for state in found:
             for group in state.groups:
                 group.rebuild()
@@ -341,6 +390,12 @@ class ModuleState:
             for group in state.groups:
                 for parameter in group.parameters:
                     parameter.name = names.get(id(parameter.sharded), parameter.name)
+
+    def _check_parameters(self, root: nn.Module) -> None:
+        parameters = [p for state in self.tree.states for group in state.groups for p in group.parameters]
+        check_distinct(parameters)
+        if self.ignored is not None:
+            warn_of_strays(root, parameters, [slot for state in self.tree.states for slot in state.ignored or ()])
 
     def _compare_ranks(self) -> None:
         along: dict[Any, list[ParameterGroup]] = {}

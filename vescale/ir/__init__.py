@@ -4,6 +4,7 @@ from vescale.ir._coverage import Coverage, coverage
 from vescale.ir._diff import Change, ProgramDiff
 from vescale.ir._findings import Finding, LoweringError
 from vescale.ir._gradient_buckets import PredictedBucket
+from vescale.ir._joint_cuts import join_placements, ragged_positions
 from vescale.ir._lower import check, lower
 from vescale.ir._ops import Annotate, Attention, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
 from vescale.ir._packed import Packing, packed_dims
@@ -54,6 +55,7 @@ __all__ = [
     "coverage",
     "drop_noops",
     "fuse_redistributions",
+    "join_placements",
     "lower",
     "meetings",
     "merge_duplicates",
@@ -61,6 +63,7 @@ __all__ = [
     "optimize",
     "packed_dims",
     "predict",
+    "ragged_positions",
     "refuse_part_of_replicas",
     "unit_buckets",
 ]

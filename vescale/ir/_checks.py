@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import StridedShard
 from vescale.ir._findings import Findings
 from vescale.ir._heads import Heads, heads_of
+from vescale.ir._joint_cuts import gathered_positions, join_placements, ragged_positions
 from vescale.ir._model_index import ModelIndex, StateTensor
 from vescale.ir._resolve import Resolution, shown_name
 from vescale.ir._said import Said, StateWords
@@ -182,10 +183,14 @@ def _head_error(
 def _check_ragged(words: StateWords, state: StateTensor, axes: MeshAxes, findings: Findings) -> None:
     """What the placements themselves refuse: several ragged axes, units that do not cover the tensor."""
     assert state.shape is not None
-    resting = words.init.complete(axes)
-    for stage in dict.fromkeys((resting, words.running(axes))):
+    resting, running = words.init.complete(axes), words.running(axes)
+    joint = gathered_positions(resting, running)
+    if state.is_parameter and not joint and len(ragged_positions(resting)) > 1:
+        return  # told with the units
+    for stage in dict.fromkeys((resting, running)):
+        placements, sizes = join_placements(stage, axes.sizes, joint) if stage == resting else (stage, axes.sizes)
         try:
-            normalize_placements(stage, state.shape, axes.sizes)
+            normalize_placements(placements, state.shape, sizes)
         except ValueError as error:
             role = words.init if stage == resting else words.forward
             entries = [said.entry for said in role.items().values()] or [s.entry for s in words.init.items().values()]

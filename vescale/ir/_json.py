@@ -123,10 +123,12 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
         key: _read_stage(value, axes) if key in _STAGES else value for key, value in data.items() if key in known
     }
     if kind is Unit:
-        for key in ("names", "replicate"):
-            values[key] = tuple(_text(value) for value in values.get(key, ()))
-        for axis in (_text(values["shard"]), *values["replicate"]):
+        for key in ("names", "shard", "replicate"):
+            values[key] = _texts(values.get(key, ()))
+        for axis in (*values["shard"], *values["replicate"]):
             axes.index(axis)
+        if not values["shard"]:
+            raise ValueError("a unit that is sharded over no axis")
         values["mp_policy"] = mp_policy_of(values.get("mp_policy"))
         if not isinstance(values.get("offload_pinned"), bool | None):
             raise ValueError(f"offload_pinned is {values['offload_pinned']!r}, not true or false")
@@ -135,7 +137,7 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
     if kind is Local:
         values = {"kind": None, "dispatch": None, **values}
         for key in ("experts", "features", "biases"):
-            values[key] = tuple(_text(value) for value in values.get(key, ()))
+            values[key] = _texts(values.get(key, ()))
         for axis in (*values["experts"], *values["features"]):
             axes.index(axis)
     return kind(**values)
@@ -166,6 +168,12 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not text")
     return value
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if isinstance(values, str):
+        raise ValueError(f"{values!r} is no list")
+    return tuple(_text(value) for value in values)
 
 
 def _index(value: Any) -> int | str | None:

@@ -133,8 +133,8 @@ def _is_settled(path: str, axis: str, resolution: Resolution) -> bool:
 
 
 def _same_batch(plan: Plan, resolution: Resolution, findings: Findings) -> None:
-    """Parameters that are gathered over an axis to compute, and a batch that is not cut over it."""
-    inputs = [words for (path, side, _), words in resolution.boundaries.items() if (path, side) == ("", "<in>")]
+    """Parameters that are gathered over an axis to compute, and nothing that they compute with is cut over it: neither a
+    batch nor, between modules, a sequence."""
     for position, axis in enumerate(plan.axes):
         gathered = [
             said
@@ -143,7 +143,10 @@ def _same_batch(plan: Plan, resolution: Resolution, findings: Findings) -> None:
             and not isinstance(said.placement, Replicate)
             and isinstance(words.running(plan.axes)[position], Replicate)
         ]
-        cut = any((s := w.dst.get(axis) or w.src.get(axis)) and shard_dim(s.placement) is not None for w in inputs)
+        cut = any(
+            (s := words.dst.get(axis) or words.src.get(axis)) and shard_dim(s.placement) is not None
+            for words in resolution.boundaries.values()
+        )
         if gathered and not cut and plan.axes.size(axis) > 1:
             findings.warning(
                 "same-batch",

@@ -41,7 +41,10 @@ def stage_text(stage: Sequence[Placement | None], axes: MeshAxes) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter or buffer becomes a DTensor with these placements at rest; complete, no None."""
+    """A parameter or buffer becomes a DTensor with these placements at rest; complete, no None.
+
+    The same ragged cut on several axes is one over all their ranks (:mod:`vescale.ir._joint_cuts`).
+    """
 
     placements: Stage
 
@@ -151,16 +154,17 @@ class Local:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters (``names``, relative to the module) that rest sharded over the axis ``shard`` and are replicated there
+    """Parameters (``names``, relative to the module) that rest sharded over the axes ``shard`` and are replicated there
     while the module computes: gathered together before its forward and its backward, their gradients reduced together.
 
+    Several axes of ``shard``, in the order of the mesh, hold one cut over all their ranks (:mod:`vescale.ir._joint_cuts`).
     ``replicate``: axes of replicas, over which those gradients are summed, too. ``reshard_after_forward``,
     ``reshard_after_backward``: see :meth:`vescale.Plan.unit`; None of the former is the default of the module's position.
     ``mp_policy``, ``offload_pinned``: see :class:`vescale.plans.UnitEntry`.
     """
 
     names: tuple[str, ...]
-    shard: str
+    shard: tuple[str, ...]
     replicate: tuple[str, ...] = ()
     reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool = True
@@ -168,7 +172,7 @@ class Unit:
     offload_pinned: bool | None = None
 
     def text(self, axes: MeshAxes) -> str:
-        parts = [f"shard={self.shard}"]
+        parts = [f"shard={','.join(self.shard)}"]
         parts += [f"replicate={','.join(self.replicate)}"] if self.replicate else []
         parts += [] if self.reshard_after_forward is None else [f"reshard_after_forward={self.reshard_after_forward}"]
         parts += [] if self.reshard_after_backward else ["reshard_after_backward=False"]

@@ -142,7 +142,8 @@ class _Walk:
         for instruction in program:
             self._by_path.setdefault(instruction.path, []).append(instruction)
         self.buckets = unit_buckets(program, index.model)
-        self._unit_axes = {name: (b.shard, *b.replicate) for b in self.buckets for name in b.names}
+        self._num_pieces = {name: b.num_ranks for b in self.buckets for name in b.names}
+        self._unit_axes = {name: (*b.shard, *b.replicate) for b in self.buckets for name in b.names}
         self._tag_states()
 
     # Parameters and buffers
@@ -160,7 +161,7 @@ class _Walk:
         for bucket in self.buckets:
             for name in bucket.names:
                 whole = zip(self.axes, resting[name])
-                running[name] = tuple(Replicate() if axis == bucket.shard else p for axis, p in whole)
+                running[name] = tuple(Replicate() if axis in bucket.shard else p for axis, p in whole)
         for name, at_rest in resting.items():
             tensor = _state(self.index, name)
             stage = running.get(name, at_rest)
@@ -168,7 +169,7 @@ class _Walk:
             for axis, rest, run in zip(self.axes, at_rest, stage):
                 num_bytes = self._bytes(tensor, axis, stage)
                 if name in self._unit_axes and axis not in self._unit_axes[name] and num_bytes is not None:
-                    num_bytes //= self.axes.size(self._unit_axes[name][0])  # a piece is left by the unit's reduction
+                    num_bytes //= self._num_pieces[name]  # a piece is left by the unit's reduction
                 move = _Move(name, "weight", axis, rest, run, num_bytes, True, tensor.requires_grad)
                 self.moves.append(move)
                 follow = isinstance(run, Replicate) and tensor.requires_grad

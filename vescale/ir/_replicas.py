@@ -24,7 +24,7 @@ def check_replicas(plan: Plan, resolution: Resolution, findings: Findings) -> No
     if not resolution.gathered:
         return
     first = resolution.gathered[0]
-    source = next((entry.source for entry in plan.entries if first.shard in axes_named(entry)), None)
+    source = next((entry.source for entry in plan.entries if axes_named(entry).intersection(first.shard)), None)
     if plan.mesh is not None:
         problem = _missing_axes(plan.mesh, first.shard)
         if problem:
@@ -35,21 +35,21 @@ def check_replicas(plan: Plan, resolution: Resolution, findings: Findings) -> No
     if idle:
         findings.error(
             "replicas",
-            f"parameters are sharded over {first.shard!r} alone, and no entry names {_quoted(idle)}, whose "
+            f"parameters are sharded over {_quoted(first.shard)} alone, and no entry names {_quoted(idle)}, whose "
             f"{math.prod(plan.axes.size(axis) for axis in idle)} ranks would repeat the same work; for hybrid sharding cut "
-            f"the batch over both, '<in:name>': {{{idle[0]}: S(0), {first.shard}: S(0)}}",
+            f"the batch over both, '<in:name>': {{{', '.join(f'{axis}: S(0)' for axis in (idle[0], *first.shard))}}}",
             source,
         )
 
 
-def refuse_part_of_replicas(mesh: DeviceMesh, shard: str) -> None:
+def refuse_part_of_replicas(mesh: DeviceMesh, shard: Sequence[str]) -> None:
     """The same for a mesh that a plan over names and sizes is used on. Raises PlanError."""
     problem = _missing_axes(mesh, shard)
     if problem:
         raise PlanError(problem)
 
 
-def _missing_axes(mesh: DeviceMesh, shard: str) -> str:
+def _missing_axes(mesh: DeviceMesh, shard: Sequence[str]) -> str:
     root = root_mesh(mesh)
     own, names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
     missing = [name for axis, name in enumerate(names) if name not in own and root.size(axis) > 1 and _holds_data(name)]
@@ -57,10 +57,10 @@ def _missing_axes(mesh: DeviceMesh, shard: str) -> str:
         return ""
     wanted = tuple(name for name in names if name in own or name in missing)
     return (
-        f"parameters are sharded over {shard!r} of a mesh with axes {own}, a slice of one with axes {names}: the replicas "
-        f"along {_quoted(missing)} would never share a gradient, and drift apart; write the plan for mesh{list(wanted)} and "
-        f"cut the batch over {_quoted([*missing, shard])} (hybrid sharding); for models that are meant to train apart, make "
-        "their mesh by itself"
+        f"parameters are sharded over {_quoted(shard)} of a mesh with axes {own}, a slice of one with axes {names}: the "
+        f"replicas along {_quoted(missing)} would never share a gradient, and drift apart; write the plan for "
+        f"mesh{list(wanted)} and cut the batch over {_quoted([*missing, *shard])} (hybrid sharding); for models that are "
+        "meant to train apart, make their mesh by itself"
     )
 
 

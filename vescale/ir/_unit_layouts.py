@@ -32,7 +32,7 @@ class UnitBucket:
 
     path: str
     names: tuple[str, ...]
-    shard: str
+    shard: tuple[str, ...]
     replicate: tuple[str, ...]
     dtype: torch.dtype
     requires_grad: bool
@@ -67,14 +67,14 @@ class UnitBucket:
     @property
     def collectives(self) -> tuple[tuple[str, str, str, int], ...]:
         """(phase, op, axes joined with ``,``, bytes that a rank exchanges with others) of each in a step."""
-        whole = self.whole_bytes
-        found = [("forward", "all_gather", self.shard, whole // self.num_ranks * (self.num_ranks - 1))]
+        whole, shard = self.whole_bytes, ",".join(self.shard)
+        found = [("forward", "all_gather", shard, whole // self.num_ranks * (self.num_ranks - 1))]
         if self.backward_ranks > 1:
             again = whole // self.backward_ranks * (self.backward_ranks - 1)
-            found.append(("backward", "all_gather", self.shard, again))
+            found.append(("backward", "all_gather", shard, again))
         if self.requires_grad:
             piece = self.gradient_bytes // self.num_ranks
-            found.append(("backward", "reduce_scatter", self.shard, piece * (self.num_ranks - 1)))
+            found.append(("backward", "reduce_scatter", shard, piece * (self.num_ranks - 1)))
             summed = 2 * piece * (self.num_replicas - 1) // self.num_replicas
             found.append(("backward", "all_reduce", ",".join(self.replicate), summed))
         return tuple(one for one in found if one[3])
@@ -91,14 +91,14 @@ def unit_buckets(program: Program, model: nn.Module) -> tuple[UnitBucket, ...]:
 def _buckets(
     path: str, unit: Unit, index: ModelIndex, axes: MeshAxes, resting: dict[str, tuple[Placement, ...]]
 ) -> Iterator[UnitBucket]:
-    position = axes.index(unit.shard)
-    ranks = axes.size(unit.shard)
+    positions = [axes.index(axis) for axis in unit.shard]
+    ranks = math.prod(map(axes.size, unit.shard))
     kinds: dict[tuple[torch.dtype, bool, bool], list[str]] = {}
     for name in unit.names:
         first = index.state_names[f"{path}.{name}" if path else name]
         owner, attribute = index.owner(first)
         tensor = getattr(index.modules[owner], attribute)
-        rest = resting[first][position]
+        rest = resting[first][positions[0]]
         is_planned = isinstance(rest, RaggedShard) and rest.local_units is None
         kinds.setdefault((tensor.dtype, tensor.requires_grad, is_planned), []).append(first)
     keep = unit.reshard_after_forward if unit.reshard_after_forward is not None else bool(path)
@@ -112,8 +112,8 @@ def _buckets(
         places = []
         for name in names:
             at_rest = resting[name]
-            run = [Replicate() if axis == position else placement for axis, placement in enumerate(at_rest)]
-            places.append(_place(index.states[name].shape or (), at_rest[position], run, axes.sizes, ranks))
+            run = [Replicate() if axis in positions else placement for axis, placement in enumerate(at_rest)]
+            places.append(_place(index.states[name].shape or (), at_rest[positions[0]], run, axes.sizes, ranks))
         parts = [part for _, part, _ in places]
         if parts[0] is None:  # the planner's choice
             layout = _layout(

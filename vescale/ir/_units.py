@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ir._findings import Findings
+from vescale.ir._joint_cuts import gathered_positions, ragged_positions
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._repeat import name_list
 from vescale.ir._resolve import Resolution, shown_name
@@ -21,12 +24,13 @@ __all__ = ["GatheredUnit", "find_units", "repeated_blocks"]
 
 @dataclass(frozen=True)
 class GatheredUnit:
-    """Parameters of one unit that are sharded over one axis.
+    """Parameters of one unit that are sharded over the same axes.
 
     Attributes:
         path: the module.
         names: full first names of the parameters, in the model's order.
-        shard: the axis over which they are cut at rest, and gathered while the module computes.
+        shard: the axes over which they are cut at rest, all in one cut, and gathered while the module computes; in the
+            order of the mesh.
         replicate: axes along which the inputs of the model are cut and the parameters are not: replicas, whose gradients
             are summed with those of the ranks of ``shard``.
         entry: the plan's; None for a unit that was inferred.
@@ -34,7 +38,7 @@ class GatheredUnit:
 
     path: str
     names: tuple[str, ...]
-    shard: str
+    shard: tuple[str, ...]
     replicate: tuple[str, ...]
     entry: UnitEntry | None
 
@@ -42,42 +46,38 @@ class GatheredUnit:
 def find_units(
     resolution: Resolution, index: ModelIndex, axes: MeshAxes, findings: Findings
 ) -> tuple[GatheredUnit, ...]:
-    """The units of the parameters that rest sharded over one axis and run replicated there; mistakes become findings."""
+    """The units of the parameters that rest sharded, in one cut over one axis or several, and run replicated there; mistakes
+    become findings."""
     explicit = resolution.units
     paths = {**dict.fromkeys(("", *_inferred(index, explicit))), **explicit}
     replicas = _input_axes(resolution)
-    found: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    found: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = {}
     for name, words in resolution.states.items():
         if not index.states[name].is_parameter:
             continue
-        axis = gathered_axis(words, axes)
-        if axis is None:
+        shard = gathered_axes(words, axes)
+        if not shard:
             _check_reachable(name, words, index, axes, paths, findings)
             continue
         path = _unit_of(name, index, paths, findings)
         run = dict(zip(axes, words.running(axes)))
-        whole = (a for a in axes if a != axis and isinstance(run[a], Replicate))
+        whole = (a for a in axes if a not in shard and isinstance(run[a], Replicate))
         replicate = tuple(a for a in whole if a in replicas and axes.size(a) > 1)
-        found.setdefault((path, axis, replicate), []).append(name)
+        found.setdefault((path, shard, replicate), []).append(name)
     units = tuple(
-        GatheredUnit(path, tuple(names), axis, replicate, paths[path])
-        for (path, axis, replicate), names in found.items()
+        GatheredUnit(path, tuple(names), shard, replicate, paths[path])
+        for (path, shard, replicate), names in found.items()
     )
     _check_entries(units, resolution, axes, findings)
     return units
 
 
-def gathered_axis(words: StateWords, axes: MeshAxes) -> str | None:
-    """The axis over which a parameter is cut at rest and whole while it runs, if that is all that changes."""
+def gathered_axes(words: StateWords, axes: MeshAxes) -> tuple[str, ...]:
+    """The axes over which a parameter is cut at rest and whole while it runs, if that is all that changes; else ()."""
     if words.annotated or words.grad or words.grad_annotated:
-        return None
-    rest, run = words.init.complete(axes), words.running(axes)
-    differing = [position for position, (one, other) in enumerate(zip(rest, run)) if one != other]
-    if len(differing) != 1:
-        return None
-    (position,) = differing
-    is_cut = isinstance(rest[position], RaggedShard) or type(rest[position]) is Shard
-    return axes.names[position] if is_cut and isinstance(run[position], Replicate) else None
+        return ()
+    positions = gathered_positions(words.init.complete(axes), words.running(axes))
+    return tuple(axes.names[position] for position in positions)
 
 
 def repeated_blocks(index: ModelIndex) -> Iterator[str]:
@@ -169,8 +169,9 @@ def _check_reachable(
     findings: Findings,
 ) -> None:
     rest, run = words.init.complete(axes), words.running(axes)
-    if sum(isinstance(placement, RaggedShard) for placement in rest) > 1:
-        return  # an error of its own
+    if len(ragged_positions(rest)) > 1:
+        _check_joint_cut(name, words, index, axes, findings)
+        return
     changes = [(axis, one, other) for axis, one, other in zip(axes, rest, run) if one != other]
     entry = next((e for path in _around(index.owner(name)[0]) if (e := paths.get(path)) is not None), None)
     for axis, one, other in changes:
@@ -179,7 +180,7 @@ def _check_reachable(
         if isinstance(one, RaggedShard):
             reason = "a ragged cut at rest is gathered before its module runs, and nothing else"
         elif entry is not None:
-            reason = f"unit '{entry.path}' gathers parameters along one axis, and moves them in no other way"
+            reason = f"unit '{entry.path}' gathers parameters that are cut in one way, and moves them in no other"
         else:
             continue
         said = words.forward.get(axis) or words.init.get(axis)
@@ -187,11 +188,45 @@ def _check_reachable(
         findings.error(
             "unreachable",
             f"{{names}} rests {placement_text(one)} on {axis} and runs {placement_text(other)} on {axis}{more}: {reason}; "
-            f"write {axis}: {{init: {placement_text(one)}, run: R}}, and change no other axis",
+            f"write {axis}: {{init: {placement_text(one)}, run: R}}, and change no other axis"
+            f"{', or cut it alike on all that change' if more else ''}",
             said.entry.source if said is not None else None,
             shown_name(index.states[name]),
         )
         return
+
+
+def _check_joint_cut(name: str, words: StateWords, index: ModelIndex, axes: MeshAxes, findings: Findings) -> None:
+    """A parameter that rests ragged on several axes, and is not gathered over all of them."""
+    rest, run = words.init.complete(axes), words.running(axes)
+    ragged = [axes.names[position] for position in ragged_positions(rest)]
+    cuts = {axis: placement for axis, placement in zip(axes, rest) if axis in ragged}
+    one = placement_text(cuts[ragged[0]])
+    wanted = ", ".join(f"{axis}: {{init: {one}, run: R}}" for axis in ragged)
+    advice = f"write {wanted}, and change no other axis, or leave all but one of them out"
+    others = [axis for axis, a, b in zip(axes, rest, run) if a != b and axis not in ragged]
+    if len(set(cuts.values())) > 1:
+        reason = "its cuts differ, and it can have one only, over the ranks of all these axes together"
+    elif not all(isinstance(placement, Replicate) for axis, placement in zip(axes, run) if axis in ragged):
+        reason = (
+            f"it runs {_listed({axis: run[axes.index(axis)] for axis in ragged})}, and one cut is gathered as a whole"
+        )
+    elif others:
+        reason = f"it runs otherwise on {', '.join(others)}, too, and a unit gathers, and moves in no other way"
+    else:
+        reason = "entries for its gradient keep it out of a unit, which alone can gather it"
+        advice = "leave those out, or all but one of the axes"
+    said = words.forward.get(ragged[-1]) or words.init.get(ragged[-1])
+    findings.error(
+        "unreachable",
+        f"{{names}} rests {_listed(cuts)}: {reason}; {advice}",
+        said.entry.source if said is not None else None,
+        shown_name(index.states[name]),
+    )
+
+
+def _listed(placements: Mapping[str, Placement]) -> str:
+    return ", ".join(f"{placement_text(placement)} on {axis}" for axis, placement in placements.items())
 
 
 def _check_entries(units: tuple[GatheredUnit, ...], resolution: Resolution, axes: MeshAxes, findings: Findings) -> None:
@@ -237,12 +272,12 @@ def _empty(entry: UnitEntry, matched: list[str], held: set[str], findings: Findi
 def _check_reshard(unit: GatheredUnit, axes: MeshAxes, findings: Findings) -> None:
     entry = unit.entry
     assert entry is not None
-    keep, size = entry.reshard_after_forward, axes.size(unit.shard)
+    keep, size = entry.reshard_after_forward, math.prod(map(axes.size, unit.shard))
     if keep is not None and not isinstance(keep, bool) and size % keep:
         source: Source | None = entry.source
         findings.error(
             "reshard",
-            f"unit '{entry.path}': reshard_after_forward={keep} does not divide the {size} ranks of {unit.shard}; use True, "
-            "False, or a number of ranks that does",
+            f"unit '{entry.path}': reshard_after_forward={keep} does not divide the {size} ranks of "
+            f"{', '.join(unit.shard)}; use True, False, or a number of ranks that does",
             source,
         )

@@ -60,7 +60,7 @@ class CustomPlacement(Placement):
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return type(self) is type(other) and hash(self) == hash(other) and self._key() == other._key()
+        return type(self) is type(other) and self._hash == other._hash and self._key() == other._key()
 
     def __hash__(self) -> int:
         return self._hash

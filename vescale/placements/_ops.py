@@ -34,6 +34,7 @@ from vescale.compat import (
     observe_redistribution,
     rank_in_mesh,
     static_keywords,
+    takes_only_tensors,
     tell_move,
     with_aliasing,
 )
@@ -66,6 +67,7 @@ def register_rule(*ops: Any) -> Any:
     def decorate(rule: Rule) -> Rule:
         add_rule(ops, rule)
         _decide.cache_clear()
+        _output_specs.cache_clear()
         clear_sharding_cache()
         return rule
 
@@ -92,7 +94,7 @@ def run_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
         if result is not NotImplemented:
             return result
     if _runs_as_it_is(call, decision):
-        return OutputSharding(_output_specs(call, decision))
+        return OutputSharding(_specs_of_results(call, decision))
     return _execute(call, decision, args, kwargs)
 
 
@@ -136,7 +138,7 @@ def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
     outputs = decision.outputs and tuple(map(stock, decision.outputs))
     decision = replace(decision, inputs=tuple(inputs), outputs=outputs)
     if _runs_as_it_is(call, decision):
-        return OutputSharding(_output_specs(call, decision))
+        return OutputSharding(_specs_of_results(call, decision))
     return _execute(call, decision, args, kwargs)
 
 
@@ -206,8 +208,8 @@ def _runs_as_it_is(call: OpCall, decision: Decision) -> bool:
         return False
     if call.mutated:
         return True  # results are the written operands: nothing depends on other arguments
-    if call.schema_info is None:
-        return decision.outputs is None
+    if call.schema_info is None:  # the key has the tensors alone
+        return decision.outputs is None or takes_only_tensors(call.op)
     if call.schema_info.needs_pytree:  # the key leaves numbers out: right as long as they cannot change a dtype
         return all(spec.tensor_meta is not None and spec.tensor_meta.dtype.is_floating_point for spec in call.operands)
     known = static_keywords(call.schema_info)
@@ -217,8 +219,19 @@ def _runs_as_it_is(call: OpCall, decision: Decision) -> bool:
     return not others or all(spec.tensor_meta.dtype.is_floating_point for spec in call.operands if spec.tensor_meta)
 
 
+def _specs_of_results(call: OpCall, decision: Decision) -> Any:
+    """Specs in the structure of the op's results; None for results that are not tensors. Equal calls get the same objects,
+    so that later ops find them by identity."""
+    try:
+        return _output_specs(call, decision)
+    except TypeError as error:  # an argument without a hash
+        if "unhashable" not in str(error):
+            raise
+        return _output_specs.__wrapped__(call, decision)
+
+
+@functools.lru_cache(maxsize=8192)
 def _output_specs(call: OpCall, decision: Decision) -> Any:
-    """Specs in the structure of the op's results; None for results that are not tensors."""
     if decision.outputs is None:
         return None
     meta = call.meta
@@ -264,7 +277,7 @@ def _execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: di
                 raise
         local_args, local_kwargs = substitute(args, kwargs, locals_, torch.Tensor)
         return _replicated(call.mesh, call.op(*local_args, **local_kwargs))
-    specs = _output_specs(call, decision)
+    specs = _specs_of_results(call, decision)
     if not rank_in_mesh(call.mesh):
         result = _placeholder(specs)
     else:

@@ -2,8 +2,9 @@
 
 VeOmni's models carry such plans: for each extra parallel axis (``ep`` for experts, ``emb`` for embeddings) patterns of
 parameter names, where ``*`` stands for one part of a name, and a placement. They speak of parameters only; what is needed
-around those (regions of experts, where sums of embeddings go) is added here. The object is read by its attributes
-(``extra_parallel_plan``, or ``ep_plan`` of earlier versions); a dict ``{axis: {pattern: placement}}`` is taken too.
+around those (regions of experts, where sums of embeddings go), and where the rest of the parameters lies, is added here. The
+object is read by its attributes (``extra_parallel_plan``, or ``ep_plan`` of earlier versions); a dict
+``{axis: {pattern: placement}}`` is taken too.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from vescale.placements import RaggedShard
 from vescale.plans._errors import PlanError, did_you_mean
 from vescale.plans._hf_import import BATCHED_INPUTS
 from vescale.plans._hf_paths import expressions
+from vescale.plans._phase import INIT, RUN
 from vescale.plans._plan import Plan
 
 __all__ = ["add_parallel_plan"]
@@ -28,13 +31,19 @@ _Patterns = Mapping[str, Any]
 
 
 def add_parallel_plan(
-    plan: Plan, model: nn.Module, axes: Mapping[str, str], dispatch: str, batch_axes: Sequence[str] | None
+    plan: Plan,
+    model: nn.Module,
+    axes: Mapping[str, str],
+    dispatch: str,
+    batch_axes: Sequence[str] | None,
+    shard_axis: str | None,
 ) -> None:
     """See :meth:`Plan.from_model`."""
     reader = _Reader(plan, model, dispatch)
     found = {axes.get(name, name): patterns for name, patterns in reader.patterns().items()}
+    sharded = [shard_axis] if shard_axis is not None and shard_axis in plan.axes else []
     if batch_axes is None:
-        batch_axes = [axis for axis in plan.axes if axis == "dp" or axis in found]
+        batch_axes = [axis for axis in plan.axes if axis == "dp" or axis in sharded or axis in found]
     for axis in (*found, *batch_axes):
         if axis not in plan.axes:
             raise PlanError(
@@ -43,6 +52,8 @@ def add_parallel_plan(
             )
     for axis, patterns in found.items():
         reader.read(axis, patterns, axis in batch_axes)
+    if sharded:
+        reader.rest([axis for axis in plan.axes if axis in sharded or (axis in found and axis in batch_axes)])
     for name in BATCHED_INPUTS:
         if batch_axes and name in inspect.signature(model.forward).parameters:
             plan.shard(f"<in:{name}>", dict.fromkeys(batch_axes, Shard(0)))
@@ -52,6 +63,7 @@ class _Reader:
     def __init__(self, plan: Plan, model: nn.Module, dispatch: str) -> None:
         self.plan, self.model, self.dispatch = plan, model, dispatch
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.cut: dict[int, dict[str, None]] = {}  # by ``id`` of a parameter, the axes that cut it
         self.kind = type(model).__name__
 
     def patterns(self) -> dict[str, _Patterns]:
@@ -87,6 +99,7 @@ class _Reader:
                 raise self._error(pattern, axis, f"has placement {placement!r}", "Shard(0) or Replicate()")
             for name in names:
                 self._check(pattern, axis, name)
+                self.cut.setdefault(id(self.parameters[name]), {})[axis] = None
                 owner = name.rpartition(".")[0]
                 if self.parameters[name].ndim > 2:
                     experts[owner] = None
@@ -100,6 +113,25 @@ class _Reader:
             )
         for expression in expressions(experts, dict(self.model.named_modules())):
             self.plan.local(expression, kind="experts", dispatch=self.dispatch)
+
+    def rest(self, axes: Sequence[str]) -> None:
+        """At rest every parameter is sharded over those of ``axes`` that do not cut it anyway, in one cut."""
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for name, parameter in self.parameters.items():
+            if id(parameter) in self.cut:
+                alike.setdefault(tuple(self.cut[id(parameter)]), []).append(name)
+        others = []
+        for cut, names in alike.items():
+            found = expressions(names, self.parameters)
+            others += found
+            for expression in found:
+                self._rest(expression, [axis for axis in axes if axis not in cut])
+        self._rest(f"(?!({'|'.join(others)})$).*", axes)
+
+    def _rest(self, expression: str, axes: Sequence[str]) -> None:
+        if axes:
+            self.plan.shard(expression, RaggedShard(), mesh=axes, phase=INIT)
+            self.plan.shard(expression, Replicate(), mesh=axes, phase=RUN)
 
     def _matching(self, pattern: Any) -> list[str]:
         expression = re.compile(r"[^.]+".join(map(re.escape, str(pattern).split("*"))))

@@ -357,6 +357,7 @@ class Plan:
         axes: Mapping[str, str] | None = None,
         dispatch: Literal["mask", "all_to_all"] = "all_to_all",
         batch_axes: Sequence[str] | None = None,
+        shard_axis: str | None = "fsdp",
     ) -> Plan:
         """The plan that a model's own ``get_parallel_plan()`` returns (VeOmni's form), as an ordinary plan.
 
@@ -364,8 +365,10 @@ class Plan:
             model: on any device; only names and shapes are read.
             axes: ``{name in the parallel plan: axis of the mesh}``, for those that are called otherwise.
             dispatch: how tokens meet experts on other ranks.
-            batch_axes: axes over which the batch of the model's inputs is cut; None: ``dp``, and the axes of the parallel
-                plan, which share the ranks of data parallelism.
+            batch_axes: axes over which the batch of the model's inputs is cut; None: ``dp``, ``shard_axis``, and the axes of
+                the parallel plan, which share the ranks of data parallelism.
+            shard_axis: the axis of sharded data parallelism, when the mesh has it: at rest, parameters are sharded over it
+                and those axes of the parallel plan that cut the batch, in one cut, apart from those that already cut them.
 
         Experts get a region, embeddings the entries that sum what the ranks look up. Patterns that match nothing in this
         model say nothing, as long as one of each axis matches.
@@ -377,7 +380,7 @@ class Plan:
         from vescale.plans._parallel_plan_import import add_parallel_plan
 
         plan = cls(mesh)
-        add_parallel_plan(plan, model, axes or {}, dispatch, batch_axes)
+        add_parallel_plan(plan, model, axes or {}, dispatch, batch_axes, shard_axis)
         return plan
 
     def to_yaml(self) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import make_dtensor, make_spec
+from vescale.compat import DTensorSpec, make_dtensor, make_spec
 from vescale.compat.deferred import tree_leaves, without_modes
 from vescale.placements import Region, local_region, normalize_placements
 from vescale.rng._deferred import DeferredTensor, view_of
@@ -45,6 +45,7 @@ def materialize(
     *,
     device: torch.device | str | None = None,
     into: Callable[[str], torch.Tensor | None] | None = None,
+    mesh_of: Callable[[str], DeviceMesh | None] | None = None,
 ) -> Module:
     """Give every deferred parameter, buffer and tensor attribute of a module its values; returns the module.
 
@@ -66,6 +67,8 @@ def materialize(
         placements: asked once for each parameter and buffer, under its first name. None: nothing is placed.
         device: of plain tensors, and of all of them without a mesh; None: where the constructor put them.
         into: asked for the memory of a placed tensor's part, by name; None, or an answer of None: memory of its own.
+        mesh_of: asked for the mesh of a placed tensor, by name, where that is made of the same ranks as ``mesh``; None, or
+            an answer of None: ``mesh``.
 
     Raises:
         ValueError: placements that do not fit a tensor or the mesh.
@@ -82,7 +85,7 @@ def materialize(
     if mesh is not None:
         deferred = [tensor for _, tensor in named if isinstance(tensor, DeferredTensor)]
         check_recorded_alike(mesh, deferred)
-    maker = _Maker(mesh, device, into)
+    maker = _Maker(mesh, device, into, mesh_of)
     with without_modes():  # also inside of deferred_init()
         for name, tensor in named:
             maker.make(name, tensor, None if placements is None else placements(name, tensor))
@@ -99,7 +102,7 @@ def materialize_tensor(
     Raises TypeError for a tensor that has values, ValueError for placements that do not fit. Communication: none.
     """
     _check_deferred(tensor)
-    maker = _Maker(mesh, None, None)
+    maker = _Maker(mesh, None)
     with without_modes():
         maker.make("tensor", tensor, placements)
     return maker.made[id(tensor)]
@@ -138,16 +141,17 @@ class _Maker:
         self,
         mesh: DeviceMesh | None,
         device: torch.device | str | None,
-        into: Callable[[str], torch.Tensor | None] | None,
+        into: Callable[[str], torch.Tensor | None] | None = None,
+        mesh_of: Callable[[str], DeviceMesh | None] | None = None,
     ) -> None:
         self.mesh = mesh
-        self._into = into
+        self._into, self._mesh_of = into, mesh_of
         self.device = None if device is None else torch.device(device)
         self.time = next_time()
         self.made: dict[int, torch.Tensor] = {}
         self._kept: list[torch.Tensor] = []  # ids stay unique while the originals live
         self._storages: dict[int, torch.UntypedStorage] = {}  # by record: what plain tensors share
-        self._locals: dict[int, tuple[str, View, tuple[Placement, ...], torch.Tensor]] = {}  # by record: placed ones
+        self._locals: dict[int, tuple[str, View, DTensorSpec, torch.Tensor]] = {}  # by record: placed ones
 
     def make(self, name: str, tensor: torch.Tensor, placements: Sequence[Placement] | None) -> torch.Tensor:
         if id(tensor) in self.made:
@@ -185,8 +189,9 @@ class _Maker:
     def _placed(self, name: str, tensor: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
         if self.mesh is None:
             raise ValueError(f"{name}: placements {tuple(placements)} without a mesh; expected a mesh: pass it along")
+        mesh = (self._mesh_of(name) if self._mesh_of is not None else None) or self.mesh
         try:
-            resolved = normalize_placements(placements, tensor.shape, self.mesh)
+            resolved = normalize_placements(placements, tensor.shape, mesh)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         if any(placement.is_partial() for placement in resolved):
@@ -194,41 +199,28 @@ class _Maker:
                 f"{name}: placements {resolved}; expected no Partial: the initial values are not terms of a sum, use "
                 "Replicate() there"
             )
-        spec = make_spec(self.mesh, resolved, tensor.shape, tensor.stride(), tensor.dtype)
+        spec = make_spec(mesh, resolved, tensor.shape, tensor.stride(), tensor.dtype)
         if not isinstance(tensor, DeferredTensor):
-            local = self._local(tensor.shape, tensor.dtype, resolved, lambda region: _own_part(tensor.detach(), region))
+            plain = tensor.detach()
+            local = _local(mesh, plain.shape, plain.dtype, resolved, lambda region: _own_part(plain, region))
             return make_dtensor(local, spec)
         view = view_of(tensor)
         key = id(view.record)
         if key in self._storages:
             self._refuse_overlap(name, "a tensor without placements")
         if key in self._locals:
-            other, other_view, other_placements, local = self._locals[key]
-            if (other_view, other_placements) != (view, resolved):
+            other, other_view, other_spec, local = self._locals[key]
+            if (other_view, other_spec.mesh, other_spec.placements) != (view, mesh, resolved):
                 self._refuse_overlap(name, other)
         else:
             own = self._into(name) if self._into is not None else None
-            local = self._local(
-                view.shape, view.dtype, resolved, lambda region: part_values(view, self.time, region, own)
+            local = _local(
+                mesh, view.shape, view.dtype, resolved, lambda region: part_values(view, self.time, region, own)
             )
             if own is not None:
                 local = own if local is own else own.copy_(local)
-            self._locals[key] = (name, view, resolved, local)
+            self._locals[key] = (name, view, spec, local)
         return make_dtensor(local, spec)
-
-    def _local(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        placements: tuple[Placement, ...],
-        part: Callable[[Region], torch.Tensor],
-    ) -> torch.Tensor:
-        assert self.mesh is not None
-        device = torch.device(self.mesh.device_type)
-        coordinate = self.mesh.get_coordinate()
-        if coordinate is None:
-            return torch.empty(0, dtype=dtype, device=device)
-        return part(local_region(tuple(shape), placements, tuple(self.mesh.shape), tuple(coordinate))).to(device)
 
     def _refuse_overlap(self, name: str, other: str) -> None:
         raise RuntimeError(
@@ -260,6 +252,21 @@ class _Maker:
             pairs = {key: self._replaced(name, item) for key, item in value.items()}
             return pairs if any(pairs[key] is not value[key] for key in value) else value
         return value
+
+
+def _local(
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    placements: tuple[Placement, ...],
+    part: Callable[[Region], torch.Tensor],
+) -> torch.Tensor:
+    """This rank's part, of which ``part`` computes the values."""
+    device = torch.device(mesh.device_type)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return torch.empty(0, dtype=dtype, device=device)
+    return part(local_region(tuple(shape), placements, tuple(mesh.shape), tuple(coordinate))).to(device)
 
 
 def _own_part(whole: torch.Tensor, region: Region) -> torch.Tensor:

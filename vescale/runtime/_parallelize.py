@@ -11,7 +11,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir import Annotate, Hook, Instruction, Local, Place, Program, Unit, lower, refuse_part_of_replicas
+from vescale.comm import join_axes
+from vescale.ir import (
+    Annotate,
+    Hook,
+    Instruction,
+    Local,
+    Place,
+    Program,
+    Unit,
+    join_placements,
+    lower,
+    ragged_positions,
+    refuse_part_of_replicas,
+)
 from vescale.placements import from_local
 from vescale.placements import install as install_placements
 from vescale.plans import MeshAxes, Plan, PlanError
@@ -168,36 +181,51 @@ def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh, placed:
         if name in placed:
             continue
         old = slots[name]
-        stage = tuple(Replicate() if p is None else p for p in instruction.op.placements)
+        own_mesh, stage = _at_rest(mesh, instruction.op)
         if isinstance(instruction.op, Annotate):
-            new = from_local(old.detach(), mesh, stage)
+            new = from_local(old.detach(), own_mesh, stage)
         else:
-            new = place_tensor(old, mesh, stage, name)
+            new = place_tensor(old, own_mesh, stage, name)
         slots.replace(name, new)
+
+
+def _at_rest(mesh: DeviceMesh, op: Place | Annotate) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Where a parameter or buffer lies at rest that no unit of this rank holds. One that is ragged on several axes belongs
+    to a unit, and the rank is outside of the mesh: it knows where the parameter lies, as the others do."""
+    stage = tuple(Replicate() if p is None else p for p in op.placements)
+    ragged = ragged_positions(stage)
+    if len(ragged) <= 1:
+        return mesh, stage
+    return join_axes(mesh, ragged), join_placements(stage, tuple(mesh.shape), ragged)[0]
 
 
 def _materialize(
     model: nn.Module,
     program: Program,
     mesh: DeviceMesh,
-    planned: Mapping[int, tuple[Placement, ...]],
+    planned: Mapping[int, tuple[DeviceMesh, tuple[Placement, ...]]],
     into: Callable[[str], torch.Tensor | None],
 ) -> None:
     """Gives a model built under ``deferred_init`` its values: each rank computes the part that it is to hold, those of units
-    (``planned``: placements by ``id``) in the memory that ``into`` says.
+    (``planned``: mesh and placements by ``id``) in the memory that ``into`` says.
 
     A parameter whose values are "local" by the plan, and tensors that the program does not place, are computed whole.
     """
     if not has_deferred(model):
         return
     slots = TensorSlots(model)
-    placements = dict(planned)
+    places = dict(planned)
     for instruction in program:
         if instruction.hook is Hook.INIT and isinstance(instruction.op, Place):
-            wanted = tuple(Replicate() if p is None else p for p in instruction.op.placements)
-            placements.setdefault(id(slots[full_name(instruction)]), wanted)
+            tensor = slots[full_name(instruction)]
+            if id(tensor) not in places:
+                places[id(tensor)] = _at_rest(mesh, instruction.op)
 
     def placements_of(name: str, tensor: torch.Tensor) -> tuple[Placement, ...] | None:
-        return placements.get(id(tensor)) if is_deferred(tensor) else None
+        return places[id(tensor)][1] if is_deferred(tensor) and id(tensor) in places else None
 
-    materialize(model, mesh, placements_of, into=into)
+    def mesh_of(name: str) -> DeviceMesh | None:
+        found = places.get(id(slots[name]))
+        return found[0] if found is not None else None
+
+    materialize(model, mesh, placements_of, into=into, mesh_of=mesh_of)

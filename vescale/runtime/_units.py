@@ -20,7 +20,6 @@ from vescale.fsdp import (
     ManagedParameter,
     ModuleState,
     ParameterGroup,
-    Phase,
     Slot,
     give_methods,
     state_of,
@@ -69,14 +68,14 @@ class Units:
         return set(self._originals)
 
     def _group(self, path: str, unit: Unit, names: Sequence[str], resting: Any, program: Program) -> ParameterGroup:
-        axis = program.axes.index(unit.shard)
-        axes = DataParallelAxes(self.mesh, axis, tuple(program.axes.index(name) for name in unit.replicate))
+        axes = DataParallelAxes.of_named(self.mesh, unit.shard, unit.replicate)
+        positions = [program.axes.index(axis) for axis in unit.shard]
         members = []
         for name in names:
             original = self._slots[name]
             self._originals[name] = original
-            rest: Placement = resting[name][axis]
-            run = tuple(Replicate() if a == axis else p for a, p in enumerate(resting[name]))
+            rest: Placement = resting[name][positions[0]]
+            run = tuple(Replicate() if a in positions else p for a, p in enumerate(resting[name]))
             twin = _on_meta(original, self.mesh, run)
             slots = [Slot(module, attribute) for module, attribute in self._slots.places(name)]
             block = _block(rest, local_of(twin).shape, run)
@@ -102,12 +101,10 @@ class Units:
     # Values
 
     @property
-    def deferred(self) -> dict[int, tuple[Placement, ...]]:
-        """Placements of the deferred parameters of units, by ``id``."""
+    def deferred(self) -> dict[int, tuple[DeviceMesh, tuple[Placement, ...]]]:
+        """Mesh and placements of the deferred parameters of units, by ``id``."""
         return {
-            id(self._originals[p.name]): _placements(p)
-            for p in self._parameters()
-            if is_deferred(self._originals[p.name])
+            id(self._originals[p.name]): _place(p) for p in self._parameters() if is_deferred(self._originals[p.name])
         }
 
     def place(self, materialize: Callable[[Callable[[str], torch.Tensor | None]], None]) -> None:
@@ -142,7 +139,7 @@ class Units:
             if is_deferred(original):
                 memory[parameter.name] = local
                 return False
-            placed = place_tensor(original, self.mesh, _placements(parameter), parameter.name)
+            placed = place_tensor(original, *_place(parameter), parameter.name)
             with torch.no_grad():
                 local.copy_(local_of(placed))
             return True
@@ -189,47 +186,24 @@ class Units:
 
 
 class UnitState(ModuleState):
-    """A unit's hooks. What the engine does inside of a forward is no part of the model: the function mode is off. After an
-    exception, parameters are at rest, and the next step begins anew."""
+    """A unit's hooks. What the engine does inside of a forward is no part of the model: the function mode is off."""
 
     accumulates_gathered = False
 
-    def _install_hooks(self, first: bool) -> None:
-        super()._install_hooks(first)
-        (module,) = self.modules
-        module.register_forward_hook(self._after_exception, always_call=True)
-
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with no_torch_function():
-            if self.tree.awaits_end_of_backward and not in_backward():
-                self.tree.states[0].abandon_iteration()
             return super().before_forward(module, args, kwargs)
 
     def _begin_iteration(self, args: Any, kwargs: Any) -> Any:
         """What an earlier forward has left gathered may be older than the parameters, which an optimizer has written since,
         unless gradients are being accumulated: it is gathered anew."""
-        begins = self.tree.forward_root is None
+        begins = self.tree.forward_root is None and not in_backward()
         args, kwargs = super()._begin_iteration(args, kwargs)
         if begins:
             for group in (group for state in self.tree.states for group in state.groups):
                 if group.is_unsharded and not any(bucket.has_gradients for bucket in group.buckets):
                     group.reshard()
         return args, kwargs
-
-    def _after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Also called when there was none: then the forward has ended already."""
-        if self.phase is not Phase.FORWARD:
-            return
-        self.to_rest()
-        self.phase = Phase.IDLE
-        for group in self.groups:
-            group.forget_forward()
-        if self.tree.forward_root is self:
-            self.tree.forward_root = None
-            self.comm.post_forward_order.clear()
-            self._all_to_rest()
-            for state in self.tree.states:
-                state.forget_forward_order()
 
     def _all_to_rest(self) -> None:
         for state in self.tree.states:
@@ -292,9 +266,10 @@ def _to_rest(module: nn.Module, *_: Any) -> None:
         state.to_rest()
 
 
-def _placements(parameter: ManagedParameter) -> tuple[Placement, ...]:
+def _place(parameter: ManagedParameter) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Where the sharded form lies."""
     assert isinstance(parameter.sharded, DTensor)
-    return tuple(parameter.sharded.placements)
+    return parameter.sharded.device_mesh, tuple(parameter.sharded.placements)
 
 
 def _on_meta(tensor: torch.Tensor, mesh: DeviceMesh, run: tuple[Placement, ...]) -> DTensor:

@@ -20,6 +20,7 @@ from vescale.placements._rules.reductions import reduction_rule
 from vescale.placements._rules.rows import rows_rule
 from vescale.placements._rules.rowwise import rowwise_rule
 from vescale.placements._rules.slices import slice_gradient_rule
+from vescale.placements._rules.stacks import stack_rule
 from vescale.placements._rules.stand_ins import stand_in_rule, treats_indices_alike
 from vescale.placements._rules.views import view_rule
 
@@ -50,6 +51,7 @@ _RULES: tuple[Rule, ...] = (
     view_rule,
     slice_gradient_rule,
     rows_rule,
+    stack_rule,
     stand_in_rule,
 )
 _REGISTERED: dict[Any, list[Rule]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vescale.compat import TensorRow
 from vescale.runtime._gradients._slot import Slot
 
 __all__ = ["Attention"]
@@ -33,6 +34,7 @@ class Attention:
         self.quiet = tuple(slot for slot in self._slots if slot not in heard)
         self.indices = [slot.index for slot in self.quiet]
         self.parameters = [slot.parameter for slot in self.quiet if slot.parameter is not None]
+        self.row = TensorRow(self.parameters)
         self.num_expected = sum(slot.num_expected for slot in heard)
         for slot in self._slots:
             slot.is_heard = slot in heard

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from vescale.comm import Pending, all_reduce_, axis_group, link_of, reduction_cost, ring_bytes
-from vescale.compat import num_storage_users
+from vescale.compat import TensorRow, give_grads, is_dense, num_storage_users, take_grads
 from vescale.placements import unpack
 from vescale.runtime._gradients._attention import Attention
 from vescale.runtime._gradients._comm_hook import CommHook, GradientBucket, answer_of
@@ -23,8 +22,6 @@ __all__ = ["Bucket", "Versions"]
 
 _LARGE_BYTES = 2**16
 """From here on a gradient on the CPU is copied when it comes, while it is in the cache; smaller ones cost less together."""
-
-_dtype_of, _layout_of = operator.attrgetter("dtype"), operator.attrgetter("layout")
 
 Versions = Mapping[int, int]
 """By id of a parameter with a gradient when a backward begins: that gradient's version. It is higher once one has come."""
@@ -86,7 +83,10 @@ class Bucket:
         self._takes_only = (
             len(self.slots) == 1 and reduction.scatter is None and not self._casts and self.slots[0].numel > 0
         )
-        self.attention = Attention(self.slots, self._copies_early)
+        self.attention = Attention(
+            self.slots, [early or not s.numel for s, early in zip(self.slots, self._copies_early)]
+        )
+        self._parameters = TensorRow([slot.parameter for slot in self.slots if slot.parameter is not None])
         self._groups: list[dist.ProcessGroup] | None = None  # of the stages, made on first use
         self._pending: Pending | None = None
         others = f" with {len(self.slots) - 1} others" if len(self.slots) > 1 else ""
@@ -159,15 +159,18 @@ class Bucket:
         parameters = self.attention.parameters
         if not parameters:
             return True
-        gradients = [parameter.grad for parameter in parameters]
-        if not self._fit(gradients):
+        if versions and any(
+            versions.get(id(parameter)) == gradient._version
+            for parameter in parameters
+            if (gradient := parameter.grad) is not None
+        ):
             return False
-        if versions and any(versions.get(id(p)) == g._version for p, g in zip(parameters, gradients) if g is not None):
+        self._open()
+        places = self._memory.places(self.attention.indices)
+        if not take_grads(self.attention.row, places, self.reduction.dtype):
             return False
-        given = self._given
-        for index, parameter, gradient in zip(self.attention.indices, parameters, gradients):
-            given[index] = gradient
-            parameter.grad = None
+        for index, place in zip(self.attention.indices, places.tensors):
+            self._given[index] = place
         return True
 
     def has_news(self, versions: Versions) -> bool:
@@ -183,19 +186,10 @@ class Bucket:
         for slot in self.attention.quiet:
             assert slot.parameter is not None
             gradient = slot.parameter.grad
-            if gradient is None or self._given[slot.index] is not None or not self._fit([gradient]):
+            if gradient is None or self._given[slot.index] is not None or not is_dense(gradient, self.reduction.dtype):
                 continue
             if versions is None or versions.get(id(slot.parameter)) != gradient._version:
                 self._given[slot.index], slot.parameter.grad = gradient, None
-
-    def _fit(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether gradients are there, and what they were when they got their places."""
-        num = len(gradients)
-        return (
-            list(map(type, gradients)) == [torch.Tensor] * num
-            and list(map(_dtype_of, gradients)) == [self.reduction.dtype] * num
-            and list(map(_layout_of, gradients)) == [torch.strided] * num
-        )
 
     def launch(self, versions: Versions, missing: float | None = None) -> None:
         """Bring all contributions together and start the first collective; the same on every rank.
@@ -283,10 +277,15 @@ class Bucket:
             result = result.to(self.reduction.dtype)
         self._result = result
 
-    def results(self) -> list[torch.Tensor]:
+    def results(self) -> TensorRow:
         """The reduced gradients, by slot, in the shapes of the contributions; of a bucket that is not scattered."""
         assert self._result is not None
         return self._memory.results(self._result)
+
+    def give_results(self) -> bool:
+        """Make the results the parameters' gradients. Returns False, and changes nothing, unless they are so as they stand,
+        and no parameter has a gradient."""
+        return len(self._parameters) == len(self.slots) and give_grads(self._parameters, self.results())
 
     def scattered(self, slot: Slot, own_region_shape: tuple[int, ...]) -> torch.Tensor:
         """This rank's part of a reduced gradient in ``own_region_shape``; of a bucket that is scattered."""

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Partial
 
 from vescale.buffer import DBuffer, TensorGroup
-from vescale.compat import TELLS_HOLDERS, are_unheld, foreach_copy_, num_storage_users
+from vescale.compat import TELLS_HOLDERS, TensorRow, are_unheld, foreach_copy_, num_storage_users
 from vescale.runtime._gradients._complete import mark_complete
 from vescale.runtime._gradients._reduction import Reduction
 from vescale.runtime._gradients._slot import Slot
@@ -40,7 +40,8 @@ class BucketMemory:
         self._num_early = sum(slot.numel for slot, is_early in zip(self._slots, early) if is_early)
         self._is_simple = reduction.scatter is None and all(slot.numel for slot in self._slots)
         self._views: list[list[torch.Tensor]] = []  # for each slot, the parts of its gradient in buffer order
-        self._results: list[torch.Tensor] = []  # for each slot, what is given out as a gradient, again in each step
+        self._results = TensorRow(())  # for each slot, what is given out as a gradient, again in each step
+        self._places: tuple[Sequence[int], TensorRow] | None = None
         self._num_users = 0
         self._all_marks: torch.Tensor | None = None
         self._all_zeros = torch.empty(0)
@@ -92,21 +93,27 @@ class BucketMemory:
         """Where the gradient of a slot that is not scattered and not empty lies, in its shape."""
         return self._views[index][0]
 
+    def places(self, indices: Sequence[int]) -> TensorRow:
+        """The views of several slots. To be asked for with the same list again."""
+        if self._places is None or self._places[0] is not indices:
+            self._places = indices, TensorRow([self.view(index) for index in indices])
+        return self._places[1]
+
     # Contributions
 
     def open(self) -> None:
         """Be ready for contributions: memory that somebody still sees is left to them, and new memory taken."""
         if self._views and not self._is_unseen():
-            self.buffer, self._views, self._results = self.buffer.like(), [], []
+            self.buffer, self._views, self._results = self.buffer.like(), [], TensorRow(())
         if not self.buffer.is_allocated:
             self.buffer.allocate()
         if not self._views:
-            self._views = self._new_views()
+            self._views, self._places = self._new_views(), None
             self._num_users = num_storage_users(self.buffer.local)
 
     def _is_unseen(self) -> bool:
         num_users = self._num_users + len(self._results)
-        return num_storage_users(self.buffer.local) == num_users and are_unheld(self._results)
+        return num_storage_users(self.buffer.local) == num_users and are_unheld(self._results.tensors)
 
     def _new_views(self) -> list[list[torch.Tensor]]:
         views: list[list[torch.Tensor]] = [[] for _ in self._slots]
@@ -185,16 +192,18 @@ class BucketMemory:
 
     # Results
 
-    def results(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def results(self, flat: torch.Tensor) -> TensorRow:
         """For each slot, its part of ``flat``, which is the reduced buffer or a copy of it, nothing scattered."""
         is_own = bool(self._views) and flat is self.buffer.local
-        if is_own and self._results:
+        if is_own and len(self._results):
             return self._results
-        found = [
-            flat.as_strided(slot.contribution.local_shape, slot.strides, flat.storage_offset() + marks[0])
-            for slot, marks in zip(self._slots, self._marks)
-        ]
-        for result in found:
+        found = TensorRow(
+            [
+                flat.as_strided(slot.contribution.local_shape, slot.strides, flat.storage_offset() + marks[0])
+                for slot, marks in zip(self._slots, self._marks)
+            ]
+        )
+        for result in found.tensors:
             mark_complete(result)
         if is_own and TELLS_HOLDERS:
             self._results = found

@@ -383,11 +383,10 @@ class GradientReducer:
                     if slot not in untouched:
                         slot.entry.deliver_scattered(slot)
                 continue
-            for slot, result in zip(bucket.slots, bucket.results()):
-                parameter = slot.parameter
-                if is_regular and parameter is not None and parameter.grad is None:
-                    parameter.grad = result  # marked as complete
-                elif slot not in untouched:
+            if is_regular and bucket.give_results():  # marked as complete
+                continue
+            for slot, result in zip(bucket.slots, bucket.results().tensors):
+                if slot not in untouched:
                     slot.entry.deliver(slot.contribution, result)
 
     def _agree_on_changes(self) -> None:

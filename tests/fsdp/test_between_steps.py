@@ -1,0 +1,235 @@
+"""What scripts do between and beside steps: exceptions, second derivatives, forwards that no backward follows, weights
+written in between. The numbers are those of one device, also where PyTorch's FSDP2 has older weights or fails."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.fsdp.compare import by_block, data, full, mesh_of, same_gradients, train_step
+from tests.fsdp.models import Block, Net, net_loss, tokens
+from tests.ranks import RankPools, run_cases
+from vescale.fsdp import fully_shard, register_fsdp_forward_method
+
+
+def sharded(build: Callable[[], nn.Module] = Net, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = build()
+    by_block(model, fully_shard, mesh_of(), **options)
+    return model
+
+
+def broken_off(reset: bool) -> None:
+    """After an exception in backward the next step is that of a model that had none, with and without a reset."""
+    model, same = sharded(), sharded()
+    optimizers = [torch.optim.SGD(one.parameters(), 0.0) for one in (model, same)]
+    net_loss(model, 0, dist.get_rank()).backward()
+
+    def fail(*_: Any) -> None:
+        raise KeyError("on purpose")
+
+    handle = model.blocks[1].up.register_full_backward_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"):
+        net_loss(model, 1, dist.get_rank()).backward()
+    handle.remove()
+    if reset:
+        model.reset_iter_state()
+    for step in (2, 3):
+        for one, optimizer in zip((model, same), optimizers, strict=True):
+            optimizer.zero_grad()  # of a broken-off backward some modules are gathered still: those of ``model`` would miss
+            net_loss(one, step, dist.get_rank()).backward()
+        same_gradients([model, same], f"step {step} after an exception")
+
+
+def failed_forward(where: str, first: bool) -> None:
+    """After an exception in forward the parameters are the sharded ones, and what is written to them is used."""
+    model = sharded()
+    torch.manual_seed(0)
+    plain = Net()
+    if not first:
+        net_loss(model, 0, dist.get_rank()).backward()
+        model.zero_grad()
+
+    def fail(*_: Any) -> None:
+        raise KeyError("on purpose")
+
+    handle = model.get_submodule(where).register_forward_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"):
+        net_loss(model, 1, dist.get_rank())
+    handle.remove()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    for one in (model, plain):
+        stepped(list(one.parameters()))
+    train_step(model, 2, net_loss, [dist.get_rank()])
+    train_step(plain, 2, net_loss, list(range(dist.get_world_size())))
+    for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(own.grad), expected.grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def failed_method() -> None:
+    """The same of a method that gathers as forward does."""
+
+    class Scoring(Net):
+        def scores(self, ids: torch.Tensor) -> torch.Tensor:
+            raise KeyError("on purpose")
+
+    model = sharded(Scoring)
+    register_fsdp_forward_method(model, "scores")
+    with pytest.raises(KeyError, match="on purpose"):
+        model.scores(tokens(0, 0))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    net_loss(model, 0, dist.get_rank()).backward()
+
+
+def penalty(options: dict[str, Any]) -> None:
+    """A gradient penalty: the backward is differentiated, for which parameters stay gathered by themselves."""
+    torch.manual_seed(0)
+    plain: Any = nn.Module()
+    plain.blocks = nn.ModuleList(Block(7) for _ in range(3))
+    plain.forward = types.MethodType(lambda self, x: [x := block(x) for block in self.blocks][-1], plain)
+    model = copy.deepcopy(plain)
+    by_block(model, fully_shard, mesh_of(), **options)
+    x = data((4, 7), 0, 7).requires_grad_()
+    for step in range(2):
+        for one in (plain, model):
+            one.zero_grad()
+            y = torch.tanh(one(x)).square().sum()
+            (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+            (gradient.square().sum() + (y if step else 0)).backward()
+        for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(own.grad), expected.grad, msg=lambda m, name=name: f"{name}: {m}")
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+class Hidden:
+    """An object that no library looks into."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class HidingBlock(Block):
+    def forward(self, x: Any) -> Any:
+        return Hidden(super().forward(x.tensor if isinstance(x, Hidden) else x))
+
+
+class HidingNet(Net):
+    def __init__(self) -> None:
+        super().__init__(block=HidingBlock)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return Hidden(self.head(x.tensor))
+
+
+def hidden_outputs() -> None:
+    """Outputs inside of an object: nothing tells when a backward begins, so that parameters stay until it is over."""
+
+    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        ids = tokens(step, rank)
+        return nn.functional.cross_entropy(model(ids).tensor.flatten(0, 1), ids.roll(1).flatten())
+
+    torch.manual_seed(0)
+    plain, model = HidingNet(), sharded(HidingNet)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (plain, model)]
+    for step in range(3):
+        for one, optimizer in zip((plain, model), optimizers, strict=True):
+            ranks = list(range(dist.get_world_size())) if one is plain else [dist.get_rank()]
+            train_step(one, step, loss, ranks)
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(own), expected, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(tokens(9, 0))
+
+
+def evaluate_with_graph(model: nn.Module) -> None:
+    model(tokens(9, 0))
+
+
+def halved(parameters: list[Any]) -> None:
+    with torch.no_grad():
+        for p in parameters:
+            p.mul_(0.5)
+
+
+def averaged(parameters: list[Any]) -> None:
+    """Weights of an average, swapped in through ``.data``, as evaluation scripts do."""
+    for p in parameters:
+        p.data.copy_(p.data * 0.5)
+
+
+def stepped(parameters: list[Any]) -> None:
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    torch.optim.SGD(parameters, 0.1).step()
+    for p in parameters:
+        p.grad = None
+
+
+def written_after(
+    forward: Callable[[nn.Module], None], write: Callable[[list[Any]], None], options: dict[str, Any]
+) -> None:
+    """What an optimizer, say, writes to its parameters after a forward that no backward follows, the next forward uses."""
+    model = sharded(**options)
+    parameters = list(model.parameters())
+    forward(model)
+    if forward is evaluate and options.get("reshard_after_forward") is not False:
+        assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
+    write(parameters)
+    torch.manual_seed(0)
+    plain = Net()
+    write(list(plain.parameters()))
+    ids = tokens(1, dist.get_rank())
+    torch.testing.assert_close(model(ids), plain(ids))
+
+
+def kept_on_request() -> None:
+    """A forward without gradients leaves what the user asked to keep; so does one after it."""
+    model = sharded(reshard_after_forward=False)
+    for _ in range(2):
+        evaluate(model)
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+WRITES = (halved, averaged, stepped)
+CASES: list[tuple[Any, ...]] = [
+    (broken_off, False),
+    (broken_off, True),
+    *((failed_forward, where, first) for where in ("blocks.1.up", "head") for first in (False, True)),
+    (failed_method,),
+    (penalty, {}),
+    (penalty, {"reshard_after_forward": False}),
+    (penalty, {"reshard_after_forward": 2}),
+    (hidden_outputs,),
+    *((written_after, forward, write, {}) for forward in (evaluate, evaluate_with_graph) for write in WRITES),
+    *((written_after, forward, stepped, {"reshard_after_forward": 2}) for forward in (evaluate, evaluate_with_graph)),
+    (written_after, evaluate, halved, {"reshard_after_forward": False}),
+    (kept_on_request,),
+]
+
+
+def run_case(part: Callable[..., None], *arguments: Any) -> None:
+    part(*arguments)
+
+
+def run() -> int:
+    return run_cases(run_case, CASES)
+
+
+def test_between_steps(ranks: RankPools) -> None:
+    assert ranks.run(run, world_size=4) == [len(CASES)] * 4

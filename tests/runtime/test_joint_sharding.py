@@ -1,0 +1,421 @@
+"""Parameters sharded at rest over several axes in one cut: experts spread over ``ep`` and the rest over the whole mesh."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.ranks import RankPools, run_cases
+from tests.runtime.compare import whole
+from tests.runtime.test_expert_sharding import loss_of, make
+from tests.runtime.test_zero_llama import put, state_of
+from tests.runtime.zero import mesh_of, same_steps
+from vescale import Plan, deferred_init, no_sync, optim, parallelize
+from vescale.comm import axis_group, join_axes, record_comms
+from vescale.compat import make_dtensor, make_spec
+from vescale.fsdp import report
+from vescale.ir import lower, predict, unit_buckets
+from vescale.placements import RaggedShard
+from vescale.plans import INIT, RUN
+
+EXPERTS = r"blocks.\d+.mixture.experts.(gate_up|down)_proj"
+DENSE = f"(?!{EXPERTS}).*"
+
+
+def whole_while_running(plan: Plan, paths: str, axes: tuple[str, ...], rest: Any = None) -> Plan:
+    rest = RaggedShard() if rest is None else rest
+    return plan.shard(paths, rest, mesh=axes, phase=INIT).shard(paths, Replicate(), mesh=axes, phase=RUN)
+
+
+def plan_on(sizes: dict[str, int], rest: Any = None) -> Plan:
+    """The batch over every axis; experts over ep and, at rest, over fsdp; all the rest at rest over fsdp and ep together."""
+    plan = Plan(mesh_of(sizes))
+    plan.shard("<in:x>", dict.fromkeys(sizes, Shard(0)))
+    plan.shard(EXPERTS, Shard(0), mesh="ep")
+    plan.local(r"blocks.\d+.mixture.experts", kind="experts", dispatch="all_to_all")
+    whole_while_running(plan, EXPERTS, ("fsdp",))
+    return whole_while_running(plan, DENSE, ("fsdp", "ep"), rest)
+
+
+def clip(model: nn.Module, _: Any) -> None:
+    is_ours = isinstance(next(model.parameters()), DTensor)
+    clip_grad_norm_ = optim.clip_grad_norm_ if is_ours else nn.utils.clip_grad_norm_
+    clip_grad_norm_(model.parameters(), 0.1)
+
+
+def trained(sizes: dict[str, int], favourite: int | None, rest: Any) -> dict[str, Any]:
+    """Four steps of AdamW with clipping, of which a part is what one device does; what lies where, and what moves."""
+    reference, model = make(favourite), make(favourite)
+    plan = plan_on(sizes, rest)
+    expected = unit_buckets(lower(plan, model), model)
+    parallelize(model, plan, strict=True)
+    at_rest = Counter[str]()
+    for name, parameter in model.named_parameters():
+        at_rest["experts" if "experts" in name else "dense"] += parameter.to_local().nbytes  # type: ignore[attr-defined]
+    dense, experts = model.blocks[1].dense.weight, model.blocks[0].mixture.experts.down_proj  # type: ignore[union-attr,index]
+    found = same_steps(reference, model, loss_of, num_steps=4, around=clip)
+    with record_comms() as ledger:
+        loss_of(model, 9)
+    units = Counter(
+        (r.asker, r.op.removesuffix("_v"), r.axes, r.bytes) for r in ledger.records if r.asker.startswith("blocks")
+    )
+    buffers = {bucket.parameters: bucket for bucket in report(model)}
+    if not isinstance(rest, Shard):
+        assert [buffers[b.names].digest for b in expected] == [b.digest for b in expected]
+    return {
+        "difference": found,
+        "bytes": dict(at_rest),
+        "buffers": {b.shard: buffers[b.names].resting_bytes for b in expected},
+        "dense": (tuple(map(str, dense.placements)), dense.device_mesh.mesh_dim_names, tuple(dense.device_mesh.shape)),
+        "experts": [type(p).__name__ for p in experts.placements],
+        "units": units,
+        "expected units": Counter((b.path, op, axes, n) for b in expected for _, op, axes, n in b.collectives),
+    }
+
+
+@pytest.mark.parametrize(
+    ("favourite", "rest"),
+    [(None, None), (2, None), (None, Shard(0)), (None, RaggedShard(block=1))],
+    ids=["rows", "experts without tokens", "shard", "elements"],
+)
+def test_training_equals_one_device(ranks: RankPools, favourite: int | None, rest: Any) -> None:
+    sizes = {"fsdp": 2, "ep": 2}
+    by_rank = ranks.run(trained, sizes, favourite, rest)
+    model = make()
+    total = Counter[str]()
+    for name, parameter in model.named_parameters():
+        total["experts" if "experts" in name else "dense"] += parameter.nbytes
+    for kind in total:  # each element on one rank
+        assert sum(found["bytes"].get(kind, 0) for found in by_rank) == total[kind]
+    for found in by_rank:
+        assert found["difference"].within(1e-9), found["difference"]
+        assert found["dense"][1:] == (("fsdp_ep",), (4,))
+        assert found["experts"] == ["StridedRaggedShard", "Shard"]
+        # One all-gather before a unit's forward and one before its backward, one reduce-scatter, for each set of axes.
+        assert found["units"] == found["expected units"]
+        assert Counter((op, axes) for _, op, axes, _ in found["units"].elements()) == {
+            (op, axes): 2 * times
+            for axes in ("fsdp,ep", "fsdp")
+            for op, times in (("all_gather", 2), ("reduce_scatter", 1))
+        }
+        if isinstance(rest, RaggedShard):  # elements may be cut anywhere: nothing but alignment is lost
+            block = sum(p.nbytes for n, p in model.blocks[0].named_parameters() if "experts" not in n)
+            assert block / 4 <= found["buffers"]["fsdp", "ep"] <= block / 4 + 64
+
+
+# Other axes
+
+
+class Feedforward(nn.Module):
+    """A norm, matrices that tensor parallelism cuts by rows and by columns, a scalar, and a vector shorter than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.short = nn.Parameter(torch.tensor([0.1, -0.2, 0.3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x)))) + self.short.sum()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Feedforward() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack().double()
+
+
+def stack_plan(sizes: dict[str, int]) -> Plan:
+    """Joint cuts over fsdp and ep; the sequence over tp between the matrices, replicas over dp."""
+    plan = Plan(mesh_of(sizes))
+    plan.shard("<in:x>", {axis: Shard(0) for axis in sizes if axis != "tp"})
+    if "tp" in sizes:
+        plan.shard("first.<out>", Shard(1), mesh="tp")  # norms see a part of it: their gradients stay sums over tp
+        plan.shard(r"blocks.\d+.up.(weight|bias)", Shard(0), mesh="tp").shard(
+            r"blocks.\d+.up.<in>", Replicate(), mesh="tp"
+        )
+        plan.shard(r"blocks.\d+.down.weight", Shard(1), mesh="tp")
+        plan.shard(r"blocks.\d+.down.<out>", Shard(1), mesh="tp").shard("<out>", Replicate(), mesh="tp")
+    return whole_while_running(plan, ".*", ("fsdp", "ep"))
+
+
+def stack_loss(model: nn.Module, number: int) -> Tensor:
+    x = torch.randn(8, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+    loss = (model(x).sin() ** 2).mean()
+    loss.backward()
+    return loss
+
+
+def stack_trained(sizes: dict[str, int], **unit: Any) -> None:
+    reference, model = stack(), stack()
+    plan = stack_plan(sizes)
+    if unit:
+        plan.unit(r"blocks\.\d+", **unit)
+    parallelize(model, plan, strict=True)
+    up = model.blocks[0].up.weight
+    assert isinstance(up, DTensor) and up.device_mesh.mesh_dim_names == (
+        *(a for a in sizes if a not in ("fsdp", "ep")),
+        "fsdp_ep",
+    )
+    assert isinstance(up.placements[-1], RaggedShard) and (Shard(0) in up.placements) == ("tp" in sizes)
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        held, [p.to_local().numel() for n, p in model.named_parameters() if "scale" in n or "short" in n]
+    )
+    assert any(not any(sizes) for sizes in held), held  # a rank that holds nothing of the small ones
+    found = same_steps(reference, model, stack_loss, num_steps=3, around=clip)
+    assert found.within(1e-9), found
+    with record_comms() as ledger:
+        stack_loss(model, 7)
+    units = Counter((r.op.removesuffix("_v"), r.axes) for r in ledger.records if r.asker in ("blocks.0", "blocks.1"))
+    kept = unit.get("reshard_after_forward") is False
+    expected = {("all_gather", "fsdp,ep"): 2 if kept else 4, ("reduce_scatter", "fsdp,ep"): 2}
+    if "reshard_after_forward" in unit and not kept:  # again among the ranks that keep pieces
+        expected["all_gather", "fsdp,ep"] = 2
+        units = Counter({key: n for key, n in units.items() if key in expected or "dp" in key[1]})
+    if "dp" in sizes:
+        expected["all_reduce", "dp"] = 2
+    assert units == expected, (units, sizes, unit)
+
+
+def test_with_other_axes(ranks: RankPools) -> None:
+    """Also where the joined axes are no neighbours."""
+    cases = [({"fsdp": 2, "tp": 2, "ep": 2},), ({"dp": 2, "fsdp": 2, "ep": 2},)]
+    ranks.run(run_cases, stack_trained, cases, world_size=8)
+    ranks.run(explained, cases[0][0], world_size=8)
+
+
+def explained(sizes: dict[str, int]) -> None:
+    """What ``explain`` predicts of units and of what they leave pending is what runs."""
+    plan = stack_plan(sizes)
+    with torch.device("meta"):
+        twin, x = stack(), torch.empty(8, 4, 6, dtype=torch.float64)
+    prediction = predict(lower(plan, twin), twin, {"x": x})
+    model = stack()
+    parallelize(model, plan, strict=True)
+    for number in range(2):
+        with record_comms() as ledger:
+            stack_loss(model, number)
+    ours = ("", "blocks.0", "blocks.1")
+    assert prediction.stopped is None
+    assert Counter(
+        (r.asker, r.op.removesuffix("_v"), r.axes, r.bytes) for r in ledger.records if r.asker in ours
+    ) == Counter((c.path, c.op, c.axis, c.num_bytes) for c in prediction.collectives if c.target.startswith("<unit>"))
+    buckets = [r for r in ledger.records if r.asker.startswith("bucket")]
+    assert [(r.op, r.axes) for r in buckets] == [
+        (op, axes) for b in prediction.buckets for op, axes, _ in b.collectives
+    ]
+
+
+def stages() -> None:
+    sizes = {"fsdp": 2, "ep": 2}
+    stack_trained(sizes)
+    stack_trained(sizes, reshard_after_forward=False)
+    stack_trained(sizes, reshard_after_forward=False, reshard_after_backward=False)
+    stack_trained(sizes, reshard_after_forward=2)
+
+
+def test_stages(ranks: RankPools) -> None:
+    ranks.run(stages)
+
+
+# Values, states, optimizers
+
+
+def clipped() -> None:
+    """PyTorch's own clipping, of gradients on two meshes, is that of one device too."""
+    reference, model = make(), make()
+    parallelize(model, plan_on({"fsdp": 2, "ep": 2}), strict=True)
+    for number, options in enumerate([{}, {"foreach": True}, {"foreach": False}, {"norm_type": math.inf}]):
+        for m in (reference, model):
+            m.zero_grad()
+            loss_of(m, number)
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1, **options) for m in (reference, model)]  # type: ignore[arg-type]
+        assert whole(norms[1]).item() == pytest.approx(norms[0].item(), rel=1e-12)
+        for (name, own), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(own.grad), other.grad, rtol=1e-9, atol=1e-14, msg=name)
+    of_all, of_two = mesh_of({"x": 4}), DeviceMesh("cpu", [0, 1])
+    numbers = [
+        make_dtensor(torch.ones(()), make_spec(mesh, [Replicate()], (), (), torch.float32)) for mesh in (of_all, of_two)
+    ]
+    with pytest.raises(RuntimeError, match="which have other ranks; expected meshes over the same ranks"):
+        torch.stack(numbers)  # type: ignore[arg-type]
+
+
+def test_pytorchs_clipping(ranks: RankPools) -> None:
+    ranks.run(clipped)
+
+
+def deferred() -> None:
+    """The bits of one device, each rank computing its part, in the memory of its buffer; also after a copy."""
+    reference = stack()
+    with deferred_init():
+        model = stack()
+    parallelize(model, stack_plan({"fsdp": 2, "ep": 2}), strict=True)
+    for own in (model, copy.deepcopy(model)):
+        for (name, found), (_, other) in zip(own.named_parameters(), reference.named_parameters(), strict=True):
+            assert torch.equal(whole(found.detach()), other), name
+    twin = copy.deepcopy(model)
+    found = same_steps(copy.deepcopy(reference), twin, stack_loss, num_steps=2, around=clip)
+    assert found.within(1e-9), found
+    with torch.device("meta"):
+        on_meta = stack()
+    parallelize(on_meta, stack_plan({"fsdp": 2, "ep": 2}), strict=True)
+    assert on_meta.first.weight.is_meta and on_meta.first.weight.placements == model.first.weight.placements  # type: ignore[attr-defined]
+    on_meta.to_empty(device="cpu")
+    on_meta.load_state_dict(model.state_dict())
+    plain = copy.deepcopy(model)
+    plain.load_state_dict({name: value + 1 for name, value in reference.state_dict().items()})  # of one device
+    for (name, found), other in zip(on_meta.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(whole(found.detach()), other), name
+        assert torch.equal(whole(plain.get_parameter(name).detach()), other + 1), name
+    foreign = {
+        name: DTensor.from_local(value, mesh_of({"x": 4}), [Replicate()])
+        for name, value in reference.state_dict().items()
+    }
+    plain.load_state_dict(foreign, assign=True)
+    with pytest.raises(ValueError, match=r"was replaced by a DTensor on .*, and it rests on .*; give a plain tensor"):
+        stack_loss(plain, 0)
+
+
+def test_deferred_init_and_states(ranks: RankPools) -> None:
+    ranks.run(deferred)
+
+
+def optimized(make_optimizer: Any, **options: Any) -> None:
+    """One optimizer and one schedule over parameters on two meshes, and over accumulated gradients."""
+    reference, model = make(), make()
+    parallelize(model, plan_on({"fsdp": 2, "ep": 2}), strict=True)
+    pair = [make_optimizer(m.parameters(), lr=0.01, **options) for m in (reference, model)]
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.02, total_steps=6) for o in pair]
+    for number in range(3):
+        loss_of(reference, 2 * number)
+        with no_sync(model):
+            loss_of(model, 2 * number)
+        for m, optimizer, schedule in zip((reference, model), pair, schedules, strict=True):
+            loss_of(m, 2 * number + 1)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    assert_same(model, reference)
+
+
+def assert_same(model: nn.Module, reference: nn.Module) -> None:
+    for (name, own), (_, other) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        torch.testing.assert_close(
+            whole(own.detach()), other.detach(), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_one_optimizer(ranks: RankPools) -> None:
+    adamw, sgd = torch.optim.AdamW, torch.optim.SGD
+    options: list[dict[str, Any]] = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}]
+    cases = [(functools.partial(adamw, **more),) for more in options]
+    cases += [(functools.partial(sgd, momentum=0.9, foreach=True),), (torch.optim.NAdam,)]
+    ranks.run(run_cases, optimized, cases)
+
+
+def on_fsdp_alone(sizes: dict[str, int]) -> Plan:
+    """All parameters at rest over one axis: the plan that a checkpoint of another layout is read with."""
+    plan = Plan(mesh_of(sizes)).shard("<in:x>", dict.fromkeys(sizes, Shard(0)))
+    plan.shard(EXPERTS, Shard(0), mesh="ep").local(r"blocks.\d+.mixture.experts", kind="experts", dispatch="mask")
+    return whole_while_running(plan, ".*", ("fsdp",))
+
+
+def saved(path: str) -> None:
+    """Written on fsdp x ep after two steps; read on other meshes, with other plans, under stock FSDP, and on one device."""
+    reference, model = make(), make()
+    parallelize(model, plan_on({"fsdp": 2, "ep": 2}), strict=True)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (reference, model)]
+    for number in range(2):
+        for m, optimizer in zip((reference, model), optimizers, strict=True):
+            loss_of(m, number)
+            optimizer.step()
+            optimizer.zero_grad()
+    dcp.save(state_of(model, optimizers[1]), checkpoint_id=path)
+    plans = [plan_on({"fsdp": 1, "ep": 4}), plan_on({"fsdp": 4, "ep": 1}), on_fsdp_alone({"fsdp": 2, "ep": 2})]
+    for plan in (*plans, "stock", None):
+        other, expected = make(), copy.deepcopy(reference)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        if isinstance(plan, Plan):
+            parallelize(other, plan, strict=True)
+        elif plan == "stock":
+            stock_fully_shard(other, mesh=mesh_of({"dp": 4}))
+        pair = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (expected, other)]
+        pair[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        loaded = state_of(other, pair[1])
+        dcp.load(loaded, checkpoint_id=path)
+        put(other, pair[1], loaded)
+        if plan != "stock":  # which averages over ranks that each have a batch
+            for m, optimizer in zip((expected, other), pair, strict=True):
+                loss_of(m, 2)
+                optimizer.step()
+        assert_same(other, expected)
+
+
+def test_checkpoints_cross_meshes(ranks: RankPools, tmp_path: Any) -> None:
+    ranks.run(saved, str(tmp_path))
+
+
+# Meshes
+
+
+def stage() -> None:
+    """Each of two pipeline stages parallelizes another model on its own slice of the mesh, one of them jointly: the group of
+    the joined axes is made by its members alone."""
+    mesh = mesh_of({"pp": 2, "fsdp": 2, "ep": 2})
+    own = mesh["fsdp", "ep"]
+    if mesh.get_local_rank("pp") == 0:
+        reference, model = stack(), stack()
+        plan = Plan(own).shard("<in:x>", {"fsdp": Shard(0), "ep": Shard(0)})
+        parallelize(model, whole_while_running(plan, ".*", ("fsdp", "ep")), strict=True)
+        found = same_steps(reference, model, stack_loss, num_steps=2, around=clip)
+        assert found.within(1e-9), found
+        assert model.first.weight.device_mesh == join_axes(own, (0, 1))  # type: ignore[comparison-overlap]
+        assert model.first.weight.device_mesh is model.blocks[0].up.weight.device_mesh  # type: ignore[union-attr]
+
+
+def joined() -> None:
+    mesh = mesh_of({"a": 2, "b": 2, "c": 2})
+    found = join_axes(mesh, (0, 2))
+    assert found.mesh_dim_names == ("b", "a_c") and tuple(found.shape) == (2, 4)
+    assert found.mesh.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert found is join_axes(mesh, (0, 2))
+    assert dist.get_process_group_ranks(found.get_group("a_c")) == found.mesh[mesh.get_local_rank("b")].tolist()
+    assert axis_group(found, (1,)).axes == "a,c" and axis_group(found, (0, 1)).axes == "b,a,c"
+    taken = join_axes(mesh_of({"a": 2, "b": 2, "a_b": 2}), (0, 1))
+    assert taken.mesh_dim_names == ("a_b", "a_b_")
+
+
+def test_meshes(ranks: RankPools) -> None:
+    ranks.run(stage, world_size=8)
+    ranks.run(joined, world_size=8)

@@ -1,0 +1,81 @@
+// The gradients of many parameters, taken from them or given to them in one call, none of them made a Python object.
+//
+// Tensors come as arrays of addresses, which the caller keeps alive. Each function does all or nothing.
+//
+// It needs torch's headers, so that the library is for one build of torch: setup.py passes its name.
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstring>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// A tensor that somebody else holds.
+class Borrowed {
+  public:
+    explicit Borrowed(void* impl)
+        : tensor_(c10::intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>::reclaim(static_cast<at::TensorImpl*>(impl))) {}
+    ~Borrowed() {
+        tensor_.unsafeReleaseTensorImpl();
+    }
+    Borrowed(const Borrowed&) = delete;
+    Borrowed& operator=(const Borrowed&) = delete;
+
+    const at::Tensor& operator*() const {
+        return tensor_;
+    }
+    const at::Tensor* operator->() const {
+        return &tensor_;
+    }
+
+  private:
+    at::Tensor tensor_;
+};
+
+// Whether the bytes of `source` are what `target` is to hold. The keys say that it is an ordinary tensor on the CPU as the
+// target is: not sparse, no subclass with its own dispatch, not conjugated, negated or zero without having memory.
+bool are_alike(const at::Tensor& source, const at::Tensor& target) {
+    return source.defined() && source.key_set() == target.key_set() && source.dtype() == target.dtype() &&
+        source.sizes() == target.sizes() && source.is_contiguous() && target.is_contiguous() && target.is_cpu();
+}
+
+}  // namespace
+
+EXPORT const char* torch_version() {
+    return VESCALE_TORCH_VERSION;
+}
+
+// Moves `grad` of each parameter to its target. Returns 0, and changes nothing, unless each is there and like its target.
+EXPORT int take_grads(std::size_t num, void* const* parameters, void* const* targets) {
+    for (std::size_t i = 0; i < num; ++i) {
+        if (!are_alike(Borrowed(parameters[i])->grad(), *Borrowed(targets[i]))) {
+            return 0;
+        }
+    }
+    for (std::size_t i = 0; i < num; ++i) {
+        Borrowed parameter(parameters[i]);
+        at::Tensor& grad = parameter->mutable_grad();
+        void* place = Borrowed(targets[i])->mutable_data_ptr();
+        if (place != grad.const_data_ptr()) {
+            std::memcpy(place, grad.const_data_ptr(), grad.nbytes());
+        }
+        grad.reset();
+    }
+    return 1;
+}
+
+// Makes each gradient its parameter's. Returns 0, and changes nothing, if one has a gradient.
+EXPORT int give_grads(std::size_t num, void* const* parameters, void* const* gradients) {
+    for (std::size_t i = 0; i < num; ++i) {
+        if (Borrowed(parameters[i])->grad().defined()) {
+            return 0;
+        }
+    }
+    for (std::size_t i = 0; i < num; ++i) {
+        Borrowed(parameters[i])->mutable_grad() = *Borrowed(gradients[i]);
+    }
+    return 1;
+}

@@ -1,0 +1,90 @@
+"""What hangs in the modules where managed parameters did: somebody may have replaced, tied, removed or added some."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from torch import nn
+
+from vescale.fsdp._parameter import ManagedParameter, Slot
+
+__all__ = ["check_distinct", "has_replaced", "replacement", "warn_of_strays"]
+
+
+def has_replaced(parameters: Iterable[ManagedParameter]) -> bool:
+    """Whether something hangs in the place of a parameter that is none of its two forms."""
+    for parameter in parameters:
+        sharded, unsharded = parameter.sharded, parameter.unsharded
+        for module, name in parameter.slots:
+            current = module._parameters.get(name)
+            if current is None or (current is not sharded and current is not unsharded):
+                return True
+    return False
+
+
+def replacement(parameter: ManagedParameter) -> nn.Parameter | None:
+    """What hangs in the place of a parameter; None: one of its own forms.
+
+    Raises:
+        ValueError: it was removed, or replaced in some of the places of a tied one.
+        NotImplementedError: the replacement is no parameter (``torch.func.functional_call``).
+    """
+    found = [module._parameters.get(name) for module, name in parameter.slots]
+    own = [form for form in (parameter.sharded, parameter.unsharded) if form is not None]
+    other = [value for value in found if not any(value is form for form in own)]
+    if not other:
+        return None
+    names = ", ".join(f"{type(module).__name__}.{name}" for module, name in parameter.slots)
+    what = f"parameter {parameter.name!r} of shape {parameter.global_shape} ({names})"
+    if any(value is None for value in other):
+        raise ValueError(
+            f"{what} was removed after fully_shard, which gathers it with its group; expected the parameters that were "
+            "there then: prune, parametrize and delete before fully_shard"
+        )
+    if len(other) < len(found):
+        raise ValueError(
+            f"{what} was replaced in {len(other)} of its {len(found)} places after fully_shard; a tied parameter must stay "
+            "one: set the new one in all places, or untie it before fully_shard"
+        )
+    if not isinstance(other[0], nn.Parameter):
+        raise NotImplementedError(
+            f"a {type(other[0]).__name__} hangs in the place of {what}, as torch.func.functional_call puts it; fully_shard "
+            "gathers nn.Parameters only. Write the values to the parameters, or call a module that is not sharded"
+        )
+    return other[0]
+
+
+def check_distinct(parameters: Iterable[ManagedParameter]) -> None:
+    """Raises ValueError where one tensor hangs in the places of two parameters: it was tied after fully_shard."""
+    names: dict[int, str] = {}
+    for parameter in parameters:
+        module, name = parameter.slots[0]
+        current = module._parameters.get(name)
+        other = names.setdefault(id(current), parameter.name)
+        if current is not None and other != parameter.name:
+            raise ValueError(
+                f"parameters {other!r} and {parameter.name!r} of shape {parameter.global_shape} were tied after "
+                "fully_shard, which has given each a place of its own; tie them before it, and give the modules that share "
+                "the weight to one call, fully_shard([a, b])"
+            )
+
+
+def warn_of_strays(root: nn.Module, parameters: Iterable[ManagedParameter], ignored: Iterable[Slot]) -> None:
+    """Warn of trainable parameters below ``root`` that belong to no group and were not ignored on purpose."""
+    known = {(id(slot.module), slot.name) for parameter in parameters for slot in parameter.slots}
+    known |= {(id(slot.module), slot.name) for slot in ignored}
+    strays = [
+        f"{path}.{name}" if path else name
+        for path, module in root.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad and (id(module), name) not in known
+    ]
+    if strays:
+        warnings.warn(
+            f"{type(root).__name__} has trainable parameters that were added after fully_shard ({', '.join(strays[:5])}"
+            f"{' and more' if len(strays) > 5 else ''}): nothing reduces their gradients, so that ranks drift apart. Add "
+            "them before fully_shard, or name them in ignored_params if that is done elsewhere",
+            UserWarning,
+            stacklevel=2,
+        )
