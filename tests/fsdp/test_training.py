@@ -49,8 +49,8 @@ def frozen(build: Callable[[], Any], *names: str) -> nn.Module:
 
 
 class Strange(nn.Module):
-    """A parameter that is never used; with ``scalar`` also a 0-dim one, which FSDP2 does not take, and an empty one, which it
-    does not reduce."""
+    """A parameter that is never used; with ``scalar`` also a 0-dim one, which FSDP2 does not take, and an empty one, which
+    it does not reduce."""
 
     def __init__(self, dim: int, scalar: bool = True) -> None:
         super().__init__()
