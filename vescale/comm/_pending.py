@@ -39,6 +39,15 @@ class Pending:
         self._works, self._finish = (), None
         return self.out
 
+    def works(self) -> list[Any]:
+        """What :meth:`wait` is going to wait for, and drop. Who holds it longer holds the collective's tensors.
+
+        The last one to let go of these needs the interpreter's lock (torch 2.13 counts references of Python tensors in C++).
+        If that is a thread of gloo, late, and the interpreter is ending, the process aborts.
+        """
+        nested = [work.works() if isinstance(work, Pending) else [work] for work in self._works]
+        return [work for works in nested for work in works]
+
     def is_completed(self) -> bool:
         """Whether ``wait()`` would return without waiting for another rank."""
         return all(work is None or work.is_completed() for work in self._works)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,8 @@ class Bucket:
     absent: list[Slot]
     """Once launched: those without a contribution."""
     is_launched: bool
+    waited: list[Any]
+    """The collective that has been waited for last, until the bucket is closed."""
     _is_open: bool
     _is_advanced: bool
     _has_all: bool  # contributions
@@ -268,6 +271,7 @@ class Bucket:
     def _wait(self) -> torch.Tensor:
         """The result of the collective in flight, where the one before left it."""
         assert self._pending is not None
+        self.waited = self._pending.works()
         found = self._pending.wait()
         self._pending = None
         if self.hook is not None:
@@ -337,7 +341,7 @@ class Bucket:
         self.is_launched = self._is_open = self._is_advanced = False
         self._has_all = self._is_irregular = False
         self._last = self._only = self._result = None
-        self._given = {}
+        self._given, self.waited = {}, []
 
     @property
     def _own(self) -> int:

@@ -252,7 +252,8 @@ class GradientReducer:
         self._has_older = bool(versions)
 
     def _see_changes(self) -> None:
-        """Look after parameters that the module has got; nothing is communicated."""
+        """Look after parameters that the module has got, before what is to come; nothing is communicated."""
+        self._schedule.let_go()
         if not self._members.have_changed():
             return
         new, gone = self._members.changes()

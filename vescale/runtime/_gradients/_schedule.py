@@ -44,6 +44,7 @@ class Schedule:
     num_launched: int = 0
     versions: dict[int, int] = field(default_factory=dict)
     """Of gradients that were there when the backward began, by id of the parameter."""
+    _held: list[Any] = field(default_factory=list)
 
     def extend(
         self, slots: Sequence[Slot], bucket_bytes: BucketBytes, device_type: str, hook: CommHook | None = None
@@ -74,6 +75,12 @@ class Schedule:
             bucket.advance()
         for bucket in launched:
             bucket.finish()
+            self._held = bucket.waited
+
+    def let_go(self) -> None:
+        """Of the step's last collective: if the program ends after the step, no thread of gloo is to be the last that holds
+        it, see :meth:`Pending.works`."""
+        self._held = []
 
     def has_news(self) -> bool:
         """Whether a gradient has come that nobody was told of."""
