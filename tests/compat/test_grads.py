@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vescale import csrc
-from vescale.compat import TensorRow, give_grads, num_storage_users, take_grads
+from vescale.compat import ParameterRow, TensorRow, num_storage_users
 from vescale.compat import grads as grads_module
 
 native = pytest.mark.helper("grads")
@@ -41,7 +41,7 @@ def views_of(flat: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_take(dtype: torch.dtype) -> None:
     parameters, expected, flat = make(dtype)
-    assert take_grads(TensorRow(parameters), TensorRow(views_of(flat)), dtype)
+    assert ParameterRow(parameters).take_grads(TensorRow(views_of(flat)), dtype)
     assert torch.equal(flat, torch.cat([gradient.flatten() for gradient in expected]))
     assert all(parameter.grad is None for parameter in parameters)
 
@@ -51,7 +51,7 @@ def test_take_lets_go_of_the_gradients() -> None:
     held = [parameter.grad.untyped_storage() for parameter in parameters]
     gradients = [torch.empty(0).set_(storage) for storage in held]  # type: ignore[call-overload]
     before = list(map(num_storage_users, gradients))
-    assert take_grads(TensorRow(parameters), TensorRow(views_of(flat)), torch.float32)
+    assert ParameterRow(parameters).take_grads(TensorRow(views_of(flat)), torch.float32)
     assert list(map(num_storage_users, gradients)) == [number - 1 for number in before]
 
 
@@ -60,7 +60,7 @@ def test_a_gradient_that_is_in_its_place() -> None:
     views = views_of(flat)
     views[1].copy_(expected[1])
     parameters[1].grad = flat[12:17]
-    assert take_grads(TensorRow(parameters), TensorRow(views), torch.float32)
+    assert ParameterRow(parameters).take_grads(TensorRow(views), torch.float32)
     assert torch.equal(flat, torch.cat([gradient.flatten() for gradient in expected]))
 
 
@@ -81,7 +81,7 @@ def test_all_or_nothing_is_taken(what: str, place: int) -> None:
         parameter.grad_dtype = None
     parameter.grad = odd
     before = [parameter.grad for parameter in parameters]
-    assert not take_grads(TensorRow(parameters), TensorRow(views_of(flat)), torch.float32)
+    assert not ParameterRow(parameters).take_grads(TensorRow(views_of(flat)), torch.float32)
     assert all(parameter.grad is gradient for parameter, gradient in zip(parameters, before))
     assert flat.eq(7).all()
 
@@ -101,8 +101,7 @@ def test_unusual_gradients_are_taken_as_what_they_are(what: str) -> None:
     parameters, expected, flat = make()
     parameters[0].grad = UNUSUAL[what](expected[0])
     expected[0] = parameters[0].grad.detach().clone()
-    with torch.no_grad():
-        assert take_grads(TensorRow(parameters), TensorRow(views_of(flat)), torch.float32)
+    assert ParameterRow(parameters).take_grads(TensorRow(views_of(flat)), torch.float32)
     assert torch.equal(flat, torch.cat([gradient.flatten() for gradient in expected]))
     assert parameters[0].grad is None
 
@@ -111,46 +110,46 @@ def test_conjugated_gradients() -> None:
     parameters, expected, flat = make(torch.complex64)
     parameters[0].grad = (expected[0] + 2j).conj()
     expected[0] = (expected[0] + 2j).conj().resolve_conj()
-    assert take_grads(TensorRow(parameters), TensorRow(views_of(flat)), torch.complex64)
+    assert ParameterRow(parameters).take_grads(TensorRow(views_of(flat)), torch.complex64)
     assert torch.equal(flat, torch.cat([gradient.flatten() for gradient in expected]))
 
 
 def test_targets_of_another_dtype() -> None:
     parameters, expected, _ = make(torch.bfloat16)
     wide = torch.zeros(sum(p.numel() for p in parameters))
-    assert take_grads(TensorRow(parameters), TensorRow(views_of(wide)), torch.bfloat16)
+    assert ParameterRow(parameters).take_grads(TensorRow(views_of(wide)), torch.bfloat16)
     assert torch.equal(wide, torch.cat([gradient.flatten() for gradient in expected]).float())
 
 
 def test_give() -> None:
     parameters, expected, _ = make()
     row = TensorRow(expected)
-    assert not give_grads(TensorRow(parameters), row)
+    assert not ParameterRow(parameters).give_grads(row)
     for parameter in parameters[1:]:
         parameter.grad = None
     first = parameters[0].grad
-    assert not give_grads(TensorRow(parameters), row) and parameters[0].grad is first
+    assert not ParameterRow(parameters).give_grads(row) and parameters[0].grad is first
     assert all(parameter.grad is None for parameter in parameters[1:])
     parameters[0].grad = None
-    assert give_grads(TensorRow(parameters), row)
+    assert ParameterRow(parameters).give_grads(row)
     assert all(parameter.grad is gradient for parameter, gradient in zip(parameters, expected))
 
 
 def test_nothing() -> None:
-    empty = TensorRow([])
-    assert take_grads(empty, empty, torch.float32) and give_grads(empty, empty)
+    nobody, nothing = ParameterRow([]), TensorRow([])
+    assert nobody.take_grads(nothing, torch.float32) and nobody.give_grads(nothing)
 
 
 def test_a_parameter_whose_tensor_was_swapped() -> None:
     """What a Python tensor stands for can be exchanged, as ``module.to`` does where it is told to."""
     parameters, _, flat = make()
-    row, other = TensorRow(parameters), nn.Parameter(torch.ones(3, 4))
-    assert take_grads(row, TensorRow(views_of(flat)), torch.float32)
+    row, other = ParameterRow(parameters), nn.Parameter(torch.ones(3, 4))
+    assert row.take_grads(TensorRow(views_of(flat)), torch.float32)
     torch.utils.swap_tensors(parameters[0], other)
     results = [torch.ones_like(parameter) for parameter in parameters]
-    assert give_grads(row, TensorRow(results))
+    assert row.give_grads(TensorRow(results))
     assert parameters[0].grad is results[0] and other.grad is None
-    assert take_grads(row, TensorRow(views_of(flat)), torch.float32)
+    assert row.take_grads(TensorRow(views_of(flat)), torch.float32)
     assert flat.eq(1).all() and parameters[0].grad is None
 
 
@@ -162,4 +161,4 @@ def test_the_helper_takes_what_is_usual(monkeypatch: pytest.MonkeyPatch, side: s
     monkeypatch.setattr(grads_module, "foreach_copy_", None)
     parameters, _, flat = make()
     assert csrc.load("grads") is not None
-    assert take_grads(TensorRow(parameters), TensorRow(views_of(flat)), torch.float32)
+    assert ParameterRow(parameters).take_grads(TensorRow(views_of(flat)), torch.float32)

@@ -152,6 +152,16 @@ def test_layers_that_differ_are_told_apart() -> None:
     assert expressions([""], ["", "x"]) == [""]
 
 
+def test_experts_and_norms_that_the_plan_leaves_out() -> None:
+    """Muse Spark's tensor-parallel plan does not name its experts, nor the norm inside of its embedding."""
+    plan = Plan.from_hf(hf("muse_spark:MuseSparkTextConfig"), {"tp": 2})
+    (region,) = [entry for entry in plan.entries if isinstance(entry, LocalEntry)]
+    assert (region.path.text, region.kind, region.dispatch) == (r"layers.\d+.mlp.experts", "experts", None)
+    found = shards(plan)
+    assert found["embed_tokens.embed_norm.<in>"] == {"tp": Replicate()}
+    assert not any("experts." in path for path in found)
+
+
 class Plain(nn.Linear):
     pass
 

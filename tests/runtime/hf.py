@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,6 +25,9 @@ __all__ = ["Objective", "Step", "one_step", "quiet"]
 Objective = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 
 
+_DESCENT = functools.partial(torch.optim.SGD, lr=0.1)
+
+
 @dataclass(frozen=True)
 class Step:
     """What one forward, backward and optimizer step on a mesh came to.
@@ -31,7 +35,7 @@ class Step:
     Attributes:
         loss: relative difference to one device's.
         gradient: the worst gradient's largest difference, relative to its largest element, and its parameter.
-        parameter: the same after a step of SGD, absolute.
+        parameter: the same after a step of the optimizer (SGD), absolute.
         collectives: how many, by op and axes, beside the reductions of parameters' gradients; ``counts``: the all-gathers
             of how many tokens go where.
         implicit: how many sites communicated without an entry.
@@ -65,6 +69,7 @@ def one_step(
     loss: Callable[[Any], torch.Tensor] | None = None,
     objective: Objective | None = None,
     batch_axis: str | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = _DESCENT,
 ) -> Step:
     """A float64 step with a loss that reads every element of the output, or the given one of the model's output, or an
     objective of model and inputs. The inputs of the parallelized model are DTensors when ``batch_axis`` cuts them."""
@@ -73,7 +78,7 @@ def one_step(
     reference = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     parallelize(model, make_plan(model, mesh), strict=strict)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+    optimizers = [optimizer(m.parameters()) for m in (reference, model)]
     take = loss or (lambda output: _every_element(_main(output), mesh))
     compute = objective or (lambda model, inputs: take(model(**inputs)))
     torch.manual_seed(7)  # what the model draws
@@ -87,8 +92,8 @@ def one_step(
         found = compute(model, inputs)
         found.backward()
     gradient = _worst_gradient(model, reference)
-    for optimizer in optimizers:
-        optimizer.step()
+    for stepped in optimizers:
+        stepped.step()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     return Step(
         abs(whole(found.detach()).item() - expected.item()) / abs(expected.item()),

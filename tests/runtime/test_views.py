@@ -220,3 +220,34 @@ def flattened_on_rank() -> None:
 
 def test_a_dim_that_two_axes_cut_is_flattened_and_taken_apart(ranks: RankPools) -> None:
     ranks.run(flattened_on_rank)
+
+
+class Masked(nn.Module):
+    """A mask made as transformers makes them, by ``vmap`` of a function of positions that needs some of them only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def visible(batch: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+            return column < 5
+
+        for dims in ((None, None, 0), (None, 0, None), (0, None, None)):
+            visible = torch.vmap(visible, in_dims=dims)
+        mask = visible(torch.arange(x.shape[0]), torch.arange(x.shape[1]), torch.arange(8))
+        return self.up(x) * mask
+
+
+def vmapped() -> None:
+    mesh = make_mesh(tp=2)
+    torch.manual_seed(0)
+    reference = Masked().double()
+    model = copy.deepcopy(reference)
+    parallelize(model, Plan(mesh).shard("up.(weight|bias)", Shard(0)), strict=True)
+    x = torch.randn(3, 4, 6, dtype=torch.float64)
+    torch.testing.assert_close(whole(model(x)), reference(x))
+
+
+def test_a_mode_sees_nothing_of_how_shapes_are_found(ranks: RankPools) -> None:
+    ranks.run(vmapped, world_size=2)

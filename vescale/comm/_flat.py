@@ -14,6 +14,7 @@ at all. On gloo, whose own versions go through buffers as large as the result,
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,6 +131,15 @@ def _exchange_in_steps(out: torch.Tensor, pieces: list[torch.Tensor], op: str, g
     return Pending(out, works, lambda: reduce_rows(rows, op, out))
 
 
+def _options(op: Any) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, True
+    return options
+
+
+_REDUCE_OPTIONS = {name: _options(op) for name, op in REDUCE_OPS.items()}
+
+
 def all_reduce_(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker: str = "") -> Pending:
     """``tensor``: the elementwise reduction of the ranks' tensors, in place. Moves ``2 (n - 1) / n`` of it."""
     if tensor.numel() == 0:
@@ -140,8 +150,12 @@ def all_reduce_(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, *, aske
         return _reduce_and_gather(tensor, op, group, asker)
     moved = math.ceil(2 * (num_ranks - 1) / num_ranks * tensor.numel() * tensor.element_size())
     divide = op == "avg" and not on_nccl
+    options = _REDUCE_OPTIONS["sum" if divide else op]
     with record("all_reduce", num_ranks, moved, asker=asker, group=group):
-        work = dist.all_reduce(tensor, op=REDUCE_OPS["sum" if divide else op], group=group, async_op=True)
+        if tensor.is_complex():  # not every operation has a meaning
+            work = dist.all_reduce(tensor, op=options.reduceOp, group=group, async_op=True)
+        else:
+            work = group.allreduce([tensor], options)
     return Pending(tensor, [work], (lambda: tensor.div_(num_ranks)) if divide else None)
 
 

@@ -81,7 +81,7 @@ try:
         foreach_scale_,
         has_foreach,
     )
-    from vescale.compat.grads import TensorRow, give_grads, is_dense, take_grads
+    from vescale.compat.grads import ParameterRow, TensorRow, is_dense
     from vescale.compat.groups import make_group
     from vescale.compat.hook_gate import HookGate
     from vescale.compat.install import DTensorHooks, install, stock
@@ -104,6 +104,7 @@ __all__ = [
     "MaskPartial",
     "OpSchema",
     "OutputSharding",
+    "ParameterRow",
     "StridedShard",
     "TensorMeta",
     "TensorRow",
@@ -125,7 +126,6 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_scale_",
-    "give_grads",
     "group_description",
     "has_foreach",
     "has_results",
@@ -172,7 +172,6 @@ __all__ = [
     "stock",
     "stock_dispatch",
     "suspend_compiling",
-    "take_grads",
     "takes_only_tensors",
     "tell_move",
     "tensors_in",

@@ -240,6 +240,12 @@ def _listen_to_missing_strategies(dispatcher: Any, listener: DispatchListener) -
 
     @functools.wraps(original)
     def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
+        # A function mode may be on where no torch function leads here (torch.vmap views its results): none of a model's is
+        # for the tensors that shapes are found with.
+        with no_torch_function():
+            return decided(op_call, args, kwargs, op_info, try_cache)
+
+    def decided(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         # The C++ caller takes anything that is no OutputSharding as the op's own result.
         has_strided = _has_strided(op_info.schema)
         if has_strided and op_info.compute_mesh.ndim >= _LONG_SEARCH:

@@ -14,7 +14,7 @@ import torch
 from vescale import csrc
 from vescale.compat.foreach import foreach_copy_
 
-__all__ = ["TensorRow", "give_grads", "is_dense", "take_grads"]
+__all__ = ["ParameterRow", "TensorRow", "is_dense"]
 
 _address_of = operator.attrgetter("_cdata")
 
@@ -24,47 +24,51 @@ class TensorRow:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
+        addresses = list(map(_address_of, self.tensors))
+        self._addresses = (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+class ParameterRow:
+    """Parameters whose gradients are moved together. Nothing that is moved is recorded for autograd."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.tensors = list(parameters)
+        self._library = _library()
         self._known: list[int] = []
         self._array: Any = None
 
-    def __len__(self) -> int:
-        return len(self.tensors)
+    def take_grads(self, targets: TensorRow, dtype: torch.dtype) -> bool:
+        """Copy each ``grad`` to its target and leave None. Returns False, and changes nothing, unless each is there, dense
+        and of ``dtype``, which targets need not be."""
+        library = self._library if self.tensors and targets.tensors[0].dtype == dtype else None
+        if library is not None and library.take_grads(len(self.tensors), self._addresses(), targets._addresses):
+            return True
+        gradients = [gradient for parameter in self.tensors if (gradient := parameter.grad) is not None]
+        if len(gradients) < len(self.tensors) or not all(is_dense(gradient, dtype) for gradient in gradients):
+            return False
+        with torch.no_grad():
+            if gradients:
+                foreach_copy_(targets.tensors, gradients)
+        for parameter in self.tensors:
+            parameter.grad = None
+        return True
 
-    def addresses(self) -> Any:
+    def give_grads(self, gradients: TensorRow) -> bool:
+        """Make each gradient its parameter's ``grad``. Returns False, and changes nothing, if a parameter has one."""
+        if self._library is not None:
+            return bool(self._library.give_grads(len(self.tensors), self._addresses(), gradients._addresses))
+        if any(parameter.grad is not None for parameter in self.tensors):
+            return False
+        for parameter, gradient in zip(self.tensors, gradients.tensors):
+            parameter.grad = gradient
+        return True
+
+    def _addresses(self) -> Any:
         """As they are now: what a Python tensor stands for can be swapped."""
         now = list(map(_address_of, self.tensors))
         if now != self._known:
             self._known, self._array = now, (ctypes.c_void_p * len(now))(*now)
         return self._array
-
-
-def take_grads(parameters: TensorRow, targets: TensorRow, dtype: torch.dtype) -> bool:
-    """Copy ``grad`` of each parameter to its target and leave None. Returns False, and changes nothing, unless each is a
-    dense ``torch.Tensor`` of ``dtype``. To be called where nothing is recorded for autograd."""
-    if not targets.tensors:
-        return True
-    library = _library() if targets.tensors[0].dtype == dtype else None
-    if library is not None and library.take_grads(len(parameters), parameters.addresses(), targets.addresses()):
-        return True
-    gradients = [parameter.grad for parameter in parameters.tensors]
-    if not all(gradient is not None and is_dense(gradient, dtype) for gradient in gradients):
-        return False
-    foreach_copy_(targets.tensors, gradients)  # type: ignore[arg-type]
-    for parameter in parameters.tensors:
-        parameter.grad = None
-    return True
-
-
-def give_grads(parameters: TensorRow, gradients: TensorRow) -> bool:
-    """Make each gradient its parameter's ``grad``. Returns False, and changes nothing, if a parameter has one."""
-    library = _library()
-    if library is not None:
-        return bool(library.give_grads(len(parameters), parameters.addresses(), gradients.addresses()))
-    if any(parameter.grad is not None for parameter in parameters.tensors):
-        return False
-    for parameter, gradient in zip(parameters.tensors, gradients.tensors):
-        parameter.grad = gradient
-    return True
 
 
 def is_dense(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

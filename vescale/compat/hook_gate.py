@@ -22,8 +22,10 @@ class HookGate:
 
     def __init__(self) -> None:
         self._library = _library()
+        self._is_shut = ctypes.c_bool(False)
         if self._library is not None:
             self._gate = self._library.new_gate()
+            self._is_shut = ctypes.c_bool.from_address(self._library.flag_of(self._gate))
             weakref.finalize(self, self._library.free_gate, self._gate)
 
     def guard(self, tensor: torch.Tensor) -> None:
@@ -37,12 +39,10 @@ class HookGate:
             self._library.unguard(tensor._cdata)
 
     def shut(self) -> None:
-        if self._library is not None:
-            self._library.set_gate(self._gate, 1)
+        self._is_shut.value = True
 
     def open(self) -> None:
-        if self._library is not None:
-            self._library.set_gate(self._gate, 0)
+        self._is_shut.value = False
 
 
 @functools.cache
@@ -50,8 +50,8 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     library.new_gate.restype = ctypes.c_void_p
     library.free_gate.argtypes = [ctypes.c_void_p]
     library.free_gate.restype = None
-    library.set_gate.argtypes = [ctypes.c_void_p, ctypes.c_int]
-    library.set_gate.restype = None
+    library.flag_of.argtypes = [ctypes.c_void_p]
+    library.flag_of.restype = ctypes.c_void_p
     library.guard.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.py_object]
     library.unguard.argtypes = [ctypes.c_void_p]
     library.unguard.restype = None

@@ -30,6 +30,7 @@ struct Gate {
 };
 
 using SharedGate = std::shared_ptr<Gate>;
+static_assert(sizeof(Gate::is_shut) == 1);
 
 // All Python hooks of a tensor, as the one object that torch keeps of them. With the gate shut they are passed by only if
 // the gate's owner has the only one: what others register later is called as ever.
@@ -40,7 +41,7 @@ class GatedHooks : public FunctionPreHook {
 
     variable_list operator()(const variable_list& gradients) override {
         // The size is one word, which may be read without the interpreter's lock. `hooks` keeps the dict alive.
-        if (gate_->is_shut.load(std::memory_order_acquire) && PyDict_Size(dict_) == 1) {
+        if (gate_->is_shut.load(std::memory_order_relaxed) && PyDict_Size(dict_) == 1) {
             return gradients;
         }
         return (*hooks)(gradients);
@@ -79,8 +80,10 @@ EXPORT void free_gate(void* gate) {
     (*owned)->is_shut.store(false);
 }
 
-EXPORT void set_gate(void* gate, int is_shut) {
-    (*static_cast<SharedGate*>(gate))->is_shut.store(is_shut != 0, std::memory_order_release);
+// One byte, for the owner to write: 1 shuts the gate. Written and read on the thread of the backward, so in no order with
+// other memory.
+EXPORT void* flag_of(void* gate) {
+    return &(*static_cast<SharedGate*>(gate))->is_shut;
 }
 
 // Puts the Python hooks of a tensor, those in `dict`, behind a gate. Returns 0, and changes nothing, unless they are all of

@@ -78,6 +78,8 @@ def add_hf_entries(
         expert_draft.emit(plan, dispatch)
         draft.notes += expert_draft.notes
         draft.expert_parts = tuple(expert_draft.experts)
+    else:
+        draft.run_whole_experts(_plan_of(model, "ep_plan"))
     if sequence_parallel:
         base = getattr(model, "base_model_prefix", "")
         draft.shard_sequence(base if base in draft.modules else "")
@@ -166,9 +168,17 @@ class _Draft:
                 self.inputs[path] = style.inputs
             if style.outputs is not None:
                 self.outputs[path] = style.outputs
+            if isinstance(module, nn.Embedding):  # of a model's own, which norms or projects what it has looked up
+                self.inputs.update((f"{path}.{name}", Replicate()) for name, _ in module.named_children())
             if inside_whole:
                 self.notes.append(f"{wildcard(path)} stays whole: it has experts that every rank adds")
         self._follow_ties()
+
+    def run_whole_experts(self, plan: Mapping[str, str]) -> None:
+        """Experts that only the model's plan of experts names stay whole, and are regions, too."""
+        for path, style in self._styled(plan):
+            if style.experts and path not in self.experts:
+                self.experts[path] = None
 
     def _styled(self, plan: Mapping[str, str]) -> Iterator[tuple[str, Style]]:
         for path in self.modules:

@@ -15,6 +15,7 @@ from vescale.runtime._embedding import embedding
 from vescale.runtime._escapes import escape
 from vescale.runtime._indexing import index_item
 from vescale.runtime._norm import NORMALIZATIONS, normalization
+from vescale.runtime._pooling import POOLINGS, pooled
 from vescale.runtime._rows import PACKING, RECURRENT, embedding_bag, packed, recurrent
 from vescale.runtime._smoothed_loss import cross_entropy
 from vescale.runtime._splitting import SPLITS, split
@@ -44,6 +45,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: embedding_bag,
     torch.embedding: embedding,
     **dict.fromkeys(PACKING, packed),
+    **dict.fromkeys(POOLINGS, pooled),
     **dict.fromkeys(RECURRENT, recurrent),
     **dict.fromkeys(SPLITS, split),
     **dict.fromkeys(NORMALIZATIONS, normalization),

@@ -270,7 +270,8 @@ class Runtime:
         axis = next((a for a, s, t in zip(self.axes, source, target) if s != t and not s.is_replicate()), changes[0][0])
         placement = one_placement_text(dict(changes)[axis])
         prefix = f"{where.path}." if where.path else ""
-        name, key = f"its operand '{operand}'", f"{prefix}<in>"
+        # A gradient that arrives in backward is that of the module's output.
+        name, key = f"its operand '{operand}'", f"{prefix}<{'out' if operand.startswith('grad') else 'in'}>"
         frame = where.frame
         if local is not None and not local.is_meta and frame is not None:
             pointer = local.data_ptr()

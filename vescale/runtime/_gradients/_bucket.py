@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm import Pending, all_reduce_, axis_group, link_of, reduction_cost, ring_bytes
-from vescale.compat import TensorRow, give_grads, is_dense, num_storage_users, take_grads
+from vescale.compat import ParameterRow, TensorRow, is_dense, num_storage_users
 from vescale.placements import unpack
 from vescale.runtime._gradients._attention import Attention
 from vescale.runtime._gradients._comm_hook import CommHook, GradientBucket, answer_of
@@ -39,8 +39,8 @@ class Bucket:
     ``finish``    results
     ============  ==================================================================================================
 
-    Contributions are handed over by ``arrive``, or by ``launch`` taken from the parameters of slots that are not *heard*:
-    once it is known which of them comes last, that one alone needs to be waited for.
+    Contributions are handed over by ``arrive``. Those of *quiet* slots are taken from the parameters, all at once: it is
+    known which of them comes last, and it alone is waited for.
 
     Nothing is copied into the bucket of one gradient that nobody else sees: it is reduced where it is.
 
@@ -57,7 +57,7 @@ class Bucket:
     _has_all: bool  # contributions
     _is_irregular: bool  # there were more to come when all that are heard had come
     _last: Slot | None  # that was heard
-    _given: list[torch.Tensor | None]  # contributions by slot
+    _given: dict[int, torch.Tensor]  # contributions by slot, but for those taken to their places
     _only: torch.Tensor | None  # the contribution of a bucket's one slot, to be reduced in place
     _result: torch.Tensor | None
 
@@ -84,9 +84,10 @@ class Bucket:
             len(self.slots) == 1 and reduction.scatter is None and not self._casts and self.slots[0].numel > 0
         )
         self.attention = Attention(
-            self.slots, [early or not s.numel for s, early in zip(self.slots, self._copies_early)]
+            self.slots,
+            [not early and s.numel > 0 and not self._takes_only for s, early in zip(self.slots, self._copies_early)],
         )
-        self._parameters = TensorRow([slot.parameter for slot in self.slots if slot.parameter is not None])
+        self._parameters = ParameterRow([slot.parameter for slot in self.slots if slot.parameter is not None])
         self._groups: list[dist.ProcessGroup] | None = None  # of the stages, made on first use
         self._pending: Pending | None = None
         others = f" with {len(self.slots) - 1} others" if len(self.slots) > 1 else ""
@@ -125,7 +126,7 @@ class Bucket:
     def arrive(self, slot: Slot, gradient: torch.Tensor) -> None:
         """A contribution that nobody else writes to any more; a second one is added to the first."""
         index = slot.index
-        before = self._given[index]
+        before = self._given.get(index)
         if before is not None:
             is_scaled = self._copies_early[index] and self._only is None
             before.add_(gradient, alpha=self._early_scale if is_scaled else 1.0)
@@ -139,8 +140,26 @@ class Bucket:
         else:
             self._given[index] = gradient
         if slot.is_heard:
-            self._last = slot
-            self.num_missing -= 1
+            self._tell(slot)
+
+    def accept(self, slot: Slot) -> bool:
+        """A parameter has got a gradient: be told, and have it handed over unless the slot is quiet. Returns False, and does
+        nothing, for one that does not come as the slot expects it."""
+        if self.is_launched:
+            return False
+        if slot.is_quiet:
+            self._tell(slot)
+            return True
+        parameter = slot.parameter
+        if parameter is None or parameter.grad is None or not is_dense(parameter.grad, self.reduction.dtype):
+            return False
+        gradient, parameter.grad = parameter.grad, None
+        self.arrive(slot, gradient)
+        return True
+
+    def _tell(self, slot: Slot) -> None:
+        self._last = slot
+        self.num_missing -= 1
 
     def is_ready(self, versions: Versions) -> bool:
         """Whether all contributions that are expected have come; those of quiet slots are taken then.
@@ -156,28 +175,23 @@ class Bucket:
         return self._has_all
 
     def _take_quiet(self, versions: Versions) -> bool:
-        parameters = self.attention.parameters
-        if not parameters:
+        quiet = self.attention
+        if not quiet.indices:
             return True
         if versions and any(
             versions.get(id(parameter)) == gradient._version
-            for parameter in parameters
+            for parameter in quiet.parameters.tensors
             if (gradient := parameter.grad) is not None
         ):
             return False
         self._open()
-        places = self._memory.places(self.attention.indices)
-        if not take_grads(self.attention.row, places, self.reduction.dtype):
-            return False
-        for index, place in zip(self.attention.indices, places.tensors):
-            self._given[index] = place
-        return True
+        return quiet.parameters.take_grads(self._memory.places(quiet.indices), self.reduction.dtype)
 
     def has_news(self, versions: Versions) -> bool:
         """Whether a gradient has come to a quiet slot."""
         return any(
             versions.get(id(parameter)) != gradient._version
-            for parameter in self.attention.parameters
+            for parameter in self.attention.parameters.tensors
             if (gradient := parameter.grad) is not None
         )
 
@@ -186,7 +200,7 @@ class Bucket:
         for slot in self.attention.quiet:
             assert slot.parameter is not None
             gradient = slot.parameter.grad
-            if gradient is None or self._given[slot.index] is not None or not is_dense(gradient, self.reduction.dtype):
+            if gradient is None or slot.index in self._given or not is_dense(gradient, self.reduction.dtype):
                 continue
             if versions is None or versions.get(id(slot.parameter)) != gradient._version:
                 self._given[slot.index], slot.parameter.grad = gradient, None
@@ -200,7 +214,7 @@ class Bucket:
         self.is_launched = True
         if not self._has_all:
             self._take_present(versions if missing is not None else None)
-            self.absent = [slot for slot, gradient in zip(self.slots, self._given) if gradient is None]
+            self.absent = [slot for slot in self.slots if slot.index not in self._given]
             self._has_all = not self.absent
         local = self._filled(neutral(self.op) if missing is None else missing)
         if self.scatters and self.hook is None:
@@ -212,7 +226,7 @@ class Bucket:
 
     def _filled(self, missing: float) -> torch.Tensor:
         """What is to be reduced, flat."""
-        given, self._given = self._given, [None] * len(self.slots)
+        given, self._given = self._given, {}
         scale = self._early_scale
         if self._only is not None:
             if scale != 1:
@@ -221,7 +235,7 @@ class Bucket:
                 clear_signs(self._only, [0])
             return self._only
         self._open()
-        self._memory.fill(given, missing, scale, has_all=self._has_all)
+        self._memory.fill(given, missing, scale, self.absent)
         if self.op == "sum":
             self._memory.clear_signs(self.absent)
         return self._memory.local
@@ -285,7 +299,7 @@ class Bucket:
     def give_results(self) -> bool:
         """Make the results the parameters' gradients. Returns False, and changes nothing, unless they are so as they stand,
         and no parameter has a gradient."""
-        return len(self._parameters) == len(self.slots) and give_grads(self._parameters, self.results())
+        return len(self._parameters.tensors) == len(self.slots) and self._parameters.give_grads(self.results())
 
     def scattered(self, slot: Slot, own_region_shape: tuple[int, ...]) -> torch.Tensor:
         """This rank's part of a reduced gradient in ``own_region_shape``; of a bucket that is scattered."""
@@ -323,7 +337,7 @@ class Bucket:
         self.is_launched = self._is_open = self._is_advanced = False
         self._has_all = self._is_irregular = False
         self._last = self._only = self._result = None
-        self._given = [None] * len(self.slots)
+        self._given = {}
 
     @property
     def _own(self) -> int:

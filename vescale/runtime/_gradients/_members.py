@@ -51,21 +51,19 @@ class Members:
         _refuse_reducing(module)
         self._module, self._policy = module, policy
         self._begin, self._take, self._gate = begin, take, gate
-        self._tree = _Tree(module)
-        self._seen: list[nn.Parameter | None] = []
+        self._tree: _Tree | None = None  # as it was seen last
         self._of_module: dict[int, Entry] = {}  # by id of the parameter, which the entry keeps alive
         self._handles: dict[Entry, Any] = {}
         self._takers: dict[Entry, Any] = {}
 
+    def have_changed(self) -> bool:
+        """Whether :meth:`changes` would look at something new."""
+        return self._tree is None or self._tree.has_changed()
+
     def changes(self) -> tuple[list[Entry], list[Entry]]:
         """The parameters that the module has got since the last call, and those that it no longer has."""
-        if self._tree.has_changed():
-            self._tree = _Tree(self._module)
-        found = self._tree.parameters()
-        if _are_same(found, self._seen):
-            return [], []
-        self._seen = found
-        now = {id(parameter) for parameter in found}
+        self._tree = _Tree(self._module)
+        now = set(map(id, self._tree.parameters()))
         gone = [entry for key, entry in self._of_module.items() if key not in now]
         for entry in gone:
             del self._of_module[id(entry.parameter)]
@@ -131,27 +129,25 @@ def _taking_hooks(parameter: nn.Parameter) -> Iterator[nn.Parameter]:
 
 
 class _Tree:
-    """The modules in a module. Their dictionaries are looked at, not walked: this happens in every step."""
+    """The modules in a module, and their parameters. Their dictionaries are looked at, not walked: this happens in every
+    step."""
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        self._children = [part._modules.values() for part in modules]
         self._parameters = [part._parameters.values() for part in modules]
-        self._seen = self._all_children()
+        self._contents = [*self._parameters, *(part._modules.values() for part in modules)]
+        self._seen = self._found()
 
-    def _all_children(self) -> list[nn.Module | None]:
-        return list(itertools.chain.from_iterable(self._children))
+    def _found(self) -> list[object]:
+        return list(itertools.chain.from_iterable(self._contents))
 
     def has_changed(self) -> bool:
-        return not _are_same(self._all_children(), self._seen)
+        found, seen = self._found(), self._seen
+        return len(found) != len(seen) or not all(map(operator.is_, found, seen))
 
     def parameters(self) -> list[nn.Parameter | None]:
         """Shared ones as often as they are met."""
         return list(itertools.chain.from_iterable(self._parameters))
-
-
-def _are_same(found: Sequence[object], known: Sequence[object]) -> bool:
-    return len(found) == len(known) and all(map(operator.is_, found, known))
 
 
 def _has_gradients(parameter: nn.Parameter) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch.distributed.tensor import Partial
@@ -112,7 +112,7 @@ class BucketMemory:
             self._num_users = num_storage_users(self.buffer.local)
 
     def _is_unseen(self) -> bool:
-        num_users = self._num_users + len(self._results)
+        num_users = self._num_users + len(self._results.tensors)
         return num_storage_users(self.buffer.local) == num_users and are_unheld(self._results.tensors)
 
     def _new_views(self) -> list[list[torch.Tensor]]:
@@ -128,53 +128,43 @@ class BucketMemory:
                     start += box.numel
         return views
 
-    def fill(self, given: Sequence[torch.Tensor | None], missing: float, scale: float, *, has_all: bool) -> None:
+    def fill(self, given: Mapping[int, torch.Tensor], missing: float, scale: float, absent: Sequence[Slot]) -> None:
         """Copy contributions to their places, all at once, and scale them.
 
         Args:
-            given: by slot, where it comes from; the view itself of an early one, which is there and scaled; None: from
-                nowhere, so that ``missing`` stands for it.
+            given: by slot's index, where it comes from; the view itself of an early one, which is there and scaled. What
+                else is there is not scaled.
+            missing: what stands for the contributions of the slots that are ``absent``.
             scale: of what is not early. Not 1 only where nothing is scattered.
-            has_all: whether there is none from nowhere.
         """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        if self._is_simple and has_all:  # the rule: spend no time
-            for (view,), gradient in zip(self._views, given):
-                if gradient is not view:
-                    targets.append(view)
-                    sources.append(gradient)  # type: ignore[arg-type]
-        else:
-            self._assign(given, missing, targets, sources)
+        for index, gradient in given.items():
+            views, pieces = self._views[index], self._slots[index].contribution.pieces
+            if pieces is not None:
+                targets += views
+                sources += [box.view(gradient) for piece in pieces for box in piece.source]
+            elif views and gradient is not views[0]:
+                targets.append(views[0])
+                sources.append(gradient)
         if self.is_lent:
             pairs = [(t, s) for t, s in zip(targets, sources) if t.data_ptr() != s.data_ptr()]
             targets, sources = [t for t, _ in pairs], [s for _, s in pairs]
             self.is_lent = False
         if targets:
             foreach_copy_(targets, sources)
+        if absent or not self._is_simple:
+            self._fill_without_contribution({slot.index for slot in absent}, missing)
         if scale != 1:
             self.buffer.local[self._num_early :].mul_(scale)
 
-    def _assign(
-        self,
-        given: Sequence[torch.Tensor | None],
-        missing: float,
-        targets: list[torch.Tensor],
-        sources: list[torch.Tensor],
-    ) -> None:
-        local = self.buffer.local
-        for slot, views, bare, gradient in zip(self._slots, self._views, self._bare_marks, given, strict=True):
+    def _fill_without_contribution(self, absent: Set[int], missing: float) -> None:
+        for index, (views, bare) in enumerate(zip(self._views, self._bare_marks)):
             for mark in bare:
-                local[mark] = missing if gradient is None else 0.0
-            if gradient is None:
+                self.buffer.local[mark] = missing if index in absent else 0.0
+            if index in absent:
                 for view in views:
                     view.fill_(missing)
-            elif slot.contribution.pieces is not None:
-                targets += views
-                sources += [box.view(gradient) for piece in slot.contribution.pieces for box in piece.source]
-            elif views and gradient is not views[0]:
-                targets.append(views[0])
-                sources.append(gradient)
 
     def clear_signs(self, absent: Sequence[Slot]) -> None:
         """Mark all slots but those that are ``absent`` as contributed to."""
@@ -195,7 +185,7 @@ class BucketMemory:
     def results(self, flat: torch.Tensor) -> TensorRow:
         """For each slot, its part of ``flat``, which is the reduced buffer or a copy of it, nothing scattered."""
         is_own = bool(self._views) and flat is self.buffer.local
-        if is_own and len(self._results):
+        if is_own and self._results.tensors:
             return self._results
         found = TensorRow(
             [

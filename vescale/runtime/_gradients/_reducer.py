@@ -253,6 +253,8 @@ class GradientReducer:
 
     def _see_changes(self) -> None:
         """Look after parameters that the module has got; nothing is communicated."""
+        if not self._members.have_changed():
+            return
         new, gone = self._members.changes()
         self._members.watch(new)
         self._members.release(gone)
@@ -264,22 +266,15 @@ class GradientReducer:
         self._arrived = True
         if not self._syncs:
             return
-        slot, gradient = entry.plain_slot, parameter.grad
-        if (
-            slot is None
-            or type(gradient) is not torch.Tensor
-            or gradient.dtype is not slot.arrival.dtype
-            or gradient.layout is not torch.strided
-            or slot.bucket.is_launched
-            or torch.is_grad_enabled()
-        ):
-            with torch.no_grad(), no_torch_function():
-                self._place(entry)
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                self._take(entry, parameter)
             return
-        parameter.grad = None
-        bucket = slot.bucket
-        bucket.arrive(slot, gradient)
-        if bucket.num_missing <= 0:
+        slot = entry.plain_slot
+        if slot is None or not slot.bucket.accept(slot):
+            with no_torch_function():
+                self._place(entry)
+        elif slot.bucket.num_missing <= 0:
             self._schedule.launch_full()
 
     def _place(self, entry: Entry) -> None:

@@ -84,7 +84,7 @@ class Schedule:
         return [
             slot
             for bucket in self.buckets
-            for slot, parameter in zip(bucket.attention.quiet, bucket.attention.parameters)
+            for slot, parameter in zip(bucket.attention.quiet, bucket.attention.parameters.tensors)
             if parameter.grad is not None
         ]
 

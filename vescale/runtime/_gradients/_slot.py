@@ -26,12 +26,13 @@ class Slot:
         parameter: whose ``grad`` is the contribution as it stands, so that the bucket may take it from there; None where it
             is brought into form first.
         bucket, index: where the place is.
-        is_heard: whether each gradient is handed over when it comes; see :class:`Attention`.
+        is_heard, is_quiet: whether the bucket is told when a gradient has come, and whether it takes it by itself; see
+            :class:`Attention`.
     """
 
     bucket: Bucket
     index: int
-    is_heard = True
+    is_heard, is_quiet = True, False
 
     def __init__(
         self,
