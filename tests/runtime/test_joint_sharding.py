@@ -26,7 +26,7 @@ from tests.runtime.test_expert_sharding import loss_of, make
 from tests.runtime.test_zero_llama import put, state_of
 from tests.runtime.zero import mesh_of, same_steps
 from vescale import Plan, deferred_init, no_sync, optim, parallelize
-from vescale.comm import axis_group, join_axes, record_comms
+from vescale.comm import join_axes, record_comms
 from vescale.compat import make_dtensor, make_spec
 from vescale.fsdp import report
 from vescale.ir import lower, predict, unit_buckets
@@ -438,21 +438,8 @@ def stage() -> None:
         assert model.first.weight.device_mesh is model.blocks[0].up.weight.device_mesh  # type: ignore[union-attr]
 
 
-def joined() -> None:
-    mesh = mesh_of({"a": 2, "b": 2, "c": 2})
-    found = join_axes(mesh, (0, 2))
-    assert found.mesh_dim_names == ("b", "a_c") and tuple(found.shape) == (2, 4)
-    assert found.mesh.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert found is join_axes(mesh, (0, 2))
-    assert dist.get_process_group_ranks(found.get_group("a_c")) == found.mesh[mesh.get_local_rank("b")].tolist()
-    assert axis_group(found, (1,)).axes == "a,c" and axis_group(found, (0, 1)).axes == "b,a,c"
-    taken = join_axes(mesh_of({"a": 2, "b": 2, "a_b": 2}), (0, 1))
-    assert taken.mesh_dim_names == ("a_b", "a_b_")
-
-
-def test_meshes(ranks: RankPools) -> None:
+def test_pipeline_stages(ranks: RankPools) -> None:
     ranks.run(stage, world_size=8)
-    ranks.run(joined, world_size=8)
 
 
 def part_of_the_world() -> None:
