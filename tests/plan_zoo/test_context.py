@@ -15,6 +15,7 @@ from tests.ranks import RankPools
 from tests.runtime.hf import Step, one_step
 from vescale import Plan, plan_zoo
 from vescale.placements import InterleavedShard
+from vescale.runtime import ImplicitCommunicationError
 
 BALANCED = InterleavedShard(1, 2)
 PLANS = tuple(name for name in plan_zoo.names() if name.endswith("_cp"))
@@ -108,3 +109,14 @@ def test_other_ways(ranks: RankPools, name: str, method: str, rows: Any) -> None
     sizes = {"dp": 1, "cp": 2, "tp": 2}
     for step in ranks.run(train, name, sizes, Way(method, rows)):
         check(name, method, sizes, step)
+
+
+def attends_in_its_own_code() -> None:
+    with pytest.raises(
+        ImplicitCommunicationError, match=r"write `model.layers.0.self_attn.\(k\|v\)_proj.<out>: {cp: R}`"
+    ):
+        train("gpt_oss", {"dp": 1, "cp": 2, "tp": 1}, Way("ring", BALANCED))
+
+
+def test_a_method_that_does_not_apply_says_what_to_write(ranks: RankPools) -> None:
+    ranks.run(attends_in_its_own_code, world_size=2)

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Runtime", "Where", "checkpointed", "locate", "path_of_sequence"]
 
+# What a model's own attention does with keys and values, and a cache with a window of them.
+_OF_KEYS = ("aten.mm.", "aten.bmm.", "aten.baddbmm.", "aten.slice.")
+
 # Backward looks a node up by its number; older steps than this many module entries are forgotten.
 _TIMELINE_LENGTH = 200_000
 
@@ -246,7 +249,7 @@ class Runtime:
         if not communicates(source, target, sizes):
             return
         operand, usual_edit = self._name_operand(where, operand, local, source, target)
-        edit = edit or usual_edit
+        edit = edit or self._edit_of_keys(where, op, source, target) or usual_edit
         site = ImplicitSite(where.path, where.phase, op, operand, tuple(source), tuple(target), edit)
         if self.strict:
             raise ImplicitCommunicationError(_with_line(site).message(self.axes))
@@ -256,6 +259,19 @@ class Runtime:
             if all(c == 0 for c in self.mesh.get_coordinate() or (1,)):
                 _warn(site, self.axes)
         self.sites[site] = seen + 1
+
+    def _edit_of_keys(
+        self, where: Where, op: str, source: Sequence[Placement], target: Sequence[Placement]
+    ) -> str | None:
+        """The plan line for keys and values where a model attends in its own code, and the plan has a method for it."""
+        if where.phase != "forward" or not op.startswith(_OF_KEYS):
+            return None
+        planned = zip(self.axes, self.attention_methods(), source, target)
+        moved = ", ".join(f"{axis}: R" for axis, method, own, wanted in planned if method is not None and own != wanted)
+        return moved and (
+            f"write `{where.path}.(k|v)_proj.<out>: {{{moved}}}`, or of whatever makes keys and values, in the plan's shard "
+            "section: attention is the model's own code here, to which no method of an attention entry applies"
+        )
 
     def _name_operand(
         self,

@@ -98,7 +98,8 @@ def _moved(
     parts: Sequence[torch.Tensor], send: Sequence[int], receive: Sequence[int], group: AxisGroup, who: str
 ) -> tuple[torch.Tensor, ...]:
     """All parts in one message: the bytes of their rows side by side."""
-    packed = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+    pieces = [part.contiguous().view(torch.uint8) for part in parts]
+    packed = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
     width = packed.shape[1]
     with asking(who):
         flat = all_to_all_v(
