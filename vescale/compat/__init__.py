@@ -85,7 +85,7 @@ try:
     from vescale.compat.groups import make_group
     from vescale.compat.hook_gate import HookGate
     from vescale.compat.install import DTensorHooks, install, stock
-    from vescale.compat.meshes import concatenate_meshes, mesh_over
+    from vescale.compat.meshes import DataParallelMeshDims, concatenate_meshes, mesh_over
     from vescale.compat.store import default_store, default_timeout, is_alone, own_connection
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
@@ -99,6 +99,7 @@ __all__ = [
     "CollectiveKernels",
     "DTensorHooks",
     "DTensorSpec",
+    "DataParallelMeshDims",
     "DispatchListener",
     "HookGate",
     "MaskPartial",

@@ -129,7 +129,9 @@ def _wrap_methods(hooks: DTensorHooks) -> None:
             else:
                 return stock_from_local(local_tensor, device_mesh, placements)
         placements = _again(placements)
-        gradient = options["grad_placements"] = _again(options.get("grad_placements"))
+        gradient = _again(options.get("grad_placements"))
+        if "grad_placements" in options:  # before 2.12 there is none
+            options["grad_placements"] = gradient
         if not ((placements and has_custom(placements)) or (gradient and has_custom(gradient))):
             return stock_from_local(local_tensor, device_mesh, placements, **options)
         return hooks.from_local(local_tensor, device_mesh, placements, **options)

@@ -4,12 +4,44 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["concatenate_meshes", "mesh_over"]
+__all__ = ["DataParallelMeshDims", "concatenate_meshes", "mesh_over"]
+
+if TYPE_CHECKING or hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+    from torch.distributed.fsdp import DataParallelMeshDims
+else:  # before 2.12
+
+    @dataclass
+    class DataParallelMeshDims:
+        """Names of the axes that ``fully_shard`` shards and replicates over, as newer PyTorch's class of this name."""
+
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
+
+        def __post_init__(self) -> None:
+            if self.shard is None and self.replicate is None:
+                raise ValueError(
+                    "DataParallelMeshDims got neither shard nor replicate; name an axis of the mesh, shard='dp'"
+                )
+
+        @property
+        def shard_names(self) -> tuple[str, ...]:
+            return _names(self.shard)
+
+        @property
+        def replicate_names(self) -> tuple[str, ...]:
+            return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

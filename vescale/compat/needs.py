@@ -58,7 +58,14 @@ NEEDS: tuple[Need, ...] = (
     Need(
         _TENSOR,
         "DTensor.from_local",
-        ("local_tensor", "device_mesh", "placements", "run_check", "shape", "stride", "grad_placements"),
+        (
+            "local_tensor",
+            "device_mesh",
+            "placements",
+            "run_check",
+            "shape",
+            "stride",
+        ),  # what more there is is passed on
     ),
     Need(_TENSOR, "DTensor._op_dispatcher.sharding_propagator"),
     Need(_TENSOR, "DTensor._op_dispatcher._custom_op_handlers"),

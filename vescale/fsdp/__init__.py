@@ -1,7 +1,8 @@
 """``fully_shard``: parameters, gradients and optimizer state live sharded in planned buffers; call-compatible with FSDP2."""
 
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from vescale.compat import DataParallelMeshDims
 from vescale.fsdp._api import fully_shard, give_methods
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._group import GroupMember, ParameterGroup

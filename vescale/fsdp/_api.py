@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES
+from vescale.compat import DataParallelMeshDims
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._group import BlockPolicy, GroupMember, ParameterGroup
 from vescale.fsdp._module import FSDPModule

@@ -76,14 +76,9 @@ def from_local(
     """
     placements = list(placements) if placements is not None else None
     if not has_custom([*(placements or ()), *(grad_placements or ())]):
+        newer = {} if grad_placements is None else {"grad_placements": grad_placements}  # before 2.12 there are none
         return stock().from_local(
-            local_tensor,
-            device_mesh,
-            placements,
-            run_check=run_check,
-            shape=shape,
-            stride=stride,
-            grad_placements=grad_placements,
+            local_tensor, device_mesh, placements, run_check=run_check, shape=shape, stride=stride, **newer
         )
     device_mesh = device_mesh or current_mesh()
     placements = placements if placements is not None else [Replicate()] * device_mesh.ndim
