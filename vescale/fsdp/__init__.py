@@ -5,11 +5,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from vescale.compat import DataParallelMeshDims
 from vescale.fsdp._api import fully_shard, give_methods
 from vescale.fsdp._axes import DataParallelAxes
-from vescale.fsdp._group import GroupMember, ParameterGroup
+from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from vescale.fsdp._parameter import ManagedParameter, Slot
 from vescale.fsdp._phase import Phase
 from vescale.fsdp._report import GroupReport, Report, report
+from vescale.fsdp._resting_group import GroupMember
 from vescale.fsdp._state import ModuleState, state_of
 
 __all__ = [

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor, Shard
 from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES
 from vescale.compat import DataParallelMeshDims
 from vescale.fsdp._axes import DataParallelAxes
-from vescale.fsdp._group import BlockPolicy, GroupMember, ParameterGroup
+from vescale.fsdp._group import BlockPolicy, ParameterGroup
 from vescale.fsdp._module import FSDPModule
 from vescale.fsdp._parameter import find_slots
+from vescale.fsdp._resting_group import GroupMember
 from vescale.fsdp._state import ModuleState, state_of
 from vescale.placements import install as install_placements
 from vescale.rng import check_recorded_alike, has_deferred, is_deferred, materialize
