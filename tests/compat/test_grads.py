@@ -121,6 +121,12 @@ def test_targets_of_another_dtype() -> None:
     assert torch.equal(wide, torch.cat([gradient.flatten() for gradient in expected]).float())
 
 
+def test_gradients_of_the_targets_dtype_but_not_of_the_one_asked_for() -> None:
+    parameters, _, flat = make()
+    assert not ParameterRow(parameters).take_grads(TensorRow(views_of(flat)), torch.bfloat16)
+    assert all(parameter.grad is not None for parameter in parameters) and flat.eq(7).all()
+
+
 def test_give() -> None:
     parameters, expected, _ = make()
     row = TensorRow(expected)

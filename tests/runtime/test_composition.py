@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import pickle
 import warnings
 from collections import Counter
@@ -452,15 +453,16 @@ def annotated() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.norm(x) + 1
 
-    def entries(plan: Plan) -> None:
+    def entries(plan: Plan, **axes: str) -> None:
         plan.shard("<in:x>", Shard(0), mesh="dp")
         plan.local("norm", inputs={"dp": Shard(0)}, outputs={"dp": Shard(0)})
-        plan.annotate("norm.weight.grad", Partial(), mesh="dp")
+        plan.annotate("norm.weight.grad", Partial(), **axes)
 
-    reference, model = pair(Outer, entries, {"dp": 2})
-    with record_comms() as ledger:
-        assert_same_step(reference, model, data(4, 8))
-    assert [(r.op, r.axes) for r in ledger.records if r.asker.startswith("bucket")] == [("all_reduce", "dp")]
+    for write in (entries, functools.partial(entries, mesh="dp")):
+        reference, model = pair(Outer, write, {"dp": 2})
+        with record_comms() as ledger:
+            assert_same_step(reference, model, data(4, 8))
+        assert [(r.op, r.axes) for r in ledger.records if r.asker.startswith("bucket")] == [("all_reduce", "dp")]
 
 
 def regions() -> None:

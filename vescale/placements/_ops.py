@@ -144,7 +144,15 @@ def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
 
 @functools.lru_cache(maxsize=1024)
 def _decide_interleaved(call: OpCall) -> Decision | None:
-    return stand_in_rule(call) or view_rule(call)
+    return stand_in_rule(call) or (view_rule(call) if _is_cut_twice(call.operands[0]) else None)
+
+
+def _is_cut_twice(spec: DTensorSpec) -> bool:
+    """Whether several axes cut one dim, which is what PyTorch's views do not take apart; the others it labels best."""
+    dims = [
+        dim for axis, p in enumerate(spec.placements) if (dim := shard_dim(p)) is not None and spec.mesh.size(axis) > 1
+    ]
+    return len(dims) > len(set(dims))
 
 
 def _is_same_cut(a: Placement, b: Placement) -> bool:
