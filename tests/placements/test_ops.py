@@ -277,6 +277,8 @@ def on_rank_partial() -> None:
     settled = place(data(5), ((2, 2), ()), (ragged, Replicate()))
     kept: list[tuple[Any, torch.Tensor]] = [
         (pending + pending, total + total),
+        (pending + settled, total + data(5)),  # what is whole is one more contribution, of the first rank
+        (settled - pending, data(5) - total),
         (pending * 2.0, total * 2),
         (pending / 2.0, total / 2),
         (pending * settled, total * data(5)),
@@ -289,8 +291,6 @@ def on_rank_partial() -> None:
         assert actual.placements == (ragged, Partial()), actual.placements
         assert_same(actual, expected)
     reduced: list[tuple[Any, torch.Tensor]] = [
-        (pending + settled, total + data(5)),
-        (settled - pending, data(5) - total),
         (pending + 1, total + 1),
         (pending.exp(), total.exp()),
         (pending * pending, total * total),
@@ -305,8 +305,10 @@ def on_rank_partial() -> None:
     accumulated = pending.clone()
     accumulated.add_(pending)
     assert accumulated.placements == (ragged, Partial())
-    assert_same(accumulated, total * 2)
-    for write in (lambda: accumulated.add_(settled), lambda: accumulated.exp_(), lambda: accumulated.sigmoid_()):
+    accumulated.add_(settled)
+    assert accumulated.placements == (ragged, Partial())
+    assert_same(accumulated, total * 2 + data(5))
+    for write in (lambda: accumulated.exp_(), lambda: accumulated.sigmoid_()):
         with pytest.raises(RuntimeError, match="writes to operand self"):
             write()
 
