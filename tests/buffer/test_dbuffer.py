@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import RankPools, run_cases
 from tests.simulate import simulate
@@ -249,6 +250,45 @@ def operations() -> None:
 
 def test_group_operations(ranks: RankPools) -> None:
     ranks.run(operations, world_size=4)
+
+
+class WholeBufferOps(TorchDispatchMode):
+    """Names of the ops that read or write tensors of at least ``numel`` elements; views and allocations do neither."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.found = numel, list[str]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        makes_nothing = op._schema.name.startswith("aten::empty") or op.is_view or "set_" in op._schema.name
+        large = any(isinstance(x, torch.Tensor) and x.numel() >= self.numel for x in args)
+        if large and not makes_nothing and op is not torch.ops.aten.detach.default:
+            self.found.append(op.overloadpacket.__name__)
+        return op(*args, **(kwargs or {}))
+
+
+def one_kernel() -> None:
+    """However many tensors there are, each operation of the group is one op on the flat local part."""
+    mesh = init_device_mesh("cpu", (2,))
+    for placements in ([RaggedShard()], [Replicate()]):
+        x, y = filled(mesh, placements, 1), filled(mesh, placements, 2)
+        operations: dict[str, tuple[Callable[[], Any], str]] = {
+            "add": (lambda x=x, y=y: x.add_(y, alpha=2.0), "add_"),
+            "scale": (lambda x=x: x.mul_(0.5), "mul_"),
+            "zero": (lambda x=x: x.zero_(), "zero_"),
+            "copy": (lambda x=x, y=y: x.copy_(y), "copy_"),
+            "cast": (lambda x=x: x.to(torch.bfloat16), "copy_"),
+            "norm": (lambda y=y: y.norm(), "linalg_vector_norm"),
+        }
+        for name, (run, kernel) in operations.items():
+            run()
+            with WholeBufferOps(x.numel) as ops:
+                run()
+            assert ops.found == [kernel], (name, ops.found)
+
+
+def test_operations_are_one_kernel(ranks: RankPools) -> None:
+    ranks.run(one_kernel, world_size=2)
 
 
 def memory() -> None:
