@@ -129,7 +129,9 @@ def off() -> None:
 
 def saved(path: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dist.barrier()  # other ranks may still be making the mesh's groups, with keys of theirs
     before = default_store().num_keys()
+    dist.barrier()
     with comm_trace(mesh, save=path) as trace:
         for axis in range(2):
             dist.all_reduce(torch.ones(3), group=mesh.get_group(axis))
