@@ -74,14 +74,22 @@ def check(name: str, method: str, sizes: dict[str, int], step: Step) -> None:
 
 
 METHODS = {"deepseek_v3_cp": "all_gather", "gpt_oss_cp": "keys, values"}
-FOUR_PARTS = ("deepseek_v3_cp", "gpt_oss_cp", "llama_cp")  # and the others, marked slow
+ALONE = {
+    ("deepseek_v3_cp", 2),
+    ("gpt_oss_cp", 4),
+    ("llama_cp", 4),
+}  # each way to attend, without tp; others are marked slow
 
 
 @pytest.mark.parametrize(
     ("name", "cp", "tp"),
     [
-        *((name, 2, tp) for name in PLANS for tp in (1, 2)),
-        *(pytest.param(n, 4, 1, marks=[] if n in FOUR_PARTS else [pytest.mark.slow]) for n in PLANS),
+        *((name, 2, 2) for name in PLANS),
+        *(
+            pytest.param(name, cp, 1, marks=[] if (name, cp) in ALONE else [pytest.mark.slow])
+            for name in PLANS
+            for cp in (2, 4)
+        ),
     ],
 )
 def test_plans_for_a_context_axis(ranks: RankPools, name: str, cp: int, tp: int) -> None:
