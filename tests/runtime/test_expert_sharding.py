@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import Shard
 
 from tests.ranks import RankPools
@@ -101,10 +103,11 @@ def test_training_equals_one_device(ranks: RankPools, favourite: int | None, dis
             assert found["exchanges"] == {"all_to_all_v": 2 * 4, "all_gather_v": 2}
 
 
-def saved(path: str) -> None:
-    """Written on fsdp x ep after two steps, read with experts and shards spread otherwise, where training goes on."""
+def read_elsewhere(path: str, plan: Plan, others: Sequence[Any]) -> nn.Module:
+    """Write a checkpoint after two steps under ``plan``, read it where parameters lie otherwise (under another plan; FSDP's,
+    ``stock``; None: on one device) and train on there. Returns the model that was written."""
     reference, model = make(), make()
-    parallelize(model, plan_on({"fsdp": 2, "ep": 2}), strict=True)
+    parallelize(model, plan, strict=True)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (reference, model)]
     for number in range(2):
         for m, optimizer in zip((reference, model), optimizers, strict=True):
@@ -112,23 +115,34 @@ def saved(path: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     dcp.save(state_of(model, optimizers[1]), checkpoint_id=path)
-    assert isinstance(model.blocks[0].dense.weight.placements[0], RaggedShard)  # type: ignore[union-attr,index]
-    for sizes in ({"fsdp": 1, "ep": 4}, {"fsdp": 4, "ep": 1}):
+    for way in others:
         other, expected = make(), copy.deepcopy(reference)
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.zero_()
-        parallelize(other, plan_on(sizes), strict=True)
+        if isinstance(way, Plan):
+            parallelize(other, way, strict=True)
+        elif way == "stock":
+            stock_fully_shard(other, mesh=mesh_of({"dp": 4}))
         pair = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (expected, other)]
         pair[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
         loaded = state_of(other, pair[1])
         dcp.load(loaded, checkpoint_id=path)
         put(other, pair[1], loaded)
-        for m, optimizer in zip((expected, other), pair, strict=True):
-            loss_of(m, 2)
-            optimizer.step()
+        if way != "stock":  # which averages over ranks that each have a batch
+            for m, optimizer in zip((expected, other), pair, strict=True):
+                loss_of(m, 2)
+                optimizer.step()
         for (name, own), (_, theirs) in zip(other.named_parameters(), expected.named_parameters(), strict=True):
             torch.testing.assert_close(whole(own.detach()), theirs.detach(), rtol=1e-9, atol=1e-12, msg=name)
+    return model
+
+
+def saved(path: str) -> None:
+    """Experts and shards spread otherwise."""
+    plans = [plan_on(sizes) for sizes in ({"fsdp": 1, "ep": 4}, {"fsdp": 4, "ep": 1})]
+    model = read_elsewhere(path, plan_on({"fsdp": 2, "ep": 2}), plans)
+    assert isinstance(model.blocks[0].dense.weight.placements[0], RaggedShard)  # type: ignore[union-attr,index]
 
 
 def test_checkpoints_cross_meshes(ranks: RankPools, tmp_path: Any) -> None:

@@ -12,18 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.ranks import RankPools, run_cases
 from tests.runtime.compare import whole
-from tests.runtime.test_expert_sharding import loss_of, make
-from tests.runtime.test_zero_llama import put, state_of
+from tests.runtime.test_expert_sharding import loss_of, make, read_elsewhere
 from tests.runtime.zero import mesh_of, same_steps
 from vescale import Plan, deferred_init, no_sync, optim, parallelize
 from vescale.comm import join_axes, record_comms
@@ -384,36 +381,9 @@ def on_fsdp_alone(sizes: dict[str, int]) -> Plan:
 
 
 def saved(path: str) -> None:
-    """Written on fsdp x ep after two steps; read on other meshes, with other plans, under stock FSDP, and on one device."""
-    reference, model = make(), make()
-    parallelize(model, plan_on({"fsdp": 2, "ep": 2}), strict=True)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (reference, model)]
-    for number in range(2):
-        for m, optimizer in zip((reference, model), optimizers, strict=True):
-            loss_of(m, number)
-            optimizer.step()
-            optimizer.zero_grad()
-    dcp.save(state_of(model, optimizers[1]), checkpoint_id=path)
+    """On other meshes, with other plans, under stock FSDP, and on one device."""
     plans = [plan_on({"fsdp": 1, "ep": 4}), plan_on({"fsdp": 4, "ep": 1}), on_fsdp_alone({"fsdp": 2, "ep": 2})]
-    for plan in (*plans, "stock", None):
-        other, expected = make(), copy.deepcopy(reference)
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.zero_()
-        if isinstance(plan, Plan):
-            parallelize(other, plan, strict=True)
-        elif plan == "stock":
-            stock_fully_shard(other, mesh=mesh_of({"dp": 4}))
-        pair = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (expected, other)]
-        pair[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-        loaded = state_of(other, pair[1])
-        dcp.load(loaded, checkpoint_id=path)
-        put(other, pair[1], loaded)
-        if plan != "stock":  # which averages over ranks that each have a batch
-            for m, optimizer in zip((expected, other), pair, strict=True):
-                loss_of(m, 2)
-                optimizer.step()
-        assert_same(other, expected)
+    read_elsewhere(path, plan_on({"fsdp": 2, "ep": 2}), [*plans, "stock", None])
 
 
 def test_checkpoints_cross_meshes(ranks: RankPools, tmp_path: Any) -> None:

@@ -137,6 +137,7 @@ def _options(op: Any) -> dist.AllreduceOptions:
     return options
 
 
+# For calls of the group itself, which cost less than dist.all_reduce's checks: this one runs for every small bucket.
 _REDUCE_OPTIONS = {name: _options(op) for name, op in REDUCE_OPS.items()}
 
 

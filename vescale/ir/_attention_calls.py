@@ -19,6 +19,7 @@ from vescale.ir._flow import Lie
 from vescale.ir._ops import Attention
 from vescale.ir._program import Program
 from vescale.ir._ring import RingSchedule, Runs
+from vescale.ir._running import Running
 from vescale.placements import local_region, shard_dim
 from vescale.plans import AttentionMethod, MeshAxes
 
@@ -221,38 +222,25 @@ class AttentionCalls:
 
     def __init__(self, program: Program) -> None:
         self._methods = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
-        self._nothing: tuple[AttentionMethod | None, ...] = (None,) * len(program.axes.names)
-        self._running: list[tuple[str, tuple[AttentionMethod | None, ...]]] = []
+        nothing: tuple[AttentionMethod | None, ...] = (None,) * len(program.axes.names)
+        self._running = Running(("", nothing))
         self._calls: list[_Call] = []
 
-    @contextlib.contextmanager
-    def watched(self, module: nn.Module, path: str) -> Iterator[None]:
+    def watched(self, module: nn.Module, path: str) -> contextlib.AbstractContextManager[None]:
         """While open, calls inside the module are made by the method that its entry says."""
         own = self._methods.get(path)
         if own is None:
-            yield
-            return
-
-        def enter(*_: Any) -> None:
-            outer = self._running[-1][1] if self._running else self._nothing
-            self._running.append((path, tuple(a if a is not None else b for a, b in zip(own, outer))))
-
-        handles = [
-            module.register_forward_pre_hook(enter),
-            module.register_forward_hook(lambda *_: self._running.pop() and None),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            return contextlib.nullcontext()
+        return self._running.watched(
+            module, lambda outer: (path, tuple(a if a is not None else b for a, b in zip(own, outer[1])))
+        )
 
     def called(
         self, args: Sequence[Any], kwargs: dict[str, Any], lies_of: Callable[[torch.Tensor], tuple[Lie, ...]]
     ) -> None:
         """``lies_of(tensor)``: where it lies on each axis."""
         given = _SIGNATURE.bind(*args, **kwargs).arguments
-        path, methods = self._running[-1] if self._running else ("", self._nothing)
+        path, methods = self._running.innermost
         query, key, value = (
             _Operand(tuple(x.shape), lies_of(x), x.element_size(), x.requires_grad)
             for x in (given["query"], given["key"], given["value"])

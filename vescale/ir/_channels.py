@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from vescale.ir._flow import Flow, Lie, Rule
+from vescale.ir._running import Running
 from vescale.placements import shard_dim
 from vescale.plans import MeshAxes
 
@@ -116,21 +117,12 @@ class BatchNormCalls:
     """The calls in training seen so far; those in evaluation communicate nothing."""
 
     def __init__(self) -> None:
-        self._running: list[str] = []
+        self._running = Running("")
         self._calls: list[_Call] = []
 
-    @contextlib.contextmanager
-    def watched(self, module: nn.Module, path: str) -> Iterator[None]:
+    def watched(self, module: nn.Module, path: str) -> contextlib.AbstractContextManager[None]:
         """While open, calls inside the module are known to be its."""
-        handles = [
-            module.register_forward_pre_hook(lambda *_: self._running.append(path)),
-            module.register_forward_hook(lambda *_: self._running.pop() and None),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return self._running.watched(module, lambda _: path)
 
     def called(
         self, args: Sequence[Any], kwargs: dict[str, Any], lies_of: Callable[[torch.Tensor], tuple[Lie, ...]]
@@ -143,11 +135,11 @@ class BatchNormCalls:
         x, training = call.arguments["input"], call.arguments["training"]
         if not training:
             return
-        path, size = self._running[-1] if self._running else "", max(x.element_size(), 4)  # float32 for half precision
+        size = max(x.element_size(), 4)  # statistics of half precision are float32
         has_gradient = any(
             t is not None and t.requires_grad for t in (x, *(call.arguments[n] for n in ("weight", "bias")))
         )
-        self._calls.append(_Call(path, lies_of(x), x.shape[1], size, has_gradient))
+        self._calls.append(_Call(self._running.innermost, lies_of(x), x.shape[1], size, has_gradient))
 
     def collectives(self, axes: MeshAxes) -> Iterator[tuple[str, Found]]:
         """With the module that called."""

@@ -83,18 +83,13 @@ def run_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
         PlacementFallbackError: no rule, in strict mode.
     """
     call = OpCall(op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
-    try:
-        decision = _decide(call)
-    except TypeError as error:  # an argument without a hash
-        if "unhashable" not in str(error):
-            raise
-        decision = _decide.__wrapped__(call)
+    decision: Decision = _remembered(_decide, call)
     if decision.fallback and not call.mutated:
         result = decompose(op, args, kwargs)
         if result is not NotImplemented:
             return result
     if _runs_as_it_is(call, decision):
-        return OutputSharding(_specs_of_results(call, decision))
+        return OutputSharding(_remembered(_output_specs, call, decision))
     return _execute(call, decision, args, kwargs)
 
 
@@ -106,7 +101,7 @@ def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
     and has few strategies that keep it; that it is interleaved is all that matters to ops that treat indices alike.
     """
     call = OpCall(schema.op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
-    decision = _decide_interleaved(call)
+    decision: Decision | None = _remembered(_decide_interleaved, call)
     if decision is None:
         return None
     flattened = {
@@ -138,7 +133,7 @@ def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
     outputs = decision.outputs and tuple(map(stock, decision.outputs))
     decision = replace(decision, inputs=tuple(inputs), outputs=outputs)
     if _runs_as_it_is(call, decision):
-        return OutputSharding(_specs_of_results(call, decision))
+        return OutputSharding(_remembered(_output_specs, call, decision))
     return _execute(call, decision, args, kwargs)
 
 
@@ -170,6 +165,16 @@ def set_item(original: Callable[..., None], dtensor: DTensor, index: Any, value:
         original(dtensor, index, value)
     finally:
         _ASSIGNING.now = before
+
+
+def _remembered(function: Any, *args: Any) -> Any:
+    """What a function with an ``lru_cache`` gives; computed anew where an argument of the call has no hash."""
+    try:
+        return function(*args)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        return function.__wrapped__(*args)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -227,19 +232,10 @@ def _runs_as_it_is(call: OpCall, decision: Decision) -> bool:
     return not others or all(spec.tensor_meta.dtype.is_floating_point for spec in call.operands if spec.tensor_meta)
 
 
-def _specs_of_results(call: OpCall, decision: Decision) -> Any:
-    """Specs in the structure of the op's results; None for results that are not tensors. Equal calls get the same objects,
-    so that later ops find them by identity."""
-    try:
-        return _output_specs(call, decision)
-    except TypeError as error:  # an argument without a hash
-        if "unhashable" not in str(error):
-            raise
-        return _output_specs.__wrapped__(call, decision)
-
-
 @functools.lru_cache(maxsize=8192)
 def _output_specs(call: OpCall, decision: Decision) -> Any:
+    """Specs in the structure of the op's results; None for results that are not tensors. Equal calls get the same objects,
+    so that later ops find them by identity."""
     if decision.outputs is None:
         return None
     meta = call.meta
@@ -285,7 +281,7 @@ def _execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: di
                 raise
         local_args, local_kwargs = substitute(args, kwargs, locals_, torch.Tensor)
         return _replicated(call.mesh, call.op(*local_args, **local_kwargs))
-    specs = _specs_of_results(call, decision)
+    specs = _remembered(_output_specs, call, decision)
     if not rank_in_mesh(call.mesh):
         result = _placeholder(specs)
     else:
