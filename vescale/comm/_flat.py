@@ -6,19 +6,20 @@ at all. On gloo, whose own versions go through buffers as large as the result,
 * an all-gather of two ranks is an exchange, of few a broadcast from each of them, in place (no second buffer, and mostly
   less time);
 * a reduce-scatter exchanges the contributions and adds them up on the receiver, in pairs of ranks, and half precision in
-  float32 (a third of the time). Two ranks receive in the place of the result. More need memory for one more input while
-  it runs, or (``at_once``) exchange rank by rank, each time into what they have sent before; that takes no memory, but
-  each step waits for the one before, so that the call returns when all is done.
+  float32 (a third of the time). Two ranks receive in the place of the result. More need memory for the others'
+  contributions while it runs, or (``at_once``) exchange rank by rank, each time into what they have sent before; that
+  takes no memory, but each step waits for the one before, so that the call returns when all is done.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from vescale.comm._ledger import record
 from vescale.comm._pending import (
@@ -31,7 +32,7 @@ from vescale.comm._pending import (
     moves_nothing,
     reduce_rows,
 )
-from vescale.compat import all_gather_single, reduce_scatter_single
+from vescale.compat import all_gather_single, profiled, reduce_scatter_single
 
 __all__ = ["all_gather_into", "all_reduce_", "reduce_scatter_into"]
 
@@ -59,29 +60,33 @@ def all_gather_into(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessG
 def _all_gather_by_exchange(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Of two ranks."""
     own, other = out.view(2, -1)[group.rank()], out.view(2, -1)[1 - group.rank()]
-    with torch.no_grad(), record_function("gloo:all_gather_by_exchange"):
+    with torch.no_grad(), profiled("gloo:all_gather_by_exchange"):
         if own.data_ptr() != piece.data_ptr():
             own.copy_(piece)
-        return Pending(out, [_exchange(other, piece, 1 - group.rank(), 1 - group.rank(), group)])
+        return Pending(out, [_exchange(other, [1 - group.rank()], piece, [1 - group.rank()], group)])
 
 
 def _all_gather_by_broadcasts(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    slots = out.view(group.size(), -1)
-    own = slots[group.rank()]
-    with torch.no_grad(), record_function("gloo:all_gather_by_broadcasts"):
-        if own.data_ptr() != piece.data_ptr():
-            own.copy_(piece)
-        works = [
-            dist.broadcast(as_bytes(slot), group=group, group_src=source, async_op=True)
-            for source, slot in enumerate(slots)
-        ]
-    return Pending(out, works)
+    slots, own = as_bytes(out).view(group.size(), -1).unbind(), as_bytes(piece)
+    with torch.no_grad(), profiled("gloo:all_gather_by_broadcasts"):
+        if slots[group.rank()].data_ptr() != own.data_ptr():
+            slots[group.rank()].copy_(own)
+        return Pending(out, [group.broadcast([slot], _broadcast_from(source)) for source, slot in enumerate(slots)])
 
 
-def _exchange(out: torch.Tensor, send: torch.Tensor, source: int, target: int, group: dist.ProcessGroup) -> dist.Work:
-    """``send`` to one rank of the group, and as much from another to ``out``."""
-    num_bytes, ranks = out.numel() * out.element_size(), range(group.size())
-    received, sent = [num_bytes * (r == source) for r in ranks], [num_bytes * (r == target) for r in ranks]
+@functools.cache
+def _broadcast_from(source: int) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.asyncOp = source, True
+    return options
+
+
+def _exchange(
+    out: torch.Tensor, sources: Sequence[int], send: torch.Tensor, targets: Sequence[int], group: dist.ProcessGroup
+) -> dist.Work:
+    """A piece of ``send`` to each target, and as large a one from each source to ``out``, both in rank order."""
+    num_bytes = (out.numel() + send.numel()) * out.element_size() // (len(sources) + len(targets))
+    received, sent = ([num_bytes * (rank in some) for rank in range(group.size())] for some in (sources, targets))
     return dist.all_to_all_single(as_bytes(out), as_bytes(send), received, sent, group=group, async_op=True)
 
 
@@ -109,9 +114,21 @@ def reduce_scatter_into(
         pieces, rank = list(send.view(num_ranks, -1)), group.rank()
         if num_ranks == 1 or ((at_once or num_ranks == 2) and out.data_ptr() != pieces[rank].data_ptr()):
             return _exchange_in_steps(out, pieces, op, group)
-        received = torch.empty_like(send)
-        work = dist.all_to_all_single(as_bytes(received), as_bytes(send), group=group, async_op=True)
-    return Pending(out, [work], lambda: reduce_rows(received.view(num_ranks, -1).unbind(), op, out))
+        return _exchange_with_all(out, send, op, group)
+
+
+def _exchange_with_all(out: torch.Tensor, send: torch.Tensor, op: str, group: dist.ProcessGroup) -> Pending:
+    """Down to the ranks before this one and up to those after it: its own contribution stays where it is, and the others
+    get memory while it runs."""
+    rank, num_ranks = group.rank(), group.size()
+    before, after = range(rank), range(rank + 1, num_ranks)
+    received = out.new_empty(num_ranks - 1, out.numel())
+    works = [
+        _exchange(received[rank:].view(-1), after, send[: rank * out.numel()], before, group),
+        _exchange(received[:rank].view(-1), before, send[(rank + 1) * out.numel() :], after, group),
+    ]
+    rows = [*received[:rank], send.view(num_ranks, -1)[rank], *received[rank:]]
+    return Pending(out, works, lambda: reduce_rows(rows, op, out))
 
 
 def _exchange_in_steps(out: torch.Tensor, pieces: list[torch.Tensor], op: str, group: dist.ProcessGroup) -> Pending:
@@ -127,7 +144,7 @@ def _exchange_in_steps(out: torch.Tensor, pieces: list[torch.Tensor], op: str, g
             works.pop().wait()
             free = pieces[(target - 1) % num_ranks]
         rows[source] = free
-        works.append(_exchange(free, pieces[target], source, target, group))
+        works.append(_exchange(free, [source], pieces[target], [target], group))
     return Pending(out, works, lambda: reduce_rows(rows, op, out))
 
 
