@@ -86,6 +86,7 @@ try:
     from vescale.compat.hook_gate import HookGate
     from vescale.compat.install import DTensorHooks, install, stock
     from vescale.compat.meshes import DataParallelMeshDims, concatenate_meshes, mesh_over
+    from vescale.compat.profiling import profiled
     from vescale.compat.store import default_store, default_timeout, is_alone, own_connection
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
@@ -157,6 +158,7 @@ __all__ = [
     "own_connection",
     "partial_partition",
     "partial_reduce",
+    "profiled",
     "queue_after_backward",
     "rank_in_mesh",
     "reduce_scatter_single",

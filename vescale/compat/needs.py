@@ -185,6 +185,7 @@ NEEDS: tuple[Need, ...] = (
     Need("torch._C", "_clear_DTensor_sharding_propagator_cache"),
     Need("torch._C", "_dispatch_has_kernel_for_dispatch_key"),
     Need("torch._C", "_storage_Use_Count"),
+    Need("torch.autograd.profiler", "_is_profiler_enabled"),
     Need("torch._C", "_will_engine_execute_node"),
     Need("torch.distributed.device_mesh", "DeviceMesh._get_root_mesh"),
     Need("torch", "_foreach_add_"),

@@ -444,7 +444,7 @@ class Bucket:
             if received[index] and parameter.shape != parameter.place:
                 self.gradients.views[index][parameter.shape[0] :].zero_()
         self.drop_gradients()
-        return [1 + sum(1 << axis for axis in p.pending) if r else 0 for r, p in zip(received, self.parameters)]
+        return [_code_of(p.pending) if r else 0 for r, p in zip(received, self.parameters)]
 
     def drop_gradients(self) -> None:
         self._received = [False] * len(self.parameters)
@@ -462,8 +462,7 @@ class Bucket:
             return
         part, spec = self.part(reduced, index), self.gradient_specs[index]
         if received:
-            axes = range(parameter.axes.running_mesh.ndim)
-            parameter.pending = frozenset(axis for axis in axes if (received - 1) >> axis & 1)
+            parameter.pending = _axes_of(received) if received > 1 else _NO_AXES
         if parameter.pending:
             pending = parameter.pending_at_rest
             placements = [Partial() if axis in pending else p for axis, p in enumerate(spec.placements)]
@@ -487,3 +486,15 @@ class Bucket:
             f"layout {self.group.layout.digest}, {self.dtype} gathered as {self.compute_dtype}, reduced as "
             f"{self.reduce_dtype}, requires_grad={self.requires_grad}, {names}"
         )
+
+
+_NO_AXES: frozenset[int] = frozenset()
+
+
+def _code_of(pending: frozenset[int]) -> int:
+    return 1 + sum(1 << axis for axis in pending) if pending else 1
+
+
+def _axes_of(received: int) -> frozenset[int]:
+    """The inverse of :func:`_code_of`."""
+    return frozenset(axis for axis in range(received.bit_length()) if (received - 1) >> axis & 1)

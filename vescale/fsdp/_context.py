@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vescale.buffer import Allocation
-from vescale.compat import queue_after_backward
+from vescale.compat import profiled, queue_after_backward
 from vescale.fsdp._lanes import Lane
 from vescale.fsdp._reduction import Reduction
 from vescale.fsdp._usage import settle_unused
@@ -153,7 +153,7 @@ class TreeContext:
 
     def _conclude(self, comm: CommContext) -> None:
         self.forward_root = None
-        with torch.profiler.record_function("vescale.fsdp::end_of_backward"):
+        with profiled("vescale.fsdp::end_of_backward"):
             for state in reversed(self.states):
                 state.conclude_backward()
             if self.is_last_backward:

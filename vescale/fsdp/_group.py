@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.profiler import record_function
 
 from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES, Allocation, PendingBuffer
-from vescale.compat import backend_memory_pool
+from vescale.compat import backend_memory_pool, profiled
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._context import CommContext
 from vescale.fsdp._partial_reshard import KeptPieces
@@ -192,7 +191,7 @@ class ParameterGroup(RestingGroup):
         self.prepare()
         comm = self.comm
         assert comm is not None
-        with record_function(f"vescale.fsdp::all_gather ({self.path})"):
+        with profiled(f"vescale.fsdp::all_gather ({self.path})"):
             if comm.reclaim(self._whole_memory):
                 self._gathering = []
                 return
@@ -320,7 +319,7 @@ class ParameterGroup(RestingGroup):
     def before_backward(self, *, prefetch: bool) -> None:
         if self.phase is Phase.BACKWARD:
             return
-        with record_function(f"vescale.fsdp::before_backward ({self.path})"):
+        with profiled(f"vescale.fsdp::before_backward ({self.path})"):
             self.phase = Phase.BACKWARD
             self._gradients_are_due = True
             self._keeps_for_graph = torch.is_grad_enabled()
@@ -402,7 +401,7 @@ class ParameterGroup(RestingGroup):
         self.prepare()
         comm = self.comm
         assert comm is not None
-        with record_function(f"vescale.fsdp::reduce ({self.path})"):
+        with profiled(f"vescale.fsdp::reduce ({self.path})"):
             reductions = [
                 Reduction(bucket, self.options, comm.reduce_lane, comm.replica_lane, self.path)
                 for bucket in self.buckets
