@@ -64,6 +64,15 @@ def test_a_gradient_that_is_in_its_place() -> None:
     assert torch.equal(flat, torch.cat([gradient.flatten() for gradient in expected]))
 
 
+def test_a_gradient_in_the_place_of_another_is_not_taken() -> None:
+    """Which would be written before it is read."""
+    parameters, _, flat = make()
+    views = views_of(flat)
+    parameters[0].grad, before = flat[5:17].view(3, 4), flat.clone()
+    assert not ParameterRow(parameters).take_grads(TensorRow(views), torch.float32)
+    assert torch.equal(flat, before) and all(parameter.grad is not None for parameter in parameters)
+
+
 REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
     "none": lambda gradient: None,
     "sparse": lambda gradient: gradient.to_sparse(),

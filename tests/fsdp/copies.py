@@ -18,7 +18,8 @@ _FSDP2: dict[str, Callable[[Any], float]] = {
     "fsdp::chunk_cat": lambda shapes: math.prod(shapes[3]),  # the gradients, to the buffer that is reduced
 }
 _COPY_IN = "fsdp::all_gather_copy_in"  # this rank's shards, to its slot of the buffer whose shape is recorded
-_PARTS_OF_OTHERS = ("c10d::", "gloo:", "nccl:", "aten::_foreach_copy_", "fsdp::")
+_TAKE_GRADS = "vescale::take_grads"  # gradients, to the buffer that is reduced
+_PARTS_OF_OTHERS = ("c10d::", "gloo:", "nccl:", "fsdp::")
 
 
 def copied_bytes(step: Callable[[], Any], num_ranks: int, item_bytes: int = 4) -> Counter[str]:
@@ -37,6 +38,8 @@ def copied_bytes(step: Callable[[], Any], num_ranks: int, item_bytes: int = 4) -
             found[event.name] += item_bytes * math.prod(event.input_shapes[1]) // num_ranks
         elif event.name in _FSDP2:
             found[event.name] += int(item_bytes * _FSDP2[event.name](event.input_shapes))
+        elif event.name == _TAKE_GRADS:
+            found["copy_"] += item_bytes * sum(map(math.prod, event.input_shapes))
         elif (
             event.name == "aten::copy_"
             and event.input_shapes[0]

@@ -94,7 +94,7 @@ def phases() -> None:
     assert ledger.count("all_gather_v") == 3 and ledger.count("reduce_scatter_v") == 4
     assert isinstance(model.head.weight, DTensor) and model.blocks[0].up.weight is weight
     for bucket in [b for state in model._states(True) for g in state.groups for b in g.buckets]:
-        assert not bucket.whole.is_allocated and not bucket.gradients.is_allocated
+        assert not bucket.whole.is_allocated and not bucket.unreduced.buffer.is_allocated
     assert all(isinstance(p.grad, DTensor) and p.grad.placements == p.placements for p in model.parameters())
     with torch.no_grad(), record_comms() as ledger:
         with torch.inference_mode():
@@ -251,7 +251,7 @@ def direct_gradients() -> None:
                 index = [p.name for p in bucket.parameters].index("blocks.0.up.weight")
                 parameter = bucket.parameters[index].unsharded
                 parameter.register_hook(
-                    lambda g, b=bucket, i=index: kept.append(g.data_ptr() - b.gradients.views[i].data_ptr())
+                    lambda g, b=bucket, i=index: kept.append(g.data_ptr() - b.unreduced.buffer.views[i].data_ptr())
                 )
             net_loss(m, step, dist.get_rank()).backward()
     assert kept == [0]

@@ -42,8 +42,11 @@ def watch(model: Any) -> set[int]:
     """Filled with the buckets of the blocks whose gradients take their parameters' place as they come."""
     found: set[int] = set()
     for place, bucket in enumerate(buckets_of(model)):
-        overwrite = bucket._overwrite
-        bucket._overwrite = lambda index, place=place, overwrite=overwrite: (found.add(place), overwrite(index))
+        overwrite = bucket.unreduced._overwrite
+        bucket.unreduced._overwrite = lambda index, place=place, overwrite=overwrite: (
+            found.add(place),
+            overwrite(index),
+        )
     return found
 
 

@@ -119,7 +119,7 @@ def clocked(model: Any, patch: pytest.MonkeyPatch) -> Iterator[Clocks]:
         own["release"](self, **options)
 
     def start(self: Any) -> None:
-        memory = self.bucket.gradients._allocation
+        memory = self.bucket.unreduced.buffer._allocation
         if id(memory) not in clocks.owners:
             clocks.owners[id(memory)] = "compute"
         clocks.use(memory, "compute")  # gradients were written

@@ -81,7 +81,7 @@ try:
         foreach_scale_,
         has_foreach,
     )
-    from vescale.compat.grads import ParameterRow, TensorRow, is_dense
+    from vescale.compat.grads import ParameterRow, TensorRow, is_dense, share_memory
     from vescale.compat.groups import make_group
     from vescale.compat.hook_gate import HookGate
     from vescale.compat.install import DTensorHooks, install, stock
@@ -170,6 +170,7 @@ __all__ = [
     "sequence_number",
     "set_local",
     "set_versions",
+    "share_memory",
     "spec_of",
     "static_keywords",
     "stock",

@@ -14,7 +14,7 @@ import torch
 from vescale import csrc
 from vescale.compat.foreach import foreach_copy_
 
-__all__ = ["ParameterRow", "TensorRow", "is_dense"]
+__all__ = ["ParameterRow", "TensorRow", "is_dense", "share_memory"]
 
 _address_of = operator.attrgetter("_cdata")
 
@@ -39,13 +39,16 @@ class ParameterRow:
 
     def take_grads(self, targets: TensorRow, dtype: torch.dtype) -> bool:
         """Copy each ``grad`` to its target and leave None. Returns False, and changes nothing, unless each is there, dense
-        and of ``dtype``, which targets need not be."""
+        and of ``dtype``, which targets need not be, and in its place already or outside of the targets' memory."""
         library = self._library if self.tensors and targets.tensors[0].dtype == dtype else None
         if library is not None and library.take_grads(len(self.tensors), self._addresses(), targets._addresses):
             return True
         gradients = [gradient for parameter in self.tensors if (gradient := parameter.grad) is not None]
         if len(gradients) < len(self.tensors) or not all(is_dense(gradient, dtype) for gradient in gradients):
             return False
+        for gradient, target in zip(gradients, targets.tensors):
+            if share_memory(gradient, target) and gradient.data_ptr() != target.data_ptr():
+                return False  # it could be overwritten before it is read
         with torch.no_grad():
             if gradients:
                 foreach_copy_(targets.tensors, gradients)
@@ -69,6 +72,13 @@ class ParameterRow:
         if now != self._known:
             self._known, self._array = now, (ctypes.c_void_p * len(now))(*now)
         return self._array
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they lie in one block, wherever in it."""
+    if one._is_zerotensor() or other._is_zerotensor():  # which have no memory
+        return False
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def is_dense(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

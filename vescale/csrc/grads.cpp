@@ -5,9 +5,11 @@
 // It needs torch's headers, so that the library is for one build of torch: setup.py passes its name.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
 
 #include <cstddef>
 #include <cstring>
+#include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -42,18 +44,42 @@ bool are_alike(const at::Tensor& source, const at::Tensor& target) {
         source.sizes() == target.sizes() && source.is_contiguous() && target.is_contiguous() && target.is_cpu();
 }
 
+// Whether writing to a target may change the source before it is read: other memory of the same block.
+bool may_be_overwritten(const at::Tensor& source, const at::Tensor& target) {
+    return source.const_data_ptr() != target.const_data_ptr() && source.is_alias_of(target);
+}
+
+// The gradients that are going to be copied are the inputs of this event in a profile.
+void tell_profiler(at::RecordFunction& event, std::size_t num, void* const* parameters, void* const* targets) {
+    std::vector<c10::IValue> copied;
+    for (std::size_t i = 0; event.needsInputs() && i < num; ++i) {
+        const at::Tensor& grad = Borrowed(parameters[i])->grad();
+        if (grad.const_data_ptr() != Borrowed(targets[i])->const_data_ptr()) {
+            copied.emplace_back(grad);
+        }
+    }
+    event.before("vescale::take_grads", c10::ArrayRef<const c10::IValue>(copied.data(), copied.size()));
+}
+
 }  // namespace
 
 EXPORT const char* torch_version() {
     return VESCALE_TORCH_VERSION;
 }
 
-// Moves `grad` of each parameter to its target. Returns 0, and changes nothing, unless each is there and like its target.
+// Moves `grad` of each parameter to its target. Returns 0, and changes nothing, unless each is there, like its target, and in
+// its place already or in other memory than all of them, which are in one block.
 EXPORT int take_grads(std::size_t num, void* const* parameters, void* const* targets) {
     for (std::size_t i = 0; i < num; ++i) {
-        if (!are_alike(Borrowed(parameters[i])->grad(), *Borrowed(targets[i]))) {
+        const at::Tensor& grad = Borrowed(parameters[i])->grad();
+        Borrowed target(targets[i]);
+        if (!are_alike(grad, *target) || may_be_overwritten(grad, *target)) {
             return 0;
         }
+    }
+    at::RecordFunction profiled(at::RecordScope::FUNCTION);
+    if (profiled.isActive()) {
+        tell_profiler(profiled, num, parameters, targets);
     }
     for (std::size_t i = 0; i < num; ++i) {
         Borrowed parameter(parameters[i]);

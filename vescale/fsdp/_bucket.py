@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,19 +23,19 @@ from vescale.compat import (
     make_spec,
     run_post_accumulate_hooks,
     set_local,
-    set_versions,
     spec_of,
 )
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._parameter import ManagedParameter
 from vescale.fsdp._phase import GradientPlace
+from vescale.fsdp._unreduced import UnreducedGradients
 from vescale.placements import RaggedShard, Region, redistribute
 from vescale.rng import is_deferred, materialize_part
 
 __all__ = ["GRADIENT_PLACE", "Bucket"]
 
 GRADIENT_PLACE = "_vescale_gradient_place"
-"""Attribute of unsharded parameters: (bucket, index), for ops that write gradients where they belong."""
+"""Attribute of unsharded parameters: (:class:`UnreducedGradients`, index), for ops that write gradients to their place."""
 
 
 class Bucket:
@@ -49,7 +49,7 @@ class Bucket:
                                        sharded DTensors are slices of it
     ``whole``      ``param_dtype``     all parameters; the unsharded parameters     while the group is unsharded
                                        are views of it
-    ``gradients``  ``reduce_dtype``    unreduced gradients, one view a parameter    until reduced; the memory of ``whole``,
+    ``unreduced``  ``reduce_dtype``    unreduced gradients, one view a parameter    until reduced; the memory of ``whole``,
                                                                                     or its own: :class:`GradientPlace`
     (new each      the parameters'     this rank's piece of reduced gradients;      as long as ``.grad`` refers to it
     time)                              ``.grad`` of the sharded DTensors
@@ -78,12 +78,7 @@ class Bucket:
         self.device = locals_[0].device
         self.shards = self._new_shards(Allocation(self.device))
         self.whole: DBuffer
-        self.gradients: DBuffer
-        self.has_gradients = False
-        self._held: list[torch.Tensor | None]
-        self._overwritten: list[tuple[torch.Tensor, int]] = []
-        """Parameters whose memory holds a gradient, and the versions of their values."""
-        self.drop_gradients()
+        self.unreduced = UnreducedGradients(self.parameters)
 
     # At rest
 
@@ -157,8 +152,7 @@ class Bucket:
         """A bucket of the same values in memory of its own, for copies of the parameters; not registered."""
         twin = copy.copy(self)
         twin.parameters = list(parameters)
-        twin.drop_gradients()
-        twin._overwritten = []
+        twin.unreduced = UnreducedGradients(twin.parameters)
         memory = Allocation(self.shards.device, pin_memory=self.shards.is_pinned)
         twin.shards = twin._new_shards(memory).allocate()
         twin.shards.local.copy_(self.shards.local)
@@ -216,15 +210,13 @@ class Bucket:
     ) -> None:
         """Reserve the buffers of the running group; ``begin_gradients`` is called before the first gradient and says where
         gradients go."""
-        self._begin_gradients = begin_gradients
-        self._sums = reduce_op == "sum"
         mesh, axes = self.axes.mesh, self.axes
         self.whole = DBuffer(self.group, mesh, axes.gathered(), dtype=self.compute_dtype, allocation=whole)
         self._own_piece = self.whole.piece([axes.shard])
         unreduced = axes.unreduced(reduce_op)
-        self._apart = DBuffer(self.group, mesh, unreduced, dtype=self.reduce_dtype, allocation=gradients)
-        self._over_whole = self.whole.over(unreduced) if self.compute_dtype == self.reduce_dtype else None
-        self.gradients = self._apart
+        apart = DBuffer(self.group, mesh, unreduced, dtype=self.reduce_dtype, allocation=gradients)
+        over_whole = self.whole.over(unreduced) if self.compute_dtype == self.reduce_dtype else None
+        self.unreduced.prepare(self.whole, apart, over_whole, sums=reduce_op == "sum", begin=begin_gradients)
         self._pieces: dict[str, DBuffer] = {}
         self._gathers_as_is = self.compute_dtype == self.dtype and self.shards.device == device
 
@@ -240,8 +232,9 @@ class Bucket:
     def reduce_scatter(
         self, op: str, group: dist.ProcessGroup | None, custom: Any, asker: str, *, at_once: bool = False
     ) -> PendingBuffer:
-        """Start to reduce ``gradients`` over the shard axis, in a piece of new memory that lies as the shards do."""
-        return self._reduce_into(self._new_piece(op), self.gradients, op, group, custom, asker, at_once)
+        """Start to reduce :attr:`unreduced` gradients, which are complete, over the shard axis, in a piece of new memory
+        that lies as the shards do."""
+        return self._reduce_into(self._new_piece(op), self.unreduced.buffer, op, group, custom, asker, at_once)
 
     def _new_piece(self, op: str) -> DBuffer:
         """Memory for reduced gradients."""
@@ -249,7 +242,7 @@ class Bucket:
         if geometry is None:
             placements = self.axes.buffer_placements(RaggedShard(), Partial(op))
             geometry = self._pieces[op] = DBuffer(
-                self.group, self.axes.mesh, placements, dtype=self.reduce_dtype, device=self.gradients.device
+                self.group, self.axes.mesh, placements, dtype=self.reduce_dtype, device=self.unreduced.buffer.device
             )
         return geometry.fresh()
 
@@ -275,187 +268,15 @@ class Bucket:
         """A parameter's unsharded form: a view of ``whole``, which is allocated."""
         parameter = self.parameters[index]
         view = self.whole.alias(self.group.layout.offsets[index], parameter.shape)
-        unsharded = parameter.make_unsharded(view, self.receiver(index))
-        unsharded.__dict__[GRADIENT_PLACE] = (self, index)
+        unsharded = parameter.make_unsharded(view, self.unreduced.receiver(index))
+        unsharded.__dict__[GRADIENT_PLACE] = (self.unreduced, index)
+        self.unreduced.parameters_changed()
 
-    # Gradients
-
-    @property
-    def in_place(self) -> bool:
-        """Gradients lie in ``whole``."""
-        return self.has_gradients and self._place is GradientPlace.IN_PLACE
-
-    def receiver(self, index: int) -> Callable[[torch.Tensor], None]:
-        """The hook that takes a parameter's gradient."""
-        parameter = self.parameters[index]
-
-        def receive(unsharded: torch.Tensor) -> None:
-            """One copy into the buffer (with the cast to the reduction's dtype), now or when the parameters are resharded;
-            one addition when an earlier backward has left a gradient; nothing when it was computed there. Autograd is
-            through with a parameter by then: all ops of this backward that have given to its gradient have run."""
-            gradient = unsharded.grad
-            unsharded.grad = None
-            if gradient is None:
-                return
-            if gradient.layout is not torch.strided:
-                raise NotImplementedError(
-                    f"the gradient of {parameter.name!r} of shape {parameter.global_shape} is a {gradient.layout} tensor; "
-                    "fully_shard reduces dense ones: make it dense, nn.Embedding(sparse=False)"
-                )
-            with torch.no_grad():
-                self._begin()
-                if self._received[index]:
-                    self._hold_no_more()
-                earlier = self._view(index) if self._received[index] else None
-                if self._place is GradientPlace.IN_PLACE:
-                    self._overwrite(index)
-                local = parameter.contribution(gradient, earlier) if self._sums else parameter.local_gradient(gradient)
-                self._received[index] = True
-                self._claimed[index] = False
-                if self._place is GradientPlace.HELD:
-                    self._hold(index, local)
-                else:
-                    self._put(index, local, earlier)
-
-        return receive
-
-    def _begin(self) -> None:
-        """Before the first gradient: where gradients go."""
-        if self.has_gradients:
-            return
-        self._place = self._begin_gradients()
-        if self._place is GradientPlace.IN_PLACE and self._over_whole is None:
-            self._place = GradientPlace.HELD
-        if self._place is GradientPlace.IN_PLACE:
-            assert self._over_whole is not None
-            self.gradients = self._over_whole
-        elif self._place is GradientPlace.APART:
-            self.gradients = self._apart.allocate()
-        self.has_gradients = True
-
-    def _view(self, index: int) -> torch.Tensor:
-        """Where a parameter's unreduced gradient goes."""
-        view = self.gradients.views[index]
-        shape = self.parameters[index].shape
-        return view if view.shape == shape else view[: shape[0]]
-
-    def _put(self, index: int, local: torch.Tensor | None, earlier: torch.Tensor | None = None) -> None:
-        """Add to what ``earlier`` backwards have left; ``local`` None: another rank has all of this gradient."""
-        view = self._view(index)
-        if local is None:
-            if earlier is None:
-                view.zero_()
-        elif earlier is not None:
-            view.add_(local)
-        elif local.data_ptr() != view.data_ptr() or local.dtype != view.dtype or not local.numel():
-            view.copy_(local)
-
-    def _hold(self, index: int, local: torch.Tensor | None) -> None:
-        if local is not None:
-            local = local.detach()
-            if local.untyped_storage().data_ptr() == self.whole.local.untyped_storage().data_ptr():
-                local = local.clone()  # a parameter that is a gradient must outlive being gathered
-        self._held[index] = local
-
-    def _move_held(self, target: DBuffer) -> None:
-        self.gradients = target
-        with torch.no_grad():
-            for index, received in enumerate(self._received):
-                if received:
-                    self._put(index, self._held[index])
-                    self._held[index] = None
-
-    def _hold_no_more(self) -> None:
-        """Gradients that are held go to memory of their own, and so do those that are still to come."""
-        if self._place is GradientPlace.HELD:
-            self._place = GradientPlace.APART
-            self._move_held(self._apart.allocate())
-
-    def take_place_of_parameters(self) -> None:
-        """The gathered parameters are not needed any more: held gradients go where those were, if they are of one dtype."""
-        if self.has_gradients and self._place is GradientPlace.HELD and self._over_whole is not None:
-            self._place = GradientPlace.IN_PLACE
-            self._mark_as_overwritten(p.unsharded for p in self.parameters if p.unsharded is not None)
-            self._move_held(self._over_whole)
-
-    def place_for(self, index: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Where an op may write a parameter's whole gradient in place of returning one of its own; None when something is
-        there already, or the reduction has another dtype. Autograd must be given exactly this tensor: it then keeps it,
-        and :meth:`receiver` finds the gradient where it belongs."""
-        if self._received[index] or self._claimed[index] or dtype != self.reduce_dtype:
-            return None
-        self._begin()
-        self._hold_no_more()
-        if self._place is GradientPlace.IN_PLACE:  # other ops may need the parameter still
-            return None
-        self._claimed[index] = True
-        return self.gradients.alias(self.group.layout.offsets[index], self.parameters[index].shape)
-
-    def _overwrite(self, index: int) -> None:
-        """A gradient takes its parameter's place while the module's backward still runs."""
-        parameter = self.parameters[index]
-        if self._received[index]:
-            raise RuntimeError(
-                f"parameter {parameter.name!r} of shape {parameter.shape} got two gradients in one backward (reentrant "
-                "activation checkpointing does that), and the first one has taken its place, so that the second may be "
-                "wrong; expected one: checkpoint with use_reentrant=False, or call set_in_place_gradients(False) on the "
-                "module that was given to fully_shard"
-            )
-        assert parameter.unsharded is not None
-        self._mark_as_overwritten([parameter.unsharded])
-
-    def _mark_as_overwritten(self, parameters: Iterable[torch.Tensor]) -> None:
-        """To autograd these parameters are modified, so that whatever has saved them and is still to run fails, until they
-        are gathered again."""
-        tensors = [t for p in parameters for t in ([p, local_of(p)] if isinstance(p, DTensor) else [p])]
-        self._overwritten += [(tensor, tensor._version) for tensor in tensors]
-        torch.autograd.graph.increment_version(tensors)
-
-    def restore_versions(self) -> None:
-        """The parameters have been gathered again."""
-        if self._overwritten:
-            set_versions(*zip(*self._overwritten, strict=True))
-            self._overwritten = []
-
-    def move_gradients_apart(self) -> None:
-        """Gradients leave ``whole``, which is about to be freed or gathered anew."""
-        if not self.in_place:
-            return
-        source, self.gradients, self._place = self.gradients, self._apart.allocate(), GradientPlace.APART
-        with torch.no_grad():
-            for index, received in enumerate(self._received):
-                if received:
-                    self.gradients.views[index].copy_(source.views[index])
-
-    def complete_gradients(self) -> list[int]:
-        """Zero what no gradient has come for, and start anew; which parameters had one: 0 for none, else 1 and a bit more
-        (2 to the axis) for each mesh axis along which it is pending."""
-        received = self._received
-        if not self.has_gradients:
-            self._begin_gradients()
-            self.gradients = self._apart.allocate().zero_()
-        else:
-            self._hold_no_more()
-            with torch.no_grad():
-                for index, has in enumerate(received):
-                    if not has:
-                        self.gradients.views[index].zero_()
-        for index, parameter in enumerate(self.parameters):
-            if received[index] and parameter.shape != parameter.place:
-                self.gradients.views[index][parameter.shape[0] :].zero_()
-        self.drop_gradients()
-        return [_code_of(p.pending) if r else 0 for r, p in zip(received, self.parameters)]
-
-    def drop_gradients(self) -> None:
-        self._received = [False] * len(self.parameters)
-        self._claimed = [False] * len(self.parameters)
-        self._held = [None] * len(self.parameters)
-        self.has_gradients = False
-        self._place = GradientPlace.APART
+    # Gradients, reduced
 
     def assign(self, index: int, reduced: torch.Tensor, received: int = 1) -> None:
         """Add one parameter's part of ``reduced``, this rank's piece, to the sharded gradient; ``received`` tells the axes
-        along which it is pending still, as :meth:`complete_gradients` does."""
+        along which it is pending still, as :meth:`UnreducedGradients.complete` does."""
         parameter = self.parameters[index]
         sharded = parameter.sharded
         if not sharded.requires_grad:
@@ -491,10 +312,5 @@ class Bucket:
 _NO_AXES: frozenset[int] = frozenset()
 
 
-def _code_of(pending: frozenset[int]) -> int:
-    return 1 + sum(1 << axis for axis in pending) if pending else 1
-
-
 def _axes_of(received: int) -> frozenset[int]:
-    """The inverse of :func:`_code_of`."""
     return frozenset(axis for axis in range(received.bit_length()) if (received - 1) >> axis & 1)

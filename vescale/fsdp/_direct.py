@@ -60,9 +60,9 @@ class _Linear(torch.autograd.Function):
             for_input = grad @ weight
         rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
-            bucket, index = ctx.place
+            unreduced, index = ctx.place
             # With a graph of the backward itself (create_graph) the gradient must be an ordinary, differentiable result.
-            out = None if torch.is_grad_enabled() else bucket.place_for(index, rows.dtype)
+            out = None if torch.is_grad_enabled() else unreduced.place_for(index, rows.dtype)
             columns = input.reshape(-1, input.shape[-1])
             # Autograd keeps a gradient tensor that nobody else refers to, and adds into copies of others.
             for_weight = torch.mm(rows.t(), columns) if out is None else torch.mm(rows.t(), columns, out=out)

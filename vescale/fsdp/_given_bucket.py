@@ -133,7 +133,7 @@ class GivenBucket(Bucket):
         with torch.no_grad():
             rows = buffer.local.view(self.axes.shard_size, -1)
             for index, parameter in enumerate(self.parameters):
-                source, chunks = self.gradients.views[index], self._chunks(buffer, index)
+                source, chunks = self.unreduced.buffer.views[index], self._chunks(buffer, index)
                 if chunks is not None and parameter.dim is not None:
                     dim = parameter.dim
                     chunks.copy_(source.unflatten(dim, (chunks.shape[0], chunks.shape[1 + dim])).movedim(dim, 0))
@@ -163,7 +163,7 @@ class GivenBucket(Bucket):
     def reduce_scatter(
         self, op: str, group: dist.ProcessGroup | None, custom: Any, asker: str, *, at_once: bool = False
     ) -> PendingBuffer:
-        axes, device = self.axes, self.gradients.device
+        axes, device = self.axes, self.unreduced.buffer.device
         wide = DBuffer(self.exchange, axes.mesh, axes.unreduced(op), dtype=self.reduce_dtype, device=device).allocate()
         if self._has_gaps:
             wide.zero_()

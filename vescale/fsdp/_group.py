@@ -235,7 +235,7 @@ class ParameterGroup(RestingGroup):
                 assert parameter.unsharded is not None
                 parameter.register(parameter.unsharded)
             bucket.requires_grad = any(p.requires_grad for p in bucket.parameters)
-            bucket.restore_versions()
+            bucket.unreduced.restore_versions()
         self.is_unsharded = True
 
     def reshard(self) -> None:
@@ -273,12 +273,15 @@ class ParameterGroup(RestingGroup):
             parameter.register(parameter.sharded)
         self.is_unsharded = self._is_left = False
         if lend:
+            if len(self.buckets) > 1:  # all lie in one block
+                for bucket in self.buckets:
+                    bucket.unreduced.save_from_overwriting()
             for bucket in self.buckets:
-                bucket.take_place_of_parameters()
-        self.is_lent = lend and any(bucket.in_place for bucket in self.buckets)
+                bucket.unreduced.take_place_of_parameters()
+        self.is_lent = lend and any(bucket.unreduced.in_place for bucket in self.buckets)
         if not self.is_lent:
             for bucket in self.buckets:
-                bucket.move_gradients_apart()
+                bucket.unreduced.leave_place_of_parameters()
             self.comm.retire(self._whole_memory)
 
     # An iteration
@@ -371,7 +374,7 @@ class ParameterGroup(RestingGroup):
 
     def conclude_backward(self) -> None:
         """At the end of a backward: what no input's gradient has triggered."""
-        if self._gradients_are_due or any(bucket.has_gradients for bucket in self.buckets if self.reduce_gradients):
+        if self._gradients_are_due or any(bucket.unreduced.has_any for bucket in self.buckets if self.reduce_gradients):
             self._reduce()
         elif self._goes_after_backward:
             self.reshard()
@@ -444,7 +447,7 @@ class ParameterGroup(RestingGroup):
         self._gradients_are_due = self._weights_are_needed = self._keeps_for_graph = False
         self.phase = Phase.IDLE
         for bucket in self.buckets:
-            bucket.drop_gradients()
+            bucket.unreduced.drop()
         self.reshard()
         self.take_back(())
         for bucket in self.buckets:

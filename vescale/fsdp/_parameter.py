@@ -24,7 +24,7 @@ from vescale.placements import (
 )
 from vescale.rng import is_deferred
 
-__all__ = ["ManagedParameter", "Slot", "find_slots"]
+__all__ = ["ManagedParameter", "Slot", "arrived", "find_slots"]
 
 
 class Slot(NamedTuple):
@@ -227,8 +227,7 @@ class ManagedParameter:
         if new and earlier is not None and any(coordinate[axis] for axis in new):
             earlier.zero_()
         self.pending |= way.pending
-        local = local_of(gradient)
-        local = local.wait() if hasattr(local, "wait") else local
+        local = arrived(gradient)
         if way.target != tuple(gradient.placements):
             with asking(f"{self.name}.grad"):
                 local = move_local(local, spec.mesh, gradient.shape, gradient.placements, way.target).wait()
@@ -248,8 +247,7 @@ class ManagedParameter:
         ]
         if tuple(wanted) != tuple(gradient.placements):
             gradient = gradient.redistribute(placements=wanted)
-        local = local_of(gradient)
-        return local.wait() if hasattr(local, "wait") else local
+        return arrived(gradient)
 
     def __repr__(self) -> str:
         return f"ManagedParameter({self.name!r}, {self.global_shape})"
@@ -257,6 +255,12 @@ class ManagedParameter:
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return local_of(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+def arrived(gradient: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a gradient, for which a collective may still be running."""
+    local = _local(gradient)
+    return local.wait() if hasattr(local, "wait") else local
 
 
 def find_slots(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, list[Slot]]:

@@ -51,7 +51,7 @@ class Reduction:
     ===========  =====================================================================================================
     step         what is where
     ===========  =====================================================================================================
-    ``start``    contributions in ``bucket.gradients``; the reduce-scatter over the shard axis runs
+    ``start``    contributions in ``bucket.unreduced``; the reduce-scatter over the shard axis runs
     ``finish``   this rank's piece is reduced over the replicas, divided, cast, moved to the host when offloaded, and
                  each parameter's part of it is added to ``.grad``; the contributions' memory can be freed
     ``settle``   parameters that got no gradient on this rank, and did on another, get their part
@@ -63,7 +63,7 @@ class Reduction:
         self.options = options
         self.asker = asker
         self._lane, self._replica_lane = lane, replica_lane
-        self.received = bucket.complete_gradients()
+        self.received = bucket.unreduced.complete()
         self._reduced: torch.Tensor | None = None
         self.event: Any = None
 
@@ -86,7 +86,7 @@ class Reduction:
         with self._lane():
             if bucket.reduce_dtype == torch.float16 and self._divide is not None:
                 before = 2.0 ** int(math.log2(max(self._divide, 1)) / 2)  # half of it, to stay in range
-                bucket.gradients.mul_(1 / before)
+                bucket.unreduced.buffer.mul_(1 / before)
                 self._divide /= before
             self._pending = bucket.reduce_scatter(
                 op, options.group, options.custom_reduce_scatter, self.asker, at_once=options.in_place

@@ -31,7 +31,7 @@ def settle_unused(reductions: Sequence[Reduction]) -> None:
                 reduction.settle([0] * len(reduction.received))
     for group, members in together.items():
         flags = [flag for reduction in members for flag in reduction.received]
-        device = members[0].bucket.gradients.device
+        device = members[0].bucket.unreduced.buffer.device
         used = torch.tensor(flags, dtype=torch.uint8, device=device)
         pending = all_reduce_(used, "max", group, asker="which parameters got a gradient")
         if all(flags) and device.type != "cpu":

@@ -201,7 +201,7 @@ class UnitState(ModuleState):
         args, kwargs = super()._begin_iteration(args, kwargs)
         if begins:
             for group in (group for state in self.tree.states for group in state.groups):
-                if group.is_unsharded and not any(bucket.has_gradients for bucket in group.buckets):
+                if group.is_unsharded and not any(bucket.unreduced.has_any for bucket in group.buckets):
                     group.reshard()
         return args, kwargs
 

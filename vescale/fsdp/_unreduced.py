@@ -1,0 +1,281 @@
+"""``UnreducedGradients``: a bucket's gradients from autograd's hooks until they are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale.buffer import DBuffer
+from vescale.compat import ParameterRow, TensorRow, local_of, set_versions, share_memory
+from vescale.fsdp._parameter import ManagedParameter, arrived
+from vescale.fsdp._phase import GradientPlace
+
+__all__ = ["UnreducedGradients"]
+
+
+class UnreducedGradients:
+    """Where they are is :class:`GradientPlace`'s to say, and decided at the first one of a backward:
+
+    ============  =====================================  ============================================================
+    place         until the parameters are resharded     then
+    ============  =====================================  ============================================================
+    ``HELD``      ``grad`` of the unsharded parameters   all copied at once to where the parameters were (``IN_PLACE``),
+                                                         or to memory of their own, if that has another dtype
+    ``IN_PLACE``  each where its parameter was           there
+    ``APART``     each copied, or added, to memory of    there; another backward may add to them
+                  their own, or computed there
+    ============  =====================================  ============================================================
+    """
+
+    def __init__(self, parameters: Sequence[ManagedParameter]) -> None:
+        self.parameters = list(parameters)
+        self.buffer: DBuffer
+        self.has_any = False
+        self._overwritten: list[tuple[torch.Tensor, int]] = []
+        """Parameters whose memory holds a gradient, and the versions of their values."""
+        self._row: ParameterRow | None = None
+        self.drop()
+
+    def prepare(
+        self,
+        whole: DBuffer,
+        apart: DBuffer,
+        over_whole: DBuffer | None,
+        *,
+        sums: bool,
+        begin: Callable[[], GradientPlace],
+    ) -> None:
+        """``whole`` holds the parameters; ``over_whole``, their memory seen as gradients, is None where dtypes differ.
+        ``sums``: they are contributions to one loss. ``begin`` is called before the first one and says where they go."""
+        self._whole, self._apart, self._over_whole = whole, apart, over_whole
+        self._sums, self._begin_in_group = sums, begin
+        self.buffer = apart
+        self._targets: dict[int, TensorRow] = {}
+
+    def parameters_changed(self) -> None:
+        """Some unsharded parameter is another object now."""
+        self._row = None
+
+    @property
+    def in_place(self) -> bool:
+        """They lie where the parameters were."""
+        return self.has_any and self._place is GradientPlace.IN_PLACE
+
+    # As they come
+
+    def receiver(self, index: int) -> Callable[[torch.Tensor], None]:
+        """The hook that takes a parameter's gradient. Autograd is through with the parameter by then: all ops of this
+        backward that have given to its gradient have run."""
+
+        def receive(unsharded: torch.Tensor) -> None:
+            if unsharded.grad is None:
+                return
+            if not self.has_any:
+                self._begin()
+            if self._place is GradientPlace.HELD:
+                return
+            with torch.no_grad():
+                if self._place is GradientPlace.IN_PLACE:
+                    self._overwrite(index)
+                self._take(index)
+
+        return receive
+
+    def place_for(self, index: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Where an op may write a parameter's whole gradient in place of returning one of its own; None when something is
+        there already, or the reduction has another dtype. Autograd must be given exactly this tensor: it then keeps it,
+        and the hook finds the gradient where it belongs."""
+        if dtype != self.buffer.dtype:
+            return None
+        self._begin()
+        self._hold_no_more()
+        if self._place is GradientPlace.IN_PLACE:  # other ops may need the parameter still
+            return None
+        if self._received[index] or self._claimed[index]:
+            return None
+        self._claimed[index] = True
+        return self.buffer.alias(self._apart.group.layout.offsets[index], self.parameters[index].shape)
+
+    def _begin(self) -> None:
+        """Before the first gradient: where gradients go."""
+        if self.has_any:
+            return
+        self._place = self._begin_in_group()
+        if self._place is GradientPlace.IN_PLACE and self._over_whole is None:
+            self._place = GradientPlace.HELD
+        if self._place is GradientPlace.IN_PLACE:
+            assert self._over_whole is not None
+            self.buffer = self._over_whole
+        elif self._place is GradientPlace.APART:
+            self.buffer = self._apart.allocate()
+        self.has_any = True
+
+    def _take(self, index: int) -> None:
+        """Move what autograd has left at one parameter to the buffer: one copy (with the cast to the reduction's dtype), an
+        addition when an earlier backward has left a gradient, nothing when it was computed there."""
+        parameter = self.parameters[index]
+        gradient = _taken_from(parameter)
+        if gradient is None:
+            return
+        earlier = self._view(self.buffer, index) if self._received[index] else None
+        local = parameter.contribution(gradient, earlier) if self._sums else parameter.local_gradient(gradient)
+        self._received[index] = True
+        self._claimed[index] = False
+        view = self._view(self.buffer, index)
+        if local is None:  # another rank has all of this gradient
+            if earlier is None:
+                view.zero_()
+        elif earlier is not None:
+            view.add_(local)
+        elif local.data_ptr() != view.data_ptr() or local.dtype != view.dtype or not local.numel():
+            view.copy_(local)
+
+    def _view(self, buffer: DBuffer, index: int) -> torch.Tensor:
+        """A parameter's place in a buffer."""
+        view = buffer.views[index]
+        shape = self.parameters[index].shape
+        return view if view.shape == shape else view[: shape[0]]
+
+    # Those that are held
+
+    def take_place_of_parameters(self) -> None:
+        """The gathered parameters are not needed any more: held gradients go where those were, if they are of one dtype."""
+        if self.has_any and self._place is GradientPlace.HELD and self._over_whole is not None:
+            self._place = GradientPlace.IN_PLACE
+            self._mark_as_overwritten(p.unsharded for p in self.parameters if p.unsharded is not None)
+            self._take_all(self._over_whole)
+
+    def _hold_no_more(self) -> None:
+        """Gradients that are held go to memory of their own, and so do those that are still to come."""
+        if self._place is GradientPlace.HELD:
+            self._place = GradientPlace.APART
+            self._take_all(self._apart.allocate())
+
+    def _take_all(self, target: DBuffer) -> None:
+        self.buffer = target
+        if self._take_as_row(target):
+            return
+        with torch.no_grad():
+            if target is self._over_whole:
+                self.save_from_overwriting()
+            for index in range(len(self.parameters)):
+                self._take(index)
+
+    def _take_as_row(self, target: DBuffer) -> bool:
+        """In one call, when there is an ordinary gradient for each parameter, which is this rank's summand as it is."""
+        if self._row is None:
+            unsharded = [p.unsharded for p in self.parameters if p.unsharded is not None and p.unsharded_spec is None]
+            self._row = ParameterRow(unsharded if len(unsharded) == len(self.parameters) else ())
+        if not self._row.tensors:
+            return False
+        places = self._targets.get(id(target))
+        if places is None:
+            places = self._targets[id(target)] = TensorRow(
+                [self._view(target, index) for index in range(len(self.parameters))]
+            )
+        if not self._row.take_grads(places, self._whole.dtype):
+            return False
+        self._received = [True] * len(self.parameters)
+        return True
+
+    def save_from_overwriting(self) -> None:
+        """Held gradients that are (parts of) parameters, before others are written there."""
+        if not self.has_any:
+            return
+        for parameter in self.parameters:
+            unsharded = parameter.unsharded
+            if unsharded is None or unsharded.grad is None or unsharded.grad.layout is not torch.strided:
+                continue
+            if share_memory(arrived(unsharded.grad), self._whole.local):
+                unsharded.grad = unsharded.grad.clone()
+
+    # Where parameters were
+
+    def _overwrite(self, index: int) -> None:
+        """A gradient takes its parameter's place while the module's backward still runs."""
+        parameter = self.parameters[index]
+        if self._received[index]:
+            raise RuntimeError(
+                f"parameter {parameter.name!r} of shape {parameter.shape} got two gradients in one backward (reentrant "
+                "activation checkpointing does that), and the first one has taken its place, so that the second may be "
+                "wrong; expected one: checkpoint with use_reentrant=False, or call set_in_place_gradients(False) on the "
+                "module that was given to fully_shard"
+            )
+        assert parameter.unsharded is not None
+        self._mark_as_overwritten([parameter.unsharded])
+
+    def _mark_as_overwritten(self, parameters: Iterable[torch.Tensor]) -> None:
+        """To autograd these parameters are modified, so that whatever has saved them and is still to run fails, until they
+        are gathered again."""
+        tensors = [t for p in parameters for t in ([p, local_of(p)] if isinstance(p, DTensor) else [p])]
+        self._overwritten += [(tensor, tensor._version) for tensor in tensors]
+        torch.autograd.graph.increment_version(tensors)
+
+    def restore_versions(self) -> None:
+        """The parameters have been gathered again."""
+        if self._overwritten:
+            set_versions(*zip(*self._overwritten, strict=True))
+            self._overwritten = []
+
+    def leave_place_of_parameters(self) -> None:
+        """Their memory is about to be freed or gathered anew."""
+        if not self.in_place:
+            return
+        source, self.buffer, self._place = self.buffer, self._apart.allocate(), GradientPlace.APART
+        with torch.no_grad():
+            for index, received in enumerate(self._received):
+                if received:
+                    self.buffer.views[index].copy_(source.views[index])
+
+    # To the reduction
+
+    def complete(self) -> list[int]:
+        """Zero what no gradient has come for, and start anew; :attr:`buffer` is complete. Returns which parameters had one:
+        0 for none, else 1 and a bit more (2 to the axis) for each mesh axis along which it is pending."""
+        if not self.has_any:
+            self._begin_in_group()
+            self.buffer = self._apart.allocate().zero_()
+        else:
+            self._hold_no_more()
+            with torch.no_grad():
+                for index, has in enumerate(self._received):
+                    if not has:
+                        self.buffer.views[index].zero_()
+        for index, parameter in enumerate(self.parameters):
+            if self._received[index] and parameter.shape != parameter.place:
+                self.buffer.views[index][parameter.shape[0] :].zero_()
+        received = self._received
+        self.drop()
+        return [_code_of(p.pending) if has else 0 for has, p in zip(received, self.parameters)]
+
+    def drop(self) -> None:
+        """Forget them all."""
+        if self.has_any:
+            for parameter in self.parameters:
+                if parameter.unsharded is not None:
+                    parameter.unsharded.grad = None
+        self._received = [False] * len(self.parameters)
+        self._claimed = [False] * len(self.parameters)
+        self.has_any = False
+        self._place = GradientPlace.APART
+
+
+def _taken_from(parameter: ManagedParameter) -> torch.Tensor | None:
+    """``grad`` of the unsharded form, which is None afterwards."""
+    unsharded = parameter.unsharded
+    gradient = unsharded.grad if unsharded is not None else None
+    if unsharded is None or gradient is None:
+        return None
+    unsharded.grad = None
+    if gradient.layout is not torch.strided:
+        raise NotImplementedError(
+            f"the gradient of {parameter.name!r} of shape {parameter.global_shape} is a {gradient.layout} tensor; "
+            "fully_shard reduces dense ones: make it dense, nn.Embedding(sparse=False)"
+        )
+    return gradient
+
+
+def _code_of(pending: frozenset[int]) -> int:
+    return 1 + sum(1 << axis for axis in pending) if pending else 1
