@@ -66,8 +66,9 @@ GLOO_REDUCES = frozenset(
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous flat tensor."""
     assert flat.is_contiguous(), "a tensor with gaps would be read, or written, beside its elements"
-    # The stride of a contiguous tensor with fewer than two elements is arbitrary, but view() wants 1.
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+    if flat.numel() < 2:
+        flat = flat.as_strided((flat.numel(),), (1,))  # its stride is arbitrary, but view() wants 1
+    return flat.view(torch.uint8)
 
 
 def is_nccl(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
