@@ -59,7 +59,7 @@ def allocated(step: Any) -> int:
 
 
 def memory() -> None:
-    """A gather takes none; a reduction the others' contributions, or none: of two ranks, and step by step."""
+    """A gather takes none; a reduction the others' contributions but for one, or none: step by step."""
     group, size = dist.group.WORLD, dist.get_world_size()
     assert group is not None
     out, send = torch.empty(LARGE), torch.ones(size * LARGE)
@@ -67,7 +67,7 @@ def memory() -> None:
     assert allocated(lambda: all_gather_into(send, out.fill_(1), group).wait()) < little
     assert allocated(lambda: reduce_scatter_into(out, send, "avg", group, at_once=True).wait()) < little
     found = allocated(lambda: reduce_scatter_into(out, send, "avg", group).wait())
-    needed = 0 if size == 2 else (size - 1) * 4 * LARGE
+    needed = (size - 2) * 4 * LARGE
     assert needed <= found < needed + little
 
 

@@ -3,19 +3,16 @@
 All tensors are flat and contiguous. Nothing is allocated for a result and, where the backend reduces by itself, nothing
 at all. On gloo, whose own versions go through buffers as large as the result,
 
-* an all-gather of two ranks is an exchange, of few a broadcast from each of them, in place (no second buffer, and mostly
-  less time);
-* a reduce-scatter exchanges the contributions and adds them up on the receiver, in pairs of ranks, and half precision in
-  float32 (a third of the time). Two ranks receive in the place of the result. More need memory for the others'
-  contributions while it runs, or (``at_once``) exchange rank by rank, each time into what they have sent before; that
-  takes no memory, but each step waits for the one before, so that the call returns when all is done.
+* an all-gather of few ranks is a message from each to each, in place (no second buffer, and less time);
+* a reduce-scatter sends each contribution to where it belongs and adds up on the receiver, in pairs of ranks, and half
+  precision in float32 (a third of the time). One contribution comes to the place of the result; the others need memory
+  while it runs, or (``at_once``) come rank by rank, each to what has been sent before; that takes no memory, but each step
+  waits for the one before, so that the call returns when all is done.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ from vescale.comm._ledger import record
 from vescale.comm._pending import (
     GLOO_REDUCES,
     REDUCE_OPS,
+    Messages,
     Pending,
     as_bytes,
     is_gloo,
@@ -37,8 +35,8 @@ from vescale.compat import all_gather_single, profiled, reduce_scatter_single
 __all__ = ["all_gather_into", "all_reduce_", "reduce_scatter_into"]
 
 _FEW_RANKS = 8
-"""Up to here an all-gather is not gloo's own: an exchange takes 0.5 of its CPU time with 2 ranks at 3 MB, broadcasts 0.65
-with 4 (exchanges 0.9; in steps of fully_shard on 4 ranks, 0.78 of FSDP2's CPU time against 0.69)."""
+"""Up to here an all-gather is not gloo's own: messages take 0.65 of its CPU time with 2 to 8 ranks at 0.4 MB a piece, and
+0.55 to 0.65 of its wall time; broadcasts from each rank take as long as gloo's own."""
 
 
 def all_gather_into(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup, *, asker: str = "") -> Pending:
@@ -52,42 +50,32 @@ def all_gather_into(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessG
     moved = (num_ranks - 1) * piece.numel() * piece.element_size()
     with record("all_gather_v", num_ranks, moved, asker=asker, group=group):
         if num_ranks <= _FEW_RANKS and is_gloo(out, group):
-            by = _all_gather_by_exchange if num_ranks == 2 else _all_gather_by_broadcasts
-            return by(out, piece, group)
+            return _all_gather_by_messages(out, piece, group)
         return Pending(out, [all_gather_single(as_bytes(out), as_bytes(piece), group=group, async_op=True)])
 
 
-def _all_gather_by_exchange(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Of two ranks."""
-    own, other = out.view(2, -1)[group.rank()], out.view(2, -1)[1 - group.rank()]
-    with torch.no_grad(), profiled("gloo:all_gather_by_exchange"):
+def _all_gather_by_messages(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    slots = out.view(group.size(), -1).unbind()
+    own = slots[group.rank()]
+    with torch.no_grad(), profiled("gloo:all_gather_by_messages"):
         if own.data_ptr() != piece.data_ptr():
             own.copy_(piece)
-        return Pending(out, [_exchange(other, [1 - group.rank()], piece, [1 - group.rank()], group)])
+        others = _others(group.rank(), group.size())
+        return Pending(out, [_exchange(slots[source], source, piece, target, group) for source, target in others])
 
 
-def _all_gather_by_broadcasts(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    slots, own = as_bytes(out).view(group.size(), -1).unbind(), as_bytes(piece)
-    with torch.no_grad(), profiled("gloo:all_gather_by_broadcasts"):
-        if slots[group.rank()].data_ptr() != own.data_ptr():
-            slots[group.rank()].copy_(own)
-        return Pending(out, [group.broadcast([slot], _broadcast_from(source)) for source, slot in enumerate(slots)])
+_TAG = 0x5CA1E
+"""Of messages, beside those of a program on the same group."""
 
 
-@functools.cache
-def _broadcast_from(source: int) -> dist.BroadcastOptions:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.asyncOp = source, True
-    return options
+def _exchange(out: torch.Tensor, source: int, send: torch.Tensor, target: int, group: dist.ProcessGroup) -> Messages:
+    """One from a rank of the group, and one to another."""
+    return Messages(out, [group.recv([out], source, _TAG), group.send([send], target, _TAG)])
 
 
-def _exchange(
-    out: torch.Tensor, sources: Sequence[int], send: torch.Tensor, targets: Sequence[int], group: dist.ProcessGroup
-) -> dist.Work:
-    """A piece of ``send`` to each target, and as large a one from each source to ``out``, both in rank order."""
-    num_bytes = (out.numel() + send.numel()) * out.element_size() // (len(sources) + len(targets))
-    received, sent = ([num_bytes * (rank in some) for rank in range(group.size())] for some in (sources, targets))
-    return dist.all_to_all_single(as_bytes(out), as_bytes(send), received, sent, group=group, async_op=True)
+def _others(rank: int, num_ranks: int) -> list[tuple[int, int]]:
+    """(source, target) step by step, so that in each all ranks are busy."""
+    return [((rank - step) % num_ranks, (rank + step) % num_ranks) for step in range(1, num_ranks)]
 
 
 def reduce_scatter_into(
@@ -112,40 +100,39 @@ def reduce_scatter_into(
         if is_nccl(send, group) or moves_nothing(group):
             return Pending(out, [reduce_scatter_single(out, send, op=REDUCE_OPS[op], group=group, async_op=True)])
         pieces, rank = list(send.view(num_ranks, -1)), group.rank()
-        if num_ranks == 1 or ((at_once or num_ranks == 2) and out.data_ptr() != pieces[rank].data_ptr()):
-            return _exchange_in_steps(out, pieces, op, group)
-        return _exchange_with_all(out, send, op, group)
+        if at_once and out.data_ptr() != pieces[rank].data_ptr():
+            return _reduce_scatter_in_steps(out, pieces, op, group)
+        return _reduce_scatter_by_messages(out, pieces, op, group)
 
 
-def _exchange_with_all(out: torch.Tensor, send: torch.Tensor, op: str, group: dist.ProcessGroup) -> Pending:
-    """Down to the ranks before this one and up to those after it: its own contribution stays where it is, and the others
-    get memory while it runs."""
-    rank, num_ranks = group.rank(), group.size()
-    before, after = range(rank), range(rank + 1, num_ranks)
-    received = out.new_empty(num_ranks - 1, out.numel())
-    works = [
-        _exchange(received[rank:].view(-1), after, send[: rank * out.numel()], before, group),
-        _exchange(received[:rank].view(-1), before, send[(rank + 1) * out.numel() :], after, group),
-    ]
-    rows = [*received[:rank], send.view(num_ranks, -1)[rank], *received[rank:]]
-    return Pending(out, works, lambda: reduce_rows(rows, op, out))
-
-
-def _exchange_in_steps(out: torch.Tensor, pieces: list[torch.Tensor], op: str, group: dist.ProcessGroup) -> Pending:
-    """One rank's contribution a step: the first goes to ``out``, the others where the piece was that the step before has
-    sent. Only the last step is still running on return."""
+def _reduce_scatter_by_messages(
+    out: torch.Tensor, pieces: list[torch.Tensor], op: str, group: dist.ProcessGroup
+) -> Pending:
+    """All contributions at once: one comes to ``out``, if that is apart, the others to memory that they have while it runs;
+    this rank's own stays where it is."""
     rank, num_ranks = group.rank(), len(pieces)
+    is_apart = num_ranks > 1 and out.data_ptr() != pieces[rank].data_ptr()
+    places = [*([out] if is_apart else []), *out.new_empty(num_ranks - 1 - is_apart, out.numel())]
+    rows = [*places[:rank], pieces[rank], *places[rank:]]
+    others = _others(rank, num_ranks)
+    exchanges = [_exchange(rows[source], source, pieces[target], target, group) for source, target in others]
+    return Pending(out, exchanges, lambda: reduce_rows(rows, op, out))
+
+
+def _reduce_scatter_in_steps(
+    out: torch.Tensor, pieces: list[torch.Tensor], op: str, group: dist.ProcessGroup
+) -> Pending:
+    """One contribution a step: the first comes to ``out``, the others to where the piece was that the step before has sent.
+    Only the last step is still running on return."""
     rows = list(pieces)
-    works: list[dist.Work] = []
-    free = out
-    for step in range(1, num_ranks):
-        target, source = (rank + step) % num_ranks, (rank - step) % num_ranks
-        if works:
-            works.pop().wait()
-            free = pieces[(target - 1) % num_ranks]
+    free, running = out, None
+    for source, target in _others(group.rank(), len(pieces)):
+        if running is not None:
+            running.wait()
+            free = pieces[(target - 1) % len(pieces)]
         rows[source] = free
-        works.append(_exchange(free, [source], pieces[target], [target], group))
-    return Pending(out, works, lambda: reduce_rows(rows, op, out))
+        running = _exchange(free, source, pieces[target], target, group)
+    return Pending(out, [running], lambda: reduce_rows(rows, op, out))
 
 
 def _options(op: Any) -> dist.AllreduceOptions:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,7 +20,17 @@ import torch.distributed as dist
 
 from vescale.compat import CollectiveKernels, group_description, on_completion
 
-__all__ = ["AS_PART", "Observer", "Operation", "Part", "axes_of", "is_observed", "name_group", "observe"]
+__all__ = [
+    "AS_PART",
+    "Observer",
+    "Operation",
+    "Part",
+    "axes_of",
+    "is_observed",
+    "name_group",
+    "observe",
+    "wait_for_message",
+]
 
 
 @dataclass(eq=False)
@@ -111,11 +122,15 @@ class Observer:
         """Before it runs. What is written into the operation here, all observers see."""
 
 
+_SILENT = ("send", "recv")
+"""Calls whose works have ended when they have been waited for, and tell nobody."""
 _THREAD = threading.local()
 _LOCK = threading.Lock()
 _OBSERVERS: list[Observer] = []
 _KERNELS: list[CollectiveKernels] = []
 _COUNTS: dict[str, int] = {}
+_UNTOLD: list[Operation] = []
+"""Operations made of silent works, that may be running."""
 # Group names are unique in a process and outlive their groups.
 _AXES: dict[str, str] = {}
 
@@ -129,6 +144,7 @@ def observe(observer: Observer) -> Callable[[], None]:
     with _LOCK:
         if not _OBSERVERS:
             _COUNTS.clear()
+            _UNTOLD.clear()
             _KERNELS.append(CollectiveKernels(_run))
         _OBSERVERS.append(observer)
 
@@ -140,6 +156,21 @@ def observe(observer: Observer) -> Callable[[], None]:
                     _KERNELS.pop().close()
 
     return end
+
+
+def wait_for_message(work: Any) -> None:
+    """``work.wait()`` for a message, of whose end nobody learns otherwise, for as long as observers say."""
+    if not _OBSERVERS:
+        work.wait()
+        return
+    limit = _time_limit(_OBSERVERS)
+    work.wait(timedelta(seconds=limit)) if limit is not None else work.wait()
+    with _LOCK:
+        _UNTOLD[:] = [operation for operation in _UNTOLD if not operation.has_ended()]
+
+
+def _time_limit(observers: Sequence[Observer]) -> float | None:
+    return max((observer.timeout for observer in observers if observer.timeout is not None), default=None)
 
 
 def name_group(group: dist.ProcessGroup, axes: str) -> None:
@@ -167,9 +198,8 @@ def _run(
         operation = _new(name, group, inputs, outputs, part)
         for observer in observers:
             observer.started(operation)
-    limits = [observer.timeout for observer in observers if observer.timeout is not None]
     try:
-        result, work = call(max(limits) if limits else None)
+        result, work = call(_time_limit(observers))
     except BaseException:
         operation.ended = time.time()
         raise
@@ -177,6 +207,9 @@ def _run(
         operation.parts.append(work)
         if all(tensor.device.type == "cpu" for tensor in (*inputs, *outputs)) and (inputs or outputs):
             on_completion(work, lambda: operation.work_ended(work))
+        if part is not None and name in _SILENT and len(operation.parts) == 1:
+            with _LOCK:
+                _UNTOLD.append(operation)
     if part is None:
         operation.is_issued = True
         operation.has_ended()
@@ -193,7 +226,7 @@ def _new(
     group_name = str(group.group_name)
     with _LOCK:
         number = _COUNTS.get(group_name, 0)
-        if name not in ("send", "recv"):
+        if part is not None or name not in _SILENT:
             _COUNTS[group_name] = number + 1
     ranks = tuple(dist.get_process_group_ranks(group))
     if part is None:

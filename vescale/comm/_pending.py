@@ -8,7 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["GLOO_REDUCES", "REDUCE_OPS", "Pending", "as_bytes", "is_gloo", "is_nccl", "moves_nothing", "reduce_rows"]
+from vescale.comm._observe import wait_for_message
+
+__all__ = [
+    "GLOO_REDUCES",
+    "REDUCE_OPS",
+    "Messages",
+    "Pending",
+    "as_bytes",
+    "is_gloo",
+    "is_nccl",
+    "moves_nothing",
+    "reduce_rows",
+]
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -55,6 +67,16 @@ class Pending:
     def reshaped(self, out: torch.Tensor) -> Pending:
         """The same collective, whose result is seen through another view of its memory."""
         return Pending(out, [self])
+
+
+class Messages(Pending):
+    """Messages in flight. Whether they have arrived is not known before they have been waited for."""
+
+    def wait(self) -> torch.Tensor:
+        for work in self._works:
+            wait_for_message(work)
+        self._works = ()  # a message that has been waited for would be waited for in vain
+        return self.out
 
 
 # What gloo's own all_reduce takes, without the half precisions, which it would add up in half precision.
