@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 from tests.debug.jobs import run_job
 from vescale import Plan, parallelize
 from vescale.debug import hang_report
+from vescale.fsdp import fully_shard
 
 TIMEOUT = 3.0
 BAD = 1
@@ -104,6 +105,33 @@ def another_collective(_: Any) -> None:
     time.sleep(60)
 
 
+def in_a_reduce_scatter(fault: Callable[[], None]) -> None:
+    """Whose works on gloo never tell that they have ended."""
+    hang_report(TIMEOUT)
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == BAD:
+        fault()
+    dist.reduce_scatter_single(torch.ones(2), torch.ones(2 * dist.get_world_size()))
+
+
+def in_a_gathered_buffer(fault: Callable[[], None]) -> None:
+    """Whose messages tell nobody, either, but when they are waited for."""
+    hang_report(TIMEOUT)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = fully_shard(Net(), mesh=mesh)
+    model(torch.ones(2, 6)).backward()
+    if dist.get_rank() == BAD:
+        fault()
+    model(torch.ones(2, 6)).backward()
+
+
+def busy_after_a_reduce_scatter() -> None:
+    with hang_report(TIMEOUT):
+        dist.reduce_scatter_single(torch.ones(2), torch.ones(2 * dist.get_world_size()))
+        time.sleep(TIMEOUT + 2.0)
+        dist.barrier()
+
+
 CASES: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
     (in_forward, sleeps, r"rank 1 did not enter all_reduce number \d+ of axis 'tp' \(\d+ bytes, asked for by blocks.1.down.<out>"  # noqa: E501
      r".* ranks \[0, 2\] have waited for .* s: rank 1 is at .*test_hang_report.py:\d+ \(sleeps\) in forward of blocks.1"),
@@ -112,6 +140,8 @@ CASES: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
     (in_forward, raises, r"rank 1 has ended with ValueError: planted \(at .*test_hang_report.py:\d+ \(raises\) in forward of blocks.1\)"),  # noqa: E501
     (another_collective, None, r"rank 1 entered broadcast number 1 of ranks \[0, 1, 2\] .*, and ranks \[0, 2\] barrier number 1"),  # noqa: E501
     (in_user_code, sleeps, r"rank 1 did not enter all_reduce number 2 .* \(sleeps\)"),
+    (in_a_reduce_scatter, sleeps, r"rank 1 did not enter reduce_scatter number 1 .* \(sleeps\)"),
+    (in_a_gathered_buffer, sleeps, r"rank 1 did not enter all_gather number \d+ .* \(sleeps\)"),
 ]  # fmt: skip
 
 
@@ -121,3 +151,8 @@ def test_the_job_ends_with_a_sentence(tmp_path: Path, work: Any, fault: Any, pat
     assert all(code not in (0, None) for code in job.codes), job.text
     said = "\n".join(job.outputs)
     assert re.search(pattern, said), job.text
+
+
+def test_what_cannot_tell_that_it_has_ended_is_no_hang(tmp_path: Path) -> None:
+    job = run_job(busy_after_a_reduce_scatter, tmp_path)
+    assert job.codes == [0, 0, 0], job.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,11 @@ def others() -> None:
         stock(x).sum().backward()
         assert {o.op for o in trace.operations[begin:]} == {"all_gather", "reduce_scatter"}
         assert {o.module for o in trace.operations[begin:]} >= {"0", "1"}, [o.module for o in trace.operations[begin:]]
+    begin_waiting = time.monotonic()
     trace.wait()
+    assert time.monotonic() - begin_waiting < 5.0, "gloo's reduce-scatter never tells that it has ended"
+    ended = [o.ended is not None for o in trace.operations[begin:]]
+    assert all(ended[:-1]), "it has when the next one begins"
     with CommDebugMode() as stock_count, comm_trace(mesh) as trace:
         placed.redistribute(placements=[Replicate()])
         stock(x).sum().backward()

@@ -65,6 +65,8 @@ class Operation:
     """Works that have not ended."""
     is_issued: bool = False
     """Whether the call that started it has returned."""
+    is_mute: bool = False
+    """Its works never tell that they have ended. They count as ended when this rank starts another collective."""
 
     def work_ended(self, work: Any) -> None:
         """One of its works has, told by the thread that ended it."""
@@ -130,7 +132,7 @@ _OBSERVERS: list[Observer] = []
 _KERNELS: list[CollectiveKernels] = []
 _COUNTS: dict[str, int] = {}
 _UNTOLD: list[Operation] = []
-"""Operations made of silent works, that may be running."""
+"""Operations made of silent works, or mute, that may be running."""
 # Group names are unique in a process and outlive their groups.
 _AXES: dict[str, str] = {}
 
@@ -169,6 +171,15 @@ def wait_for_message(work: Any) -> None:
         _UNTOLD[:] = [operation for operation in _UNTOLD if not operation.has_ended()]
 
 
+def _end_mute() -> None:
+    if any(operation.is_mute for operation in _UNTOLD):
+        with _LOCK:
+            for operation in _UNTOLD:
+                if operation.is_mute:
+                    operation.parts = []
+            _UNTOLD[:] = [operation for operation in _UNTOLD if not operation.has_ended()]
+
+
 def _time_limit(observers: Sequence[Observer]) -> float | None:
     return max((observer.timeout for observer in observers if observer.timeout is not None), default=None)
 
@@ -191,6 +202,7 @@ def _run(
     outputs: Sequence[torch.Tensor],
     call: Callable[[float | None], Any],
 ) -> Any:
+    _end_mute()
     observers = list(_OBSERVERS)
     part: Part | None = getattr(_THREAD, "part", None)
     operation = part.operation if part is not None else None
@@ -206,8 +218,9 @@ def _run(
     if work is not None:
         operation.parts.append(work)
         if all(tensor.device.type == "cpu" for tensor in (*inputs, *outputs)) and (inputs or outputs):
-            on_completion(work, lambda: operation.work_ended(work))
-        if part is not None and name in _SILENT and len(operation.parts) == 1:
+            is_told = on_completion(work, lambda: operation.work_ended(work))
+            operation.is_mute = not is_told and name not in _SILENT
+        if operation.is_mute or (part is not None and name in _SILENT and len(operation.parts) == 1):
             with _LOCK:
                 _UNTOLD.append(operation)
     if part is None:

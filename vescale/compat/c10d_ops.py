@@ -6,7 +6,6 @@ registration API puts in front of the backends' is called first, on whichever th
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,12 +126,14 @@ def _work_of(result: Any) -> Work | None:
     return last if isinstance(last, Work) else Work.unbox(last)
 
 
-def on_completion(work: Work, done: Callable[[], None]) -> None:
-    """Call ``done`` when a collective on CPU tensors has ended, also with an error, on the thread that ends it;
-    never for the
-    few kinds of work that tell nobody."""
-    with contextlib.suppress(RuntimeError):
+def on_completion(work: Work, done: Callable[[], None]) -> bool:
+    """Call ``done`` when a collective on CPU tensors has ended, also with an error, on the thread that ends it. False for
+    works that tell nobody: messages, and gloo's reduce-scatter, which never counts as completed."""
+    try:
         work.get_future().add_done_callback(lambda _: done())
+    except RuntimeError:
+        return False
+    return True
 
 
 def group_description(group: dist.ProcessGroup) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import sysconfig
 import threading
@@ -17,7 +18,7 @@ from torch import nn
 
 from vescale.compat import current_autograd_node, node_sequence
 
-__all__ = ["Place", "main_thread_stack", "place_of_frames", "place_of_traceback", "running_place"]
+__all__ = ["Place", "main_thread_stack", "main_thread_waits", "place_of_frames", "place_of_traceback", "running_place"]
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -81,6 +82,15 @@ def main_thread_stack() -> tuple[Place, str]:
     if frame is None:
         return Place(None, "", ""), ""
     return place_of_frames(_frames(frame)), "".join(traceback.format_stack(frame))
+
+
+def main_thread_waits() -> bool:
+    """Whether the main thread is in a call of ``torch.distributed``, or of a ``wait()``; to be called on another thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return False
+    path = frame.f_code.co_filename
+    return path.startswith(f"{_TORCH}/distributed/") or ".wait(" in linecache.getline(path, frame.f_lineno)
 
 
 def _frames(frame: types.FrameType | None) -> list[tuple[types.FrameType, int]]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from vescale.comm import Observer, Operation, observe
 from vescale.compat import own_connection
 from vescale.debug._diagnosis import RankReport, StartedCollective, diagnose
-from vescale.debug._places import Place, main_thread_stack, place_of_traceback, running_place
+from vescale.debug._places import Place, main_thread_stack, main_thread_waits, place_of_traceback, running_place
 from vescale.debug._processes import ProcessIdentity
 
 __all__ = ["EXIT_CODE", "HangWatch"]
@@ -168,7 +168,8 @@ class HangWatch(Observer):
             self._running.popleft()
         now = time.time()
         for operation in list(self._running):
-            if not operation.has_ended() and now - max(operation.began, self._resumed) > self.limit:
+            is_late = now - max(operation.began, self._resumed) > self.limit
+            if is_late and not operation.has_ended() and (not operation.is_mute or main_thread_waits()):
                 return operation
         return None
 
