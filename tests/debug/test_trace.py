@@ -72,6 +72,10 @@ def sharded() -> None:
         model(torch.ones(2, 8)).sum().backward()
     assert trace.count("reduce_scatter") == 2 and trace.count("all_gather") >= 2 and not trace.count("broadcast")
     assert {o.asker for o in trace.operations if o.op == "reduce_scatter"} == {"0", "1"}
+    for group in {o.group for o in trace.operations}:
+        numbers = [o.number for o in trace.operations if o.group == group]
+        assert numbers == list(range(len(numbers))), "messages that one consists of have no numbers of their own"
+    assert all(o.ended is not None for o in trace.operations), "they tell of their end when they are waited for"
 
 
 def others() -> None:
