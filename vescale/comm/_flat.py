@@ -1,7 +1,8 @@
 """Collectives over equal pieces that write where they are told to: what buffers of whole groups of tensors are moved by.
 
 All tensors are flat and contiguous. Nothing is allocated for a result and, where the backend reduces by itself, nothing
-at all. On gloo, whose own versions go through buffers as large as the result,
+at all. Other backends are asked for their all-gather, and for an all-to-all before a local sum. On gloo, whose own
+versions go through buffers as large as the result,
 
 * an all-gather of few ranks is an exchange between each and each, in place (no second buffer, and less time);
 * a reduce-scatter sends each contribution to where it belongs and adds up on the receiver, in pairs of ranks, and half
@@ -70,12 +71,12 @@ _TAG = 0x5CA1E
 
 
 def _exchange(out: torch.Tensor, source: int, send: torch.Tensor, target: int, group: dist.ProcessGroup) -> Any:
-    """``send`` to one rank of the group, and as much from another to ``out``: two messages, which start on this thread. Of
-    two ranks a collective: where large messages cross, those cost more of the kernel's time."""
-    if group.size() > 2:
+    """``send`` to one rank of the group, and as much from another to ``out``: on gloo two messages, which start on this
+    thread. Of two ranks a collective: where large messages cross, those cost more of the kernel's time."""
+    if group.size() > 2 and is_gloo(out, group):
         return Messages(out, [group.recv([out], source, _TAG), group.send([send], target, _TAG)])
-    num_bytes = out.numel() * out.element_size()
-    received, sent = [num_bytes * (r == source) for r in (0, 1)], [num_bytes * (r == target) for r in (0, 1)]
+    num_bytes, ranks = out.numel() * out.element_size(), range(group.size())
+    received, sent = [num_bytes * (r == source) for r in ranks], [num_bytes * (r == target) for r in ranks]
     return dist.all_to_all_single(as_bytes(out), as_bytes(send), received, sent, group=group, async_op=True)
 
 
@@ -108,7 +109,11 @@ def reduce_scatter_into(
         pieces, rank = list(send.view(num_ranks, -1)), group.rank()
         if at_once and out.data_ptr() != pieces[rank].data_ptr():
             return _reduce_scatter_in_steps(out, pieces, op, group)
-        return _reduce_scatter_by_exchanges(out, pieces, op, group)
+        if is_gloo(send, group):
+            return _reduce_scatter_by_exchanges(out, pieces, op, group)
+        received = torch.empty_like(send)
+        work = dist.all_to_all_single(as_bytes(received), as_bytes(send), group=group, async_op=True)
+    return Pending(out, [work], lambda: reduce_rows(received.view(num_ranks, -1).unbind(), op, out))
 
 
 def _reduce_scatter_by_exchanges(

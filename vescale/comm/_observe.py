@@ -156,6 +156,9 @@ def observe(observer: Observer) -> Callable[[], None]:
                 _OBSERVERS.remove(observer)
                 if not _OBSERVERS:
                     _KERNELS.pop().close()
+                    for operation in _UNTOLD:  # works hold tensors
+                        operation.parts = []
+                    _UNTOLD.clear()
 
     return end
 
