@@ -206,7 +206,7 @@ def as_stock_fsdp(policy: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
             torch.testing.assert_close(whole(own), whole(theirs), **close, msg=lambda m, n=name: f"{n}: {m}")
     assert set(seen) == {policy.param_dtype or torch.float64}
     bucket = model.blocks[1]._state.groups[0].buckets[0]
-    assert bucket.shards.dtype == torch.float64 and bucket.gradients.dtype == (
+    assert bucket.shards.dtype == torch.float64 and bucket.unreduced.buffer.dtype == (
         policy.reduce_dtype or bucket.whole.dtype
     )
 
