@@ -223,11 +223,12 @@ class Swap(nn.Module):
 
 def gradients_that_are_parameters() -> None:
     """By default they are held, and moved over the parameters only when none is needed any more."""
-    model: Any = Swap()
-    fully_shard(model, mesh=mesh_of())
-    model(torch.ones(2, requires_grad=True)).sum().backward()
-    assert torch.equal(full(model.a.grad), -torch.arange(5.0))  # type: ignore[arg-type]
-    assert torch.equal(full(model.b.grad), torch.arange(5.0))  # type: ignore[arg-type]
+    for cut in (None, Shard(0)):  # of a alone, whose bucket is then another, in the same memory
+        model: Any = Swap()
+        fully_shard(model, mesh=mesh_of(), shard_placement_fn=lambda p, a=model.a, cut=cut: cut if p is a else None)
+        model(torch.ones(2, requires_grad=True)).sum().backward()
+        assert torch.equal(full(model.a.grad), -torch.arange(5.0)), cut
+        assert torch.equal(full(model.b.grad), torch.arange(5.0)), cut
 
 
 def run() -> int:

@@ -430,6 +430,7 @@ class PendingBuffer:
         return self.buffer
 
     def is_completed(self) -> bool:
+        """Whether :meth:`wait` is known to return at once. Do not poll: on gloo nobody knows before it has been called."""
         return self._pending.is_completed()
 
 

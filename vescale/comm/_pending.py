@@ -61,7 +61,7 @@ class Pending:
         return [work for works in nested for work in works]
 
     def is_completed(self) -> bool:
-        """Whether ``wait()`` would return without waiting for another rank."""
+        """Whether ``wait()`` is known to return without waiting for another rank; of messages it never is: do not poll."""
         return all(work is None or work.is_completed() for work in self._works)
 
     def reshaped(self, out: torch.Tensor) -> Pending:
