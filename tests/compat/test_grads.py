@@ -168,6 +168,22 @@ def test_a_parameter_whose_tensor_was_swapped() -> None:
     assert flat.eq(1).all() and parameters[0].grad is None
 
 
+def test_targets_and_results_whose_tensors_were_swapped() -> None:
+    """What they stood for before is freed: it must neither be written nor given."""
+    parameters, expected, flat = make()
+    row, targets = ParameterRow(parameters), TensorRow(views_of(flat))
+    assert row.take_grads(targets, torch.float32)
+    torch.utils.swap_tensors(targets.tensors[0], torch.zeros(3, 4))
+    before = flat.clone()
+    for parameter, gradient in zip(parameters, expected):
+        parameter.grad = gradient * 2
+    assert row.take_grads(targets, torch.float32)
+    assert torch.equal(targets.tensors[0], expected[0] * 2) and torch.equal(flat[:12], before[:12])
+    torch.utils.swap_tensors(targets.tensors[0], torch.ones(3, 4))
+    assert row.give_grads(targets)
+    assert parameters[0].grad is targets.tensors[0] and parameters[0].grad.eq(1).all()
+
+
 @native
 def test_the_helper_takes_what_is_usual(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
     """That there is no silent fall back."""

@@ -24,24 +24,29 @@ class TensorRow:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
-        addresses = list(map(_address_of, self.tensors))
-        self._addresses = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._known: list[int] = []
+        self._array: Any = None
+
+    def addresses(self) -> Any:
+        """As they are now: what a Python tensor stands for can be swapped (``torch.utils.swap_tensors``), and freed."""
+        now = list(map(_address_of, self.tensors))
+        if now != self._known:
+            self._known, self._array = now, (ctypes.c_void_p * len(now))(*now)
+        return self._array
 
 
-class ParameterRow:
+class ParameterRow(TensorRow):
     """Parameters whose gradients are moved together. Nothing that is moved is recorded for autograd."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.tensors = list(parameters)
+        super().__init__(parameters)
         self._library = _library()
-        self._known: list[int] = []
-        self._array: Any = None
 
     def take_grads(self, targets: TensorRow, dtype: torch.dtype) -> bool:
         """Copy each ``grad`` to its target and leave None. Returns False, and changes nothing, unless each is there, dense
         and of ``dtype``, which targets need not be, and in its place already or outside of the targets' memory."""
         library = self._library if self.tensors and targets.tensors[0].dtype == dtype else None
-        if library is not None and library.take_grads(len(self.tensors), self._addresses(), targets._addresses):
+        if library is not None and library.take_grads(len(self.tensors), self.addresses(), targets.addresses()):
             return True
         gradients = [gradient for parameter in self.tensors if (gradient := parameter.grad) is not None]
         if len(gradients) < len(self.tensors) or not all(is_dense(gradient, dtype) for gradient in gradients):
@@ -59,19 +64,12 @@ class ParameterRow:
     def give_grads(self, gradients: TensorRow) -> bool:
         """Make each gradient its parameter's ``grad``. Returns False, and changes nothing, if a parameter has one."""
         if self._library is not None:
-            return bool(self._library.give_grads(len(self.tensors), self._addresses(), gradients._addresses))
+            return bool(self._library.give_grads(len(self.tensors), self.addresses(), gradients.addresses()))
         if any(parameter.grad is not None for parameter in self.tensors):
             return False
         for parameter, gradient in zip(self.tensors, gradients.tensors):
             parameter.grad = gradient
         return True
-
-    def _addresses(self) -> Any:
-        """As they are now: what a Python tensor stands for can be swapped."""
-        now = list(map(_address_of, self.tensors))
-        if now != self._known:
-            self._known, self._array = now, (ctypes.c_void_p * len(now))(*now)
-        return self._array
 
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
