@@ -44,7 +44,9 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    faulthandler.register(signal.SIGUSR1, file=open(_stack_file(folder, rank), "w"), all_threads=False)  # noqa: SIM115
+    stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115
+    faulthandler.enable(stacks)  # of a rank that dies
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     dist.init_process_group(
@@ -109,7 +111,7 @@ class RankPool:
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
-                    answers[rank] = (False, "the process died")
+                    answers[rank] = (False, self._obituary(rank))
                 if not answers[rank][0]:  # peers may be stuck in a collective that this rank never entered
                     deadline = min(deadline, time.monotonic() + 10.0)
         failed = {rank: text for rank, (ok, text) in sorted(answers.items()) if not ok}
@@ -121,6 +123,11 @@ class RankPool:
             parts += [f"--- no answer from rank {rank}, which is here:\n{text}" for rank, text in stacks.items()]
             raise RankError("\n".join(["", *parts]))
         return [answers[rank][1] for rank in range(self.world_size)]
+
+    def _obituary(self, rank: int) -> str:
+        process = self._processes[rank]
+        process.join(timeout=10)
+        return f"the process died with exit code {process.exitcode}\n{_stack_file(self._folder.name, rank).read_text()}"
 
     def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Where the main threads of ``ranks`` are."""

@@ -30,6 +30,11 @@ def _die_on(rank: int) -> None:
         os._exit(3)
 
 
+def _abort_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.abort()
+
+
 def _sleep_on(rank: int) -> None:
     if dist.get_rank() == rank:
         time.sleep(30)
@@ -49,8 +54,10 @@ def test_failures_name_the_rank_and_the_next_case_runs(ranks: RankPools) -> None
 
 
 def test_a_dead_or_silent_rank_is_reported_and_replaced(ranks: RankPools) -> None:
-    with pytest.raises(RankError, match="rank 0 of 2"):
+    with pytest.raises(RankError, match=r"rank 0 of 2:\n.* exit code 3"):
         ranks.run(_die_on, 0, world_size=2)
+    with pytest.raises(RankError, match=r"rank 1 of 2:\n.* exit code -6(?s:.*)_abort_on"):
+        ranks.run(_abort_on, 1, world_size=2)
     with pytest.raises(RankError, match=r"no answer from rank 1(?s:.*)_sleep_on"):
         ranks.run(_sleep_on, 1, world_size=2, timeout=2)
     assert ranks.run(_rank, world_size=2) == [0, 1]
