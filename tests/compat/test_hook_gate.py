@@ -123,6 +123,21 @@ def test_guarded_twice_and_gone_before_the_gate(guarded: Guarded) -> None:
     gate.open()
 
 
+def test_a_copy_is_a_gate_of_its_own(guarded: Guarded) -> None:
+    guarded.gate.shut()
+    twin = copy.deepcopy(guarded.gate)
+    twin.open()
+    while_shut = [] if csrc.load("hook_gate") else ["own"]
+    assert guarded.backward() == while_shut
+    guarded.gate.release(guarded.parameter)
+    del guarded.gate
+    gc.collect()
+    twin.guard(guarded.parameter)
+    assert guarded.backward() == ["own"]
+    twin.shut()
+    assert guarded.backward() == while_shut
+
+
 @native
 def test_a_library_for_another_torch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert csrc.load("hook_gate") is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from typing import Any
 
 import torch
 
@@ -27,6 +28,9 @@ class HookGate:
             self._gate = self._library.new_gate()
             self._is_shut = ctypes.c_bool.from_address(self._library.flag_of(self._gate))
             weakref.finalize(self, self._library.free_gate, self._gate)
+
+    def __reduce__(self) -> Any:
+        return HookGate, ()  # a copy has a gate of its own: the one in C++ goes with this object
 
     def guard(self, tensor: torch.Tensor) -> None:
         """Put a leaf, which has one hook, behind the gate. Hooks that it gets later are called whether it is shut or not."""
