@@ -22,6 +22,7 @@ from torch.distributed.tensor import _dispatch as tensor_dispatch
 from torch.distributed.tensor import _redistribute as tensor_redistribute
 
 from vescale.compat.checkpoint import CheckpointHooks, wrap_checkpoint
+from vescale.compat.copying import wrap_copying
 from vescale.compat.dispatch import wrap_dispatch
 from vescale.compat.needs import self_check
 
@@ -85,6 +86,7 @@ def install(hooks: DTensorHooks) -> None:
         _wrap_redistribute_local(hooks)
         _wrap_distribute_tensor(hooks)
         wrap_checkpoint(hooks.has_custom, hooks.checkpoint)
+        wrap_copying()
         wrap_dispatch(hooks.has_custom, hooks.run_op)
 
 
