@@ -84,7 +84,7 @@ ALONE = {
 @pytest.mark.parametrize(
     ("name", "cp", "tp"),
     [
-        *((name, 2, 2) for name in PLANS),
+        *(pytest.param(name, 2, 2, marks=[pytest.mark.slow] if name == "deepseek_v3_cp" else []) for name in PLANS),
         *(
             pytest.param(name, cp, 1, marks=[] if (name, cp) in ALONE else [pytest.mark.slow])
             for name in PLANS

@@ -254,5 +254,6 @@ def test_random_steps_without_the_helper(monkeypatch: pytest.MonkeyPatch) -> Non
         simulate(run, 4, (2, 2), seed)
 
 
+@pytest.mark.slow
 def test_random_steps_on_64_simulated_ranks() -> None:
     simulate(run, 64, (4, 4, 4), 3, 2, timeout=200)

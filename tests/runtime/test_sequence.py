@@ -216,40 +216,44 @@ def llama(mesh: Any, method: str, rows: Any, in_model: bool, plan: Plan | None =
     return abs(loss.item() - expected.item()) / expected.item(), worst_gradient(model, reference)
 
 
-def llamas() -> list[Any]:
+def llamas(shape: dict[str, int]) -> list[Any]:
     found = []
     rows = (Shard(1), InterleavedShard(1, 3))
-    for shape in ({"cp": 4}, {"dp": 2, "cp": 2}, {"cp": 2, "dp": 2}):
-        mesh = make_mesh(**shape)
-        for method, (cut, in_model) in itertools.product(
-            ("all_gather", "ring", "ulysses"), [(rows[0], True), (rows[0], False), (rows[1], False)]
-        ):
-            found.append((f"{shape} {method} {cut} {in_model}", llama(mesh, method, cut, in_model), in_model))
+    mesh = make_mesh(**shape)
+    for method, (cut, in_model) in itertools.product(
+        ("all_gather", "ring", "ulysses"), [(rows[0], True), (rows[0], False), (rows[1], False)]
+    ):
+        found.append((f"{method} {cut} {in_model}", llama(mesh, method, cut, in_model), in_model))
     return found
 
 
-def test_llama(ranks: RankPools) -> None:
+@pytest.mark.parametrize(
+    "shape", [{"cp": 4}, {"dp": 2, "cp": 2}, pytest.param({"cp": 2, "dp": 2}, marks=pytest.mark.slow)], ids=", ".join
+)
+def test_llama(ranks: RankPools, shape: dict[str, int]) -> None:
     """Strict: nothing is communicated but what the plan says. The model's own loss is in float32."""
-    for found in ranks.run(llamas):
+    for found in ranks.run(llamas, shape):
         for case, (loss, gradient), in_model in found:
             assert loss <= (1e-6 if in_model else 1e-14), case
             assert gradient <= 1e-12, case
 
 
-def llamas_with_tensor_parallelism() -> list[Any]:
+def llamas_with_tensor_parallelism(shape: dict[str, int]) -> list[Any]:
     found = []
-    for shape in ({"cp": 2, "tp": 2}, {"tp": 2, "cp": 2}):
-        mesh = make_mesh(**shape)
-        for method, cut in itertools.product(("all_gather", "ring", "ulysses"), (Shard(1), InterleavedShard(1, 3))):
-            plan = Plan(mesh)
-            for entry in tensor_parallel(make_mesh(dp=2, tp=2)).entries:
-                if entry.path.target is not Target.IN or entry.path.pattern:
-                    plan.add(entry)
-            found.append((f"{shape} {method} {cut}", llama(mesh, method, cut, False, plan)))
+    mesh = make_mesh(**shape)
+    for method, cut in itertools.product(("all_gather", "ring", "ulysses"), (Shard(1), InterleavedShard(1, 3))):
+        plan = Plan(mesh)
+        for entry in tensor_parallel(make_mesh(dp=2, tp=2)).entries:
+            if entry.path.target is not Target.IN or entry.path.pattern:
+                plan.add(entry)
+        found.append((f"{method} {cut}", llama(mesh, method, cut, False, plan)))
     return found
 
 
-def test_llama_with_tensor_parallelism(ranks: RankPools) -> None:
-    for found in ranks.run(llamas_with_tensor_parallelism):
+@pytest.mark.parametrize(
+    "shape", [{"cp": 2, "tp": 2}, pytest.param({"tp": 2, "cp": 2}, marks=pytest.mark.slow)], ids=", ".join
+)
+def test_llama_with_tensor_parallelism(ranks: RankPools, shape: dict[str, int]) -> None:
+    for found in ranks.run(llamas_with_tensor_parallelism, shape):
         for case, (loss, gradient) in found:
             assert loss <= 1e-14 and gradient <= 1e-12, (case, loss, gradient)

@@ -61,8 +61,15 @@ def exact_steps(sizes: dict[str, int], tied: bool) -> dict[str, Any]:
     return {"difference": found, "reductions": reductions}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("sizes", [DP_TP, HYBRID], ids=["dp,tp", "hybrid,tp"])
+@pytest.mark.parametrize(
+    ("sizes", "tied"),
+    [
+        pytest.param(DP_TP, False, id="dp,tp"),
+        pytest.param(DP_TP, True, id="dp,tp, tied"),
+        pytest.param(HYBRID, False, id="hybrid,tp", marks=pytest.mark.slow),
+        pytest.param(HYBRID, True, id="hybrid,tp, tied"),
+    ],
+)
 def test_gradients_and_parameters_equal_one_device(ranks: RankPools, sizes: dict[str, int], tied: bool) -> None:
     """1e-12; the loss is Hugging Face's own, in float32. Only the norms' gradients are left for a bucket over tp, on ranks
     that hold a part of them."""
