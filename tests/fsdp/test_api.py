@@ -5,20 +5,23 @@ from __future__ import annotations
 import copy
 import inspect
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as StockFSDPModule
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import vescale
 from tests.fsdp.compare import by_block, full, mesh_of, resting_memory
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
-from vescale.buffer import BufferMismatchError
+from vescale.buffer import Allocation, BufferMismatchError
 from vescale.comm import record_comms
 from vescale.fsdp import (
     FSDPModule,
@@ -275,9 +278,45 @@ def reports() -> None:
     assert len(str(found).splitlines()) == 7
 
 
+def what_hooks_see() -> None:
+    """Zeros where no gradient is: between tensors, and where tensor parallelism leaves this rank less than others."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    allocate = Allocation._allocate
+
+    def poisoned(self: Allocation) -> None:
+        is_new = not self.is_allocated
+        allocate(self)
+        if is_new and self.num_bytes:
+            torch.empty(0).set_(self.storage).fill_(torch.nan)  # type: ignore[call-overload]
+
+    for accumulates in (False, True):
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
+        fully_shard(model, mesh=mesh["dp"])
+        pieces: list[torch.Tensor] = []
+        model.set_all_reduce_hook(lambda piece, pieces=pieces: pieces.append(piece.clone()))  # type: ignore[operator]
+        with mock.patch.object(Allocation, "_allocate", poisoned):
+            for is_last in (False, True) if accumulates else (True,):
+                model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+                model(torch.ones(2, 3)).sum().backward()
+        gradients = [p.grad.to_local() for p in model.parameters()]  # type: ignore[union-attr]
+        (piece,) = pieces
+        assert piece.numel() > sum(gradient.numel() for gradient in gradients)
+        torch.testing.assert_close(piece.square().sum(), sum(gradient.square().sum() for gradient in gradients))
+
+
 PARTS = {
     f.__name__: f
-    for f in (phases, unshard_by_hand, recovery, settings, optimizer_in_backward, direct_gradients, reports)
+    for f in (
+        phases,
+        unshard_by_hand,
+        recovery,
+        settings,
+        optimizer_in_backward,
+        direct_gradients,
+        reports,
+        what_hooks_see,
+    )
 }
 
 
@@ -301,6 +340,11 @@ def errors() -> None:
     fully_shard(model.embed, mesh=mesh)
     with pytest.raises(ValueError, match=r"'head.weight' of Net is tied to 'weight' of Embedding"):
         fully_shard(model, mesh=mesh)
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    uneven = parallelize_module(nn.Linear(5, 2), grid["tp"], RowwiseParallel())
+    unequal = r"'weight' of shape \(2, 5\).*cuts the 5 indices of dim 1 into 2 parts of unequal length"
+    with pytest.raises(NotImplementedError, match=unequal):  # on all ranks, whatever they hold
+        fully_shard(uneven, mesh=grid["dp"])
     linear = nn.Linear(3, 3)
     fully_shard(linear, mesh=mesh)
     with pytest.raises(ValueError, match="before; give each module once"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -109,13 +110,17 @@ class ManagedParameter:
         return joined, [Replicate() for _ in range(axes.mesh.ndim)] + list(spec.placements), axes.shard
 
     def _largest_local_shape(self) -> tuple[int, ...]:
-        mesh_shape = tuple(self._mesh.shape)
-        largest = largest_shape(tuple(self.global_shape), tuple(self._others), mesh_shape)
-        if largest[1:] != self.shape[1:]:
-            raise NotImplementedError(
-                f"parameter {self.name!r} of shape {self.global_shape} is placed as {tuple(self._others)}, which leaves "
-                f"{self.shape} to this rank and {largest} to another; fully_shard needs inner dims that are cut evenly"
-            )
+        """Raises NotImplementedError, on all ranks, where some hold less of an inner dim than others."""
+        shape, mesh_shape = tuple(self.global_shape), tuple(self._mesh.shape)
+        largest = largest_shape(shape, tuple(self._others), mesh_shape)
+        for dim in range(1, len(shape)):
+            parts = math.prod(n for n, placement in zip(mesh_shape, self._others) if shard_dim(placement) == dim)
+            if largest[dim] * parts != shape[dim]:
+                raise NotImplementedError(
+                    f"parameter {self.name!r} of shape {shape} is placed as {tuple(self._others)}, which cuts the "
+                    f"{shape[dim]} indices of dim {dim} into {parts} parts of unequal length; fully_shard needs inner dims "
+                    "that are cut evenly: make the size a multiple of the number of ranks, or leave the parameter whole"
+                )
         return largest
 
     def _granule(self, block: int | None) -> int:
