@@ -101,3 +101,10 @@ def test_peak_when_gradients_are_reduced_in_another_dtype(num_ranks: int) -> Non
 def test_peak_of_accumulation(num_ranks: int) -> None:
     """The unreduced gradients of all blocks stay, and one more is gathered; each gradient is added where it belongs."""
     assert peak("default", microbatches=2) <= NUM_BLOCKS + 1.6 + NUM_BLOCKS / num_ranks
+
+
+def test_peak_without_resharding_after_forward(num_ranks: int) -> None:
+    """All parameters until backward, which frees them block by block, and the gradients of one block."""
+    found = {kind: peak(kind, reshard_after_forward=False) for kind in ("default", "FSDP2")}
+    assert found["default"] == pytest.approx(NUM_BLOCKS + 1, abs=0.15), found
+    assert found["default"] <= 0.9 * found["FSDP2"], found
