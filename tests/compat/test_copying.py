@@ -99,7 +99,13 @@ def single_tensors() -> None:
     assert first is second and first.note == "kept" and first.is_leaf and first.requires_grad
     assert first.stride() == x.stride() and first.data_ptr() == 0
     assert_equal([first, first.grad], [x, x.grad])
+    with torch.no_grad():
+        copy.copy(x).to_local()[0] = -1.0
+    assert local[0].eq(-1).all() and first.to_local()[0].ne(-1).all(), (
+        "a shallow copy shares memory, a deep one does not"
+    )
     loaded = saved(x)
+    assert loaded.to_local().untyped_storage().nbytes() == 12 * 4, "more than the tensor was written"
     assert loaded.note == "kept" and loaded.requires_grad
     assert_equal([loaded], [x])
     with pytest.raises(RuntimeError, match="graph leaves"):
