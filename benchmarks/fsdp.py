@@ -116,10 +116,39 @@ def exact_losses(model: str, ranks: int, steps: int = 20) -> list[float]:
 
 def join(rank: int, ranks: int, store: str, device: str) -> None:
     torch.set_num_threads(1)
+    if device == "cpu" and ranks > (os.cpu_count() or 1) and hasattr(os, "SCHED_BATCH"):
+        # Ranks share cores here. By the default policy a rank that has sent a message may lose its core to the receiver before
+        # it has left gloo's lock, and gloo's own thread spins on that lock until it comes back: 11,000 polls a step.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+
+
+def time_pairs(
+    kinds: dict[str, tuple[nn.Module, torch.Tensor]], device: str, rounds: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Wall and CPU time of a step as a share of FSDP2's: the median over rounds, in which each kind and FSDP2 take turns,
+    with the order changed from round to round."""
+    wall, cpu = {STOCK: 1.0}, {STOCK: 1.0}
+    optimizers = {kind: torch.optim.AdamW(module.parameters(), 1e-4) for kind, (module, _) in kinds.items()}
+    for kind in (OURS, DIRECT, IN_PLACE):
+        shares = []
+        for turn in range(rounds + 2):
+            times = {}
+            for one in (kind, STOCK) if turn % 2 else (STOCK, kind):
+                module, x = kinds[one]
+                dist.barrier()
+                start, start_cpu = time.perf_counter(), time.process_time()
+                train_step(module, optimizers[one], x)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                times[one] = time.perf_counter() - start, time.process_time() - start_cpu
+            if turn >= 2:
+                shares.append([ours / stock for ours, stock in zip(times[kind], times[STOCK], strict=True)])
+        wall[kind], cpu[kind] = map(statistics.median, zip(*shares, strict=True))
+    return wall, cpu
 
 
 def measure(rank: int, ranks: int, store: str, device: str, rounds: int, models: list[str], queue: Any) -> None:
@@ -128,19 +157,7 @@ def measure(rank: int, ranks: int, store: str, device: str, rounds: int, models:
     for model in models:
         kinds = {kind: build(kind, model, device) for kind in (OURS, DIRECT, IN_PLACE, STOCK)}
         num_bytes = sum(p.numel() * p.element_size() for p in MODELS[model]()[0].parameters())
-        optimizers = {kind: torch.optim.AdamW(module.parameters(), 1e-4) for kind, (module, _) in kinds.items()}
-        wall: dict[str, list[float]] = {kind: [] for kind in kinds}
-        cpu: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for turn in range(rounds + 2):
-            for kind, (module, x) in kinds.items():
-                dist.barrier()
-                start, start_cpu = time.perf_counter(), time.process_time()
-                train_step(module, optimizers[kind], x)
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                if turn >= 2:
-                    wall[kind].append(time.perf_counter() - start)
-                    cpu[kind].append(time.process_time() - start_cpu)
+        wall, cpu = time_pairs(kinds, device, rounds)
         copied = {}
         plain = MODELS[model]()[0].to(device)
         for kind, (module, x) in kinds.items():
@@ -149,8 +166,8 @@ def measure(rank: int, ranks: int, store: str, device: str, rounds: int, models:
             )
         found[model] = {
             "bytes": num_bytes,
-            "wall": {kind: statistics.median(times) for kind, times in wall.items()},
-            "cpu": {kind: statistics.median(times) for kind, times in cpu.items()},
+            "wall": wall,
+            "cpu": cpu,
             "copied": copied,
             "losses": {kind: losses(kind, model, device) for kind in (OURS, DDP)},
         }
@@ -440,13 +457,15 @@ def gpt_oss_layer(num_experts: int = 128) -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--simulate", action="store_true")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for ranks in given.ranks:
-        found = launch(measure, ranks, device, given.rounds, given.models)
+        found = {}
+        for model in given.models:  # in processes of its own, for a heap that has grown by another's costs fewer page faults
+            found |= launch(measure, ranks, device, given.rounds, [model])
         for kind in (OURS, DIRECT, IN_PLACE, STOCK):
             for model, peak in launch(functools.partial(measure_memory, kind), ranks, device, 10, given.models).items():
                 found[model].setdefault("peak", {})[kind] = peak
