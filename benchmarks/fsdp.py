@@ -117,8 +117,8 @@ def exact_losses(model: str, ranks: int, steps: int = 20) -> list[float]:
 def join(rank: int, ranks: int, store: str, device: str) -> None:
     torch.set_num_threads(1)
     if device == "cpu" and ranks > (os.cpu_count() or 1) and hasattr(os, "SCHED_BATCH"):
-        # Ranks share cores here. By the default policy a rank that has sent a message may lose its core to the receiver before
-        # it has left gloo's lock, and gloo's own thread spins on that lock until it comes back: 11,000 polls a step.
+        # Ranks share cores here. By the default policy a rank that has sent a message may lose its core to the receiver
+        # before it has left gloo's lock, and gloo's own thread spins on that lock meanwhile: 11,000 polls a step.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -464,7 +464,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for ranks in given.ranks:
         found = {}
-        for model in given.models:  # in processes of its own, for a heap that has grown by another's costs fewer page faults
+        for model in given.models:  # in processes of its own: a heap that another has grown costs fewer page faults
             found |= launch(measure, ranks, device, given.rounds, [model])
         for kind in (OURS, DIRECT, IN_PLACE, STOCK):
             for model, peak in launch(functools.partial(measure_memory, kind), ranks, device, 10, given.models).items():

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch.distributed._state_dict_utils as state_dict_utils
-import torch.distributed.tensor as tensor_package
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as tensor_api
 from torch.distributed.tensor import _dispatch as tensor_dispatch
@@ -56,12 +55,23 @@ class DTensorHooks:
 _LOCK = threading.Lock()
 _INSTALLED: list[DTensorHooks] = []
 
+
+def _copy_of(function: Any) -> Any:
+    twin = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    functools.update_wrapper(twin, function)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    del twin.__wrapped__  # type: ignore[attr-defined]
+    return twin
+
+
 # The originals, whether or not install() has run.
 _STOCK = SimpleNamespace(
     redistribute=DTensor.redistribute,
     full_tensor=DTensor.full_tensor,
     from_local=DTensor.from_local,
-    distribute_tensor=tensor_api.distribute_tensor,
+    distribute_tensor=_copy_of(tensor_api.distribute_tensor),
     redistribute_local_tensor=tensor_redistribute.redistribute_local_tensor,
 )
 
@@ -190,14 +200,24 @@ def _wrap_redistribute_local(hooks: DTensorHooks) -> None:
 
 
 def _wrap_distribute_tensor(hooks: DTensorHooks) -> None:
+    """The function itself gets other code, and not its module another function: whoever imported it before has it, too."""
     original = _STOCK.distribute_tensor
 
-    @functools.wraps(original)
-    def distribute_tensor(tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+    def entry(tensor: Any, device_mesh: Any, placements: Any, src_data_rank: int | None) -> Any:
         placements = _again(placements)
         if not placements or not hooks.has_custom(placements):
-            return original(tensor, device_mesh, placements, **options)
-        return hooks.distribute_tensor(tensor, device_mesh, placements, **options)
+            return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+        return hooks.distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
 
-    for module in (tensor_package, tensor_api, state_dict_utils):
-        module.distribute_tensor = distribute_tensor  # type: ignore[attr-defined]
+    setattr(tensor_api, _ENTRY, entry)
+    tensor_api.distribute_tensor.__code__ = _distribute_tensor.__code__
+
+
+def _distribute_tensor(
+    tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: int | None = 0
+) -> Any:
+    """Its code runs in the namespace, and with the defaults, of PyTorch's module."""
+    return _vescale_distribute_tensor(tensor, device_mesh, placements, src_data_rank)  # type: ignore[name-defined]  # noqa: F821
+
+
+_ENTRY = "_vescale_distribute_tensor"

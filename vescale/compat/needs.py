@@ -46,7 +46,6 @@ NEEDS: tuple[Need, ...] = (
     Need(f"{_TENSOR}._api", "distribute_tensor", ("tensor", "device_mesh", "placements", "src_data_rank")),
     Need(f"{_TENSOR}._dispatch", "redistribute_local_tensor", _LOCAL),
     Need(f"{_TENSOR}._redistribute", "redistribute_local_tensor", _LOCAL),
-    Need("torch.distributed._state_dict_utils", "distribute_tensor"),
     Need(
         _TENSOR,
         "DTensor.redistribute",
