@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import json
 import subprocess
@@ -61,6 +62,22 @@ def test_a_changed_signature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vescale.compat.needs.NEEDS", (Need("torch.distributed.gone", "thing"),))
     with pytest.raises(UnsupportedTorchError, match=r"module torch\.distributed\.gone \(for thing\)"):
+        self_check()
+
+
+def test_a_function_whose_code_cannot_be_exchanged_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.tensor import _api
+
+    original = _api.distribute_tensor
+
+    def closure(tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: int | None = 0) -> Any:
+        return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+
+    monkeypatch.setattr(_api, "distribute_tensor", closure)
+    with pytest.raises(UnsupportedTorchError, match=r"_api\.distribute_tensor: a plain function; .* with a closure"):
+        self_check()
+    monkeypatch.setattr(_api, "distribute_tensor", functools.partial(original))
+    with pytest.raises(UnsupportedTorchError, match=r"_api\.distribute_tensor: a plain function; it is functools"):
         self_check()
 
 

@@ -209,7 +209,7 @@ def _wrap_distribute_tensor(hooks: DTensorHooks) -> None:
             return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
         return hooks.distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
 
-    setattr(tensor_api, _ENTRY, entry)
+    tensor_api._vescale_distribute_tensor = entry  # type: ignore[attr-defined]
     tensor_api.distribute_tensor.__code__ = _distribute_tensor.__code__
 
 
@@ -218,6 +218,3 @@ def _distribute_tensor(
 ) -> Any:
     """Its code runs in the namespace, and with the defaults, of PyTorch's module."""
     return _vescale_distribute_tensor(tensor, device_mesh, placements, src_data_rank)  # type: ignore[name-defined]  # noqa: F821
-
-
-_ENTRY = "_vescale_distribute_tensor"

@@ -29,12 +29,14 @@ class Need:
         path: its name there; ``Class.method`` for members, ``a|b`` where either will do.
         parameters: parameters that it must have, in this order among its own.
         uses: names that its code must mention: what a function that is not replaced leaves for one that is.
+        has_plain_code: it is a function of Python, and no closure, whose code can be exchanged for another's.
     """
 
     module: str
     path: str
     parameters: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
+    has_plain_code: bool = False
 
 
 _TENSOR = "torch.distributed.tensor"
@@ -43,7 +45,12 @@ _LOCAL = ("local_tensor", "current_spec", "target_spec", "async_op")
 
 NEEDS: tuple[Need, ...] = (
     Need(f"{_TENSOR}._api", "redistribute_local_tensor", _LOCAL),
-    Need(f"{_TENSOR}._api", "distribute_tensor", ("tensor", "device_mesh", "placements", "src_data_rank")),
+    Need(
+        f"{_TENSOR}._api",
+        "distribute_tensor",
+        ("tensor", "device_mesh", "placements", "src_data_rank"),
+        has_plain_code=True,
+    ),
     Need(f"{_TENSOR}._dispatch", "redistribute_local_tensor", _LOCAL),
     Need(f"{_TENSOR}._redistribute", "redistribute_local_tensor", _LOCAL),
     Need(
@@ -250,6 +257,8 @@ def _lack(need: Need) -> str | None:
     unused = [word for word in need.uses if word not in inspect.unwrap(found).__code__.co_names]
     if unused:
         return f"{name}: code that uses {', '.join(unused)}"
+    if need.has_plain_code and (not inspect.isfunction(found) or found.__code__.co_freevars):
+        return f"{name}: a plain function; it is {found!r}" + (" with a closure" if inspect.isfunction(found) else "")
     return _parameters_lacking(found, name, need.parameters)
 
 
