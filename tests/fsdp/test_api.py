@@ -108,6 +108,18 @@ def phases() -> None:
     net_loss(model, 1, dist.get_rank()).backward()
 
 
+def one_reduction_in_a_backward() -> None:
+    """Of each group, though its modules run twice and other graphs hold calls of them."""
+    torch.manual_seed(0)
+    model = Net(repeat=2)
+    by_block(model, fully_shard, mesh_of())
+    losses = [net_loss(model, step, dist.get_rank()) for step in range(2)]
+    for number in (1, 0, 0):
+        with record_comms() as ledger:
+            losses[number].backward(retain_graph=True)
+        assert ledger.count("reduce_scatter_v") == 4, (number, ledger)
+
+
 def unshard_by_hand() -> None:
     model = sharded()
     whole = {name: full(p) for name, p in model.named_parameters()}
@@ -309,6 +321,7 @@ PARTS = {
     f.__name__: f
     for f in (
         phases,
+        one_reduction_in_a_backward,
         unshard_by_hand,
         recovery,
         settings,

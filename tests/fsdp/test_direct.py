@@ -66,6 +66,19 @@ def accumulated(name: str) -> None:
         same_gradients(models, f"{name}, accumulated, step {step}")
 
 
+def several_graphs(name: str, backwards: tuple[int, ...]) -> None:
+    """Forwards before the first backward: the gradients of a layer that a graph uses twice are complete with the last use in
+    that graph, however many more uses the other graphs hold, or the same graph in another backward."""
+    models = twins(dict(CASES[name]))
+    for step in range(2):
+        for model in models:
+            model.zero_grad()
+            losses = [net_loss(model, 10 * step + number, dist.get_rank()) for number in range(2)]
+            for number in backwards:
+                losses[number].backward(retain_graph=True)
+        same_gradients(models, f"{name}, backwards of {backwards}, step {step}")
+
+
 def freeze(model: Any) -> None:
     model.blocks[1].up.weight.requires_grad_(False)
     model.blocks[2].down.weight.requires_grad_(False)
@@ -140,6 +153,10 @@ def nothing_is_copied() -> None:
 def run() -> int:
     count = run_cases(steps, [(name,) for name in CASES])
     count += run_cases(accumulated, [("plain",), ("every layer used twice",), ("bf16",)])
+    orders = [(0, 1), (1, 0), (1,), (0, 0)]
+    count += run_cases(
+        several_graphs, [(name, order) for name in ("plain", "every layer used twice") for order in orders]
+    )
     return count + run_cases(lambda case: case(), [(frozen,), (autocast,), (second_derivatives,), (nothing_is_copied,)])
 
 

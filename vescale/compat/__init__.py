@@ -7,12 +7,14 @@ try:
         TELLS_HOLDERS,
         are_unheld,
         at_end_of_backward,
+        current_backward,
         in_backward,
         is_captured,
         num_storage_users,
         queue_after_backward,
         run_post_accumulate_hooks,
         set_versions,
+        will_run,
     )
     from vescale.compat.c10d_ops import CollectiveKernels, group_description, on_completion
     from vescale.compat.checkpoint import CheckpointHooks
@@ -119,6 +121,7 @@ __all__ = [
     "clear_sharding_cache",
     "concatenate_meshes",
     "current_autograd_node",
+    "current_backward",
     "current_mesh",
     "decompose",
     "default_store",
@@ -180,6 +183,7 @@ __all__ = [
     "tell_move",
     "tensors_in",
     "traced_all_to_all",
+    "will_run",
     "with_aliasing",
     "without_modes",
 ]

@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 __all__ = [
     "TELLS_HOLDERS",
     "are_unheld",
     "at_end_of_backward",
+    "current_backward",
     "in_backward",
     "is_captured",
     "num_storage_users",
     "queue_after_backward",
     "run_post_accumulate_hooks",
     "set_versions",
+    "will_run",
 ]
 
 
@@ -91,7 +93,17 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
 
 def in_backward() -> bool:
     """Whether this thread is inside of a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != -1
+
+
+def current_backward() -> int:
+    """What tells the running backward from all others; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def will_run(node: Node) -> bool:
+    """Inside a backward: whether it runs this node of a graph, or has run it. Not of leaves (:func:`is_captured`)."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:

@@ -96,7 +96,6 @@ class ParameterGroup(RestingGroup):
         self._carried: dict[int, Reduction] = {}
         self._needed_next: ParameterGroup | None = None
         self._forward_places: list[int] = []
-        self._calls_to_come_back = 0
         self._gradients_are_due = False
         self._keeps_for_graph = False
         """The backward that runs, or ran last, builds a graph (``create_graph``), whose ops read the parameters."""
@@ -121,7 +120,7 @@ class ParameterGroup(RestingGroup):
             parameter.unsharded = None
         twin.comm, twin.phase = None, Phase.IDLE
         twin._carried, twin._forward_places, twin._needed_next = {}, [], None
-        twin._calls_to_come_back, twin._gradients_are_due = 0, False
+        twin._gradients_are_due = False
         twin._keeps_for_graph = twin._is_left = False
         twin.on_gradients = _nothing
         twin.is_lent = twin._weights_are_needed = False
@@ -291,12 +290,12 @@ class ParameterGroup(RestingGroup):
         self.unshard()
         self.wait_for_unshard()
 
-    def recompute(self) -> None:
-        """Activation checkpointing runs the forward anew inside of its backward."""
+    def recompute(self, *, is_recorded: bool) -> None:
+        """Activation checkpointing runs the forward anew inside of its backward. Not ``is_recorded``: the first forward was
+        not (reentrant checkpointing), so that each call has a backward of its own."""
         self.unshard()
         self.wait_for_unshard()
-        if self._calls_to_come_back == 0:
-            # The first forward was not recorded (reentrant), so that each call has a backward of its own.
+        if not is_recorded:
             self._weights_are_needed = True
 
     def after_forward(self, *, recomputing: bool, is_watched: bool = True) -> None:
@@ -314,10 +313,6 @@ class ParameterGroup(RestingGroup):
                 self._forward_places.append(len(self.comm.post_forward_order))
                 self.comm.post_forward_order.append(self)
         self.phase = Phase.IDLE
-
-    def expect_backward(self) -> None:
-        """A forward call whose inputs need gradients: :meth:`after_backward` will be called for it."""
-        self._calls_to_come_back += 1
 
     def before_backward(self, *, prefetch: bool) -> None:
         if self.phase is Phase.BACKWARD:
@@ -362,10 +357,10 @@ class ParameterGroup(RestingGroup):
         finally:
             self.phase = before
 
-    def after_backward(self) -> None:
-        """The gradients of one forward call's inputs are there: this call needs the parameters no more."""
-        self._calls_to_come_back = max(0, self._calls_to_come_back - 1)
-        if self._calls_to_come_back == 0:
+    def after_backward(self, *, is_last: bool) -> None:
+        """The gradients of one forward call's inputs are there: this call needs the parameters no more. ``is_last``: nor
+        does any other call in this backward."""
+        if is_last:
             self._reduce()
         elif self._goes_after_backward:
             self.reshard()
@@ -378,17 +373,11 @@ class ParameterGroup(RestingGroup):
             self._reduce()
         elif self._goes_after_backward:
             self.reshard()
-        self._calls_to_come_back = 0
         self._weights_are_needed = False
         self._is_left = self._is_left or (self._keeps_for_graph and self.is_unsharded)
         self._keeps_for_graph = False
         self._needed_next = None
         self.phase = Phase.IDLE
-
-    def forget_forward(self) -> None:
-        """After an exception in the module's forward: no backward of that call will come."""
-        self.phase = Phase.IDLE
-        self._calls_to_come_back = max(0, self._calls_to_come_back - 1)
 
     def forget_forward_order(self) -> None:
         self._forward_places.clear()
@@ -443,7 +432,6 @@ class ParameterGroup(RestingGroup):
         self._carried.clear()
         self._forward_places.clear()
         self._needed_next = None
-        self._calls_to_come_back = 0
         self._gradients_are_due = self._weights_are_needed = self._keeps_for_graph = False
         self.phase = Phase.IDLE
         for bucket in self.buckets:

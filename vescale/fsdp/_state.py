@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale.compat import hides_tensors, in_backward, map_tensors, tensors_in
+from vescale.fsdp._calls import Calls
 from vescale.fsdp._context import CommContext, TreeContext
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._parameter import Slot
@@ -76,6 +76,7 @@ class ModuleState:
         self.backward_prefetch: list[ModuleState] = []
         self.max_gradient_buffers = 1
         self._still_to_run: set[nn.Module] = set()
+        self._calls = Calls()
         for module in modules:
             module.__dict__[_STATES] = self
         self._install_hooks(hooks_first)
@@ -131,8 +132,9 @@ class ModuleState:
         if self.tree.awaits_end_of_backward and not in_backward():  # an exception broke a backward off
             self.tree.states[0].abandon_iteration()
         if self.phase is Phase.BACKWARD:  # activation checkpointing runs this forward anew inside of its backward
+            is_recorded = self._calls.are_awaited
             for group in self.groups:
-                group.recompute()
+                group.recompute(is_recorded=is_recorded)
             return self._cast_inputs(args, kwargs)
         begins = self.phase is not Phase.FORWARD
         if begins:
@@ -206,7 +208,7 @@ class ModuleState:
         if self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
             for group in self.groups:
-                group.forget_forward()
+                group.phase = Phase.IDLE
 
     def _conclude_incomplete(self, output: Any) -> Any:
         """Groups of several modules of which only some have run end their forward with the root's."""
@@ -248,9 +250,7 @@ class ModuleState:
 
         args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs)
         if watched:
-            for group in self.groups:
-                group.expect_backward()
-            register_multi_grad_hook(watched, self._after_backward)
+            self._calls.add(watched, self._after_backward)
         return args, kwargs
 
     def _watch_outputs(self, output: Any) -> bool:
@@ -280,10 +280,11 @@ class ModuleState:
                 group.prefetch(Phase.BACKWARD)
 
     @torch.compiler.disable
-    def _after_backward(self, *_: Any) -> None:
+    def _after_backward(self) -> None:
         self.tree.at_end_of_backward(self.comm)
+        is_last = not self._calls.are_awaited
         for group in reversed(self.groups):
-            group.after_backward()
+            group.after_backward(is_last=is_last)
 
     def conclude_backward(self) -> None:
         self._still_to_run.clear()
@@ -311,7 +312,7 @@ class ModuleState:
                     memo[id(parameter.sharded)] = other.sharded
             twin.phase, twin.is_root = Phase.IDLE, None
             twin.tree, twin.comm = TreeContext(), CommContext(state.device)
-            twin._still_to_run = set()
+            twin._still_to_run, twin._calls = set(), Calls()
             made.append(twin)
         return made
 
