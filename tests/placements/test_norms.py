@@ -96,6 +96,35 @@ def test_clip_grad_norm(ranks: RankPools, world: int) -> None:
     ranks.run(on_rank_clipping, world, world_size=world)
 
 
+def check_empty(order: float, foreach: bool) -> None:
+    """A parameter without elements has the norm 0, or none, and brings no other gradient to every rank."""
+    mesh = (2,)
+    layout = (mesh, (RaggedShard((0,), (1, 3)),))
+    ours, theirs = [], []
+    for seed, full in enumerate((data(), torch.zeros(0, 5))):
+        ours.append(torch.nn.Parameter(place(full, layout)))
+        theirs.append(torch.nn.Parameter(full.clone()))
+        ours[-1].grad, theirs[-1].grad = place(full + seed, layout), full + seed
+    if not 0 <= order < math.inf:
+        with pytest.raises(RuntimeError, match="norm on (an )?empty tensor"):
+            torch.nn.utils.clip_grad_norm_(ours, 0.5, order, foreach=foreach)
+        return
+    with strict_placements():
+        norm: Any = torch.nn.utils.clip_grad_norm_(ours, 0.5, order, foreach=foreach)
+        assert_same(torch.linalg.vector_norm(ours[1].detach(), order), torch.zeros(()))
+    assert_same(norm, torch.nn.utils.clip_grad_norm_(theirs, 0.5, order, foreach=foreach))
+    assert ours[0].grad is not None and theirs[0].grad is not None
+    assert_same(ours[0].grad, theirs[0].grad)
+
+
+def on_rank_empty() -> int:
+    return run_cases(check_empty, list(itertools.product(ORDERS, (True, False))))
+
+
+def test_a_parameter_without_elements(ranks: RankPools) -> None:
+    ranks.run(on_rank_empty, world_size=2)
+
+
 def on_rank_clipping_two_axes() -> None:
     """Parameters on 2-D meshes, and on different meshes, in one call."""
     where = [layout for layout in layouts(4) if len(layout[0]) == 2] + ragged_layouts(4)[:1]

@@ -40,8 +40,8 @@ def norm_rule(call: OpCall) -> Decision | None:
         return None
     order = call.argument("ord", call.argument("p", 2))
     spec, inputs = call.operands[0], without_partials(call.operands[0].placements)
-    if math.prod(spec.shape) == 0:
-        return None  # what orders an empty tensor has is torch's business
+    if not _has_norm(spec.shape, _order(order)):
+        return None
     call.try_out()
     scope = (spec.mesh, reduction_axes(inputs))
     norms = functools.partial(_norms, _order(order), (scope,), (call.meta,), call.name == "linalg__powsum")
@@ -53,7 +53,8 @@ def foreach_norm_rule(call: OpCall) -> Decision | None:
     reduced here, all those on the same axes in one collective. Replicate."""
     if call.name not in ("_foreach_norm", "_foreach_powsum", "_foreach_max"):
         return None
-    if any(math.prod(spec.shape) == 0 for spec in call.operands):
+    order = math.inf if call.name == "_foreach_max" else _order(call.argument("ord", 2))
+    if not all(_has_norm(spec.shape, order) for spec in call.operands):
         return None
     call.try_out()
     inputs = tuple(without_partials(spec.placements) for spec in call.operands)
@@ -62,13 +63,17 @@ def foreach_norm_rule(call: OpCall) -> Decision | None:
     if call.name == "_foreach_max":
         maxima = functools.partial(_combined, "max", scopes)
         return Decision(inputs, outputs, lambda locals_: maxima([_largest(local) for local in locals_]))
-    order = _order(call.argument("ord", 2))
     norms = functools.partial(_norms, order, scopes, tuple(call.meta), call.name == "_foreach_powsum")
     return Decision(inputs, outputs, lambda locals_, *_, **__: norms(locals_))
 
 
 def _order(order: Any) -> float:
     return 2.0 if order is None else float(order)  # "inf" and "-inf" are numbers too
+
+
+def _has_norm(shape: Sequence[int], order: float) -> bool:
+    """Of this order. That of an empty tensor is 0, or PyTorch's to refuse."""
+    return math.prod(shape) > 0 or 0 <= order < math.inf
 
 
 def _norms(
