@@ -106,7 +106,7 @@ def check_empty(order: float, foreach: bool) -> None:
         theirs.append(torch.nn.Parameter(full.clone()))
         ours[-1].grad, theirs[-1].grad = place(full + seed, layout), full + seed
     if not 0 <= order < math.inf:
-        with pytest.raises(RuntimeError, match="norm on (an )?empty tensor"):
+        with pytest.raises(RuntimeError, match=r"norm on (an )?empty tensor"):
             torch.nn.utils.clip_grad_norm_(ours, 0.5, order, foreach=foreach)
         return
     with strict_placements():
