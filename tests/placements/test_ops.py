@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.placements.layouts import (
     SHAPE,
@@ -782,6 +783,24 @@ def on_rank_module() -> None:
 
 def test_parameters(ranks: RankPools) -> None:
     ranks.run(on_rank_module, world_size=4)
+
+
+def on_rank_add_to_pending() -> None:
+    """In place: the gradients of two microbatches may be placed differently, and autograd adds them up."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (world,))
+    RaggedShard()  # the first placement teaches DTensor
+    for full in (torch.arange(10.0), torch.arange(35.0).view(5, 7)):
+        for dim in range(full.ndim):
+            pending = DTensor.from_local(full * rank, mesh, [Partial()])
+            with record_comms() as comms:
+                pending += distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)
+            assert pending.placements == (Partial(),) and not comms.records
+            assert torch.equal(pending.full_tensor(), full * (1 + sum(range(world))))
+
+
+def test_a_shard_is_added_to_a_pending_sum(ranks: RankPools) -> None:
+    ranks.run(on_rank_add_to_pending, world_size=3)
 
 
 def on_rank_submesh() -> None:

@@ -301,6 +301,32 @@ def recomputation() -> None:
                 assert len(ledger.records) == reducer.num_buckets
 
 
+def recomputed_more_often() -> None:
+    """A layer's gradient comes once more than was learned (reentrant checkpointing, two forwards): that does not stand for
+    another layer's, which is still to come. Large layers, of which each is heard."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(96, 96, bias=False) for _ in range(4)]).to(F64)
+    reference, world, rank = copy.deepcopy(model), dist.get_world_size(), dist.get_rank()
+    GradientReducer(model, meshes((4,)), op="sum")
+
+    def loss(m: nn.Module, step: int, rank: int) -> torch.Tensor:
+        found = []
+        for number in range(1 + step):
+            x = m[0](data(10 * step + number, rank, 3, 96))
+            for index in (1, 2):
+                x = checkpoint(m[index], x, use_reentrant=True) if m is model else m[index](x)
+            found.append(m[3](x).square().mean())
+        return torch.stack(found).sum()
+
+    for step in range(4):
+        model.zero_grad()
+        reference.zero_grad()
+        loss(model, step, rank).backward()
+        for r in range(world):
+            loss(reference, step, r).backward()
+        assert_equal_gradients(model, reference)
+
+
 def dtypes() -> None:
     """bfloat16 gradients are added in float32, and rounded once."""
     mesh, rank, world = meshes((2, 2)), dist.get_rank(), dist.get_world_size()
@@ -436,6 +462,7 @@ def hook_of_the_user() -> None:
         kept_gradients,
         used_differently,
         recomputation,
+        recomputed_more_often,
         dtypes,
         hooks,
         last_collective,

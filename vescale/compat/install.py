@@ -190,13 +190,23 @@ def _wrap_redistribute_local(hooks: DTensorHooks) -> None:
                 if type(placement) in custom_types:
                     break
             else:
-                return original(local_tensor, current_spec, target_spec, **options)
+                try:
+                    return original(local_tensor, current_spec, target_spec, **options)
+                except RuntimeError:
+                    # PyTorch does not turn a shard into a summand, which adding one to a pending gradient asks for: the
+                    # gradients of two microbatches may be placed differently.
+                    if not _becomes_summand(current_spec.placements, target_spec.placements):
+                        raise
         return hooks.redistribute_local(
             local_tensor, current_spec, target_spec, async_op=options.get("async_op", False)
         )
 
     for module in (tensor_redistribute, tensor_dispatch, tensor_api):  # each has bound the name
         setattr(module, "redistribute_local_tensor", redistribute_local_tensor)  # noqa: B010
+
+
+def _becomes_summand(source: Any, target: Any) -> bool:
+    return any(before.is_shard() and after.is_partial() for before, after in zip(source, target))
 
 
 def _wrap_distribute_tensor(hooks: DTensorHooks) -> None:

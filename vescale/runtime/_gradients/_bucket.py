@@ -60,6 +60,7 @@ class Bucket:
     _has_all: bool  # contributions
     _is_irregular: bool  # there were more to come when all that are heard had come
     _last: Slot | None  # that was heard
+    _told: dict[int, int]  # by slot that is heard, how often its gradient has come
     _given: dict[int, torch.Tensor]  # contributions by slot, but for those taken to their places
     _only: torch.Tensor | None  # the contribution of a bucket's one slot, to be reduced in place
     _result: torch.Tensor | None
@@ -161,8 +162,12 @@ class Bucket:
         return True
 
     def _tell(self, slot: Slot) -> None:
+        """Of a gradient that has come. One that comes more often than is expected does not stand for another."""
         self._last = slot
-        self.num_missing -= 1
+        told = self._told.get(slot.index, 0)
+        if told < slot.num_expected:
+            self._told[slot.index] = told + 1
+            self.num_missing -= 1
 
     def is_ready(self, versions: Versions) -> bool:
         """Whether all contributions that are expected have come; those of quiet slots are taken then.
@@ -341,7 +346,7 @@ class Bucket:
         self.is_launched = self._is_open = self._is_advanced = False
         self._has_all = self._is_irregular = False
         self._last = self._only = self._result = None
-        self._given, self.waited = {}, []
+        self._told, self._given, self.waited = {}, {}, []
 
     @property
     def _own(self) -> int:
