@@ -11,9 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as StockFSDPModule
+from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as stock_register_fsdp_forward_method
+from torch.distributed.fsdp import share_comm_ctx as stock_share_comm_ctx
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -25,11 +29,14 @@ from vescale.buffer import Allocation, BufferMismatchError
 from vescale.comm import record_comms
 from vescale.fsdp import (
     FSDPModule,
+    ModuleState,
     UnshardHandle,
     fully_shard,
+    give_methods,
     register_fsdp_forward_method,
     report,
     share_comm_ctx,
+    state_of,
 )
 from vescale.placements import RaggedShard
 
@@ -48,6 +55,21 @@ def test_every_public_method_of_fsdp2_is_there(name: str) -> None:
     ]
 
 
+def test_nothing_is_inherited_from_fsdp2() -> None:
+    """PyTorch takes a sharded module for one of its own, and all that it could call on it is this engine's."""
+    state = object.__new__(ModuleState)
+    state.modules = (nn.Linear(1, 1),)
+    give_methods(state, for_torch=True)
+    made = type(state.modules[0])
+    assert issubclass(made, StockFSDPModule) and issubclass(made, FSDPModule)
+    members = [
+        name for name, member in vars(StockFSDPModule).items() if callable(member) or isinstance(member, property)
+    ]
+    assert set(_METHODS) < set(members)
+    inherited = [name for name in members if inspect.getattr_static(made, name) is vars(StockFSDPModule)[name]]
+    assert inherited == []
+
+
 def test_functions_of_fsdp2_are_there() -> None:
     assert len(_METHODS) >= 20
     stock = inspect.signature(inspect.unwrap(stock_fully_shard)).parameters
@@ -55,7 +77,8 @@ def test_functions_of_fsdp2_are_there() -> None:
     for name in ("fully_shard", "FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"):
         assert getattr(vescale, name) is getattr(vescale.fsdp, name)
         assert hasattr(torch.distributed.fsdp, name)
-    assert callable(UnshardHandle.wait)
+    assert issubclass(UnshardHandle, StockUnshardHandle)
+    assert UnshardHandle.wait is not StockUnshardHandle.wait
 
 
 def sharded(**options: Any) -> Any:
@@ -305,6 +328,44 @@ def what_hooks_see() -> None:
         torch.testing.assert_close(piece.square().sum(), sum(gradient.square().sum() for gradient in gradients))
 
 
+def as_torch_sees_it() -> None:
+    """PyTorch finds the module and its state, and does not do to it what is for its own engine alone."""
+    model, mesh = sharded(), mesh_of()
+    assert isinstance(model, StockFSDPModule) and isinstance(model.blocks[0], StockFSDPModule)
+    assert not isinstance(model.blocks, StockFSDPModule) and not isinstance(model.head, FSDPModule)
+    found = [fully_shard.state(module) for module in (model, *model.blocks)]  # type: ignore[attr-defined]
+    assert len(set(found)) == 4 and found[0] is state_of(model) and isinstance(found[0], ModuleState)
+    assert found == [stock_fully_shard.state(module) for module in (model, *model.blocks)]  # type: ignore[attr-defined]
+    assert found[1] is model.blocks[0]._get_fsdp_state()
+    for shard in (fully_shard, stock_fully_shard):
+        assert shard.state(model.blocks) is None and shard.state(nn.Linear(1, 1)) is None  # type: ignore[attr-defined]
+    pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    fully_shard(pair, mesh=mesh)  # type: ignore[arg-type]
+    assert stock_fully_shard.state(pair[0]) is stock_fully_shard.state(pair[1]) is state_of(pair[0])  # type: ignore[attr-defined]
+    twin = copy.deepcopy(model)
+    assert stock_fully_shard.state(twin) is state_of(twin) is not found[0]  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="can only be applied to a module once"):
+        stock_fully_shard(model, mesh=mesh)
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(model)
+    theirs = nn.Linear(3, 3)
+    stock_fully_shard(theirs, mesh=mesh)
+    with pytest.raises(
+        ValueError, match=r"given a FSDPLinear that torch\.distributed\.fsdp\.fully_shard has sharded; give"
+    ):
+        fully_shard(theirs, mesh=mesh)
+    with pytest.raises(ValueError, match=r"given '0', a FSDPLinear that torch\.distributed\.fsdp\.fully_shard has"):
+        fully_shard(nn.Sequential(theirs), mesh=mesh)
+    with pytest.raises(AttributeError, match=r"ModuleState has no '_comm_ctx'.*use.*vescale\.fsdp's share_comm_ctx"):
+        stock_share_comm_ctx([model, twin])
+    stock_register_fsdp_forward_method(twin, "get_extra_state")
+    with pytest.raises(AttributeError, match=r"no '_pre_forward'.*use.*register_fsdp_forward_method"):
+        twin.get_extra_state()
+    with pytest.raises(NotImplementedError, match=r"_set_unshard_async_op.*Delete this call"):
+        model._set_unshard_async_op(True)
+    net_loss(model, 0, dist.get_rank()).backward()
+
+
 PARTS = {
     f.__name__: f
     for f in (
@@ -316,6 +377,7 @@ PARTS = {
         direct_gradients,
         reports,
         what_hooks_see,
+        as_torch_sees_it,
     )
 }
 

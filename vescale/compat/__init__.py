@@ -81,6 +81,7 @@ try:
         foreach_scale_,
         has_foreach,
     )
+    from vescale.compat.fsdp2 import FSDP2Module, FSDP2State, fsdp2_state, register_fsdp2_state
     from vescale.compat.grads import ParameterRow, TensorRow, is_dense, share_memory
     from vescale.compat.groups import make_group
     from vescale.compat.hook_gate import HookGate
@@ -102,6 +103,8 @@ __all__ = [
     "DTensorSpec",
     "DataParallelMeshDims",
     "DispatchListener",
+    "FSDP2Module",
+    "FSDP2State",
     "HookGate",
     "MaskPartial",
     "OpSchema",
@@ -128,6 +131,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_scale_",
+    "fsdp2_state",
     "group_description",
     "has_foreach",
     "has_results",
@@ -162,6 +166,7 @@ __all__ = [
     "queue_after_backward",
     "rank_in_mesh",
     "reduce_scatter_single",
+    "register_fsdp2_state",
     "resume_compiling",
     "root_mesh",
     "run_post_accumulate_hooks",

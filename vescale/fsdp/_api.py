@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES
-from vescale.compat import DataParallelMeshDims
+from vescale.compat import DataParallelMeshDims, FSDP2Module, fsdp2_state, register_fsdp2_state
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._group import BlockPolicy, ParameterGroup
 from vescale.fsdp._module import FSDPModule
@@ -160,29 +160,42 @@ def fully_shard(
         reshard_root=None if reshard_after_forward is None else bool(reshard_after_forward),
         ignored=[slot for slots in find_slots(modules, list(ignored)).values() for slot in slots],
     )
-    give_methods(state)
+    give_methods(state, for_torch=True)
     if deferred:
         for one in modules:
             materialize(one, device=axes.device)  # buffers, tensors in attributes, ignored parameters: whole
     return module
 
 
-def give_methods(state: ModuleState) -> None:
-    """Make the modules of a state :class:`FSDPModule`, with all its methods, beside what they are."""
+def _state(module: nn.Module) -> ModuleState | None:
+    """``fully_shard.state``, as FSDP2 has it: what was made of a module, None for one that ``fully_shard`` was not given.
+    The function of PyTorch gives the same."""
+    return state_of(module)
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
+
+
+def give_methods(state: ModuleState, *, for_torch: bool = False) -> None:
+    """Make the modules of a state :class:`FSDPModule`, with all its methods, beside what they are. ``for_torch``: PyTorch,
+    and who asks its classes, take them for FSDP2's, whose gradients can be accumulated and then reduced apart."""
     for one in state.modules:
-        one.__class__ = _sharded_class(type(one))
+        one.__class__ = _sharded_class(type(one), for_torch)
+        if for_torch:
+            register_fsdp2_state(one, state)
 
 
-_CLASSES: dict[type, type] = {}
+_CLASSES: dict[tuple[type, bool], type] = {}
 
 
-def _sharded_class(original: type) -> type:
+def _sharded_class(original: type, for_torch: bool) -> type:
     """``FSDP<name>``, one for each class."""
-    if original not in _CLASSES:
-        _CLASSES[original] = type(
-            f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__}
-        )
-    return _CLASSES[original]
+    made = _CLASSES.get((original, for_torch))
+    if made is None:
+        bases = (FSDPModule, FSDP2Module, original) if for_torch else (FSDPModule, original)
+        members = {"__module__": original.__module__, "_original": original}
+        made = _CLASSES[original, for_torch] = type(f"FSDP{original.__name__}", bases, members)
+    return made
 
 
 def _roots(module: Any) -> list[nn.Module]:
@@ -221,6 +234,12 @@ def _own_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         if id(module) in seen or state_of(module) is not None:
             return
         seen.add(id(module))
+        if fsdp2_state(module) is not None:
+            where = f"{path!r}, a {type(module).__name__}" if path else f"a {type(module).__name__}"
+            raise ValueError(
+                f"fully_shard was given {where} that torch.distributed.fsdp.fully_shard has sharded; give all of a model to "
+                "one of the two"
+            )
         yield path, module
         for name, child in module.named_children():
             yield from visit(f"{path}.{name}" if path else name, child)
