@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import vescale
-from tests.fsdp.compare import by_block, full, mesh_of, resting_memory
+from tests.fsdp.compare import by_block, data, full, mesh_of, resting_memory
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
 from vescale.buffer import Allocation, BufferMismatchError
@@ -366,6 +367,52 @@ def as_torch_sees_it() -> None:
     net_loss(model, 0, dist.get_rank()).backward()
 
 
+def beside_replicate() -> None:
+    """What PyTorch's ``replicate`` has is not sharded, and it has nothing of what is."""
+    mesh, rank = mesh_of(), dist.get_rank()
+    models: list[Any] = []
+    for kind in ("inside", "outside", "one device"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+        models.append(model)
+        if kind == "inside":
+            replicate(model[2])
+            with pytest.raises(ValueError, match="given a DDPLinear that replicate has"):
+                fully_shard(model[2], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        if kind == "outside":
+            fully_shard(model[0], mesh=mesh)
+            replicate(model)
+    for model in models[:2]:
+        assert [isinstance(p, DTensor) for p in model.parameters()] == [True, True, False, False]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            ranks = range(4) if model is models[2] else [rank]
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)  # of parameters that nothing reduces
+                loss = torch.stack([model(data((2, 5), step, one)).square().sum() for one in ranks]).mean()
+            loss.backward()
+            optimizer.step()
+    for name, expected in models[2].named_parameters():
+        for model in models[:2]:
+            torch.testing.assert_close(full(model.get_parameter(name).detach()), expected.detach())
+
+
+def marks() -> None:
+    """What is said of each module to torch.compile, and to those who ask whether all ranks must run alike."""
+    models: list[Any] = [
+        nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)) for _ in range(2)
+    ]
+    for model, shard in zip(models, (stock_fully_shard, fully_shard), strict=True):
+        shard(model[1], mesh=mesh_of())
+        shard(model, mesh=mesh_of())
+    stock, ours = ([vars(module) for module in model.modules()] for model in models)
+    for attribute in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+        assert [one.get(attribute) for one in ours] == [one.get(attribute) for one in stock] == [True] * 5
+
+
 PARTS = {
     f.__name__: f
     for f in (
@@ -378,6 +425,8 @@ PARTS = {
         reports,
         what_hooks_see,
         as_torch_sees_it,
+        beside_replicate,
+        marks,
     )
 }
 

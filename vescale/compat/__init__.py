@@ -81,7 +81,14 @@ try:
         foreach_scale_,
         has_foreach,
     )
-    from vescale.compat.fsdp2 import FSDP2Module, FSDP2State, fsdp2_state, register_fsdp2_state
+    from vescale.compat.fsdp2 import (
+        FSDP2Module,
+        FSDP2State,
+        fsdp2_state,
+        is_replicated,
+        mark_as_managed,
+        register_fsdp2_state,
+    )
     from vescale.compat.grads import ParameterRow, TensorRow, is_dense, share_memory
     from vescale.compat.groups import make_group
     from vescale.compat.hook_gate import HookGate
@@ -144,6 +151,7 @@ __all__ = [
     "is_alone",
     "is_captured",
     "is_dense",
+    "is_replicated",
     "is_traced",
     "is_view",
     "local_of",
@@ -151,6 +159,7 @@ __all__ = [
     "make_group",
     "make_spec",
     "map_tensors",
+    "mark_as_managed",
     "mesh_over",
     "native_sharding",
     "no_torch_function",

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-__all__ = ["FSDP2Module", "FSDP2State", "fsdp2_state", "register_fsdp2_state"]
+__all__ = ["FSDP2Module", "FSDP2State", "fsdp2_state", "is_replicated", "mark_as_managed", "register_fsdp2_state"]
 
 _CONTRACT: Any = fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states
 
@@ -29,6 +29,18 @@ def register_fsdp2_state(module: nn.Module, state: FSDP2State) -> None:
     more, and to apply to it what does not go with sharding."""
     module.__dict__.setdefault(STATE_KEY, {})[_CONTRACT] = state
     module.__dict__.setdefault(REGISTRY_KEY, {})[_CONTRACT.__name__] = RegistryItem()
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether PyTorch's ``replicate`` has the parameters in ``module``: a composable form of data parallelism."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+def mark_as_managed(module: nn.Module) -> None:
+    """``torch.compile`` then takes parameters as inputs, and Hugging Face's models know that all ranks must run the same
+    number of forwards (``generate`` goes on until the last rank is done)."""
+    module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
 class FSDP2Module(FSDPModule):

@@ -14,7 +14,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES
-from vescale.compat import DataParallelMeshDims, FSDP2Module, fsdp2_state, register_fsdp2_state
+from vescale.compat import (
+    DataParallelMeshDims,
+    FSDP2Module,
+    fsdp2_state,
+    is_replicated,
+    mark_as_managed,
+    register_fsdp2_state,
+)
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._group import BlockPolicy, ParameterGroup
 from vescale.fsdp._module import FSDPModule
@@ -122,7 +129,7 @@ def fully_shard(
     enable_random_ops()  # for reset_parameters() on shards, after to_empty()
     modules = _roots(module)
     axes = _axes(mesh, dp_mesh_dims)
-    ignored = set(ignored_params or ())
+    ignored = {*(ignored_params or ()), *_replicated_parameters(modules)}
     named = _named_parameters(modules, ignored)
     _move_to_device(modules, [parameter for _, parameter in named], axes.device)
     for name, parameter in named:
@@ -152,6 +159,8 @@ def fully_shard(
         )
     for name, parameter in named:
         setattr(parameter, _MANAGED_BY, f"{name!r} of {type(modules[0]).__name__}")
+    for _, own in _own_modules(modules):
+        mark_as_managed(own)
     state = ModuleState(
         modules,
         groups,
@@ -211,6 +220,11 @@ def _roots(module: Any) -> list[nn.Module]:
             )
         if state_of(one) is not None:
             raise ValueError(f"fully_shard was given this {type(one).__name__} before; give each module once")
+        if is_replicated(one):
+            raise ValueError(
+                f"fully_shard was given a {type(one).__name__} that replicate has; expected one of the two: shard it, or "
+                "leave it out"
+            )
     inside = {id(child) for one in given for child in one.modules() if child is not one}
     return [one for one in dict.fromkeys(given) if id(one) not in inside]
 
@@ -227,11 +241,12 @@ def _axes(mesh: DeviceMesh | None, named: DataParallelMeshDims | None) -> DataPa
 
 
 def _own_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose parameters belong to this call: not below one that was given to an earlier call."""
+    """The modules whose parameters belong to this call: not below one that was given to an earlier call, or to PyTorch's
+    ``replicate``."""
     seen: set[int] = set()
 
     def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen or state_of(module) is not None:
+        if id(module) in seen or state_of(module) is not None or is_replicated(module):
             return
         seen.add(id(module))
         if fsdp2_state(module) is not None:
@@ -246,6 +261,13 @@ def _own_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
     for number, root in enumerate(roots):
         yield from visit("" if len(roots) == 1 else str(number), root)
+
+
+def _replicated_parameters(roots: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    for root in roots:
+        for module in root.modules():
+            if is_replicated(module):
+                yield from module.parameters()
 
 
 def _named_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:

@@ -43,7 +43,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """The original class, unsharded: what containers construct when they are sliced."""
-        original = cls._original
+        original: Any = cls._original
         made = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
