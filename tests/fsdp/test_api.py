@@ -69,6 +69,9 @@ def test_nothing_is_inherited_from_fsdp2() -> None:
     assert set(_METHODS) < set(members)
     inherited = [name for name in members if inspect.getattr_static(made, name) is vars(StockFSDPModule)[name]]
     assert inherited == []
+    state.modules = (nn.Linear(1, 1),)
+    give_methods(state)  # a plan's unit, whose gradients are not for PyTorch to accumulate
+    assert isinstance(state.modules[0], FSDPModule) and not isinstance(state.modules[0], StockFSDPModule)
 
 
 def test_functions_of_fsdp2_are_there() -> None:
