@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -11,25 +12,32 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as StockFSDPModule
+from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as stock_register_fsdp_forward_method
+from torch.distributed.fsdp import share_comm_ctx as stock_share_comm_ctx
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import vescale
-from tests.fsdp.compare import by_block, full, mesh_of, resting_memory
+from tests.fsdp.compare import by_block, data, full, mesh_of, resting_memory
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
 from vescale.buffer import Allocation, BufferMismatchError
 from vescale.comm import record_comms
 from vescale.fsdp import (
     FSDPModule,
+    ModuleState,
     UnshardHandle,
     fully_shard,
+    give_methods,
     register_fsdp_forward_method,
     report,
     share_comm_ctx,
+    state_of,
 )
 from vescale.placements import RaggedShard
 
@@ -48,6 +56,24 @@ def test_every_public_method_of_fsdp2_is_there(name: str) -> None:
     ]
 
 
+def test_nothing_is_inherited_from_fsdp2() -> None:
+    """PyTorch takes a sharded module for one of its own, and all that it could call on it is this engine's."""
+    state = object.__new__(ModuleState)
+    state.modules = (nn.Linear(1, 1),)
+    give_methods(state, for_torch=True)
+    made = type(state.modules[0])
+    assert issubclass(made, StockFSDPModule) and issubclass(made, FSDPModule)
+    members = [
+        name for name, member in vars(StockFSDPModule).items() if callable(member) or isinstance(member, property)
+    ]
+    assert set(_METHODS) < set(members)
+    inherited = [name for name in members if inspect.getattr_static(made, name) is vars(StockFSDPModule)[name]]
+    assert inherited == []
+    state.modules = (nn.Linear(1, 1),)
+    give_methods(state)  # a plan's unit, whose gradients are not for PyTorch to accumulate
+    assert isinstance(state.modules[0], FSDPModule) and not isinstance(state.modules[0], StockFSDPModule)
+
+
 def test_functions_of_fsdp2_are_there() -> None:
     assert len(_METHODS) >= 20
     stock = inspect.signature(inspect.unwrap(stock_fully_shard)).parameters
@@ -55,7 +81,8 @@ def test_functions_of_fsdp2_are_there() -> None:
     for name in ("fully_shard", "FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"):
         assert getattr(vescale, name) is getattr(vescale.fsdp, name)
         assert hasattr(torch.distributed.fsdp, name)
-    assert callable(UnshardHandle.wait)
+    assert issubclass(UnshardHandle, StockUnshardHandle)
+    assert UnshardHandle.wait is not StockUnshardHandle.wait
 
 
 def sharded(**options: Any) -> Any:
@@ -317,6 +344,90 @@ def what_hooks_see() -> None:
         torch.testing.assert_close(piece.square().sum(), sum(gradient.square().sum() for gradient in gradients))
 
 
+def as_torch_sees_it() -> None:
+    """PyTorch finds the module and its state, and does not do to it what is for its own engine alone."""
+    model, mesh = sharded(), mesh_of()
+    assert isinstance(model, StockFSDPModule) and isinstance(model.blocks[0], StockFSDPModule)
+    assert not isinstance(model.blocks, StockFSDPModule) and not isinstance(model.head, FSDPModule)
+    found = [fully_shard.state(module) for module in (model, *model.blocks)]  # type: ignore[attr-defined]
+    assert len(set(found)) == 4 and found[0] is state_of(model) and isinstance(found[0], ModuleState)
+    assert found == [stock_fully_shard.state(module) for module in (model, *model.blocks)]  # type: ignore[attr-defined]
+    assert found[1] is model.blocks[0]._get_fsdp_state()
+    for shard in (fully_shard, stock_fully_shard):
+        assert shard.state(model.blocks) is None and shard.state(nn.Linear(1, 1)) is None  # type: ignore[attr-defined]
+    pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    fully_shard(pair, mesh=mesh)  # type: ignore[arg-type]
+    assert stock_fully_shard.state(pair[0]) is stock_fully_shard.state(pair[1]) is state_of(pair[0])  # type: ignore[attr-defined]
+    twin = copy.deepcopy(model)
+    assert stock_fully_shard.state(twin) is state_of(twin) is not found[0]  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="can only be applied to a module once"):
+        stock_fully_shard(model, mesh=mesh)
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(model)
+    theirs = nn.Linear(3, 3)
+    stock_fully_shard(theirs, mesh=mesh)
+    with pytest.raises(
+        ValueError, match=r"given a FSDPLinear that torch\.distributed\.fsdp\.fully_shard has sharded; give"
+    ):
+        fully_shard(theirs, mesh=mesh)
+    with pytest.raises(ValueError, match=r"given '0', a FSDPLinear that torch\.distributed\.fsdp\.fully_shard has"):
+        fully_shard(nn.Sequential(theirs), mesh=mesh)
+    with pytest.raises(AttributeError, match=r"ModuleState has no '_comm_ctx'.*use.*vescale\.fsdp's share_comm_ctx"):
+        stock_share_comm_ctx([model, twin])
+    stock_register_fsdp_forward_method(twin, "get_extra_state")
+    with pytest.raises(AttributeError, match=r"no '_pre_forward'.*use.*register_fsdp_forward_method"):
+        twin.get_extra_state()
+    with pytest.raises(NotImplementedError, match=r"_set_unshard_async_op.*Delete this call"):
+        model._set_unshard_async_op(True)
+    net_loss(model, 0, dist.get_rank()).backward()
+
+
+def beside_replicate() -> None:
+    """What PyTorch's ``replicate`` has is not sharded, and it has nothing of what is."""
+    mesh, rank = mesh_of(), dist.get_rank()
+    models: list[Any] = []
+    for kind in ("inside", "outside", "one device"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+        models.append(model)
+        if kind == "inside":
+            replicate(model[2])
+            with pytest.raises(ValueError, match="given a DDPLinear that replicate has"):
+                fully_shard(model[2], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        if kind == "outside":
+            fully_shard(model[0], mesh=mesh)
+            replicate(model)
+    for model in models[:2]:
+        assert [isinstance(p, DTensor) for p in model.parameters()] == [True, True, False, False]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            ranks = range(4) if model is models[2] else [rank]
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)  # of parameters that nothing reduces
+                loss = torch.stack([model(data((2, 5), step, one)).square().sum() for one in ranks]).mean()
+            loss.backward()
+            optimizer.step()
+    for name, expected in models[2].named_parameters():
+        for model in models[:2]:
+            torch.testing.assert_close(full(model.get_parameter(name).detach()), expected.detach())
+
+
+def marks() -> None:
+    """What is said of each module to torch.compile, and to those who ask whether all ranks must run alike."""
+    models: list[Any] = [
+        nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)) for _ in range(2)
+    ]
+    for model, shard in zip(models, (stock_fully_shard, fully_shard), strict=True):
+        shard(model[1], mesh=mesh_of())
+        shard(model, mesh=mesh_of())
+    stock, ours = ([vars(module) for module in model.modules()] for model in models)
+    for attribute in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+        assert [one.get(attribute) for one in ours] == [one.get(attribute) for one in stock] == [True] * 5
+
+
 PARTS = {
     f.__name__: f
     for f in (
@@ -329,6 +440,9 @@ PARTS = {
         direct_gradients,
         reports,
         what_hooks_see,
+        as_torch_sees_it,
+        beside_replicate,
+        marks,
     )
 }
 

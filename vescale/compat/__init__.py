@@ -83,6 +83,14 @@ try:
         foreach_scale_,
         has_foreach,
     )
+    from vescale.compat.fsdp2 import (
+        FSDP2Module,
+        FSDP2State,
+        fsdp2_state,
+        is_replicated,
+        mark_as_managed,
+        register_fsdp2_state,
+    )
     from vescale.compat.grads import ParameterRow, TensorRow, is_dense, share_memory
     from vescale.compat.groups import make_group
     from vescale.compat.hook_gate import HookGate
@@ -104,6 +112,8 @@ __all__ = [
     "DTensorSpec",
     "DataParallelMeshDims",
     "DispatchListener",
+    "FSDP2Module",
+    "FSDP2State",
     "HookGate",
     "MaskPartial",
     "OpSchema",
@@ -131,6 +141,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_scale_",
+    "fsdp2_state",
     "group_description",
     "has_foreach",
     "has_results",
@@ -143,6 +154,7 @@ __all__ = [
     "is_alone",
     "is_captured",
     "is_dense",
+    "is_replicated",
     "is_traced",
     "is_view",
     "local_of",
@@ -150,6 +162,7 @@ __all__ = [
     "make_group",
     "make_spec",
     "map_tensors",
+    "mark_as_managed",
     "mesh_over",
     "native_sharding",
     "no_torch_function",
@@ -165,6 +178,7 @@ __all__ = [
     "queue_after_backward",
     "rank_in_mesh",
     "reduce_scatter_single",
+    "register_fsdp2_state",
     "resume_compiling",
     "root_mesh",
     "run_post_accumulate_hooks",

@@ -215,6 +215,11 @@ NEEDS: tuple[Need, ...] = (
     Need("torch.distributed._functional_collectives", "wait_tensor", ("tensor",)),
     Need("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
     Need("torch.distributed", "_Work"),
+    Need("torch.distributed._composable.contract", "STATE_KEY"),
+    Need("torch.distributed._composable.contract", "REGISTRY_KEY"),
+    Need("torch.distributed._composable.contract", "RegistryItem"),
+    Need("torch.distributed.fsdp", "fully_shard.__wrapped__"),
+    Need("torch.distributed.fsdp", "FSDPModule._get_fsdp_state"),
     Need("torch.distributed", "all_gather_single|all_gather_into_tensor"),
     Need("torch.distributed", "reduce_scatter_single|reduce_scatter_tensor"),
 )

@@ -14,7 +14,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES
-from vescale.compat import DataParallelMeshDims
+from vescale.compat import (
+    DataParallelMeshDims,
+    FSDP2Module,
+    fsdp2_state,
+    is_replicated,
+    mark_as_managed,
+    register_fsdp2_state,
+)
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._group import BlockPolicy, ParameterGroup
 from vescale.fsdp._module import FSDPModule
@@ -122,7 +129,7 @@ def fully_shard(
     enable_random_ops()  # for reset_parameters() on shards, after to_empty()
     modules = _roots(module)
     axes = _axes(mesh, dp_mesh_dims)
-    ignored = set(ignored_params or ())
+    ignored = {*(ignored_params or ()), *_replicated_parameters(modules)}
     named = _named_parameters(modules, ignored)
     _move_to_device(modules, [parameter for _, parameter in named], axes.device)
     for name, parameter in named:
@@ -152,6 +159,8 @@ def fully_shard(
         )
     for name, parameter in named:
         setattr(parameter, _MANAGED_BY, f"{name!r} of {type(modules[0]).__name__}")
+    for _, own in _own_modules(modules):
+        mark_as_managed(own)
     state = ModuleState(
         modules,
         groups,
@@ -160,29 +169,42 @@ def fully_shard(
         reshard_root=None if reshard_after_forward is None else bool(reshard_after_forward),
         ignored=[slot for slots in find_slots(modules, list(ignored)).values() for slot in slots],
     )
-    give_methods(state)
+    give_methods(state, for_torch=True)
     if deferred:
         for one in modules:
             materialize(one, device=axes.device)  # buffers, tensors in attributes, ignored parameters: whole
     return module
 
 
-def give_methods(state: ModuleState) -> None:
-    """Make the modules of a state :class:`FSDPModule`, with all its methods, beside what they are."""
+def _state(module: nn.Module) -> ModuleState | None:
+    """``fully_shard.state``, as FSDP2 has it: what was made of a module, None for one that ``fully_shard`` was not given.
+    The function of PyTorch gives the same."""
+    return state_of(module)
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
+
+
+def give_methods(state: ModuleState, *, for_torch: bool = False) -> None:
+    """Make the modules of a state :class:`FSDPModule`, with all its methods, beside what they are. ``for_torch``: PyTorch,
+    and who asks its classes, take them for FSDP2's, whose gradients can be accumulated and then reduced apart."""
     for one in state.modules:
-        one.__class__ = _sharded_class(type(one))
+        one.__class__ = _sharded_class(type(one), for_torch)
+        if for_torch:
+            register_fsdp2_state(one, state)
 
 
-_CLASSES: dict[type, type] = {}
+_CLASSES: dict[tuple[type, bool], type] = {}
 
 
-def _sharded_class(original: type) -> type:
+def _sharded_class(original: type, for_torch: bool) -> type:
     """``FSDP<name>``, one for each class."""
-    if original not in _CLASSES:
-        _CLASSES[original] = type(
-            f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__}
-        )
-    return _CLASSES[original]
+    made = _CLASSES.get((original, for_torch))
+    if made is None:
+        bases = (FSDPModule, FSDP2Module, original) if for_torch else (FSDPModule, original)
+        members = {"__module__": original.__module__, "_original": original}
+        made = _CLASSES[original, for_torch] = type(f"FSDP{original.__name__}", bases, members)
+    return made
 
 
 def _roots(module: Any) -> list[nn.Module]:
@@ -198,6 +220,11 @@ def _roots(module: Any) -> list[nn.Module]:
             )
         if state_of(one) is not None:
             raise ValueError(f"fully_shard was given this {type(one).__name__} before; give each module once")
+        if is_replicated(one):
+            raise ValueError(
+                f"fully_shard was given a {type(one).__name__} that replicate has; expected one of the two: shard it, or "
+                "leave it out"
+            )
     inside = {id(child) for one in given for child in one.modules() if child is not one}
     return [one for one in dict.fromkeys(given) if id(one) not in inside]
 
@@ -214,19 +241,33 @@ def _axes(mesh: DeviceMesh | None, named: DataParallelMeshDims | None) -> DataPa
 
 
 def _own_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose parameters belong to this call: not below one that was given to an earlier call."""
+    """The modules whose parameters belong to this call: not below one that was given to an earlier call, or to PyTorch's
+    ``replicate``."""
     seen: set[int] = set()
 
     def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen or state_of(module) is not None:
+        if id(module) in seen or state_of(module) is not None or is_replicated(module):
             return
         seen.add(id(module))
+        if fsdp2_state(module) is not None:
+            where = f"{path!r}, a {type(module).__name__}" if path else f"a {type(module).__name__}"
+            raise ValueError(
+                f"fully_shard was given {where} that torch.distributed.fsdp.fully_shard has sharded; give all of a model to "
+                "one of the two"
+            )
         yield path, module
         for name, child in module.named_children():
             yield from visit(f"{path}.{name}" if path else name, child)
 
     for number, root in enumerate(roots):
         yield from visit("" if len(roots) == 1 else str(number), root)
+
+
+def _replicated_parameters(roots: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    for root in roots:
+        for module in root.modules():
+            if is_replicated(module):
+                yield from module.parameters()
 
 
 def _named_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:

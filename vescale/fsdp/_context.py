@@ -147,11 +147,16 @@ class TreeContext:
         """See to it that this backward is concluded, once; called by every state that backward reaches."""
         if not self._callback_is_queued:
             self._callback_is_queued = True
-            queue_after_backward(lambda: self._conclude(comm))
+            queue_after_backward(lambda: self.conclude(comm))
             if self.on_backward is not None:
                 self.on_backward()
 
-    def _conclude(self, comm: CommContext) -> None:
+    def expect_conclusion(self) -> None:
+        """Gradients are about to be reduced apart from a backward: whoever sees to that calls :meth:`conclude` himself."""
+        self._callback_is_queued = True
+
+    def conclude(self, comm: CommContext) -> None:
+        """Reductions finish, and on the last backward sharded gradients are complete."""
         self.forward_root = None
         with profiled("vescale.fsdp::end_of_backward"):
             for state in reversed(self.states):

@@ -379,6 +379,16 @@ class ParameterGroup(RestingGroup):
         self._needed_next = None
         self.phase = Phase.IDLE
 
+    def reduce_accumulated(self) -> None:
+        """Reduce, apart from a backward, what several without sync have left, also by hand (``torch.autograd.grad``, and its
+        result added to ``grad`` of the unsharded parameters). All ranks do, whatever they have used."""
+        self._receive_all()
+        self._reduce()
+
+    def _receive_all(self) -> None:
+        for bucket in self.buckets:
+            bucket.unreduced.receive_all()
+
     def forget_forward_order(self) -> None:
         self._forward_places.clear()
 
@@ -389,6 +399,7 @@ class ParameterGroup(RestingGroup):
             self._kept = None
         self._gradients_are_due = False
         if not self.reduce_gradients:
+            self._receive_all()  # so that what was added by hand since the last backward adds up in the reduction's dtype
             return
         self.prepare()
         comm = self.comm

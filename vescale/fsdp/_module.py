@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 
 from vescale.comm import group_of_ranks
 from vescale.fsdp._direct import use_direct_gradients
@@ -19,7 +20,7 @@ from vescale.fsdp._state import ModuleState, state_of
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
 
 
-class UnshardHandle:
+class UnshardHandle(StockUnshardHandle):
     """An unshard in flight, from ``module.unshard(async_op=True)``."""
 
     def __init__(self, groups: Sequence[ParameterGroup] = ()) -> None:
@@ -38,9 +39,11 @@ class FSDPModule:
     Methods that take ``recurse`` act on all such modules below, too. What is set holds until it is set again.
     """
 
+    _original: type[nn.Module]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """The original class, unsharded: what containers construct when they are sliced."""
-        original = cls.__mro__[2]
+        original: Any = cls._original
         made = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made

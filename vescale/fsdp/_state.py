@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale.compat import hides_tensors, in_backward, map_tensors, tensors_in
+from vescale.compat import FSDP2State, hides_tensors, in_backward, map_tensors, tensors_in
 from vescale.fsdp._calls import Calls
 from vescale.fsdp._context import CommContext, TreeContext
 from vescale.fsdp._group import ParameterGroup
@@ -30,7 +30,7 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(_STATES)
 
 
-class ModuleState:
+class ModuleState(FSDP2State):
     """One call of ``fully_shard``: its modules and the groups of their parameters.
 
     ==================  ============================================================================================
@@ -295,6 +295,19 @@ class ModuleState:
     def forget_forward_order(self) -> None:
         for group in self.groups:
             group.forget_forward_order()
+
+    # Gradients that are reduced apart from a backward, after several without sync: by a pipeline schedule
+
+    def tree_states(self) -> Sequence[ModuleState]:
+        return self.tree.states or [self]
+
+    def reduce_accumulated(self) -> None:
+        self.tree.expect_conclusion()
+        for group in reversed(self.groups):
+            group.reduce_accumulated()
+
+    def conclude_accumulation(self) -> None:
+        self.tree.conclude(self.comm)
 
     # Copies
 

@@ -83,6 +83,12 @@ class UnreducedGradients:
 
         return receive
 
+    def receive_all(self) -> None:
+        """Take the gradients that have come to the unsharded parameters without autograd's hooks."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.unsharded is not None:
+                self.receiver(index)(parameter.unsharded)
+
     def place_for(self, index: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Where an op may write a parameter's whole gradient in place of returning one of its own; None when something is
         there already, or the reduction has another dtype. Autograd must be given exactly this tensor: it then keeps it,

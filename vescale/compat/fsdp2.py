@@ -1,0 +1,113 @@
+"""What PyTorch does, by private names, with modules and states that it takes for FSDP2's own.
+
+A program that asks ``isinstance(module, torch.distributed.fsdp.FSDPModule)``, PyTorch's pipeline schedules among them, goes
+on to call that class's methods, and looks the module's state up with ``torch.distributed.fsdp.fully_shard.state(module)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+__all__ = ["FSDP2Module", "FSDP2State", "fsdp2_state", "is_replicated", "mark_as_managed", "register_fsdp2_state"]
+
+_CONTRACT: Any = fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states
+
+
+def fsdp2_state(module: nn.Module) -> Any:
+    """What ``torch.distributed.fsdp.fully_shard.state(module)`` finds; None for a module that nobody has sharded so."""
+    return module.__dict__.get(STATE_KEY, {}).get(_CONTRACT)
+
+
+def register_fsdp2_state(module: nn.Module, state: FSDP2State) -> None:
+    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` find ``state``. PyTorch then refuses to shard the module once
+    more, and to apply to it what does not go with sharding."""
+    module.__dict__.setdefault(STATE_KEY, {})[_CONTRACT] = state
+    module.__dict__.setdefault(REGISTRY_KEY, {})[_CONTRACT.__name__] = RegistryItem()
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether PyTorch's ``replicate`` has the parameters in ``module``: a composable form of data parallelism."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+def mark_as_managed(module: nn.Module) -> None:
+    """``torch.compile`` then takes parameters as inputs, and Hugging Face's models know that all ranks must run the same
+    number of forwards (``generate`` goes on until the last rank is done)."""
+    module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+class FSDP2Module(FSDPModule):
+    """Base of modules that PyTorch takes for FSDP2's. To stand behind a class that has all public methods, and before the
+    module's own class. Of FSDP2's private ones, which reach into an engine that is not there, nothing is inherited."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{cls.__name__} has no __new__ of its own; put the class that has one before FSDP2Module"
+        )
+
+    def _get_fsdp_state(self) -> Any:
+        return fsdp2_state(self)  # type: ignore[arg-type]
+
+    def _set_unshard_async_op(self, async_op: bool) -> NoReturn:
+        raise NotImplementedError(
+            f"_set_unshard_async_op({async_op}) is private to FSDP2: it says on which stream it allocates what it gathers; "
+            "this engine has one place for that. Delete this call"
+        )
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        return super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # the module's own
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    post_backward: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    all_states: Sequence[FSDP2State]
+
+
+class FSDP2State:
+    """Base of the states of such modules. A pipeline schedule (``torch.distributed.pipelining``) accumulates gradients over
+    its microbatches without sync, and then, outside of any backward, has them reduced: it goes through the states of the
+    module's tree, and through the groups of each, and at last concludes."""
+
+    def tree_states(self) -> Sequence[FSDP2State]:
+        """All states of the tree that this one is in."""
+        raise NotImplementedError
+
+    def reduce_accumulated(self) -> None:
+        """Start to reduce what this state's parameters have accumulated."""
+        raise NotImplementedError
+
+    def conclude_accumulation(self) -> None:
+        """Finish the reductions of the whole tree."""
+        raise NotImplementedError
+
+    @property
+    def _state_ctx(self) -> _Tree:
+        return _Tree(self.tree_states())
+
+    @property
+    def _fsdp_param_groups(self) -> list[_Group]:
+        return [_Group(self.reduce_accumulated)]
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.conclude_accumulation()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"{type(self).__name__} has no {name!r}. It is the state of a module of vescale.fsdp.fully_shard, which has not "
+            "FSDP2's private attributes; use the methods of vescale.fsdp.FSDPModule, and vescale.fsdp's share_comm_ctx and "
+            "register_fsdp_forward_method instead of those of torch.distributed.fsdp",
+            name=name,
+            obj=self,
+        )
