@@ -18,12 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.fsdp.compare import by_block, compare, data, full, mesh_of
 from tests.fsdp.extended import CALLS, Codes, MixedBlock, Rounded
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
-from vescale.buffer import DBuffer
+from vescale import deferred_init
+from vescale.buffer import Allocation, DBuffer
 from vescale.comm import record_comms
 from vescale.fsdp import fully_shard, report
 from vescale.fsdp._api import _move_to_device
@@ -379,8 +381,63 @@ def parallel() -> None:
         torch.testing.assert_close(full(ours.grad), plain.proj.weight.grad)
 
 
+class Pair(TwoTensor):
+    """Used as it is, so that activations and gradients are of the class, too, those of plain parameters included."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        return (self.a, self.b), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (Pair(*outputs), outputs)
+
+
+def pairs() -> None:
+    torch.manual_seed(0)
+    models: list[Any] = []
+    for shard in (fully_shard, stock_fully_shard):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        for layer in model:
+            layer.weight = nn.Parameter(Pair(layer.weight.detach(), 2 * layer.weight.detach()))
+            shard(layer, mesh=mesh_of())
+        shard(model, mesh=mesh_of())
+        models.append(model)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in models]
+    for number in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            y = model(data((3, 4), number, dist.get_rank()))
+            assert isinstance(y, Pair)
+            y.square().sum().backward()
+            optimizer.step()
+        for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(full(p.grad), full(q.grad)), name  # type: ignore[arg-type]
+            if "weight" in name:
+                p, q = p.to_local(), q.to_local()
+                assert torch.equal(p.a, q.a) and torch.equal(p.b, q.b), name
+
+
+class Careless(Rounded):
+    """Its hook writes to the tensor that autograd has saved, as if that changed it."""
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        if out is None:
+            full = outputs[0].float()
+            return full, (full,)
+        return out.copy_(outputs[0])
+
+
+def careless() -> None:
+    model = lone(Careless(torch.arange(16.0).view(8, 2), "bfloat16"))
+    fully_shard(model, mesh=mesh_of(), reshard_after_forward=True)
+    x = torch.ones(1, 2, requires_grad=True)
+    model(x).sum().backward()
+    assert torch.equal(x.grad, torch.tensor([[56.0, 64.0]]))  # type: ignore[arg-type]
+    assert torch.equal(full(model.weight.grad), torch.ones(8, 2))  # type: ignore[arg-type]
+
+
 def others() -> int:
-    return run_cases(lambda function: function(), [(copies,), (meta,), (clipped,), (thawed,)])
+    return run_cases(lambda function: function(), [(copies,), (meta,), (clipped,), (thawed,), (pairs,), (careless,)])
 
 
 def test_like_plain_parameters(ranks: RankPools) -> None:
@@ -448,6 +505,10 @@ def refused() -> None:
     with pytest.raises(NotImplementedError, match=r"given the placement S\(1\); .* return Shard\(0\) or None"):
         fully_shard(lone(Rounded(values)), mesh=mesh, shard_placement_fn=lambda p: Shard(1))
     fully_shard(lone(Rounded(values)), mesh=mesh, shard_placement_fn=lambda p: Shard(0))
+    with deferred_init():
+        deferred = MixedBlock(4, frozen=False)
+    with pytest.raises(NotImplementedError, match=r"'up.weight' .* is a Rounded around deferred tensors"):
+        fully_shard(deferred, mesh=mesh)
     with pytest.raises(
         NotImplementedError, match=r"must not be cut inside of 4 elements; .*leave it out of orig_param_policy"
     ):
@@ -509,6 +570,20 @@ def world_size() -> int:
 
 def test_refusals(ranks: RankPools) -> None:
     ranks.run(refused, world_size=4)
+
+
+def test_memory_is_freed_together() -> None:
+    """What is attached to an allocation comes and goes with it; twice attached is once."""
+    allocation = Allocation("cpu")
+    allocation.allocate()
+    own, none = torch.ones(5), torch.ones(0)
+    for storage in (own.untyped_storage(), own[2:].untyped_storage(), none.untyped_storage()):
+        allocation.attach(storage)
+    for _ in range(2):
+        allocation.free()
+        assert own.untyped_storage().nbytes() == none.untyped_storage().nbytes() == 0
+        allocation.allocate()
+        assert own.untyped_storage().nbytes() == 20 and own.fill_(3).sum() == 15
 
 
 def test_moving_to_the_device() -> None:

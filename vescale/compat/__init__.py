@@ -81,7 +81,7 @@ try:
         foreach_scale_,
         has_foreach,
     )
-    from vescale.compat.grads import ParameterRow, TensorRow, is_dense, share_memory
+    from vescale.compat.grads import ParameterRow, TensorRow, is_dense, plain_parts, share_memory
     from vescale.compat.groups import make_group
     from vescale.compat.hook_gate import HookGate
     from vescale.compat.install import DTensorHooks, install, stock
@@ -158,6 +158,7 @@ __all__ = [
     "own_connection",
     "partial_partition",
     "partial_reduce",
+    "plain_parts",
     "profiled",
     "queue_after_backward",
     "rank_in_mesh",

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.buffer import Allocation, DBuffer, PendingBuffer, TensorGroup
 from vescale.comm import Pending
-from vescale.compat import local_of, make_dtensor, mesh_over, set_local, set_versions
+from vescale.compat import local_of, make_dtensor, mesh_over, plain_parts, set_local, set_versions
 from vescale.fsdp._extensions import gather_inputs, is_extended, require_hooks, unsharded_of
 from vescale.fsdp._given_bucket import GivenBucket, pieces_of
 from vescale.fsdp._parameter import ManagedParameter
@@ -273,7 +273,7 @@ class ExtendedBucket(GivenBucket):
 
     @property
     def resting_bytes(self) -> int:
-        return sum(part.nbytes for index in range(len(self.parameters)) for part in _plain_parts(self.shard(index)))
+        return sum(part.nbytes for index in range(len(self.parameters)) for part in plain_parts(self.shard(index)))
 
     @property
     def gathered_bytes(self) -> int:
@@ -359,12 +359,3 @@ def _copied(local: torch.Tensor) -> torch.Tensor:
     new = local.new_zeros(local.size())
     new.copy_(local)
     return new
-
-
-def _plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory inside of a subclass, itself if it does not say."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _plain_parts(getattr(tensor, name))

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale.compat import AsyncCollectiveTensor
+from vescale.compat import AsyncCollectiveTensor, plain_parts
 from vescale.rng import is_deferred
 
 __all__ = [
-    "check_both",
+    "check_extended",
     "check_one_kind",
     "gather_inputs",
     "is_extended",
@@ -37,8 +37,8 @@ def is_extended(tensor: torch.Tensor) -> bool:
     return type(tensor.data) is not torch.Tensor
 
 
-def check_both(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError for a tensor that has only one of the hooks."""
+def check_extended(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that has only one of the hooks, NotImplementedError for one around deferred tensors."""
     has = {hook: hasattr(tensor, hook) for hook in (PRE, POST)}
     if has[PRE] != has[POST]:
         (present,), (missing,) = ([hook for hook in has if has[hook] is wanted] for wanted in (True, False))
@@ -46,11 +46,17 @@ def check_both(name: str, tensor: torch.Tensor) -> None:
             f"parameter {name!r} of shape {tuple(tensor.shape)} is a {type(tensor).__name__} with {present} and without "
             f"{missing}; fully_shard needs both to gather it: define {missing}, or delete {present}"
         )
+    if any(is_deferred(part) for part in plain_parts(tensor)):
+        raise NotImplementedError(
+            f"parameter {name!r} of shape {tuple(tensor.shape)} is a {type(tensor).__name__} around deferred tensors; "
+            "fully_shard materializes plain parameters only. Build it on the meta device, or convert the parameter after "
+            "vescale.materialize(model)"
+        )
 
 
 def require_hooks(name: str, tensor: torch.Tensor) -> None:
     """Before the first gather. Raises ValueError for one hook, NotImplementedError for none."""
-    check_both(name, tensor)
+    check_extended(name, tensor)
     if not hasattr(tensor, PRE):
         raise NotImplementedError(
             f"parameter {name!r} is a {type(tensor).__name__} of local shape {tuple(tensor.shape)}; fully_shard gathers "

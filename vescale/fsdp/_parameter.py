@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.comm import asking
 from vescale.compat import DTensorSpec, StridedShard, concatenate_meshes, local_of, make_dtensor, make_spec, spec_of
 from vescale.fsdp._axes import DataParallelAxes
-from vescale.fsdp._extensions import check_both, is_extended
+from vescale.fsdp._extensions import check_extended, is_extended
 from vescale.fsdp._summands import summands
 from vescale.placements import (
     RaggedShard,
@@ -84,7 +84,7 @@ class ManagedParameter:
         self.is_extended = is_extended(local)
         """Of a tensor subclass, which is gathered by its own hooks; ``given`` is ``Shard(0)``."""
         if self.is_extended:
-            check_both(name, local)
+            check_extended(name, local)
             self.given = Shard(0)
         self._mesh, self._others, self._shard_position = self._placement_of_others()
         self.place = self._largest_local_shape()
