@@ -17,14 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.fsdp.compare import by_block, compare, data, full, mesh_of
 from tests.fsdp.extended import CALLS, Codes, MixedBlock, Rounded
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
-from vescale import deferred_init
+from vescale import INIT, RUN, Plan, RaggedShard, deferred_init, parallelize
 from vescale.buffer import Allocation, DBuffer
 from vescale.comm import record_comms
 from vescale.fsdp import fully_shard, report
@@ -309,6 +309,12 @@ def clipped() -> None:
     assert isinstance(local, Rounded) and local.dtype == torch.float64 == local.master.dtype
     net_loss(model, 1, 0).backward()
     assert model.blocks[0].up.weight.grad.dtype == torch.float64
+    alone = lone(Rounded(torch.ones(4, 2)))
+    fully_shard(alone, mesh=mesh_of(), reshard_after_forward=True)
+    alone(torch.ones(1, 2)).sum().backward()
+    alone.zero_grad()
+    alone.double()(torch.ones(1, 2).double()).sum().backward()
+    assert alone.weight.grad.dtype == torch.float64  # type: ignore[union-attr]
 
 
 def thawed() -> None:
@@ -564,12 +570,23 @@ def refused() -> None:
         plain(x)
 
 
+def planned() -> None:
+    """A plan's unit takes plain parameters."""
+    model = nn.Sequential(lone(Rounded(torch.ones(4, 2))))
+    plan = Plan(mesh_of()).shard(r"0\.weight", RaggedShard(), mesh="dp", phase=INIT)
+    plan.shard(r"0\.weight", Replicate(), mesh="dp", phase=RUN)
+    with pytest.raises(NotImplementedError, match=r"'0.weight' of shape \(4, 2\) is a tensor subclass, Rounded"):
+        parallelize(model, plan)
+    assert isinstance(model[0].weight, Rounded)
+
+
 def world_size() -> int:
     return dist.get_world_size()
 
 
 def test_refusals(ranks: RankPools) -> None:
     ranks.run(refused, world_size=4)
+    ranks.run(planned, world_size=2)
 
 
 def test_memory_is_freed_together() -> None:
