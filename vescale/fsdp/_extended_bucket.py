@@ -96,6 +96,7 @@ class ExtendedBucket(GivenBucket):
 
     def copy(self, parameters: Sequence[ManagedParameter]) -> ExtendedBucket:
         twin = copy.copy(self)
+        twin.__dict__.pop("_gathered", None)
         twin.parameters = list(parameters)
         twin.unreduced = UnreducedGradients(twin.parameters)
         for index, (parameter, original) in enumerate(zip(twin.parameters, self.parameters, strict=True)):
