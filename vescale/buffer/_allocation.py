@@ -26,6 +26,7 @@ class Allocation:
         self.pool = pool
         self.num_bytes = 0
         self._storage: torch.UntypedStorage | None = None
+        self._attached: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def reserve(self, num_bytes: int) -> int:
         """The byte offset of a new place. Raises RuntimeError once memory has been allocated."""
@@ -46,6 +47,11 @@ class Allocation:
             raise RuntimeError("the memory of this buffer has never been allocated; call allocate() first")
         return self._storage
 
+    def attach(self, storage: torch.UntypedStorage) -> None:
+        """From now on allocate and free this memory, too, which somebody else has got, at the size that it has now."""
+        if storage.nbytes():
+            self._attached.setdefault(storage.data_ptr(), (storage, storage.nbytes()))
+
     def allocate(self) -> None:
         """Get the memory, uninitialized, from the current stream's pool; nothing happens when it is there."""
         with contextlib.nullcontext() if self.pool is None else torch.cuda.use_mem_pool(self.pool):
@@ -57,8 +63,13 @@ class Allocation:
             self._storage = block.untyped_storage()
         elif self._storage.size() != self.num_bytes and self.device.type != "meta":
             self._storage.resize_(self.num_bytes)
+        for storage, num_bytes in self._attached.values():
+            if storage.nbytes() != num_bytes:
+                storage.resize_(num_bytes)
 
     def free(self) -> None:
         """Give the memory back; tensors over it must not be touched until :meth:`allocate`."""
         if self._storage is not None and self._storage.size() and self.device.type != "meta":
             self._storage.resize_(0)
+        for storage, _ in self._attached.values():
+            storage.resize_(0)

@@ -91,7 +91,7 @@ try:
         mark_as_managed,
         register_fsdp2_state,
     )
-    from vescale.compat.grads import ParameterRow, TensorRow, is_dense, share_memory
+    from vescale.compat.grads import ParameterRow, TensorRow, is_dense, plain_parts, share_memory
     from vescale.compat.groups import make_group
     from vescale.compat.hook_gate import HookGate
     from vescale.compat.install import DTensorHooks, install, stock
@@ -174,6 +174,7 @@ __all__ = [
     "own_connection",
     "partial_partition",
     "partial_reduce",
+    "plain_parts",
     "profiled",
     "queue_after_backward",
     "rank_in_mesh",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from vescale import csrc
 from vescale.compat.foreach import foreach_copy_
 
-__all__ = ["ParameterRow", "TensorRow", "is_dense", "share_memory"]
+__all__ = ["ParameterRow", "TensorRow", "is_dense", "plain_parts", "share_memory"]
 
 _address_of = operator.attrgetter("_cdata")
 
@@ -72,8 +72,21 @@ class ParameterRow(TensorRow):
         return True
 
 
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors inside of a subclass that have its memory; the tensor itself, if it is of none, or does not say."""
+    if type(tensor) is torch.Tensor or not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from plain_parts(getattr(tensor, name))
+
+
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they lie in one block, wherever in it."""
+    """Whether ``one``, or a part of it, lies in the same block as ``other``, which is of no subclass, wherever in it."""
+    if type(one) is not torch.Tensor:
+        parts = list(plain_parts(one))
+        if len(parts) != 1 or parts[0] is not one:
+            return any(share_memory(part, other) for part in parts)
     if one._is_zerotensor() or other._is_zerotensor():  # which have no memory
         return False
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -5,6 +5,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from vescale.compat import DataParallelMeshDims
 from vescale.fsdp._api import fully_shard, give_methods
 from vescale.fsdp._axes import DataParallelAxes
+from vescale.fsdp._extensions import is_extended
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from vescale.fsdp._parameter import ManagedParameter, Slot
@@ -31,6 +32,7 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "give_methods",
+    "is_extended",
     "register_fsdp_forward_method",
     "report",
     "share_comm_ctx",

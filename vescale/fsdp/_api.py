@@ -23,6 +23,7 @@ from vescale.compat import (
     register_fsdp2_state,
 )
 from vescale.fsdp._axes import DataParallelAxes
+from vescale.fsdp._extensions import is_extended
 from vescale.fsdp._group import BlockPolicy, ParameterGroup
 from vescale.fsdp._module import FSDPModule
 from vescale.fsdp._parameter import find_slots
@@ -111,6 +112,11 @@ def fully_shard(
             ``vescale.buffer.GranularityTable``); None for "anywhere". Names are relative to ``module``.
         alignment_bytes: shards, and tensors in them, start at multiples of this.
 
+    A parameter that is a tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` is gathered by them, as
+    FSDP2 does it: at rest a ``Shard(0)`` DTensor over chunks of the subclass, in forward and backward what the second hook
+    returns. One exchange of bytes gathers all such parameters of a group that have one dtype and ``requires_grad``. Every
+    rank must have tensors of equal shapes and dtypes gathered: a hook pads what a rank with fewer rows has.
+
     Random ops on DTensors have single-device semantics from then on (``vescale.rng.enable()``), so that initializing shards
     after ``to_empty()`` gives the numbers of one device where ranks are seeded alike.
 
@@ -121,8 +127,10 @@ def fully_shard(
 
     Raises:
         ValueError: a container without forward; a mesh that is neither FSDP's nor HSDP's; a parameter that a group of
-            another module has taken (tied weights); a module that was given before.
-        NotImplementedError: parameters that are tensor subclasses.
+            another module has taken (tied weights); a module that was given before; a tensor subclass with one of the two
+            all-gather hooks.
+        NotImplementedError: a tensor subclass that is to be cut otherwise than into chunks of dim 0 (the first forward
+            raises it for one without hooks).
         RuntimeError: ranks that recorded other constructors or seeds, of a deferred module.
     """
     install_placements()
@@ -282,7 +290,13 @@ def _named_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) ->
 def _move_to_device(roots: Sequence[nn.Module], parameters: Iterable[nn.Parameter], device: torch.device) -> None:
     buffers = (buffer for _, module in _own_modules(roots) for buffer in module.buffers(recurse=False))
     for tensor in itertools.chain(parameters, buffers):
-        if tensor.device != device and not tensor.is_meta and not isinstance(tensor, DTensor):
+        if tensor.device == device or tensor.is_meta or isinstance(tensor, DTensor):
+            continue
+        if is_extended(tensor):
+            with torch.no_grad():
+                moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, moved)
+        else:
             tensor.data = tensor.to(device)
 
 

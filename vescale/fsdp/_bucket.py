@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
@@ -26,6 +27,7 @@ from vescale.compat import (
     spec_of,
 )
 from vescale.fsdp._axes import DataParallelAxes
+from vescale.fsdp._extensions import refuse_hooks
 from vescale.fsdp._parameter import ManagedParameter
 from vescale.fsdp._phase import GradientPlace
 from vescale.fsdp._unreduced import UnreducedGradients
@@ -62,17 +64,18 @@ class Bucket:
         locals_: Sequence[torch.Tensor],
         axes: DataParallelAxes,
         *,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
+        mp_policy: MixedPrecisionPolicy,
         alignment_bytes: int,
         like: Bucket | None = None,
     ) -> None:
+        param_dtype = mp_policy.param_dtype
+        self.mp_policy = mp_policy
         self.parameters = list(parameters)
         self.axes = axes
         self.dtype = locals_[0].dtype
         self.requires_grad = any(p.requires_grad for p in parameters)
         self.compute_dtype = param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
-        self.reduce_dtype = reduce_dtype or self.compute_dtype
+        self.reduce_dtype = mp_policy.reduce_dtype or self.compute_dtype
         self.alignment_bytes = alignment_bytes
         self.group: TensorGroup = like.group if like is not None else self._plan()
         self.device = locals_[0].device
@@ -171,22 +174,24 @@ class Bucket:
                 spec = parameter.sharded_spec(cut, self.dtype)
                 if not isinstance(found, DTensor):  # a whole parameter, the same on every rank
                     source = self._own(index, found.detach())
-                elif found.device_mesh != spec.mesh:
-                    raise ValueError(
-                        f"parameter {parameter.name!r} of shape {parameter.global_shape} was replaced by a DTensor on "
-                        f"{found.device_mesh}, and it rests on {spec.mesh}; give a plain tensor, or one on that mesh, or "
-                        "load without assign=True"
-                    )
-                elif tuple(found.placements) == tuple(spec.placements):
-                    source = local_of(found)
                 else:
-                    source = local_of(found.redistribute(placements=spec.placements))
+                    source = parameter.local_as(spec)
                 if not local.is_meta:
                     local.copy_(source)
             if isinstance(found, DTensor) and tuple(found.placements) == tuple(spec.placements):
                 set_local(found, local)
             else:
                 parameter.make_sharded(local, cut)
+
+    def holds(self, index: int) -> bool:
+        """Whether a registered parameter lies where :meth:`shard` says."""
+        sharded, place = self.parameters[index].sharded, self.shard(index)
+        local = local_of(sharded) if isinstance(sharded, DTensor) else sharded
+        return (
+            local.dtype == place.dtype
+            and local.device == place.device
+            and (local.is_meta or local.numel() == 0 or local.data_ptr() == place.data_ptr())
+        )
 
     @cached_property
     def gradient_specs(self) -> list[DTensorSpec]:
@@ -210,6 +215,7 @@ class Bucket:
     ) -> None:
         """Reserve the buffers of the running group; ``begin_gradients`` is called before the first gradient and says where
         gradients go."""
+        refuse_hooks((p.name, local_of(p.sharded)) for p in self.parameters if isinstance(p.sharded, DTensor))
         mesh, axes = self.axes.mesh, self.axes
         self.whole = DBuffer(self.group, mesh, axes.gathered(), dtype=self.compute_dtype, allocation=whole)
         self._own_piece = self.whole.piece([axes.shard])
@@ -298,6 +304,23 @@ class Bucket:
                 accumulated = sharded.grad = redistribute(accumulated, spec.mesh, spec.placements)
             local_of(accumulated).add_(part)
         run_post_accumulate_hooks(sharded)
+
+    # What is reported
+
+    @property
+    def resting_bytes(self) -> int:
+        """Of this rank's parts, padding included."""
+        return self.shards.num_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of the buffer that an all-gather fills."""
+        return self.shards.group.layout.buffer_size * self.compute_dtype.itemsize
+
+    @property
+    def padding_elements(self) -> int:
+        """Of all ranks' parts together."""
+        return self.shards.group.layout.buffer_size - sum(self.group.layout.numels)
 
     @property
     def description(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,19 @@ from vescale.comm import Pending
 from vescale.fsdp._bucket import Bucket
 from vescale.placements import RaggedShard, Region
 
-__all__ = ["GivenBucket"]
+__all__ = ["GivenBucket", "pieces_of"]
+
+
+def pieces_of(size: int, num_ranks: int, dtypes: Iterable[torch.dtype], alignment_bytes: int) -> TensorGroup:
+    """All ranks' pieces of an exchange, ``size`` elements each, as tensors that are never cut: collectives then see an
+    ordinary sharded buffer."""
+    return TensorGroup.plan(
+        {str(rank): (size,) for rank in range(num_ranks)},
+        num_ranks,
+        dtypes=dtypes,
+        blocks={str(rank): max(1, size) for rank in range(num_ranks)},
+        alignment_bytes=alignment_bytes,
+    )
 
 
 class GivenBucket(Bucket):
@@ -43,14 +56,7 @@ class GivenBucket(Bucket):
             alignment_bytes=self.alignment_bytes,
         )
         size = one_rank.layout.shard_size
-        # All ranks' pieces, each as one tensor that is never cut: the collectives then see an ordinary sharded buffer.
-        self.exchange = TensorGroup.plan(
-            {str(rank): (size,) for rank in range(num_ranks)},
-            num_ranks,
-            dtypes=dtypes,
-            blocks={str(rank): max(1, size) for rank in range(num_ranks)},
-            alignment_bytes=self.alignment_bytes,
-        )
+        self.exchange = pieces_of(size, num_ranks, dtypes, self.alignment_bytes)
         self._one_rank = one_rank
         return TensorGroup.plan(
             {p.name: p.shape for p in self.parameters}, num_ranks, dtypes=dtypes, alignment_bytes=self.alignment_bytes

@@ -200,7 +200,7 @@ class ParameterGroup(RestingGroup):
                 comm.make_room()
                 self._whole_memory.allocate()
                 if self._kept is not None:
-                    self._gathering = self._kept.gather(self.path)
+                    self._gathering = self._kept.gather(self.path, self.custom_all_gather)
                 else:
                     self._gathering = [bucket.gather(self.path, self.custom_all_gather) for bucket in self.buckets]
                 if comm.gather_lane.is_stream:

@@ -174,9 +174,9 @@ class FSDPModule:
 
     def set_direct_linear_gradients(self, enable: bool = True, *, recurse: bool = True) -> None:
         """True: ``nn.Linear`` layers compute the gradient of their weight where the reduce-scatter takes it from, a buffer
-        of its own, instead of copying it there. No effect where ``reduce_dtype`` is not the dtype of the computation, and
-        on gradients that are added to earlier ones (accumulation without sync, a layer used twice), or differentiated
-        (``create_graph``)."""
+        of its own, instead of copying it there. No effect on tensor subclasses, where ``reduce_dtype`` is not the dtype of
+        the computation, and on gradients that are added to earlier ones (accumulation without sync, a layer used twice), or
+        differentiated (``create_graph``)."""
         for group in self._groups(recurse):
             use_direct_gradients(group, enable)
 
@@ -189,7 +189,7 @@ class FSDPModule:
         operation"; two gradients in one backward, from reentrant checkpointing inside of the module: RuntimeError) and
         reads a gradient where it cannot: ``.data``, or a hook that reads the parameter. So it is off by default.
 
-        No effect where ``reduce_dtype`` is not the dtype of the computation, where parameters stay
+        No effect on tensor subclasses, where ``reduce_dtype`` is not the dtype of the computation, where parameters stay
         (``set_reshard_after_backward(False)``), in backwards that accumulate without sync, and on modules with reentrant
         checkpointing. Weights of ``set_direct_linear_gradients`` are copied, too. Must be the same on all ranks."""
         for group in self._groups(recurse):

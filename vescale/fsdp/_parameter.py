@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.comm import asking
 from vescale.compat import DTensorSpec, StridedShard, concatenate_meshes, local_of, make_dtensor, make_spec, spec_of
 from vescale.fsdp._axes import DataParallelAxes
+from vescale.fsdp._extensions import check_extended, is_extended
 from vescale.fsdp._summands import summands
 from vescale.placements import (
     RaggedShard,
@@ -23,7 +24,6 @@ from vescale.placements import (
     move_local,
     shard_dim,
 )
-from vescale.rng import is_deferred
 
 __all__ = ["ManagedParameter", "Slot", "arrived", "find_slots"]
 
@@ -54,8 +54,10 @@ class ManagedParameter:
     the unsharded form), for someone else to reduce.
 
     Raises:
-        NotImplementedError: a tensor subclass other than DTensor, or tensor parallelism that has cut an inner dim unevenly.
-        ValueError: a DTensor that is already cut along a data-parallel axis.
+        NotImplementedError: tensor parallelism that has cut an inner dim unevenly, or a tensor subclass that is to be cut
+            otherwise than into chunks of dim 0.
+        ValueError: a DTensor that is already cut along a data-parallel axis, or a tensor subclass with one of the two
+            all-gather hooks.
     """
 
     def __init__(
@@ -77,15 +79,18 @@ class ManagedParameter:
         self.unsharded_spec: DTensorSpec | None = None
         if isinstance(parameter, DTensor):
             self.unsharded_spec = spec_of(parameter)
-        elif type(parameter.data) is not torch.Tensor and not is_deferred(parameter):
-            raise NotImplementedError(
-                f"parameter {name!r} of shape {self.global_shape} is a {type(parameter.data).__name__}; fully_shard takes "
-                "plain tensors and DTensors. Pass it in ignored_params, or convert it before"
-            )
-        self.shape = tuple(_local(parameter).shape)
+        local = _local(parameter)
+        self.shape = tuple(local.shape)
+        self.is_extended = is_extended(local)
+        """Of a tensor subclass, which is gathered by its own hooks; ``given`` is ``Shard(0)``."""
+        if self.is_extended:
+            check_extended(name, local)
+            self.given = Shard(0)
         self._mesh, self._others, self._shard_position = self._placement_of_others()
         self.place = self._largest_local_shape()
         self.block = self._granule(block)
+        if self.is_extended:
+            self._check_chunks(given)
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter | None = None
         self.leaves_pending = False
@@ -127,6 +132,21 @@ class ManagedParameter:
         """Elements that stay together: the policy's block, grown so that no dim that another axis cuts is cut again."""
         granule = RaggedShard((0,), block=block or 1).granule(self.place, self._inner_dims)
         return max(1, granule)
+
+    def _check_chunks(self, given: Placement | None) -> None:
+        """Raises NotImplementedError, on all ranks, where a tensor subclass cannot be cut into chunks of dim 0 as wanted."""
+        found = None
+        if not self.shape:
+            found, edit = "is a scalar", "give it a dim, or pass it in ignored_params"
+        elif given is not None and given != Shard(0):
+            found, edit = f"was given the placement {given}", "return Shard(0) or None from shard_placement_fn"
+        elif self.given_part(0, self.axes.shard_size)[1] * math.prod(self.place[1:]) % self.block:
+            found, edit = f"must not be cut inside of {self.block} elements", "leave it out of orig_param_policy"
+        if found is not None:
+            raise NotImplementedError(
+                f"parameter {self.name!r} of shape {self.shape} is a tensor subclass and {found}; fully_shard cuts those "
+                f"into chunks of dim 0, one for each of the {self.axes.shard_size} ranks: {edit}"
+            )
 
     @property
     def dim(self) -> int | None:
@@ -183,6 +203,22 @@ class ManagedParameter:
         return make_spec(self._mesh, placements, self.global_shape, tuple(reversed(strides)), dtype)
 
     # The two forms
+
+    def local_as(self, spec: DTensorSpec) -> torch.Tensor:
+        """The local tensor of what is registered, a DTensor, placed as ``spec``; communicates where it is placed otherwise.
+
+        Raises ValueError for one on another mesh.
+        """
+        found: torch.Tensor = self.sharded
+        assert isinstance(found, DTensor)
+        if found.device_mesh != spec.mesh:
+            raise ValueError(
+                f"parameter {self.name!r} of shape {self.global_shape} was replaced by a DTensor on {found.device_mesh}, "
+                f"and it rests on {spec.mesh}; give a plain tensor, or one on that mesh, or load without assign=True"
+            )
+        if tuple(found.placements) != tuple(spec.placements):
+            found = found.redistribute(placements=spec.placements)
+        return local_of(found)
 
     def make_sharded(self, local: torch.Tensor, cut: Placement) -> None:
         """The sharded form over ``local``, registered in the modules."""

@@ -15,7 +15,7 @@ from vescale.plans import PlanMismatchError
 if TYPE_CHECKING:
     from vescale.fsdp._group import ParameterGroup
 
-__all__ = ["ShardingMismatchError", "compare_groups"]
+__all__ = ["ShardingMismatchError", "compare_groups", "compare_inputs"]
 
 
 class ShardingMismatchError(PlanMismatchError, BufferMismatchError):
@@ -53,5 +53,28 @@ def compare_groups(model: str, groups: Sequence[ParameterGroup], along: dist.Pro
         raise ShardingMismatchError(
             f"ranks disagree about fully_shard of {model}: {found.text()}; every rank must build the same model with the "
             "same parameters, dtypes, requires_grad and sharding options, in the same order",
+            found.ranks,
+        )
+
+
+def compare_inputs(path: str, outcome: str, inputs: Sequence[tuple[str, str]], along: dist.ProcessGroup) -> None:
+    """Compare what tensor subclasses want to have gathered ``along`` a process group: whether their hooks have answered, and
+    dtypes and shapes by parameter.
+
+    Raises ShardingMismatchError, the same on every rank of ``along``: what differs, and on which ranks.
+    """
+    if along.size() == 1:
+        return
+    where = path or "the root"
+    consensus = Consensus(dist.get_process_group_ranks(along), f"fsdp_pre_all_gather {along.group_name}")
+    sections: Description = {"fsdp_pre_all_gather": [("", outcome)], "all-gather inputs": inputs}
+    try:
+        found = compare_descriptions(sections, consensus, lambda: f"the first gather of {where}")
+    except ConsensusError as error:
+        raise ShardingMismatchError(f"{error}; run the forward on every rank", error.ranks) from None
+    if found is not None:
+        raise ShardingMismatchError(
+            f"ranks want to gather different tensors of {where}: {found.text()}; fsdp_pre_all_gather must return tensors of "
+            "the same dtypes and shapes on every rank: pad what a rank with fewer rows, or none, returns",
             found.ranks,
         )

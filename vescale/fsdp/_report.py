@@ -25,7 +25,8 @@ class GroupReport:
 
     Bytes are of this rank. ``resting_bytes`` are always there; ``peak_bytes`` come on top while the group runs backward:
     gathered parameters, unreduced gradients (unless in place) and the reduced piece. Then gradients lie where parameters
-    were, and the exchange on gloo takes no more than they did.
+    were, and the exchange on gloo takes no more than they did. Of tensor subclasses ``whole_bytes`` is what their hooks have
+    gathered; until the first gather it is taken to be that of plain tensors.
     """
 
     path: str
@@ -140,8 +141,7 @@ def report(module: nn.Module) -> Report:
 
 def _bucket_report(path: str, group: ParameterGroup, bucket: Bucket) -> GroupReport:
     layout, ranks = bucket.shards.group.layout, group.axes.shard_size
-    elements = sum(bucket.group.layout.numels)
-    whole = layout.buffer_size * bucket.compute_dtype.itemsize
+    whole = bucket.gathered_bytes
     gradients = layout.buffer_size * bucket.reduce_dtype.itemsize if bucket.requires_grad else 0
     return GroupReport(
         path=path,
@@ -150,10 +150,10 @@ def _bucket_report(path: str, group: ParameterGroup, bucket: Bucket) -> GroupRep
         requires_grad=bucket.requires_grad,
         num_ranks=ranks,
         num_replicas=group.axes.num_replicas,
-        num_elements=elements,
-        padding_elements=layout.buffer_size - elements,
+        num_elements=sum(bucket.group.layout.numels),
+        padding_elements=bucket.padding_elements,
         digest=layout.digest,
-        resting_bytes=bucket.shards.num_bytes,
+        resting_bytes=bucket.resting_bytes,
         whole_bytes=whole,
         gradient_bytes=gradients,
         all_gather_bytes=whole // ranks * (ranks - 1),

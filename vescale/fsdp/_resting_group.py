@@ -14,6 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import local_of
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._bucket import Bucket
+from vescale.fsdp._extended_bucket import ExtendedBucket
+from vescale.fsdp._extensions import check_one_kind
 from vescale.fsdp._given_bucket import GivenBucket
 from vescale.fsdp._parameter import ManagedParameter, Slot
 from vescale.fsdp._registered import replacement
@@ -33,8 +35,9 @@ class GroupMember(NamedTuple):
 
 
 class RestingGroup:
-    """What a :class:`ParameterGroup` is at rest: buckets by dtype and ``requires_grad``, each with this rank's shards in one
-    allocation. Arguments as for :class:`ParameterGroup`."""
+    """What a :class:`ParameterGroup` is at rest: buckets by dtype, ``requires_grad`` and kind of cut, each with this rank's
+    shards in one allocation (but tensor subclasses, which have memory of their own). Arguments as for
+    :class:`ParameterGroup`."""
 
     def __init__(
         self,
@@ -68,19 +71,18 @@ class RestingGroup:
             self.buckets.append(bucket)
 
     def _kinds(self, dtypes: Sequence[torch.dtype]) -> list[list[int]]:
-        found: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
+        found: dict[tuple[torch.dtype, bool, type[Bucket]], list[int]] = {}
         for index, (parameter, dtype) in enumerate(zip(self.parameters, dtypes, strict=True)):
-            found.setdefault((dtype, parameter.requires_grad, parameter.given is None), []).append(index)
+            found.setdefault((dtype, parameter.requires_grad, _kind(parameter)), []).append(index)
         return list(found.values())
 
     def _bucket(self, indices: Sequence[int], locals_: Sequence[torch.Tensor], like: Bucket | None = None) -> Bucket:
         parameters = [self.parameters[i] for i in indices]
-        bucket = (Bucket if parameters[0].given is None else GivenBucket)(
+        bucket = _kind(parameters[0])(
             parameters,
             locals_,
             self.axes,
-            param_dtype=self.mp_policy.param_dtype,
-            reduce_dtype=self.mp_policy.reduce_dtype,
+            mp_policy=self.mp_policy,
             alignment_bytes=self.alignment_bytes,
             like=like,
         )
@@ -120,8 +122,10 @@ class RestingGroup:
             self.is_stale = True
             return
         places = [(bucket, i) for bucket in self.buckets for i in range(len(bucket.parameters))]
-        if not changed and all(_lies_at(b.parameters[i].sharded, b.shard(i)) for b, i in places):
+        if not changed and all(bucket.holds(i) for bucket, i in places):
             return
+        for parameter in self.parameters:
+            check_one_kind(parameter.name, _local(parameter.sharded), parameter.is_extended)
         self._drop_unsharded()
         old = {p: _local(p.sharded) for p in self.parameters}
         before = {tuple(map(id, bucket.parameters)): bucket for bucket in self.buckets}
@@ -142,10 +146,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return local_of(parameter) if isinstance(parameter, DTensor) else parameter
 
 
-def _lies_at(parameter: nn.Parameter, place: torch.Tensor) -> bool:
-    local = _local(parameter)
-    return (
-        local.dtype == place.dtype
-        and local.device == place.device
-        and (local.is_meta or local.numel() == 0 or local.data_ptr() == place.data_ptr())
-    )
+def _kind(parameter: ManagedParameter) -> type[Bucket]:
+    if parameter.is_extended:
+        return ExtendedBucket
+    return Bucket if parameter.given is None else GivenBucket

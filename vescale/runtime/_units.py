@@ -22,6 +22,7 @@ from vescale.fsdp import (
     ParameterGroup,
     Slot,
     give_methods,
+    is_extended,
     state_of,
 )
 from vescale.ir import Hook, Place, Program, Unit
@@ -73,6 +74,12 @@ class Units:
         members = []
         for name in names:
             original = self._slots[name]
+            if is_extended(local_of(original) if isinstance(original, DTensor) else original):
+                raise NotImplementedError(
+                    f"parameter {name!r} of shape {tuple(original.shape)} is a tensor subclass, {type(original).__name__}; "
+                    "a unit of a plan gathers plain tensors, and would drop the class. Take it out of the lines that place "
+                    "it at rest, or give the module to fully_shard instead"
+                )
             self._originals[name] = original
             rest: Placement = resting[name][positions[0]]
             run = tuple(Replicate() if a in positions else p for a, p in enumerate(resting[name]))

@@ -1,0 +1,157 @@
+"""Tensor subclasses that say themselves how they are gathered: ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from vescale.compat import AsyncCollectiveTensor, plain_parts
+from vescale.rng import is_deferred
+
+__all__ = [
+    "check_extended",
+    "check_one_kind",
+    "gather_inputs",
+    "is_extended",
+    "refuse_hooks",
+    "require_hooks",
+    "unsharded_of",
+]
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def is_extended(tensor: torch.Tensor) -> bool:
+    """Whether a parameter, or the local tensor of one, is of a class of its own, which must have the two hooks to be
+    gathered."""
+    if type(tensor) in (torch.Tensor, nn.Parameter) or is_deferred(tensor) or isinstance(tensor, AsyncCollectiveTensor):
+        return False
+    return type(tensor.data) is not torch.Tensor
+
+
+def check_extended(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that has only one of the hooks, NotImplementedError for one around deferred tensors."""
+    has = {hook: hasattr(tensor, hook) for hook in (PRE, POST)}
+    if has[PRE] != has[POST]:
+        (present,), (missing,) = ([hook for hook in has if has[hook] is wanted] for wanted in (True, False))
+        raise ValueError(
+            f"parameter {name!r} of shape {tuple(tensor.shape)} is a {type(tensor).__name__} with {present} and without "
+            f"{missing}; fully_shard needs both to gather it: define {missing}, or delete {present}"
+        )
+    if any(is_deferred(part) for part in plain_parts(tensor)):
+        raise NotImplementedError(
+            f"parameter {name!r} of shape {tuple(tensor.shape)} is a {type(tensor).__name__} around deferred tensors; "
+            "fully_shard materializes plain parameters only. Build it on the meta device, or convert the parameter after "
+            "vescale.materialize(model)"
+        )
+
+
+def require_hooks(name: str, tensor: torch.Tensor) -> None:
+    """Before the first gather. Raises ValueError for one hook, NotImplementedError for none."""
+    check_extended(name, tensor)
+    if not hasattr(tensor, PRE):
+        raise NotImplementedError(
+            f"parameter {name!r} is a {type(tensor).__name__} of local shape {tuple(tensor.shape)}; fully_shard gathers "
+            f"plain tensors, DTensors, and tensor subclasses with {PRE} and {POST}. Define both in the class, convert the "
+            "parameter before fully_shard, or pass it in ignored_params"
+        )
+
+
+def refuse_hooks(plain: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises NotImplementedError for local tensors, of no subclass, that were given a hook."""
+    for name, local in plain:
+        if hasattr(local, PRE) or hasattr(local, POST):
+            raise NotImplementedError(
+                f"the local tensor of parameter {name!r}, a plain one, was given {PRE} or {POST}; fully_shard calls them on "
+                "tensor subclasses, whose local tensors are chunks of dim 0. Make the parameter one before fully_shard"
+            )
+
+
+def check_one_kind(name: str, tensor: torch.Tensor, was_extended: bool) -> None:
+    """Raises ValueError where a plain parameter was replaced by a tensor subclass after ``fully_shard``, or the reverse."""
+    if is_extended(tensor) != was_extended:
+        raise ValueError(
+            f"parameter {name!r} was {'a tensor subclass' if was_extended else 'a plain tensor'} when it was given to "
+            f"fully_shard, and was replaced by a {type(tensor.data).__name__} since; convert parameters before fully_shard"
+        )
+
+
+def gather_inputs(
+    name: str,
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    module: nn.Module,
+    mp_policy: MixedPrecisionPolicy,
+) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """What a sharded tensor wants to have gathered, and the metadata that it wants back.
+
+    Raises TypeError for a hook of another signature, and for an answer that is no tuple of tensors and metadata.
+    """
+    hook = getattr(local, PRE)
+    if _num_arguments(getattr(hook, "__func__", hook), hasattr(hook, "__func__")) == 1:
+        answer = hook(mesh)
+    else:
+        answer = hook(mesh, torch.Size(shape), contiguous_strides(shape), module, mp_policy)
+    match answer:
+        case (list() | tuple() as inputs, metadata) if all(isinstance(one, torch.Tensor) for one in inputs):
+            return tuple(inputs), metadata
+    raise TypeError(
+        f"{PRE} of parameter {name!r}, a {type(local).__name__}, returned {_kind(answer)}; expected (a tuple of tensors, "
+        "metadata)"
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _num_arguments(function: Callable[..., Any], is_bound: bool) -> int:
+    signature = inspect.signature(function)
+    number = len(signature.parameters) - is_bound
+    if number not in (1, 5):
+        raise TypeError(
+            f"{PRE}{signature} takes {number} arguments beside the tensor; expected {PRE}(self, mesh), or {PRE}(self, mesh, "
+            "outer_size, outer_stride, module, mp_policy)"
+        )
+    return number
+
+
+def unsharded_of(name: str, shape: Sequence[int], answer: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The unsharded tensor of ``shape`` and the inner tensors, from what ``fsdp_post_all_gather`` returned the first time.
+    A tensor with more rows at its end, of padding, is cut.
+
+    Raises TypeError for anything else, ValueError for a tensor of another shape.
+    """
+    match answer:
+        case (torch.Tensor() as tensor, list() | tuple() as inner) if all(type(one) is torch.Tensor for one in inner):
+            pass
+        case _:
+            raise TypeError(
+                f"{POST} of parameter {name!r} returned {_kind(answer)} the first time; expected (the unsharded tensor, a "
+                "tuple of the plain tensors whose memory it is in)"
+            )
+    if tuple(tensor.shape) != tuple(shape):
+        if not tensor.is_contiguous() or tensor.numel() < math.prod(shape):
+            raise ValueError(
+                f"{POST} of parameter {name!r} returned a tensor of shape {tuple(tensor.shape)}, strides "
+                f"{tuple(tensor.stride())}; expected {tuple(shape)}, or a contiguous one with rows of padding at its end"
+            )
+        tensor = tensor.as_strided(tuple(shape), contiguous_strides(shape), tensor.storage_offset())
+    return tensor, tuple(inner)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """As torch counts them: a dim without indices counts as one."""
+    return tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _kind(answer: Any) -> str:
+    if isinstance(answer, list | tuple):
+        return f"({', '.join(map(_kind, answer))})"
+    return type(answer).__name__
