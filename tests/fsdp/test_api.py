@@ -135,6 +135,21 @@ def phases() -> None:
     net_loss(model, 1, dist.get_rank()).backward()
 
 
+def siblings_rest_when_the_last_has_run() -> None:
+    """Modules of one group are gathered for the first one that runs, and rest after the last one."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    fully_shard([model[0], model[1]], mesh=mesh_of())
+    fully_shard(model, mesh=mesh_of())
+    whole, found = model[0]._state.groups[0].buckets[0], []
+    for module in (model[0], model[2]):
+        module.register_forward_hook(lambda *_: found.append(whole.whole.is_allocated))
+    for _ in range(2):
+        model(torch.ones(2, 5)).sum().backward()
+    assert found == [True, False] * 2
+    assert not whole.whole.is_allocated and not whole.unreduced.buffer.is_allocated
+
+
 def one_reduction_in_a_backward() -> None:
     """Of each group, though its modules run twice and other graphs hold calls of them."""
     torch.manual_seed(0)
@@ -432,6 +447,7 @@ PARTS = {
     f.__name__: f
     for f in (
         phases,
+        siblings_rest_when_the_last_has_run,
         one_reduction_in_a_backward,
         unshard_by_hand,
         recovery,

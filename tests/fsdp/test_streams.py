@@ -174,8 +174,31 @@ def steps(name: str) -> None:
     same_gradients(models, name)
 
 
+def after_the_optimizer() -> None:
+    """The next forward's gathers wait for the optimizer: for all of the current stream, or for the event that it was given,
+    once, and then for nothing else of that stream."""
+    torch.manual_seed(0)
+    model: Any = Net()
+    by_block(model, fully_shard, mesh_of())
+    net_loss(model, 0, dist.get_rank()).backward()
+    with pytest.MonkeyPatch.context() as patch, clocked(model, patch) as clocks:
+        for event in (True, False):
+            before = clocks.tick("compute")["compute"]
+            if event:
+                model.set_post_optim_event(clocks.tick("optimizer"))
+            gather = clocks.known["gather"]
+            seen: list[tuple[int, int]] = []
+            handle = model.embed.register_forward_pre_hook(
+                lambda *_, seen=seen, gather=gather: seen.append((gather.get("optimizer", 0), gather.get("compute", 0)))
+            )
+            net_loss(model, 0, dist.get_rank())
+            handle.remove()
+            ((optimizer, compute),) = seen
+            assert optimizer == 1 and (compute < before) is event, (event, seen, before)
+
+
 def run() -> int:
-    return run_cases(steps, [(name,) for name in CASES])
+    return run_cases(steps, [(name,) for name in CASES]) + run_cases(after_the_optimizer, [()])
 
 
 def test_what_is_freed_or_read_has_been_waited_for(ranks: RankPools) -> None:
