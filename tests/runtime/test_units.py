@@ -26,7 +26,7 @@ from vescale import deferred_init, no_sync, optim, parallelize
 from vescale.comm import record_comms
 from vescale.fsdp import FSDPModule, report, state_of
 from vescale.ir import lower, unit_buckets
-from vescale.placements import RaggedShard
+from vescale.placements import RaggedShard, StridedRaggedShard
 from vescale.plans import INIT, RUN, Plan, PlanError
 from vescale.runtime import gradient_reducer
 
@@ -395,6 +395,7 @@ def given_cut(placement: Any, sizes: dict[str, int]) -> None:
     assert isinstance(shard, DTensor)
     if isinstance(placement, RaggedShard):
         assert shard.placements[0].local_units == placement.local_units
+        assert type(shard.placements[0]) is (StridedRaggedShard if "tp" in sizes else RaggedShard)
     else:
         assert shard.placements[0] == placement
 
