@@ -6,6 +6,8 @@ collectives take is in tests/comm/test_flat.py.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,3 +110,37 @@ def test_peak_without_resharding_after_forward(num_ranks: int) -> None:
     found = {kind: peak(kind, reshard_after_forward=False) for kind in ("default", "FSDP2")}
     assert found["default"] == pytest.approx(NUM_BLOCKS + 1, abs=0.15), found
     assert found["default"] <= 0.9 * found["FSDP2"], found
+
+
+class _Saved:
+    """What a graph holds of a tensor that it has saved."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_a_graph_goes_with_its_outputs(num_ranks: int) -> None:
+    """At once, and without the garbage collector, whether it had a backward or not (a step that is skipped): nothing of the
+    engine leads from the graph back to itself."""
+    model = sharded("default")
+    model(torch.ones(2, DIM)).square().sum().backward()
+    saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+    def pack(tensor: torch.Tensor) -> _Saved:
+        saved.add(one := _Saved(tensor.detach()))
+        return one
+
+    gc.collect()
+    gc.disable()
+    try:
+        for has_backward in (False, True):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
+                loss = model(torch.ones(2, DIM)).square().sum()
+            assert len(saved) > NUM_BLOCKS
+            if has_backward:
+                loss.backward(retain_graph=True)
+            node = weakref.ref(loss)
+            del loss
+            assert node() is None and not saved, len(saved)
+    finally:
+        gc.enable()

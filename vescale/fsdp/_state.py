@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale.compat import FSDP2State, hides_tensors, in_backward, map_tensors, tensors_in
-from vescale.fsdp._calls import Calls
+from vescale.fsdp._calls import Call, Calls
 from vescale.fsdp._context import CommContext, TreeContext
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._parameter import Slot
@@ -77,6 +78,7 @@ class ModuleState(FSDP2State):
         self.max_gradient_buffers = 1
         self._still_to_run: set[nn.Module] = set()
         self._calls = Calls()
+        self._call: Call | None = None  # that is running forward
         for module in modules:
             module.__dict__[_STATES] = self
         self._install_hooks(hooks_first)
@@ -205,6 +207,7 @@ class ModuleState(FSDP2State):
     def _forget_forward(self) -> None:
         self.to_rest()
         self._still_to_run.clear()
+        self._call = None
         if self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
             for group in self.groups:
@@ -250,11 +253,12 @@ class ModuleState(FSDP2State):
 
         args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs)
         if watched:
-            self._calls.add(watched, self._after_backward)
+            self._call = self._calls.add(watched, self._after_backward)
         return args, kwargs
 
     def _watch_outputs(self, output: Any) -> bool:
         """Find out when a backward begins. False: it may begin unseen, from tensors inside of an object."""
+        call, self._call = self._call, None
         if not torch.is_grad_enabled():
             return True
         found = False
@@ -262,12 +266,18 @@ class ModuleState(FSDP2State):
             if not tensor.requires_grad:
                 continue
             found = True
-            tensor.register_hook(self._before_backward)
+            tensor.register_hook(self._begin_backward_of(call, tensor.grad_fn))
             base = tensor._base
             if base is not None and base.grad_fn is not None:
                 # An in-place op on a view drops the view's own history, and the hook with it; its base's stays.
-                base.grad_fn.register_prehook(self._before_backward)
+                base.grad_fn.register_prehook(self._begin_backward_of(call, base.grad_fn))
         return found or not hides_tensors(output)
+
+    def _begin_backward_of(self, call: Call | None, node: Node | None) -> Callable[..., None]:
+        """A hook of an output's node, which holds the call."""
+        if call is None or not call.may_be_held_by(node):
+            return self._before_backward
+        return functools.partial(self._before_backward, call)
 
     @torch.compiler.disable
     def _before_backward(self, *_: Any) -> None:
