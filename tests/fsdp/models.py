@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.compare import data
 
-__all__ = ["Block", "Net", "net_loss", "tokens"]
+__all__ = ["Adapted", "Block", "Net", "net_loss", "tokens"]
 
 
 class Block(nn.Module):
@@ -23,6 +23,18 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Adapted(Block):
+    """LoRA: a frozen block with two trainable factors beside its first matrix."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.requires_grad_(False)
+        self.a, self.b = nn.Linear(dim, 2, bias=False), nn.Linear(2, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.b(self.a(x))
 
 
 class Net(nn.Module):

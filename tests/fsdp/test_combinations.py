@@ -23,25 +23,13 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.compare import agree, full
-from tests.fsdp.models import Block, tokens
+from tests.fsdp.models import Adapted, Block, tokens
 from tests.ranks import RankPools
 from vescale.fsdp import fully_shard
 
 DIM, VOCABULARY = 6, 11
 TOLERANCE = 1e-10
 """Relative, in float64; AdamW divides by the root of small numbers."""
-
-
-class Adapted(Block):
-    """A frozen block with two trainable factors."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.requires_grad_(False)
-        self.a, self.b = nn.Linear(dim, 2, bias=False), nn.Linear(2, dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.b(self.a(x))
 
 
 class Routed(nn.Module):

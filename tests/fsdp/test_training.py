@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, Shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.fsdp.compare import by_block, compare, mesh_of
-from tests.fsdp.models import Block, Net, dense_loss, net_loss
+from tests.fsdp.models import Adapted, Block, Net, dense_loss, net_loss
 from tests.ranks import RankPools, run_cases
 from vescale.fsdp import CPUOffloadPolicy as OurCPUOffloadPolicy
 from vescale.fsdp import FSDPModule
@@ -108,18 +108,6 @@ class UsesIos(nn.Module):
                 out = out + 1
             x = nn.functional.pad(out, (1, 1))
         return x
-
-
-class Adapted(Block):
-    """LoRA: a frozen block with two trainable factors beside its first matrix."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.requires_grad_(False)
-        self.a, self.b = nn.Linear(dim, 2, bias=False), nn.Linear(2, dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.b(self.a(x))
 
 
 class CastsItself(Block):

@@ -135,9 +135,10 @@ def losses(model: nn.Module, what: str, step: int, micro: int) -> list[Tensor]:
     return found[::-1] if what == "reversed" else found
 
 
-def accumulate(model: Any, what: str, step: int, micros: int, how: str) -> None:
+def accumulate(model: Any, pause: Any, what: str, step: int, micros: int, how: str) -> None:
+    """One step's backwards; ``pause(model)`` around those that are not to communicate."""
     for micro in range(micros):
-        with no_sync(model) if how == "last" and micro < micros - 1 else contextlib.nullcontext():
+        with pause(model) if how == "last" and micro < micros - 1 else contextlib.nullcontext():
             for loss in losses(model, what, step, micro):
                 if what == "twice":
                     loss.backward(retain_graph=True)
@@ -186,15 +187,8 @@ def train(seed: int) -> list[str]:
             micros, how = draw.choice([1, 1, 2, 3]), draw.choice(["every", "last"])
             what = draw.choice(["one", "one", "sum", "in turn", "reversed"] + ["twice"] * (not reentrant))
             drawn.append(f"step {step}: {micros} x {how}, {what}")
-            for one in (model, plain):
-                if one is plain:
-                    for micro in range(micros):
-                        for loss in losses(plain, what, step, micro):
-                            if what == "twice":
-                                loss.backward(retain_graph=True)
-                            loss.backward()
-                else:
-                    accumulate(one, what, step, micros, how)
+            accumulate(model, no_sync, what, step, micros, how)
+            accumulate(plain, contextlib.nullcontext, what, step, micros, how)
             if draw.random() < 0.3:
                 drawn.append("clip")
                 norm = optim.clip_grad_norm_(model.parameters(), 0.5)
