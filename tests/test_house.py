@@ -23,15 +23,17 @@ FLOORS = {
     "plan_zoo": 2,
     "rng": 2,
     "buffer": 2,
+    "ops": 2,
+    "gradients": 3,
     "ir": 3,
     "fsdp": 4,
     "runtime": 5,
-    "debug": 6,
     "checkpoint": 6,
     "optim": 6,
-    "cli": 7,
+    "debug": 7,
+    "cli": 8,
 }
-SIDEWAYS = {("comm", "compat"), ("comm", "csrc"), ("compat", "csrc"), ("plan_zoo", "plans")}
+SIDEWAYS = {("comm", "compat"), ("comm", "csrc"), ("compat", "csrc"), ("ops", "rng"), ("plan_zoo", "plans")}
 
 
 def sources() -> list[Path]:
