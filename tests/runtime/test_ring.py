@@ -18,7 +18,8 @@ from tests.runtime.attend import Attend
 from tests.runtime.llama import batch, make_llama, make_mesh, tensor_parallel
 from tests.runtime.test_predictions import Totals, totals
 from vescale.comm import Observer, Operation, observe, record_comms
-from vescale.ir import RingSchedule, lower, meetings, predict
+from vescale.ir import lower, predict
+from vescale.ops import RingSchedule, meetings
 from vescale.placements import InterleavedShard, local_region
 from vescale.plans import Plan, Target
 from vescale.runtime import parallelize

@@ -1,5 +1,23 @@
 """What each op does on DTensors: one registry of placement rules, handlers and torch functions, by op family."""
 
+from vescale.ops import (
+    attention,
+    batch_norm,
+    concatenation,
+    convolution,
+    cross_entropy,
+    elementwise_losses,
+    embedding,
+    indexing,
+    losses,
+    norms,
+    pooling,
+    random_handlers,
+    recurrent,
+    splitting,
+    statistics,
+    to_python,
+)
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import (
     bring,
@@ -13,26 +31,50 @@ from vescale.ops._conversion import (
 )
 from vescale.ops._observer import ModelObserver, observe, report_implicit_move, running_module
 from vescale.ops._registry import OpEntry, entries, entry_of, register
+from vescale.ops._ring_schedule import Meeting, RingSchedule, Runs, meetings
 from vescale.ops._strides import contiguous_stride, stride_like
+from vescale.ops._view_copies import remember_copy, write_through
 
 __all__ = [
+    "Meeting",
     "ModelObserver",
     "OpContext",
     "OpEntry",
+    "RingSchedule",
+    "Runs",
+    "attention",
+    "batch_norm",
     "bring",
     "bring_with_gradient",
+    "concatenation",
     "contiguous_stride",
     "convert",
+    "convolution",
+    "cross_entropy",
     "cut",
+    "elementwise_losses",
+    "embedding",
     "enter_local",
     "entries",
     "entry_of",
+    "indexing",
     "leave_local",
+    "losses",
+    "meetings",
+    "norms",
     "observe",
+    "pooling",
+    "random_handlers",
+    "recurrent",
     "reduced",
     "register",
+    "remember_copy",
     "report_implicit_move",
     "running_module",
+    "splitting",
+    "statistics",
     "stride_like",
+    "to_python",
     "wrap_global",
+    "write_through",
 ]

@@ -4,7 +4,7 @@ It changes what torch functions do in four ways, and leaves every other call alo
 
 * tensors made from nothing (``arange``, ``zeros``, masks) become DTensors: :mod:`vescale.runtime._factories`;
 * a plain tensor that meets a DTensor is taken as the global one, the same on every rank;
-* functions that need a rule of their own (attention, embedding, item assignment) get it: ``FUNCTIONS``;
+* functions in the registry of :mod:`vescale.ops` (attention, embedding, item assignment) are replaced by what is there;
 * functions of ``torch.nn.functional`` that call others (``multi_head_attention_forward``) are opened, so that the mode
   sees what happens inside.
 """
@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from vescale.ops import wrap_global
+from vescale.ops import entries, wrap_global
 from vescale.runtime._factories import FACTORIES, METHOD_FACTORIES, place_made
-from vescale.runtime._functions import FUNCTIONS
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime
@@ -36,6 +35,7 @@ class RuntimeMode(TorchFunctionMode):
     def __init__(self, runtime: Runtime) -> None:
         super().__init__()
         self.runtime = runtime
+        self._entries = entries()
 
     def __torch_function__(
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,9 +55,9 @@ class RuntimeMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if mixed:
             args, kwargs = self._globalize(args), self._globalize(kwargs)
-        special = FUNCTIONS.get(func)
-        if special is not None:
-            return special(self.runtime, func, args, kwargs)
+        entry = self._entries.get(func)
+        if entry is not None and entry.function is not None:
+            return entry.function(self.runtime, func, args, kwargs)
         return func(*args, **kwargs)
 
     def _globalize(self, value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Gradients that have no derivatives: to ask for these is an error, never a part of them.
+"""Gradients without derivatives: differentiating them raises, instead of leaving out a part.
 
-``torch.autograd.function.once_differentiable`` is silent where the gradient that arrives is constant (that of ``x.sum()``),
-and where derivatives are asked for some tensors only (``torch.autograd.grad(y, inputs)``).
+``torch.autograd.function.once_differentiable`` raises neither where the incoming gradient is constant (that of ``x.sum()``),
+nor where derivatives are computed for some tensors only (``torch.autograd.grad(y, inputs)``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["differentiable_once"]
 def differentiable_once(
     gradients: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor | None], message: str
 ) -> tuple[torch.Tensor | None, ...]:
-    """What a ``backward`` returns: ``gradients``, computed without autograd from ``sources`` (the gradient that arrived, and
-    inputs). In a backward with ``create_graph``, RuntimeError with ``message`` when somebody differentiates them further."""
+    """The value for a ``backward`` to return: ``gradients``, which were computed without autograd from ``sources`` (the
+    incoming gradient and the inputs). Under ``create_graph``, differentiating them raises RuntimeError(message)."""
     parts = [x for x in sources if x is not None and x.requires_grad]
     if not torch.is_grad_enabled() or not parts:
         return tuple(gradients)

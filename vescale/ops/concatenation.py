@@ -1,28 +1,28 @@
 """``torch.cat`` on DTensors.
 
-Equal parts that are sharded alike along the dim that they are joined on make an :class:`InterleavedShard`: what each rank
-has of the result is what it has of the parts. DTensor gathers them. Parts of different sizes are gathered here, too: no
-placement names what the ranks have of their sequence.
+If tensors of equal shape are sharded alike along the dim of concatenation, the result is an :class:`InterleavedShard` of the
+concatenated local tensors, and nothing moves; DTensor gathers. Tensors of different sizes are gathered here, too: no
+placement describes the concatenation of their shards.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale.compat import no_torch_function
-from vescale.ops import enter_local, leave_local
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import enter_local, leave_local
+from vescale.ops._registration import replaces
 from vescale.placements import InterleavedShard
 
-if TYPE_CHECKING:
-    from vescale.runtime._runtime import Runtime
-
-__all__ = ["concat"]
+__all__: list[str] = []
 
 
-def concat(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@replaces(torch.cat, torch.concat, torch.concatenate)
+def _concatenate(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """DTensor's own rule, without the empty 1-D tensors that torch ignores (a key/value cache starts as one)."""
     tensors = args[0] if args else kwargs["tensors"]
     joined = [tensor for tensor in tensors if tensor.ndim != 1 or tensor.numel()] or list(tensors)
@@ -37,7 +37,7 @@ def concat(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _interleaved(tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
-    """The result where every rank joins what it has; None where that is none of ours."""
+    """The concatenation of local tensors; None where no placement describes it."""
     first = tensors[0]
     if "out" in kwargs or len(tensors) < 2 or not all(isinstance(tensor, DTensor) for tensor in tensors):
         return None

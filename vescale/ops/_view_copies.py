@@ -1,9 +1,9 @@
-"""Views whose operand had to be gathered for them, and writing to such a view.
+"""Views whose operand had to be gathered, and writes to such a view.
 
 ``x[0]`` of a tensor that is sharded over dim 0 cannot be a view of the shards: DTensor gathers ``x`` and views the copy. On
-one device ``x[0].zero_()`` changes ``x``. So the copy remembers what it is a copy of, and after each write to it, or to any
-view of it, the parts go back where they came from; nothing is communicated for that where the copy is whole. The other way
-it does not go: a write to ``x`` does not reach a copy that was viewed before.
+one device ``x[0].zero_()`` changes ``x``. So the copy records its origin, and after each write to it, or to any view of it,
+the local parts are written back; a replicated copy needs no communication for that. A write to ``x`` does not reach copies
+that were made before.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
-"""Attention over a sequence that is cut (context parallelism): what is exchanged, and which keys each query meets.
+"""Attention over a sharded sequence (context parallelism): what is communicated, and which keys each query attends to.
 
-Three methods, chosen by a plan's ``attention`` entries axis by axis:
+There are three methods; a plan's ``attention`` entries choose one for each axis:
 
 ==============  ===========================================================  ==============================================
 method          before the kernel                                            after it
 ==============  ===========================================================  ==============================================
-``all_gather``  keys and values, packed, are gathered along the axis         nothing; their gradients are reduce-scattered
-``ring``        nothing: blocks of keys and values come in turn, while the   nothing; their gradients go round with them
-                kernel works (:mod:`vescale.runtime._ring`)
-``ulysses``     q, k and v: cut over heads instead of the sequence           the result: cut over the sequence again
+``all_gather``  an all-gather of keys and values, packed                     nothing; their gradients are reduce-scattered
+``ring``        nothing; blocks of keys and values are passed round during   nothing; their gradients are passed round, too
+                attention (:mod:`vescale.ops._ring_attention`)
+``ulysses``     an all-to-all each: queries, keys and values are sharded     an all-to-all: the result is sharded over the
+                over heads instead of the sequence                           sequence again
 ==============  ===========================================================  ==============================================
 
-Positions are global: a rank that holds rows 4 to 7 attends as one device does for these rows. So causal attention is
-balanced by cutting the sequence into interleaved pieces (``Interleaved(1, 8)``): each rank then has early and late rows,
-nothing is permuted, and only the keys up to a piece's end take part.
+Positions are global: a rank that holds rows 4 to 7 computes for these rows what one device does. An interleaved sequence
+(``Interleaved(1, 8)``) balances causal attention: each rank then has early and late rows, nothing is permuted, and a piece
+attends only to the keys up to its own end.
 
 Source: Ulysses: Jacobs et al., arXiv:2309.14509; gathered keys and values: the Llama 3 report, arXiv:2407.21783, 3.3.2.
 """
@@ -32,29 +33,30 @@ from torch.nn.attention.bias import causal_lower_right
 
 from vescale.comm import axis_group
 from vescale.compat import no_torch_function
-from vescale.ir import RingSchedule, Runs
-from vescale.ops import convert, enter_local, leave_local
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import convert, enter_local, leave_local
+from vescale.ops._ring_attention import Ring
+from vescale.ops._ring_schedule import RingSchedule, Runs
 from vescale.placements import InterleavedShard, at_dim, local_region, shard_dim
-from vescale.plans import PlanError
-from vescale.runtime._ring import Ring
 
 __all__ = [
     "attend_to_prefixes",
+    "causal_mask",
     "causal_rows",
-    "exchange",
-    "exchange_back",
     "gather_pair",
-    "lie_alike",
     "ring_of",
     "sequence_axes",
+    "shard_heads",
+    "shard_sequence",
+    "shard_value_as_key",
 ]
 
-# Devices whose kernels know a causal mask that is aligned to the last key, without its matrix.
+# Devices whose kernels support a causal mask that is aligned to the last key, without materializing it.
 _WITH_LOWER_RIGHT = ("cuda", "xpu")
 
 
 def sequence_axes(query: DTensor) -> tuple[int, ...]:
-    """Mesh axes that cut the query's rows."""
+    """Mesh axes that shard the rows of the query."""
     mesh, rows = query.device_mesh, query.ndim - 2
     return tuple(a for a, p in enumerate(query.placements) if shard_dim(p) == rows and mesh.size(a) > 1)
 
@@ -63,9 +65,9 @@ def sequence_axes(query: DTensor) -> tuple[int, ...]:
 
 
 def gather_pair(key: DTensor, value: DTensor, axes: Sequence[int], requester: str) -> tuple[DTensor, DTensor]:
-    """Keys and values, whole along the mesh axes ``axes``, in one collective where they lie alike: packed side by side.
+    """Keys and values, gathered along ``axes``; in one collective, packed side by side, if their placements are equal.
 
-    Their gradients arrive as sums over the axes, and are reduce-scattered, packed as well.
+    Their gradients arrive Partial on these axes, and are reduce-scattered, packed as well.
     """
     target = tuple(Replicate() if axis in axes else None for axis in range(key.device_mesh.ndim))
     packable = key.placements == value.placements and key.shape[:-1] == value.shape[:-1] and key.dtype == value.dtype
@@ -92,8 +94,8 @@ def gather_pair(key: DTensor, value: DTensor, axes: Sequence[int], requester: st
 # ring
 
 
-def lie_alike(key: DTensor, value: DTensor, axes: Sequence[int], requester: str) -> DTensor:
-    """The value, cut along the mesh axes ``axes`` as the key is."""
+def shard_value_as_key(key: DTensor, value: DTensor, axes: Sequence[int], requester: str) -> DTensor:
+    """The value, redistributed along ``axes`` to the placements of the key."""
     rows = key.ndim - 2
     target = [at_dim(p, value.ndim - 2) if shard_dim(p) == rows else p for p in key.placements]
     if all(target[axis] == value.placements[axis] for axis in axes):
@@ -102,7 +104,7 @@ def lie_alike(key: DTensor, value: DTensor, axes: Sequence[int], requester: str)
 
 
 def ring_of(query: DTensor, key: DTensor, axes: Sequence[int], is_causal: bool, requester: str) -> Ring:
-    """The ring of this rank, over the mesh axes ``axes``. Pure but for the process group over several axes, made once."""
+    """The ring of this rank over the mesh axes ``axes``; a process group over several axes is created once."""
     group = axis_group(query.device_mesh, axes)
     rows, keys = (tuple(_runs(x, at) for at in group.coordinates) for x in (query, key))
     return Ring(group, ring_schedule(rows, keys, is_causal), requester)
@@ -114,7 +116,7 @@ def ring_schedule(rows: tuple[Runs, ...], keys: tuple[Runs, ...], is_causal: boo
 
 
 def _runs(x: DTensor, coordinate: tuple[int, ...]) -> Runs:
-    """Positions that the rank at ``coordinate`` holds."""
+    """The positions that the rank at ``coordinate`` holds."""
     region = local_region(tuple(x.shape), tuple(x.placements), tuple(x.device_mesh.shape), coordinate)
     return tuple((run[0], run[-1]) for run in region.intervals[x.ndim - 2] if run[0] < run[-1])
 
@@ -122,32 +124,32 @@ def _runs(x: DTensor, coordinate: tuple[int, ...]) -> Runs:
 # ulysses
 
 
-def exchange(x: DTensor, axis: int, what: str, requester: str) -> DTensor:
-    """A query, key or value cut over heads instead of the sequence along mesh axis ``axis``.
+def shard_heads(context: OpContext, x: DTensor, axis: int, what: str, requester: str) -> DTensor:
+    """The query, key or value (``what``), sharded over heads instead of the sequence along mesh axis ``axis``.
 
-    Keys and values with fewer heads than the ranks that cut them are gathered instead; each rank then takes those of its
-    query heads. Raises PlanError for queries whose heads the ranks do not divide: on every rank, nothing communicated.
+    Keys and values with fewer heads than ranks are gathered instead; each rank then uses the heads of its query heads.
+    Raises a PlanError, on every rank before any communication, if the ranks do not divide the heads of the query.
     """
     heads, mesh = x.ndim - 3, x.device_mesh
     others = [a for a, p in enumerate(x.placements) if a != axis and shard_dim(p) == heads]
     num_ranks = mesh.size(axis) * math.prod(mesh.size(a) for a in others)
     if x.ndim < 3 or (what == "query" and x.shape[heads] % num_ranks):
-        raise PlanError(
+        raise context.plan_error(
             f"{requester}: the {what} of shape {tuple(x.shape)} has {x.shape[heads] if x.ndim >= 3 else 0} heads, which "
             f"{num_ranks} ranks do not divide; write ring or all_gather for this axis, or use fewer ranks"
         )
     if x.shape[heads] % num_ranks:
         placement: Placement = Replicate()
     else:
-        # Axes that come later cut what this one leaves; theirs is the outer cut, so that nothing changes along them.
+        # Later axes shard what this one leaves; theirs is the outer split, so that nothing changes along them.
         inner = math.prod(mesh.size(a) for a in others if a > axis)
         placement = Shard(heads) if inner == 1 else InterleavedShard(heads, inner)
     target = [placement if a == axis else None for a in range(mesh.ndim)]
     return convert(x, target, requester=requester)
 
 
-def exchange_back(x: DTensor, placements: Sequence[Placement], axes: Sequence[int], requester: str) -> DTensor:
-    """The result, cut over the sequence again as the query was."""
+def shard_sequence(x: DTensor, placements: Sequence[Placement], axes: Sequence[int], requester: str) -> DTensor:
+    """The result, sharded over the sequence again as the query was."""
     return convert(x, [placements[a] if a in axes else None for a in range(len(placements))], requester=requester)
 
 
@@ -155,14 +157,14 @@ def exchange_back(x: DTensor, placements: Sequence[Placement], axes: Sequence[in
 
 
 def causal_rows(runs: Sequence[tuple[int, int]], num_keys: int, device: torch.device) -> torch.Tensor:
-    """Which of ``num_keys`` keys the global rows of ``runs`` meet: a bool matrix (rows, keys), row i meets keys 0 to i."""
+    """A bool matrix (rows, keys): which of ``num_keys`` keys the global rows ``runs`` attend to; row i to keys 0 to i."""
     rows = [torch.arange(start, stop, device=device) for start, stop in runs]
     index = torch.cat(rows) if rows else torch.arange(0, device=device)
     return torch.arange(num_keys, device=device) <= index.unsqueeze(1)
 
 
 def causal_mask(met: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Which keys the rows meet, together with a mask that the call has beside ``is_causal``."""
+    """``met`` combined with the mask that the call has beside ``is_causal``."""
     if mask is None:
         return met
     return met & mask if mask.dtype == torch.bool else mask.masked_fill(~met, -math.inf)
@@ -176,9 +178,9 @@ def attend_to_prefixes(
     runs: Sequence[tuple[int, int]],
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Causal attention of the global rows of ``runs``, which ``query`` holds one after the other, to keys from the first on.
+    """Causal attention of the global rows ``runs``, which are concatenated in ``query``, to keys from position 0 on.
 
-    A run meets the keys up to its own end, so that a rank's work is that of its rows.
+    Each run attends to the keys up to its own end, so that the work of a rank is that of its rows.
     """
     options = {name: option for name, option in options.items() if name != "is_causal"}
     results, offset = [], 0

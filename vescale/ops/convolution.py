@@ -1,12 +1,12 @@
 """Convolutions over a sharded batch, sharded channels and groups: one device's values on every mesh.
 
-Stock DTensor takes the result to lie as the input does, whatever the weight: over cut input channels it takes each rank's
-term of the sum for the result.
+Stock DTensor gives the result the placements of the input, whatever the weight: over sharded input channels each rank's
+term of the sum is then taken for the result.
 
-Each mesh axis has one part in a convolution:
+Each mesh axis has one role in a convolution:
 
 =================  ==================  ==================  ======  =======================================================
-part               input               weight              result  gradients of input, weight, bias
+role               input               weight              result  gradients of input, weight, bias
 =================  ==================  ==================  ======  =======================================================
 batch              ``S(0)``            Replicate           S(0)    ``S(0)``, Partial, Partial
 output channels    Replicate           its output dim      S(1)    Partial, as the weight, ``S(0)``
@@ -15,17 +15,16 @@ input channels     ``S(1)``            its input dim       Partial ``S(1)``, as 
 none               Replicate           Replicate           R       Replicate
 =================  ==================  ==================  ======  =======================================================
 
-The output dim of a weight is 0 (1 if transposed), the input dim the other. Where only one operand is cut as a part
-needs it, the other, if replicated, is cut, too, which moves nothing: a weight to its rank's groups, an input to the channels
-of its rank's weight. An axis whose operands fit no part has them gathered: implicit communication, counted and refused in
-strict mode like any other.
+The output dim of a weight is 0 (1 if transposed), the input dim is the other one. If only one operand is sharded as a role
+needs it and the other is Replicate, the other is sliced locally: a weight to its rank's groups, an input to the channels of
+its rank's weight. Along an axis whose operands fit no role they are gathered, which is implicit communication.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,17 +33,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
-from vescale.ops import bring, stride_like, wrap_global
+from vescale.compat import local_of, make_dtensor, make_spec
+from vescale.ops._conversion import bring, wrap_global
+from vescale.ops._registration import handles
+from vescale.ops._strides import stride_like
 from vescale.placements import local_region
 
-__all__ = ["CONVOLUTION_HANDLERS"]
+__all__: list[str] = []
 
 _aten = torch.ops.aten
 
 
-class _Part(enum.Enum):
-    """What a mesh axis does in a convolution; see the module's table."""
+class _Role(enum.Enum):
+    """The role of a mesh axis in a convolution; see the module's table."""
 
     BATCH = enum.auto()
     OUTPUT_CHANNELS = enum.auto()
@@ -80,32 +81,32 @@ class _Geometry:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the operands of one convolution have to lie, and where its results do, axis by axis."""
+    """Placements of the operands and results of one convolution."""
 
     mesh: DeviceMesh
-    parts: tuple[_Part, ...]
+    roles: tuple[_Role, ...]
     output_dim: int
 
-    def _placed(self, by_part: dict[_Part, Placement]) -> tuple[Placement, ...]:
-        return tuple(by_part.get(part, Replicate()) for part in self.parts)
+    def _placed(self, by_role: dict[_Role, Placement]) -> tuple[Placement, ...]:
+        return tuple(by_role.get(role, Replicate()) for role in self.roles)
 
     @property
     def input(self) -> tuple[Placement, ...]:
-        return self._placed({_Part.BATCH: Shard(0), _Part.GROUPS: Shard(1), _Part.INPUT_CHANNELS: Shard(1)})
+        return self._placed({_Role.BATCH: Shard(0), _Role.GROUPS: Shard(1), _Role.INPUT_CHANNELS: Shard(1)})
 
     @property
     def weight(self) -> tuple[Placement, ...]:
-        cut = {_Part.OUTPUT_CHANNELS: self.output_dim, _Part.GROUPS: 0, _Part.INPUT_CHANNELS: 1 - self.output_dim}
-        return self._placed({part: Shard(dim) for part, dim in cut.items()})
+        cut = {_Role.OUTPUT_CHANNELS: self.output_dim, _Role.GROUPS: 0, _Role.INPUT_CHANNELS: 1 - self.output_dim}
+        return self._placed({role: Shard(dim) for role, dim in cut.items()})
 
     @property
     def bias(self) -> tuple[Placement, ...]:
-        return self._placed({_Part.OUTPUT_CHANNELS: Shard(0), _Part.GROUPS: Shard(0)})
+        return self._placed({_Role.OUTPUT_CHANNELS: Shard(0), _Role.GROUPS: Shard(0)})
 
     @property
     def result(self) -> tuple[Placement, ...]:
-        cut = {_Part.BATCH: Shard(0), _Part.OUTPUT_CHANNELS: Shard(1), _Part.GROUPS: Shard(1)}
-        return self._placed({**cut, _Part.INPUT_CHANNELS: Partial()})
+        cut = {_Role.BATCH: Shard(0), _Role.OUTPUT_CHANNELS: Shard(1), _Role.GROUPS: Shard(1)}
+        return self._placed({**cut, _Role.INPUT_CHANNELS: Partial()})
 
     @property
     def result_grad(self) -> tuple[Placement, ...]:
@@ -113,27 +114,27 @@ class _Layout:
 
     @property
     def input_grad(self) -> tuple[Placement, ...]:
-        return tuple(Partial() if part is _Part.OUTPUT_CHANNELS else p for part, p in zip(self.parts, self.input))
+        return tuple(Partial() if role is _Role.OUTPUT_CHANNELS else p for role, p in zip(self.roles, self.input))
 
     @property
     def weight_grad(self) -> tuple[Placement, ...]:
-        return tuple(Partial() if part is _Part.BATCH else p for part, p in zip(self.parts, self.weight))
+        return tuple(Partial() if role is _Role.BATCH else p for role, p in zip(self.roles, self.weight))
 
     @property
     def bias_grad(self) -> tuple[Placement, ...]:
-        return tuple(Partial() if part is _Part.BATCH else p for part, p in zip(self.parts, self.bias))
+        return tuple(Partial() if role is _Role.BATCH else p for role, p in zip(self.roles, self.bias))
 
     @property
     def group_ranks(self) -> int:
-        """By how many ranks the groups are divided."""
-        return _ranks(self.mesh, [axis for axis, part in enumerate(self.parts) if part is _Part.GROUPS])
+        """The number of ranks that share the groups."""
+        return _ranks(self.mesh, [axis for axis, role in enumerate(self.roles) if role is _Role.GROUPS])
 
     @property
     def has_bias_here(self) -> bool:
-        """Whether this rank's term of a pending result contains the bias: the first of each sum."""
+        """Whether this rank adds the bias: the first rank of each sum does."""
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None
-        return not any(index for part, index in zip(self.parts, coordinate) if part is _Part.INPUT_CHANNELS)
+        return not any(index for role, index in zip(self.roles, coordinate) if role is _Role.INPUT_CHANNELS)
 
 
 def _ranks(mesh: DeviceMesh, axes: Sequence[int]) -> int:
@@ -145,27 +146,27 @@ def _ranks(mesh: DeviceMesh, axes: Sequence[int]) -> int:
 
 def _layout(x: DTensor, weight: DTensor, geometry: _Geometry) -> _Layout:
     mesh, output_dim = x.device_mesh, geometry.output_dim
-    parts: list[_Part] = []
+    roles: list[_Role] = []
     for axis, (placed, weight_placed) in enumerate(zip(x.placements, weight.placements)):
-        divided = _ranks(mesh, [a for a, part in enumerate(parts) if part is _Part.GROUPS]) * mesh.size(axis)
+        divided = _ranks(mesh, [a for a, role in enumerate(roles) if role is _Role.GROUPS]) * mesh.size(axis)
         if placed == Shard(0):
-            part = _Part.BATCH
+            role = _Role.BATCH
         elif geometry.groups > 1:
             is_cut = placed == Shard(1) or (placed.is_replicate() and weight_placed == Shard(0))
-            part = _Part.GROUPS if is_cut and geometry.groups % divided == 0 else _Part.NONE
+            role = _Role.GROUPS if is_cut and geometry.groups % divided == 0 else _Role.NONE
         elif weight_placed == Shard(output_dim):
-            part = _Part.OUTPUT_CHANNELS
+            role = _Role.OUTPUT_CHANNELS
         elif weight_placed == Shard(1 - output_dim) and (placed == Shard(1) or placed.is_replicate()):
-            part = _Part.INPUT_CHANNELS
+            role = _Role.INPUT_CHANNELS
         else:
-            part = _Part.NONE
-        parts.append(part)
-    return _Layout(mesh, tuple(parts), output_dim)
+            role = _Role.NONE
+        roles.append(role)
+    return _Layout(mesh, tuple(roles), output_dim)
 
 
 @functools.lru_cache(maxsize=4096)
 def _result_shape(x: tuple[int, ...], weight: tuple[int, ...], geometry: _Geometry) -> tuple[int, ...]:
-    """Of a whole convolution: shapes of a whole input and a whole weight."""
+    """The global shape of the result; ``x`` and ``weight`` are global shapes."""
     x_meta, weight_meta = torch.empty(x, device="meta"), torch.empty(weight, device="meta")
     return tuple(_aten.convolution.default(x_meta, weight_meta, None, *geometry.arguments(geometry.groups)).shape)
 
@@ -174,6 +175,7 @@ def _wrapped(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
     return make_dtensor(local, make_spec(mesh, placements, shape, stride_like(local, shape), local.dtype))
 
 
+@handles(_aten.convolution.default)
 def _convolution(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     x, weight, bias = _on_one_mesh(op, args[:3])
     geometry = _Geometry.of(args[3:9])
@@ -200,6 +202,7 @@ def _local_shape(shape: tuple[int, ...], layout: _Layout) -> tuple[int, ...]:
     return local_region(shape, layout.result, tuple(layout.mesh.shape), coordinate).local_shape
 
 
+@handles(_aten.convolution_backward.default)
 def _convolution_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
     grad, x, weight = _on_one_mesh(op, args[:3])
     bias_sizes, geometry, wanted = args[3], _Geometry.of(args[4:10]), args[10]
@@ -227,24 +230,10 @@ def _convolution_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _on_one_mesh(op: Any, operands: Sequence[Any]) -> list[Any]:
-    """Plain operands are the same on every rank: constants of the model's code."""
+    """DTensors of all operands; plain ones (constants of the model's code) are the same on every rank."""
     mesh = next(x for x in operands if isinstance(x, DTensor)).device_mesh
     replicated = (Replicate(),) * mesh.ndim
     return [
         wrap_global(x, mesh, replicated, str(op)) if isinstance(x, torch.Tensor) and not isinstance(x, DTensor) else x
         for x in operands
     ]
-
-
-def _guarded(handler: Callable[..., Any]) -> Callable[..., Any]:
-    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with no_torch_function():
-            return handler(op, args, kwargs)
-
-    return handle
-
-
-CONVOLUTION_HANDLERS = {
-    _aten.convolution.default: _guarded(_convolution),
-    _aten.convolution_backward.default: _guarded(_convolution_backward),
-}

@@ -1,46 +1,40 @@
-"""Norms: layer and RMS normalization over sharded dims, group normalization's backward over a sharded batch, where stock
-DTensor passes the kernel the global batch size, and vector norms over sharded dims."""
+"""Norms: layer and RMS normalization over sharded dims, the backward of group normalization over a sharded batch (stock
+DTensor passes the global batch size to the kernel), and vector norms over sharded dims."""
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
-from vescale.ops import (
-    bring,
-    bring_with_gradient,
-    contiguous_stride,
-    convert,
-    enter_local,
-    leave_local,
-    reduced,
-    running_module,
-)
+from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_local, leave_local, reduced
+from vescale.ops._observer import running_module
+from vescale.ops._registration import handles, replaces
+from vescale.ops._strides import contiguous_stride
 from vescale.placements import shard_dim
 
-if TYPE_CHECKING:
-    from vescale.runtime._runtime import Runtime
-
-__all__ = ["NORMALIZATIONS", "NORM_HANDLERS", "normalization"]
+__all__: list[str] = []
 
 _aten = torch.ops.aten
 _SIGNATURES = {
     "layer_norm": inspect.Signature.from_callable(F.layer_norm),
     "rms_norm": inspect.Signature.from_callable(F.rms_norm),
 }
-NORMALIZATIONS = (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm)
 
 
-def normalization(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``layer_norm`` and ``rms_norm``. Over a sharded dim nothing is gathered: one all-reduce of a number a row for each
-    statistic (mean and variance, or mean square), and one for its gradient; as in a loss, they are no choice of a plan.
-    Elsewhere rows are independent, also where some ranks have none, which DTensor's rule would gather for; else that rule.
+@replaces(F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm, communicates=("all_reduce",))
+def _normalization(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``layer_norm`` and ``rms_norm``.
+
+    Over a sharded dim each statistic (mean and variance, or mean square) is one all-reduce of a number a row, and so is its
+    gradient; nothing is gathered. No plan could place these statistics otherwise: they do not count as implicit. Elsewhere
+    rows are independent and normalized locally, also where some ranks have none, for which DTensor's rule would gather.
     """
     x = args[0] if args else kwargs["input"]
     if not isinstance(x, DTensor) or not all(type(p) is Shard or p.is_replicate() for p in x.placements):
@@ -49,7 +43,7 @@ def normalization(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: di
     first = x.ndim - (1 if isinstance(shape, int) else len(shape))
     cuts = [shard_dim(placement) for placement in x.placements]
     over_shards = any(dim is not None and dim >= first for dim in cuts)
-    if not over_shards and all(dim is None or x.shape[dim] >= n for dim, n in zip(cuts, runtime.mesh.shape)):
+    if not over_shards and all(dim is None or x.shape[dim] >= n for dim, n in zip(cuts, context.mesh.shape)):
         return func(*args, **kwargs)
     if func is torch.layer_norm:
         args, kwargs = args[:5], {name: value for name, value in kwargs.items() if name != "cudnn_enable"}
@@ -62,7 +56,7 @@ def normalization(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _over_shards(name: str, x: DTensor, first: int, weight: Any, bias: Any, eps: float | None) -> torch.Tensor:
-    """On this rank's parts: DTensor's elementwise rules gather dims that are smaller than the number of ranks."""
+    """Computed on local tensors: DTensor's elementwise rules gather dims that are smaller than the number of ranks."""
     mesh, dtype = x.device_mesh, x.dtype
     dims, size = list(range(first, x.ndim)), x.shape[first:].numel()
     features = [(dim - first if (dim := shard_dim(p)) is not None and dim >= first else None) for p in x.placements]
@@ -105,38 +99,48 @@ def _of_rows(func: Any, x: DTensor, first: int, weight: Any, bias: Any, eps: flo
         return leave_local(local, x.device_mesh, x.placements, x.shape, name)
 
 
+def _is_sharded(op: Any, schema: Any) -> bool:
+    """Whether an operand is not Replicate."""
+    specs = (x for x in schema.args_schema if isinstance(x, DTensorSpec))
+    return any(not placement.is_replicate() for spec in specs for placement in spec.placements)
+
+
+@handles(_aten.native_group_norm_backward.default, applies=_is_sharded)
 def _group_norm_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """``native_group_norm_backward``; rows are independent, so that only the weights' gradients are Partial."""
+    """Rows are independent: only the gradients of weight and bias are Partial."""
     grad, x, mean, rstd, weight, _, channels, area, groups, wanted = args
     mesh = x.device_mesh
     rows: list[Placement] = [p if shard_dim(p) == 0 else Replicate() for p in x.placements]
     summed: list[Placement] = [Partial() if shard_dim(p) == 0 else p for p in rows]
-    with no_torch_function():
-        operands = [("grad_out", grad), ("input", x), ("mean", mean), ("rstd", rstd)]
-        grad, local, mean, rstd = (local_of(bring(value, rows, str(op), name)) for name, value in operands)
-        if isinstance(weight, DTensor):
-            weight = local_of(bring(weight, [Replicate()] * mesh.ndim, str(op), "weight"))
-        found = op(
-            grad.contiguous(), local.contiguous(), mean, rstd, weight, local.shape[0], channels, area, groups, wanted
-        )
-        shapes = [(tuple(x.shape), rows), ((channels,), summed), ((channels,), summed)]
-        return tuple(
-            None
-            if part is None
-            else make_dtensor(part, make_spec(mesh, placements, shape, contiguous_stride(shape), part.dtype))
-            for part, (shape, placements) in zip(found, shapes)
-        )
+    operands = [("grad_out", grad), ("input", x), ("mean", mean), ("rstd", rstd)]
+    grad, local, mean, rstd = (local_of(bring(value, rows, str(op), name)) for name, value in operands)
+    if isinstance(weight, DTensor):
+        weight = local_of(bring(weight, [Replicate()] * mesh.ndim, str(op), "weight"))
+    found = op(
+        grad.contiguous(), local.contiguous(), mean, rstd, weight, local.shape[0], channels, area, groups, wanted
+    )
+    shapes = [(tuple(x.shape), rows), ((channels,), summed), ((channels,), summed)]
+    return tuple(
+        None
+        if part is None
+        else make_dtensor(part, make_spec(mesh, placements, shape, contiguous_stride(shape), part.dtype))
+        for part, (shape, placements) in zip(found, shapes)
+    )
 
 
+def _reduces_a_shard(op: Any, schema: Any) -> bool:
+    """Whether ``linalg_vector_norm(x, ord, dim, ...)`` reduces a dim that is not whole on every rank."""
+    x = schema.args_schema[0]
+    dims = schema.args_schema[2] if len(schema.args_schema) > 2 else schema.kwargs_schema.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    over = [dim % len(x.shape) for dim in dims] if dims else range(len(x.shape))
+    return any(shard_dim(p) in over if shard_dim(p) is not None else not p.is_replicate() for p in x.placements)
+
+
+@handles(_aten.linalg_vector_norm.default, applies=_reduces_a_shard, communicates=("all_reduce",))
 def _vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Inside a model, a norm over a sharded dim is reduced at once: ops take DTensor's pending norm for a pending sum."""
+    """Inside a model, reduce a norm over a sharded dim at once: other ops take DTensor's pending norm for a pending sum."""
     found = stock_dispatch(op, args, kwargs)
     if isinstance(found, DTensor) and any(p.is_partial() and type(p) is not Partial for p in found.placements):
         return bring(found, reduced(found.placements), str(op), "result") if running_module() is not None else found
     return found
-
-
-NORM_HANDLERS = {
-    _aten.linalg_vector_norm.default: _vector_norm,
-    _aten.native_group_norm_backward.default: _group_norm_backward,
-}

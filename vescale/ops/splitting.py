@@ -1,38 +1,38 @@
-"""``split``, ``chunk``, ``unbind`` on DTensors whose parts need not all get a gradient.
+"""``split``, ``chunk``, ``unbind`` on DTensors, also where not every part gets a gradient.
 
-Along a dim that is sharded as a whole, parts lie on few ranks each. Equal parts are spread over all of them by one
-all-to-all (to :class:`InterleavedShard`, which a plan can name for the weight that makes the tensor), where DTensor gathers
-everything.
+Along a sharded dim, each part is on a few ranks. Equal parts are spread over all ranks by one all-to-all, to
+:class:`InterleavedShard`, where DTensor gathers everything. (A plan can give this placement to the weight that the tensor is
+computed with; then nothing moves.)
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, spec_of
-from vescale.ops import bring, bring_with_gradient, contiguous_stride, reduced
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import bring, bring_with_gradient, reduced
+from vescale.ops._registration import replaces
+from vescale.ops._strides import contiguous_stride
+from vescale.ops._view_copies import remember_copy
 from vescale.placements import InterleavedShard
-from vescale.runtime._views import remember_copy
 
-if TYPE_CHECKING:
-    from vescale.runtime._runtime import Runtime
+__all__ = ["split"]
 
-__all__ = ["SPLITS", "split"]
-
-SPLITS = tuple(
+_FUNCTIONS = tuple(
     function
     for name in ("split", "chunk", "unbind", "tensor_split", "split_with_sizes")
     for function in (getattr(torch, name), getattr(torch.Tensor, name))
 ) + (torch.Tensor.__iter__,)
-_ONE_BY_ONE = (torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)
+_UNBINDING = (torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)
 
 
 class _WholeGradients(torch.autograd.Function):
-    """Identity; parts without a gradient get zeros placed as they are. PyTorch would make plain tensors of them, and
-    DTensor cannot put those together with the others."""
+    """Identity. The gradients of parts without one are DTensors of zeros: PyTorch would make plain tensors of zeros, which
+    DTensor cannot concatenate with the others."""
 
     @staticmethod
     def forward(ctx: Any, *parts: DTensor) -> tuple[DTensor, ...]:
@@ -52,13 +52,13 @@ class _WholeGradients(torch.autograd.Function):
 
 
 def _whole(spec: Any) -> Any:
-    """The part's spec without Partial: zeros are their own reduction."""
+    """The spec with Replicate for Partial: a sum of zeros is zero."""
     return make_spec(spec.mesh, reduced(spec.placements), spec.shape, spec.stride, spec.tensor_meta.dtype)
 
 
 class _Chunks(torch.autograd.Function):
-    """The parts of an interleaved dim, each of which every rank has a part of. Their gradients are put together on each
-    rank; PyTorch would concatenate the global tensors, for which DTensor gathers them."""
+    """The chunks of an interleaved dim, each of which is sharded over all ranks. Their gradients are concatenated locally;
+    PyTorch would concatenate the global tensors, for which DTensor gathers them."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, dim: int, *parts: DTensor) -> tuple[DTensor, ...]:
@@ -83,45 +83,46 @@ class _Chunks(torch.autograd.Function):
 
 
 def _interleaved_dim(x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The dim that is split, when its pieces are each sharded."""
+    """The dim that is split, if it is interleaved."""
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
     dim = dim % x.ndim if isinstance(dim, int) and x.ndim else -1
     return dim if any(isinstance(p, InterleavedShard) and p.dim == dim for p in x.placements) else None
 
 
-def _spread(runtime: Runtime, x: DTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """``x`` with each of the equal parts that it is split into sharded, if the dim is sharded as a whole, over one axis."""
+def _spread(context: OpContext, x: DTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """``x`` redistributed so that each of the equal parts that it is split into is sharded, if one axis shards the dim."""
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
     dim = dim % x.ndim if isinstance(dim, int) and x.ndim else -1
     axes = [axis for axis, p in enumerate(x.placements) if type(p) is Shard and p.dim == dim]
-    if len(axes) != 1 or runtime.mesh.size(axes[0]) == 1:
+    if len(axes) != 1 or context.mesh.size(axes[0]) == 1:
         return x
     with torch.no_grad():
-        looks = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs)
-    if len(looks) < 2 or len({part.shape[dim] for part in looks}) > 1:
+        shapes = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs)
+    if len(shapes) < 2 or len({part.shape[dim] for part in shapes}) > 1:
         return x
     target = list(x.placements)
-    target[axes[0]] = InterleavedShard(dim, len(looks))
+    target[axes[0]] = InterleavedShard(dim, len(shapes))
     spread = bring_with_gradient(x, target, func.__name__, "self")
-    # The parts are views: they can be written to.
+    # The parts are views, and writes to them have to reach x.
     remember_copy(local_of(x), spec_of(x), local_of(spread), spec_of(spread))
     return spread
 
 
 def _are_local(x: DTensor, dim: int, parts: tuple[Any, ...]) -> bool:
-    """Whether what each rank has of the parts is what it has of the whole."""
+    """Whether the local tensors of the parts make up the local tensor of ``x``."""
     held = sum(local_of(part).shape[dim] for part in parts)
     return all(len(part.placements) == len(x.placements) for part in parts) and held == local_of(x).shape[dim]
 
 
-def split(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """DTensor's own rule; every part then takes part in the backward."""
+@replaces(*_FUNCTIONS, backward="custom")
+def split(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """DTensor's own rule, with the gradients and redistributions of this module's description."""
     iterated = func is torch.Tensor.__iter__
     x = args[0] if args else None
-    if isinstance(x, DTensor) and func not in _ONE_BY_ONE:
-        x = _spread(runtime, x, func, args, kwargs)
+    if isinstance(x, DTensor) and func not in _UNBINDING:
+        x = _spread(context, x, func, args, kwargs)
         args = (x, *args[1:])
-    if isinstance(x, DTensor) and x.requires_grad and torch.is_grad_enabled() and func not in _ONE_BY_ONE:
+    if isinstance(x, DTensor) and x.requires_grad and torch.is_grad_enabled() and func not in _UNBINDING:
         dim = _interleaved_dim(x, args, kwargs)
         if dim is not None:
             with torch.no_grad():

@@ -1,19 +1,18 @@
-"""Ring attention: blocks of keys and values travel round the ranks that cut the sequence, and each rank attends to one after
-the other.
+"""Ring attention: blocks of keys and values are passed round the ranks that shard the sequence; each attends to every block.
 
 ===========  ========================================================  ===============================================
-phase        a step moves                                              a rank has at a time
+phase        sent in a step                                            memory of a rank
 ===========  ========================================================  ===============================================
-forward      the block at hand to the next rank, while it is attended  its own keys and values, the block at hand and
-             to                                                        the one that comes
-backward     the same; and the block's gradients, as far as they are   the same, and as much again for gradients
-             known, after it; from the last rank that has something
-             to add they go home
+forward      the current block to the next rank, during attention to   its own keys and values, the current block and
+             it                                                        the next one
+backward     the same; then the partial gradients of the block, and    the same, and as much again for gradients
+             from the last rank that adds to them the gradients to
+             the owner of the block
 ===========  ========================================================  ===============================================
 
-Each move is one uneven all-to-all in which a rank has one peer, or two: no rank waits for another to have received. What
-travels where follows from positions alone (:class:`vescale.ir.RingSchedule`), so all ranks agree without asking. Blocks that
-nobody further on needs stay; nothing is recomputed but the scores of a block, in backward.
+Each step is one uneven all-to-all with one or two peers, so that no order of sends and receives can deadlock. The schedule
+(:class:`vescale.ops.RingSchedule`) depends on positions alone, so that all ranks agree on it without communication. A block
+is not sent to ranks that do not need it. Backward recomputes the scores of each block, and nothing else.
 
 Source: Liu et al., arXiv:2310.01889.
 """
@@ -28,13 +27,13 @@ from typing import Any
 import torch
 
 from vescale.comm import AxisGroup, Pending, all_to_all_v, asking
-from vescale.ir import RingSchedule, meetings
-from vescale.runtime._block_attention import Attended, BlockGradients, accumulation_dtype
-from vescale.runtime._once import differentiable_once
+from vescale.ops._block_attention import Attended, BlockGradients, accumulation_dtype
+from vescale.ops._ring_schedule import RingSchedule, meetings
+from vescale.ops._second_derivatives import differentiable_once
 
 __all__ = ["Ring", "ring_attention"]
 
-# (from, to, whose) of what moves in one step.
+# (source, target, owner) of the blocks that are sent in one step.
 _Moves = Sequence[tuple[int, int, int]]
 
 
@@ -44,33 +43,33 @@ class Ring:
 
     Attributes:
         schedule: of the ring's ranks, in the group's order.
-        requester: for the ledger.
+        requester: of the communication, in the ledger.
     """
 
     group: AxisGroup
     schedule: RingSchedule
     requester: str
 
-    def move(self, block: torch.Tensor | None, moves: _Moves, a_key: int, requester: str) -> _Coming | None:
-        """Starts a step: ``block``, flat, of ``a_key`` elements a key, goes where ``moves`` say; None: nothing moves."""
+    def move(self, block: torch.Tensor | None, moves: _Moves, key_size: int, requester: str) -> _Receiving | None:
+        """Start to send ``block``, flat, of ``key_size`` elements a key, as ``moves`` say; None if nothing is sent."""
         if not moves:
             return None
         own = self.group.index
         send, receive = [0] * self.group.size, [0] * self.group.size
         for source, target, owner in moves:
             if source == own:
-                send[target] = self.schedule.length(owner) * a_key
+                send[target] = self.schedule.length(owner) * key_size
             if target == own:
-                receive[source] = self.schedule.length(owner) * a_key
+                receive[source] = self.schedule.length(owner) * key_size
         assert block is not None
         with asking(requester):
             pending = all_to_all_v(block if sum(send) else block[:0], send, receive, self.group.group)
-        return _Coming(pending, {owner: source for source, target, owner in moves if target == own}, receive)
+        return _Receiving(pending, {owner: source for source, target, owner in moves if target == own}, receive)
 
 
 @dataclass(frozen=True)
-class _Coming:
-    """What one step brings: blocks by their owner."""
+class _Receiving:
+    """The blocks that this rank receives in one step, by their owner."""
 
     pending: Pending
     sources: dict[int, int]
@@ -93,8 +92,8 @@ class _Blocks:
     value: tuple[int, ...]
 
     @property
-    def a_key(self) -> int:
-        """Elements for each key."""
+    def key_size(self) -> int:
+        """Elements of a block for each key."""
         return sum(math.prod(shape[:-2]) * shape[-1] for shape in (self.key, self.value))
 
     def pack(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -108,7 +107,7 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class _Call:
-    """What of a call is no tensor."""
+    """The arguments of a call that are not tensors."""
 
     ring: Ring
     blocks: _Blocks
@@ -116,28 +115,28 @@ class _Call:
     dropout: float
 
     def columns(self, owner: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """A block's columns of a mask over all keys."""
+        """The columns of a block, of a mask over all keys."""
         if x is None or x.shape[-1] == 1:
             return x
         runs = self.ring.schedule.keys[owner]
         return x[..., runs[0][0] : runs[0][1]] if len(runs) == 1 else torch.cat([x[..., a:b] for a, b in runs], -1)
 
-    def travel(
+    def pass_round(
         self, block: torch.Tensor, requester: str, visit: Callable[[int, int | None, torch.Tensor | None], None]
     ) -> None:
-        """``visit(step, owner, block)`` of each step's block, while the next one comes."""
+        """Call ``visit(step, owner, block)`` for the block of each step, while the next one is received."""
         ring, schedule, held = self.ring, self.ring.schedule, block
         for step in range(schedule.num_steps):
             moves = list(schedule.forward_moves(step + 1)) if step + 1 < schedule.num_steps else []
-            coming = ring.move(held, moves, self.blocks.a_key, f"{ring.requester}: {requester}")
+            receiving = ring.move(held, moves, self.blocks.key_size, f"{ring.requester}: {requester}")
             owner = schedule.held(ring.group.index, step)
             visit(step, owner, None if owner is None else held)
-            if coming is not None:
-                held = next(iter(coming.wait().values()), held[:0])
+            if receiving is not None:
+                held = next(iter(receiving.wait().values()), held[:0])
 
 
 class _RingAttention(torch.autograd.Function):
-    """``own_block``: this rank's keys and values, packed."""
+    """``own_block``: this rank's keys and values, packed by :class:`_Blocks`."""
 
     @staticmethod
     def forward(
@@ -159,9 +158,9 @@ class _RingAttention(torch.autograd.Function):
             met = meetings(schedule.rows[own], schedule.keys[owner], schedule.is_causal)
             if met:
                 k, v = call.blocks.unpack(block, schedule.length(owner))
-                attended.meet(k, v, met, call.columns(owner, mask), call.columns(owner, kept), call.dropout)
+                attended.attend(k, v, met, call.columns(owner, mask), call.columns(owner, kept), call.dropout)
 
-        call.travel(own_block, "keys and values", visit)
+        call.pass_round(own_block, "keys and values", visit)
         ctx.call = call
         ctx.save_for_backward(query, own_block, mask, kept, attended.out, attended.log_sum)
         return attended.out.to(query.dtype)
@@ -179,43 +178,43 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Of the query, the block and the mask."""
+        """The gradients of the query, the block and the mask."""
         call: _Call = ctx.call
         query, own_block, mask, kept, out, log_sum = ctx.saved_tensors
         ring, schedule, own = call.ring, call.ring.schedule, call.ring.group.index
         gradients = BlockGradients(query, out, log_sum, grad, call.scale)
         mask_gradient = torch.zeros_like(mask, dtype=out.dtype) if ctx.needs_input_grad[3] else None
-        coming: _Coming | None = None
-        home: torch.Tensor | None = None
+        receiving: _Receiving | None = None
+        own_gradient: torch.Tensor | None = None
 
         def visit(step: int, owner: int | None, block: torch.Tensor | None) -> None:
-            nonlocal coming, home
+            nonlocal receiving, own_gradient
             found: torch.Tensor | None = None
             if owner is not None and block is not None:
                 found = _of_block(call, gradients, owner, block, mask, kept, mask_gradient)
-            for whose, part in (coming.wait() if coming is not None else {}).items():
-                if whose == own:
-                    home = part
+            for received_owner, part in (receiving.wait() if receiving is not None else {}).items():
+                if received_owner == own:
+                    own_gradient = part
                 else:
-                    assert found is not None and whose == owner
+                    assert found is not None and received_owner == owner
                     found += part
             if owner == own and schedule.last_steps[own] == 0:
-                home = found
+                own_gradient = found
             moves = list(schedule.gradient_moves(step))
-            coming = ring.move(
+            receiving = ring.move(
                 query.new_empty(0, dtype=out.dtype) if found is None else found,
                 moves,
-                call.blocks.a_key,
+                call.blocks.key_size,
                 f"{ring.requester}: gradient",
             )
 
-        call.travel(own_block, "keys and values again", visit)
-        if coming is not None:
-            home = coming.wait().get(own, home)
-        if home is None:  # no keys here
-            home = torch.zeros_like(own_block)
+        call.pass_round(own_block, "keys and values again", visit)
+        if receiving is not None:
+            own_gradient = receiving.wait().get(own, own_gradient)
+        if own_gradient is None:  # no keys here
+            own_gradient = torch.zeros_like(own_block)
         grad_mask = mask_gradient.to(mask.dtype) if mask_gradient is not None else None
-        return gradients.query.to(query.dtype), home.to(own_block.dtype), grad_mask
+        return gradients.query.to(query.dtype), own_gradient.to(own_block.dtype), grad_mask
 
 
 def _of_block(
@@ -227,7 +226,7 @@ def _of_block(
     kept: torch.Tensor | None,
     mask_gradient: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What this rank's queries add to the gradients of a block, flat; and to those of its columns of the mask."""
+    """The gradient of a block from this rank's queries, flat; adds to the gradient of its columns of the mask."""
     schedule, own = call.ring.schedule, call.ring.group.index
     found = block.new_zeros(block.shape, dtype=accumulation_dtype(block.dtype))
     met = meetings(schedule.rows[own], schedule.keys[owner], schedule.is_causal)
@@ -236,7 +235,7 @@ def _of_block(
     k, v = call.blocks.unpack(block, schedule.length(owner))
     columns = call.columns(owner, mask_gradient)  # a copy where the block's keys are several runs
     grads = (*call.blocks.unpack(found, schedule.length(owner)), columns)
-    gradients.meet(k, v, met, call.columns(owner, mask), call.columns(owner, kept), call.dropout, grads)
+    gradients.add(k, v, met, call.columns(owner, mask), call.columns(owner, kept), call.dropout, grads)
     runs = schedule.keys[owner]
     if mask_gradient is not None and columns is not None and columns.shape[-1] > 1 and len(runs) > 1:
         offset = 0
@@ -260,10 +259,10 @@ def ring_attention(
 ) -> torch.Tensor:
     """Attention of this rank's query to the keys and values of all ranks of the ring, of which it has a part.
 
-    Shapes as for ``F.scaled_dot_product_attention``; ``mask`` and ``kept`` (what dropout keeps) have the rows that are here,
-    and all keys. ``grouped``: fewer key/value heads than query heads, each for as many neighbours.
+    Shapes are those of ``F.scaled_dot_product_attention``; ``mask`` and ``kept`` (the weights that dropout keeps) have this
+    rank's rows and all keys. ``grouped``: there are fewer key/value heads than query heads.
 
-    Communication: by the module's table. Gradients have no gradients of their own: RuntimeError where these are asked for.
+    Communication: see the module's table. Raises RuntimeError where the gradients are differentiated.
     """
     device = query.device.type
     if torch.is_autocast_enabled(device):  # as it does with F.scaled_dot_product_attention
@@ -275,8 +274,8 @@ def ring_attention(
     heads = key.shape[-3] if grouped else query.shape[-3]
     group = query.shape[-3] // heads
 
-    def opened(x: torch.Tensor | None) -> torch.Tensor | None:
-        """(..., query heads, n, m) with the heads in groups; one for all heads, or none, stays so."""
+    def in_groups(x: torch.Tensor | None) -> torch.Tensor | None:
+        """(..., query heads, n, m) with the heads in groups; unchanged if there is one for all heads, or no dim of heads."""
         if x is None or x.ndim < 3:
             return x
         return x.unflatten(-3, (heads, group)) if x.shape[-3] == heads * group else x.unsqueeze(-3)
@@ -289,5 +288,5 @@ def ring_attention(
     )
     with torch.autocast(device, enabled=False):
         own_block = call.blocks.pack(key, value)
-        found = _RingAttention.apply(call, opened(query), own_block, opened(mask), opened(kept))
+        found = _RingAttention.apply(call, in_groups(query), own_block, in_groups(mask), in_groups(kept))
     return found.flatten(-4, -3)

@@ -1,9 +1,9 @@
-"""Embedding lookup in a table whose rows are sharded (a vocabulary-parallel embedding)."""
+"""Embedding lookup in a table with sharded rows (vocabulary parallelism), and bags of embeddings over a sharded batch."""
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,29 +11,31 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, no_torch_function
-from vescale.ops import bring, bring_with_gradient, enter_local, leave_local
+from vescale.ops._batch_rows import local_parameter, local_rows, rows_from_local, sharded_rows
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import bring, bring_with_gradient, enter_local, leave_local
+from vescale.ops._registration import replaces
 from vescale.placements import at_dim, local_region, shard_dim
 
-if TYPE_CHECKING:
-    from vescale.runtime._runtime import Runtime
-
-__all__ = ["embedding"]
+__all__: list[str] = []
 
 _OP = "embedding"
-_FUNCTIONAL = inspect.signature(F.embedding)
+_SIGNATURE = inspect.signature(F.embedding)
+_BAG_SIGNATURE = inspect.signature(F.embedding_bag)
 
 
-def embedding(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Each rank looks up the rows that it holds; rows elsewhere count as zero, and the result is Partial.
+@replaces(F.embedding, torch.embedding)
+def _embedding(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Each rank looks up the rows that it holds and takes zeros for the others; the result is Partial.
 
-    A plain ``Partial(sum)``, which every op understands, where stock DTensor gives a masked one that only a
-    redistribution does. A table that is not sharded over rows is looked up by DTensor's own rule.
+    It is a plain ``Partial(sum)``, which every op understands; stock DTensor's result is a masked one, which only a
+    redistribution does. If the rows of the table are not sharded, DTensor's own rule is used.
 
     Raises:
         NotImplementedError: ``max_norm`` or ``scale_grad_by_freq`` on a table with sharded rows.
     """
     if func is F.embedding:
-        call = _FUNCTIONAL.bind(*args, **kwargs)
+        call = _SIGNATURE.bind(*args, **kwargs)
         call.apply_defaults()
         indices, weight, padding = (call.arguments[name] for name in ("input", "weight", "padding_idx"))
         special = call.arguments["max_norm"] is not None or call.arguments["scale_grad_by_freq"]
@@ -51,11 +53,11 @@ def embedding(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[s
             "of other ranks; leave them out, or replicate the table"
         )
     padding = padding + weight.shape[0] if padding is not None and padding < 0 else padding
-    return _lookup(runtime, weight, indices, padding)
+    return _lookup(context, weight, indices, padding)
 
 
-def _lookup(runtime: Runtime, weight: DTensor, indices: DTensor, padding: int | None) -> DTensor:
-    mesh = runtime.mesh
+def _lookup(context: OpContext, weight: DTensor, indices: DTensor, padding: int | None) -> DTensor:
+    mesh = context.mesh
     index_target: list[Placement] = []
     weight_target: list[Placement] = []
     grads: list[Placement] = []
@@ -87,7 +89,7 @@ def _lookup(runtime: Runtime, weight: DTensor, indices: DTensor, padding: int | 
 def _local_lookup(
     table: torch.Tensor, indices: torch.Tensor, ranges: tuple[tuple[int, int], ...], padding: int | None
 ) -> torch.Tensor:
-    """Rows of the table that holds the global rows of ``ranges``; zero for all others, without a gradient."""
+    """Rows of the local table, which holds the global rows ``ranges``; zeros without a gradient for all other rows."""
     rows = torch.full_like(indices, -1)
     local_padding, position = None, 0
     for start, stop in ranges:
@@ -101,3 +103,34 @@ def _local_lookup(
         return table.new_zeros(*indices.shape, table.shape[1]) + table.sum()
     found = F.embedding(rows.masked_fill(missing, 0), table, local_padding)
     return found.masked_fill(missing.unsqueeze(-1), 0)
+
+
+@replaces(F.embedding_bag)
+def _embedding_bag(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank computes its bags of equal length, ``(batch, length)``, with the whole table. Bags that are concatenated,
+    with offsets, are gathered to every rank.
+
+    Raises:
+        NotImplementedError: ``max_norm`` or ``scale_grad_by_freq`` over sharded bags, which depend on other bags.
+    """
+    call = _BAG_SIGNATURE.bind(*args, **kwargs)
+    call.apply_defaults()
+    options = call.arguments
+    bags, table = options["input"], options["weight"]
+    if not isinstance(table, DTensor):  # outside of the model's own parameters
+        return func(*args, **kwargs)
+    mesh, name = table.device_mesh, "embedding_bag"
+    rows = sharded_rows(bags, 0) if bags.ndim == 2 else [False] * mesh.ndim
+    if any(rows) and (options["max_norm"] is not None or options["scale_grad_by_freq"]):
+        raise NotImplementedError(
+            f"{name}: max_norm and scale_grad_by_freq over bags of shape {tuple(bags.shape)} with placements "
+            f"{tuple(bags.placements)} need the bags of other ranks; leave them out, or let the module's <in> be R"
+        )
+    for operand in ("input", "offsets", "per_sample_weights"):
+        if isinstance(options[operand], DTensor):
+            options[operand] = local_rows(options[operand], rows, 0, name, operand)
+    options["weight"] = local_parameter(table, rows, name)
+    with no_torch_function():
+        local = func(*call.args, **call.kwargs)
+    num_bags = bags.shape[0] if bags.ndim == 2 else local.shape[0]
+    return rows_from_local(local, 0, num_bags, mesh, rows, name)

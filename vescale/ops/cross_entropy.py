@@ -1,14 +1,14 @@
 """``F.cross_entropy`` with label smoothing on DTensors, inside a model: one device's value, and no gathered logits.
 
 The smoothed loss of a row is ``(1 - s) * nll + s / C * -sum(weight * log_softmax)``. The negative log likelihood
-communicates as in :mod:`vescale.runtime._loss`; the second part adds an all-reduce of one number over the axes that shard
+communicates as in :mod:`vescale.ops.losses`; the second part adds an all-reduce of one number over the axes that shard
 rows or classes (without a reduction, of one number a row over those that shard classes).
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import no_torch_function
-from vescale.ops import convert, enter_local, leave_local
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import convert, enter_local, leave_local
+from vescale.ops._registration import replaces
+from vescale.ops.losses import local_part, without_dim
 from vescale.placements import at_dim, shard_dim
-from vescale.runtime._loss import local_part, without_dim
-
-if TYPE_CHECKING:
-    from vescale.runtime._runtime import Runtime
 
 __all__ = ["cross_entropy"]
 
@@ -30,8 +29,9 @@ _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _OP = "cross_entropy: label smoothing"
 
 
-def cross_entropy(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """DTensor's own composite without smoothing, and with targets that are probabilities."""
+@replaces(F.cross_entropy, communicates=("all_reduce",))
+def cross_entropy(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Without smoothing, and where targets are probabilities, this is torch's own composite."""
     call = _SIGNATURE.bind(*args, **kwargs)
     call.apply_defaults()
     options = call.arguments

@@ -1,5 +1,7 @@
-"""Ring attention's itinerary: which keys travel from rank to rank, which queries meet which of them. Pure: the same on all
-ranks, for the runtime and for ``explain``."""
+"""The schedule of ring attention: which block of keys each rank has at each step, and which queries attend to it.
+
+It depends on positions alone, and is the same on all ranks; ``explain`` evaluates it, too.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,20 @@ from dataclasses import dataclass
 __all__ = ["Meeting", "RingSchedule", "Runs", "meetings"]
 
 Runs = tuple[tuple[int, int], ...]
-"""Global positions [start, stop), ascending, that a rank holds one after the other."""
+"""Intervals [start, stop) of global positions that a rank holds, ascending."""
 
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """Blocks of keys and values (a rank's own, with their number from the back of none) go round a ring of ranks.
+    """Blocks of keys and values, one from each rank, are passed round a ring of ranks.
 
-    At step 0 a rank holds its own block, at step s the one of the rank s places before it. A block goes on as long as a rank
-    further on needs it, and not further: contiguous causal parts never pass the end of the sequence.
+    At step 0 a rank holds its own block, at step ``s`` the one of the rank ``s`` places before it. A block is passed on as
+    long as a later rank needs it: contiguous causal shards never pass the end of the sequence.
 
     Attributes:
-        rows: of each rank of the ring, the positions of its queries.
-        keys: of each rank, the positions of its keys.
-        is_causal: whether a query meets the keys up to its own position only.
+        rows: for each rank of the ring the positions of its queries.
+        keys: for each rank the positions of its keys.
+        is_causal: whether a query attends only to keys up to its own position.
     """
 
     rows: tuple[Runs, ...]
@@ -35,11 +37,11 @@ class RingSchedule:
         return len(self.keys)
 
     def length(self, owner: int) -> int:
-        """Keys in a rank's own block."""
+        """The number of keys in the block of rank ``owner``."""
         return sum(stop - start for start, stop in self.keys[owner])
 
     def needs(self, rank: int, owner: int) -> bool:
-        """Whether a query of ``rank`` meets a key of ``owner``."""
+        """Whether a query of ``rank`` attends to a key of ``owner``."""
         rows, keys = self.rows[rank], self.keys[owner]
         if not rows or not keys:
             return False
@@ -54,23 +56,24 @@ class RingSchedule:
 
     @property
     def num_steps(self) -> int:
-        """Steps at which somebody attends; before each but the first, blocks move on."""
+        """The number of steps at which some rank attends; blocks move before each but the first."""
         return 1 + max(self.last_steps)
 
     def held(self, rank: int, step: int) -> int | None:
-        """Whose block ``rank`` holds at ``step``; None: none."""
+        """The owner of the block that ``rank`` holds at ``step``; None if it holds none."""
         owner = (rank - step) % self.num_ranks
         return owner if step <= self.last_steps[owner] and self.keys[owner] else None
 
     def forward_moves(self, step: int) -> Iterator[tuple[int, int, int]]:
-        """(from, to, whose) of the blocks that move so as to be there at ``step``."""
+        """(source, target, owner) of the blocks that are sent before ``step``."""
         for rank in range(self.num_ranks):
             owner = self.held(rank, step)
             if owner is not None:
                 yield (rank - 1) % self.num_ranks, rank, owner
 
     def gradient_moves(self, step: int) -> Iterator[tuple[int, int, int]]:
-        """(from, to, whose) of the blocks' gradients that move after ``step``: on with the block, or home where it ends."""
+        """(source, target, owner) of the gradients of blocks that are sent after ``step``: with the block or, after its last
+        step, to its owner."""
         for rank in range(self.num_ranks):
             owner = self.held(rank, step)
             if owner is None:
@@ -82,8 +85,10 @@ class RingSchedule:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Rows of a rank that meet keys of a block, as local [start, stop); ``is_causal``: as many of both, and the i-th row
-    meets the first i + 1 keys; else each row meets all."""
+    """Rows of a rank that attend to keys of a block, as local intervals [start, stop).
+
+    ``is_causal``: there are as many rows as keys, and row i attends to the first i + 1 keys; else each row attends to all.
+    """
 
     rows: tuple[int, int]
     keys: tuple[int, int]
@@ -92,7 +97,7 @@ class Meeting:
 
 @functools.lru_cache(maxsize=4096)
 def meetings(rows: Runs, keys: Runs, is_causal: bool) -> tuple[Meeting, ...]:
-    """What of a block of keys the rows of a rank meet, without a mask: rectangles, and triangles on the diagonal."""
+    """Which rows of a rank attend to which keys of a block: rectangles, and triangles on the diagonal."""
     num_rows, num_keys = (sum(stop - start for start, stop in runs) for runs in (rows, keys))
     if not num_rows or not num_keys:
         return ()
@@ -103,7 +108,7 @@ def meetings(rows: Runs, keys: Runs, is_causal: bool) -> tuple[Meeting, ...]:
     for first, end in rows:
         before = sum(min(stop, first) - start for start, stop in keys if start < first)
         own = (row_offset, row_offset + end - first)
-        if before:  # the keys before the run's first row, which come first in the block
+        if before:  # the keys before the first row of the run, which are first in the block
             found.append(Meeting(own, (0, before)))
         key_offset = 0
         for start, stop in keys:

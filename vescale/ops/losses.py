@@ -1,13 +1,13 @@
 """Log-softmax and negative log likelihood over sharded classes and sharded rows: one device's values, no gathered logits.
 
 These are op handlers, so that they serve ``F.cross_entropy``, ``F.nll_loss`` and ``F.log_softmax`` alike, inside a model
-and outside of one, forward and backward.
+and outside of one, forward and backward. A loss of plain labels takes them as the labels of the whole batch.
 
 ======================  ===========================================================  ================================
-op                      communication                                                result
+op                      communication                                                placements of the result
 ======================  ===========================================================  ================================
 log_softmax             all-reduce of the row maxima and of the row sums, over the   as the input
-                        axes that shard the classes; none when no axis does
+                        axes that shard the classes
 log_softmax backward    all-reduce of the row sums of the gradient, over the same    as the input
 nll_loss mean, sum      one all-reduce of three numbers, over the axes that shard    Replicate
                         rows or classes: ``(sum of losses, sum of weights, bad)``
@@ -30,11 +30,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import all_reduce, asking, axis_group
-from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
-from vescale.ops import bring, contiguous_stride, cut, reduced
+from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec
+from vescale.ops._conversion import bring, cut, reduced
+from vescale.ops._registration import handles
+from vescale.ops._strides import contiguous_stride
 from vescale.placements import RaggedShard, at_dim, local_region, shard_dim
 
-__all__ = ["LOSS_HANDLERS", "local_part", "without_dim"]
+__all__ = ["local_part", "without_dim"]
 
 _aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -47,14 +49,22 @@ def _sum_over(mesh: DeviceMesh, axes: Sequence[int], local: torch.Tensor, op: st
         return all_reduce(local, op, axis_group(mesh, axes).group).wait()
 
 
-def _axes_on(x: DTensor, dim: int) -> list[int]:
+def _axes_on(x: DTensor | DTensorSpec, dim: int) -> list[int]:
     """The axes along which ranks hold different parts of a dim."""
-    mesh = x.device_mesh
+    mesh = x.mesh if isinstance(x, DTensorSpec) else x.device_mesh
     return [a for a, placement in enumerate(x.placements) if shard_dim(placement) == dim and mesh.size(a) > 1]
 
 
+def _classes_are_sharded(op: Any, schema: Any) -> bool:
+    """Whether ``log_softmax(x, dim, ...)`` or its backward ``(grad, output, dim, ...)`` needs sums over ranks."""
+    position = 0 if op is _aten._log_softmax.default else 1
+    x, dim = schema.args_schema[position : position + 2]
+    ragged = any(isinstance(placement, RaggedShard) for placement in x.placements)
+    return ragged or bool(_axes_on(x, dim % max(len(x.shape), 1)))
+
+
 def _with_rows(x: DTensor, op: Any) -> DTensor:
-    """A ragged tensor's local part is flat and may begin and end inside of a row: it is gathered along its axis."""
+    """Gather ``x`` along ragged axes: a ragged local tensor is flat, and may begin and end inside of a row."""
     return bring(x, [Replicate() if isinstance(p, RaggedShard) else p for p in x.placements], str(op), "self")
 
 
@@ -63,13 +73,14 @@ def _like(x: DTensor, local: torch.Tensor, dtype: torch.dtype) -> DTensor:
     return make_dtensor(local.contiguous(), spec)
 
 
+@handles(_aten._log_softmax.default, applies=_classes_are_sharded, communicates=("all_reduce",))
 def _log_softmax(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim, half_to_float = args
     x = _with_rows(x, op)
     dim %= max(x.ndim, 1)
     axes = _axes_on(x, dim)
-    if not axes:
-        return stock_dispatch(op, (x, dim, half_to_float), kwargs)
+    if not axes:  # now that it is not ragged any more
+        return op(x, dim, half_to_float)
     x = bring(x, reduced(x.placements), str(op), "self")
     local = local_of(x).float() if half_to_float else local_of(x)
     wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
@@ -81,12 +92,11 @@ def _log_softmax(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _like(x, (shifted - total.log()).to(local.dtype), local.dtype)
 
 
+@handles(_aten._log_softmax_backward_data.default, applies=_classes_are_sharded, communicates=("all_reduce",))
 def _log_softmax_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, output, dim, input_dtype = args
     dim %= max(output.ndim, 1)
     axes = _axes_on(output, dim)
-    if not axes:
-        return stock_dispatch(op, args, kwargs)
     local_grad = local_of(bring(grad, output.placements, str(op), "grad_output"))
     total = _sum_over(output.device_mesh, axes, local_grad.sum(dim, keepdim=True), "sum", "log_softmax: gradient")
     return _like(output, (local_grad - local_of(output).exp() * total).to(input_dtype), input_dtype)
@@ -94,15 +104,15 @@ def _log_softmax_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @dataclass(frozen=True)
 class _Rows:
-    """The local pieces of a negative log likelihood.
+    """The local operands of a negative log likelihood.
 
     Attributes:
-        scores: log probabilities, local, contiguous placements without Partial.
+        scores: log probabilities, neither Partial nor ragged.
         labels: as the rows of ``scores``; the same on every rank of a class axis.
-        weights: of each row: its label's class weight, 0 where the label is ignored.
-        index: the label's position among this rank's classes, 0 where it is elsewhere.
+        weights: for each row the weight of its label's class, 0 where the label is ignored.
+        index: the position of the label among this rank's classes, 0 where another rank has it.
         here: whether the label is one of this rank's classes, and not ignored.
-        num_bad: labels that are neither a class nor ignored.
+        num_bad: number of labels that are neither a class nor ignored.
     """
 
     scores: DTensor
@@ -148,12 +158,12 @@ class _Rows:
 
     @property
     def counted_here(self) -> bool:
-        """Whether this rank adds its rows' weights: the first along the axes that share the rows."""
+        """Whether this rank adds the weights of its rows to the sum: the first of the ranks that share them does."""
         coordinate = self.scores.device_mesh.get_coordinate()
         return coordinate is not None and all(coordinate[axis] == 0 for axis in self.class_axes)
 
     def losses(self) -> torch.Tensor:
-        """Of each row, what this rank's classes contribute."""
+        """For each row the contribution of this rank's classes."""
         local = local_of(self.scores)
         if local.shape[self.class_dim] == 0:
             return torch.zeros_like(self.weights)
@@ -162,7 +172,7 @@ class _Rows:
 
 
 def without_dim(placement: Placement, dim: int) -> Placement:
-    """The placement of a tensor's rows: the tensor without ``dim``."""
+    """The placement of a tensor that lacks dim ``dim`` and is otherwise placed alike."""
     own = shard_dim(placement)
     if own is None:
         return placement
@@ -172,7 +182,7 @@ def without_dim(placement: Placement, dim: int) -> Placement:
 
 
 def local_part(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], op: Any, name: str) -> torch.Tensor:
-    """The local part of an operand; a plain tensor is the global one."""
+    """The local tensor of an operand, redistributed to ``placements``; a plain tensor is the same on every rank."""
     if isinstance(x, DTensor):
         return local_of(bring(x, placements, str(op), name))
     return cut(x, mesh, placements)
@@ -182,6 +192,7 @@ def _scalar(mesh: DeviceMesh, value: torch.Tensor) -> DTensor:
     return make_dtensor(value, make_spec(mesh, (Replicate(),) * mesh.ndim, (), (), value.dtype))
 
 
+@handles(_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default, communicates=("all_reduce",))
 def _nll_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
     scores, target, weight, reduction, ignore_index = args
     if not isinstance(scores, DTensor):
@@ -217,6 +228,7 @@ def _mixed_loss(scores: torch.Tensor, target: Any) -> str:
     )
 
 
+@handles(_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default)
 def _nll_loss_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     grad, scores, target, weight, reduction, ignore_index, total_weight = args
     rows = _Rows.of(op, scores, target, weight, ignore_index)
@@ -231,24 +243,3 @@ def _nll_loss_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         values = torch.where(rows.here, -rows.weights * row_grad, 0).to(local.dtype)
         local.scatter_(rows.class_dim, rows.index.unsqueeze(rows.class_dim), values.unsqueeze(rows.class_dim))
     return _like(rows.scores, local, local.dtype)
-
-
-def _guarded(handler: Any) -> Any:
-    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with no_torch_function():
-            return handler(op, args, kwargs)
-
-    return handle
-
-
-LOSS_HANDLERS = {
-    op: _guarded(handler)
-    for op, handler in (
-        (_aten._log_softmax.default, _log_softmax),
-        (_aten._log_softmax_backward_data.default, _log_softmax_backward),
-        (_aten.nll_loss_forward.default, _nll_loss),
-        (_aten.nll_loss_backward.default, _nll_loss_backward),
-        (_aten.nll_loss2d_forward.default, _nll_loss),
-        (_aten.nll_loss2d_backward.default, _nll_loss_backward),
-    )
-}

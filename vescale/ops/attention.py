@@ -1,19 +1,19 @@
 """``F.scaled_dot_product_attention`` on DTensors: one local kernel on each rank, split over batch, heads and query rows.
 
-Along each mesh axis the work is split over one leading dim (batch or heads), where any operand is sharded so; or over the
-rows of the query, where these are cut: :mod:`vescale.runtime._sequence` says what is exchanged then.
+Along each mesh axis the work is split over a leading dim (batch or heads) that some operand shards, or over the rows of the
+query, if these are sharded; :mod:`vescale.ops._context_parallel` describes what is communicated then.
 
 =========================  =============================================================================================
-operand on a split axis    what is done
+operand on a split axis    use
 =========================  =============================================================================================
-sharded on the split dim   its part is used
-Replicate, size 1 there    used whole (a mask that all heads share); its gradient is Partial
-Replicate                  this rank's part is cut from it; its gradient is Partial
-k, v on an axis of rows    gathered (``all_gather``, in the plan's attention section; implicit communication without it),
-                           or used block by block (``ring``)
-mask on an axis of rows    its rows are used, or cut from it
-k, v with fewer heads      the heads that this rank's query heads attend with; the gradient is Partial when k, v are
-                           Replicate (fewer heads than ranks)
+sharded on the split dim   its local part
+Replicate, size 1 there    the whole operand (a mask for all heads); its gradient is Partial
+Replicate                  a local slice; its gradient is Partial
+k, v on an axis of rows    gathered (``all_gather`` in the plan's attention section; without it this is implicit
+                           communication), or used block by block (``ring``)
+mask on an axis of rows    its rows, or a local slice of them
+k, v with fewer heads      the heads of this rank's query heads; the gradient is Partial where k and v are Replicate (fewer
+                           heads than ranks)
 anything else              redistributed first: implicit communication
 =========================  =============================================================================================
 """
@@ -25,7 +25,7 @@ import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,26 +34,26 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, no_torch_function
-from vescale.ops import convert, enter_local, leave_local, report_implicit_move, running_module
-from vescale.placements import InterleavedShard, local_region, shard_dim, split_factor
-from vescale.rng import drawing_part_of
-from vescale.runtime._ring import ring_attention
-from vescale.runtime._sequence import (
+from vescale.ops._context import OpContext
+from vescale.ops._context_parallel import (
     attend_to_prefixes,
     causal_mask,
     causal_rows,
-    exchange,
-    exchange_back,
     gather_pair,
-    lie_alike,
     ring_of,
     sequence_axes,
+    shard_heads,
+    shard_sequence,
+    shard_value_as_key,
 )
+from vescale.ops._conversion import convert, enter_local, leave_local
+from vescale.ops._observer import report_implicit_move, running_module
+from vescale.ops._registration import replaces
+from vescale.ops._ring_attention import ring_attention
+from vescale.placements import InterleavedShard, local_region, shard_dim, split_factor
+from vescale.rng import drawing_part_of
 
-if TYPE_CHECKING:
-    from vescale.runtime._runtime import Runtime
-
-__all__ = ["attention"]
+__all__: list[str] = []
 
 _OP = "scaled_dot_product_attention"
 _ROWS = -2  # the dim, counted from the back, of the query's positions
@@ -74,76 +74,82 @@ _SIGNATURE = inspect.Signature(
 )
 
 
-def attention(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@replaces(
+    F.scaled_dot_product_attention,
+    backward="custom",
+    communicates=("all_gather", "all_reduce", "all_to_all", "reduce_scatter"),
+)
+def _attention(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Scaled dot product attention; see the module's table. Shapes as in torch: ``(..., heads, length, head size)``.
 
-    With dropout, each rank draws its part of the mask of one device; fused kernels, which draw by local index, are refused
-    where the work is split.
+    With dropout each rank draws its part of one device's mask. Fused kernels draw by local index, and are refused where the
+    work is split.
     """
     call = _SIGNATURE.bind(*args, **kwargs)
     call.apply_defaults()
     options = call.arguments
     query, key, value, mask = (options.pop(name) for name in ("query", "key", "value", "attn_mask"))
     rows = sequence_axes(query)
-    methods = runtime.attention_methods() if rows else ()
-    exchanged = [axis for axis in rows if methods[axis] == "ulysses"]
+    methods = context.attention_methods() if rows else ()
+    ulysses_axes = [axis for axis in rows if methods[axis] == "ulysses"]
     given = tuple(query.placements)
-    for axis in exchanged:
-        requester = f"attention: ulysses on {runtime.axes.names[axis]}"
+    for axis in ulysses_axes:
+        requester = f"attention: ulysses on {context.axis_names[axis]}"
         query, key, value = (
-            exchange(x, axis, name, requester) for x, name in ((query, "query"), (key, "key"), (value, "value"))
+            shard_heads(context, x, axis, name, requester)
+            for x, name in ((query, "query"), (key, "key"), (value, "value"))
         )
         if mask is not None and shard_dim(mask.placements[axis]) == mask.ndim - 2:
             target = [Replicate() if a == axis else None for a in range(mask.device_mesh.ndim)]
             mask = convert(mask, target, requester=requester)
     gathered = [axis for axis in rows if methods[axis] == "all_gather"]
     if gathered:
-        names = ",".join(runtime.axes.names[axis] for axis in gathered)
+        names = ",".join(context.axis_names[axis] for axis in gathered)
         key, value = gather_pair(key, value, gathered, f"attention: all_gather on {names}")
-    turning = [axis for axis in rows if methods[axis] == "ring" and _cuts_rows(axis, key, value)]
-    if turning:
-        names = ",".join(runtime.axes.names[axis] for axis in turning)
-        value = lie_alike(key, value, turning, f"attention: ring on {names}")
-    out = _attend(runtime, func, query, key, value, mask, options, turning)
-    return exchange_back(out, given, exchanged, f"attention: {_OP}") if exchanged else out
+    ring_axes = [axis for axis in rows if methods[axis] == "ring" and _shards_rows(axis, key, value)]
+    if ring_axes:
+        names = ",".join(context.axis_names[axis] for axis in ring_axes)
+        value = shard_value_as_key(key, value, ring_axes, f"attention: ring on {names}")
+    out = _attend(context, func, query, key, value, mask, options, ring_axes)
+    return shard_sequence(out, given, ulysses_axes, f"attention: {_OP}") if ulysses_axes else out
 
 
 def _attend(
-    runtime: Runtime,
+    context: OpContext,
     func: Any,
     query: DTensor,
     key: DTensor,
     value: DTensor,
     mask: DTensor | None,
     options: dict[str, Any],
-    turning: Sequence[int],
+    ring_axes: Sequence[int],
 ) -> DTensor:
-    """One local kernel, or a ring over the axes ``turning``; its operands lie as the methods of the axes left them."""
-    work = _Work.of(query, key, value, mask, turning=turning)
+    """One local kernel, or ring attention over ``ring_axes``, after the exchanges of the other methods."""
+    work = _Work.of(query, key, value, mask, ring_axes=ring_axes)
     q, k, v = (work.operand(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
     m = work.operand(mask, "attn_mask") if mask is not None else None
     options["enable_gqa"] = options["enable_gqa"] and q.ndim > 3 and q.shape[-3] != k.shape[-3]
     is_split = any(split is not None for split in work.splits)
     result_shape = (*query.shape[:-1], value.shape[-1])
-    if turning:
+    if ring_axes:
         out = _attend_in_ring(work, q, k, v, m, (query, key), options)
-        return leave_local(out, runtime.mesh, work.placements, result_shape, _OP)
+        return leave_local(out, context.mesh, work.placements, result_shape, _OP)
     runs = work.held(work.shape, work.placements, _ROWS) if _ROWS in work.splits and options["is_causal"] else None
     if runs is not None and options["dropout_p"] == 0 and m is None:
         out = attend_to_prefixes(func, q, k, v, runs, options)
-        return leave_local(out, runtime.mesh, work.placements, result_shape, _OP)
+        return leave_local(out, context.mesh, work.placements, result_shape, _OP)
     with no_torch_function():
         if runs is not None:  # the mask of dropout, and a given one, have a number for every key
             m, options["is_causal"] = causal_mask(causal_rows(runs, k.shape[-2], k.device), m), False
         if options["dropout_p"] > 0 and is_split:
             weights = (*query.shape[:-1], key.shape[-2])
-            with drawing_part_of(runtime.mesh, work.placements, weights) as draws:
+            with drawing_part_of(context.mesh, work.placements, weights) as draws:
                 out = func(q, k, v, attn_mask=m, **options)
             if not draws.count:  # no queries here: the kernel skips the dropout
                 draws.advance(lambda weights: F.dropout(weights, options["dropout_p"]), q.dtype, q.device)
         else:
             out = func(q, k, v, attn_mask=m, **options)
-    return leave_local(out, runtime.mesh, work.placements, result_shape, _OP)
+    return leave_local(out, context.mesh, work.placements, result_shape, _OP)
 
 
 def _attend_in_ring(
@@ -155,13 +161,13 @@ def _attend_in_ring(
     given: tuple[DTensor, DTensor],
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """``given``: query and key as they lie. Which weights dropout keeps is drawn at once, a byte each."""
+    """``given``: the global query and key. The weights that dropout keeps are drawn at once, one byte each."""
     query, key = given
     names = work.mesh.mesh_dim_names or ()
-    requester = f"attention: ring on {','.join(names[axis] for axis in work.turning)}"
+    requester = f"attention: ring on {','.join(names[axis] for axis in work.ring_axes)}"
     dropout = options["dropout_p"]
     with no_torch_function():
-        ring = ring_of(query, key, work.turning, options["is_causal"], requester)
+        ring = ring_of(query, key, work.ring_axes, options["is_causal"], requester)
         kept = None
         if dropout > 0:
             weights = (*query.shape[:-1], key.shape[-2])
@@ -174,7 +180,7 @@ def _attend_in_ring(
         )
 
 
-def _cuts_rows(axis: int, *operands: DTensor) -> bool:
+def _shards_rows(axis: int, *operands: DTensor) -> bool:
     return any(shard_dim(x.placements[axis]) == x.ndim - 2 for x in operands)
 
 
@@ -183,23 +189,23 @@ class _Work:
     """How the work is split.
 
     Attributes:
-        shape: the query's.
-        splits: for each mesh axis the dim, counted from the back, over which it splits the work: a leading dim, or the rows
-            of the query; None: not.
+        shape: of the query.
+        splits: for each mesh axis the dim, counted from the back, over which it splits the work (a leading dim, or the rows
+            of the query), or None.
         placements: of the query and of the result.
-        mesh: the operands' mesh.
-        turning: axes along which keys and values come in turn, from the ranks that hold them.
+        mesh: of the operands.
+        ring_axes: axes along which blocks of keys and values are passed round.
     """
 
     shape: tuple[int, ...]
     splits: tuple[int | None, ...]
     placements: tuple[Placement, ...]
     mesh: DeviceMesh
-    turning: tuple[int, ...] = ()
+    ring_axes: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, query: DTensor, *others: DTensor | None, turning: Sequence[int] = ()) -> _Work:
-        """The query decides where it is sharded; else the first operand that is."""
+    def of(cls, query: DTensor, *others: DTensor | None, ring_axes: Sequence[int] = ()) -> _Work:
+        """Along each axis the query determines the split if it is sharded there, else the first operand that is."""
         splits: list[int | None] = []
         placements: list[Placement] = []
         rows = sequence_axes(query)
@@ -213,25 +219,25 @@ class _Work:
             else:
                 sharded_so = shard_dim(own) == query.ndim + split
                 placements.append(own if sharded_so else Shard(query.ndim + split))
-        return cls(tuple(query.shape), tuple(splits), tuple(placements), query.device_mesh, tuple(turning))
+        return cls(tuple(query.shape), tuple(splits), tuple(placements), query.device_mesh, tuple(ring_axes))
 
     def operand(self, x: DTensor, name: str) -> torch.Tensor:
-        """This rank's part of an operand; redistributes it where it lies otherwise than the split can use."""
+        """The local part of an operand, which is redistributed first where the split cannot use its placement."""
         kept = self._kept(x, name)
         wanted = tuple(own if axis in kept else Replicate() for axis, own in enumerate(x.placements))
         grads = [
-            own if axis in kept or split is None else Partial()  # used whole, or cut here: the ranks' gradients add up
+            own if axis in kept or split is None else Partial()  # used whole, or sliced: the gradients add up
             for axis, (split, own) in enumerate(zip(self.splits, wanted))
         ]
         if tuple(x.placements) != wanted:
             report_implicit_move(_OP, name, local_of(x), x.placements, wanted, self._edit(x, wanted))
-            # What is a sum of the ranks' gradients on the other axes goes back as one.
+            # On the other axes, Partial gradients stay Partial.
             moved = [None if own == target else target for own, target in zip(x.placements, wanted)]
             x = convert(x, moved, requester=f"implicit: {_OP}")
         local = enter_local(x, grads)
         for split in {split for split in self.splits if split is not None and _size(x, split) > 1}:
             if split == _ROWS and name in ("key", "value"):
-                continue  # every row may meet every key
+                continue  # any row may attend to any key
             axes = [axis for axis, other in enumerate(self.splits) if other == split]
             if x.shape[split] == self.shape[split] and all(wanted[axis] == self.placements[axis] for axis in axes):
                 continue
@@ -240,9 +246,9 @@ class _Work:
         return local
 
     def _kept(self, x: DTensor, name: str) -> set[int]:
-        """Axes along which an operand stays as it is sharded: each rank has what its queries meet."""
+        """Axes along which an operand stays sharded, because each rank has all that its queries attend to."""
         kept = {axis for axis in range(self.mesh.ndim) if self.mesh.size(axis) == 1}
-        kept |= set(self.turning) if name in ("key", "value") else set()
+        kept |= set(self.ring_axes) if name in ("key", "value") else set()
         for split in {split for split in self.splits if split is not None}:
             axes = [axis for axis, other in enumerate(self.splits) if other == split]
             own = {axis: x.placements[axis] for axis in axes if shard_dim(x.placements[axis]) == x.ndim + split}
@@ -259,8 +265,8 @@ class _Work:
         return kept
 
     def _cut(self, local: torch.Tensor, x: DTensor, split: int) -> torch.Tensor:
-        """What this rank's queries meet along a split dim: runs of it, or one key/value head for each query head where the
-        heads of a rank share theirs unevenly."""
+        """The part along a split dim that this rank's queries use: runs of indices, or one key/value head for each query
+        head if the heads of a rank are shared unevenly."""
         runs = self.held(self.shape, self.placements, split)
         found = self.held(tuple(x.shape), tuple(x.placements), split)
         if len(found) > 1:
@@ -286,14 +292,14 @@ class _Work:
         return local if length == local.shape[split] else local.narrow(split, first - first_held, length)
 
     def held(self, shape: tuple[int, ...], placements: tuple[Placement, ...], split: int) -> list[tuple[int, int]]:
-        """The global indices along a dim that this rank holds, as runs [start, stop)."""
+        """The global indices along a dim that this rank holds, as intervals [start, stop)."""
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None  # ranks outside the mesh run no forward
         region = local_region(shape, placements, tuple(self.mesh.shape), coordinate)
         return [(run[0], run[-1]) for run in region.intervals[len(shape) + split] if run[0] < run[-1]]
 
     def _edit(self, x: DTensor, wanted: Sequence[Placement]) -> str | None:
-        """The plan line for keys and values that are gathered because the sequence is cut."""
+        """The plan entry for keys and values that are gathered because the sequence is sharded."""
         axes = [
             self.mesh.mesh_dim_names[axis]
             for axis, (own, target) in enumerate(zip(x.placements, wanted))
@@ -306,7 +312,7 @@ class _Work:
 
 
 def _alone(placement: Placement) -> Placement:
-    """The placement of a dim when it is the only one."""
+    """The same placement for a tensor that has only the sharded dim."""
     if shard_dim(placement) is None:
         return placement
     pieces = split_factor(placement)
@@ -321,8 +327,8 @@ def _covers(
     query_placements: tuple[Placement, ...],
     mesh_shape: tuple[int, ...],
 ) -> bool:
-    """Whether each rank's part of a dim of an operand has what its part of the query's dim meets; ``size`` indices, each
-    shared by as many of the query's as there are to one."""
+    """Whether each rank's part of a dim covers its part of the query's dim. Each of the ``size`` indices of the operand is
+    shared by ``query_size / size`` consecutive indices of the query."""
     if size == query_size and placements == query_placements:
         return True
     if query_size % size:

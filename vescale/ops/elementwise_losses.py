@@ -1,14 +1,16 @@
 """Losses that compare element by element (``mse_loss``, ``smooth_l1_loss``, ...) over sharded tensors.
 
-Forward: each rank sums its elements, and one all-reduce of that number over the axes that shard them gives the sum, which
-``mean`` divides by the global count. Backward: local. Stock DTensor takes the mean of the ranks' means, another number where
+In forward each rank sums its elements, and one all-reduce of that number over the axes that shard them gives the sum, which
+``mean`` divides by the global count. Backward is local. Stock DTensor takes the mean of the ranks' means, which differs if
 shards are uneven, and divides some gradients by the local count.
 
-A plain operand is the global one, so that ``F.mse_loss(model(x), y)`` works outside of the model.
+A plain operand is the same on every rank: ``F.mse_loss(model(x), y)`` with plain ``y`` works outside of the model.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +18,13 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.comm import all_reduce, asking, axis_group
-from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
-from vescale.ops import bring, contiguous_stride, cut, reduced
+from vescale.compat import local_of, make_dtensor, make_spec
+from vescale.ops._conversion import bring, cut, reduced
+from vescale.ops._registration import handles
+from vescale.ops._strides import contiguous_stride
 from vescale.placements import shard_dim
 
-__all__ = ["ELEMENTWISE_LOSS_HANDLERS"]
+__all__: list[str] = []
 
 _aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -28,19 +32,11 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 @dataclass(frozen=True)
 class _Signature:
-    """Where an op's arguments are: the first ``num_operands`` are tensors, the reduction is at ``reduction``."""
+    """Positions of an op's arguments: the first ``num_operands`` are tensors, the reduction is at ``reduction``."""
 
     num_operands: int
     reduction: int
     backward: bool = False
-
-
-def _handler(signature: _Signature) -> Any:
-    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-        with no_torch_function():
-            return _run(signature, op, args, kwargs)
-
-    return handle
 
 
 def _run(signature: _Signature, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -62,9 +58,7 @@ def _run(signature: _Signature, op: Any, args: tuple[Any, ...], kwargs: dict[str
         return local_of(bring(x, placements, str(op), name)) if isinstance(x, DTensor) else cut(x, mesh, placements)
 
     locals_ = [local(x, argument.name) for x, argument in zip(operands, arguments)]
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
     if signature.backward:
         if reduction == _MEAN:
             locals_[0] = locals_[0] / count
@@ -90,19 +84,18 @@ def _replaced(values: list[Any], operands: list[Any], signature: _Signature, red
     return new
 
 
-ELEMENTWISE_LOSS_HANDLERS = {
-    op: _handler(signature)
-    for op, signature in (
-        (_aten.mse_loss.default, _Signature(2, 2)),
-        (_aten.mse_loss_backward.default, _Signature(3, 3, backward=True)),
-        (_aten.smooth_l1_loss.default, _Signature(2, 2)),
-        (_aten.smooth_l1_loss_backward.default, _Signature(3, 3, backward=True)),
-        (_aten.huber_loss.default, _Signature(2, 2)),
-        (_aten.huber_loss_backward.default, _Signature(3, 3, backward=True)),
-        (_aten.soft_margin_loss.default, _Signature(2, 2)),
-        (_aten.soft_margin_loss_backward.default, _Signature(3, 3, backward=True)),
-        (_aten.binary_cross_entropy.default, _Signature(3, 3)),
-        (_aten.binary_cross_entropy_backward.default, _Signature(4, 4, backward=True)),
-        (_aten.binary_cross_entropy_with_logits.default, _Signature(4, 4)),
-    )
+_SIGNATURES = {
+    _aten.mse_loss.default: _Signature(2, 2),
+    _aten.mse_loss_backward.default: _Signature(3, 3, backward=True),
+    _aten.smooth_l1_loss.default: _Signature(2, 2),
+    _aten.smooth_l1_loss_backward.default: _Signature(3, 3, backward=True),
+    _aten.huber_loss.default: _Signature(2, 2),
+    _aten.huber_loss_backward.default: _Signature(3, 3, backward=True),
+    _aten.soft_margin_loss.default: _Signature(2, 2),
+    _aten.soft_margin_loss_backward.default: _Signature(3, 3, backward=True),
+    _aten.binary_cross_entropy.default: _Signature(3, 3),
+    _aten.binary_cross_entropy_backward.default: _Signature(4, 4, backward=True),
+    _aten.binary_cross_entropy_with_logits.default: _Signature(4, 4),
 }
+for _op, _signature in _SIGNATURES.items():
+    handles(_op, communicates=() if _signature.backward else ("all_reduce",))(functools.partial(_run, _signature))

@@ -1,4 +1,4 @@
-"""Attention of some queries to one block of keys after another: softmax over all blocks without having them at once.
+"""Attention of some queries to one block of keys after another: softmax over all blocks without holding them at once.
 
 ============  ==================================  ======================================================================
 tensor        shape                               meaning
@@ -6,16 +6,16 @@ tensor        shape                               meaning
 ``query``     (..., heads, group, rows, size)     ``group`` query heads share a key/value head
 ``key``       (..., heads, keys, size)            of one block
 ``value``     (..., heads, keys, value size)
-``mask``      broadcasts to (..., heads, group,   bool: which keys a row meets; else added to the scores
+``mask``      broadcasts to (..., heads, group,   bool: keys that a row attends to; else added to scores
               rows, keys)
-``kept``      (..., heads, group, rows, keys)     bool: which weights dropout keeps
+``kept``      (..., heads, group, rows, keys)     bool: weights that dropout keeps
 ``out``       (..., heads, group, rows,           the result over the blocks so far, in float32 for half precision
               value size)
 ``log_sum``   (..., heads, group, rows)           log of the sum of exp(score) over keys so far, or -inf
 ============  ==================================  ======================================================================
 
-A block's result is weighed by ``exp(its log_sum - the new log_sum)``. Rows that meet no key at all are zero. Scores exist
-for a bounded number of rows at a time, forward and backward.
+The result of a block is weighted by ``exp(its log_sum - the new log_sum)``. Rows that attend to no key are zero. Scores are
+computed for a bounded number of rows at a time, forward and backward.
 
 Source: FlashAttention's recomputation, Dao et al., arXiv:2205.14135; merged over ranks: Liu et al., arXiv:2310.01889.
 """
@@ -28,22 +28,22 @@ from dataclasses import dataclass
 
 import torch
 
-from vescale.ir import Meeting
+from vescale.ops._ring_schedule import Meeting
 
 __all__ = ["Attended", "BlockGradients", "accumulation_dtype"]
 
-# Scores that exist at a time, unless one row has more.
+# Number of scores that are held at a time, unless one row has more.
 _MAX_SCORES = 1 << 22
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What results and gradients are added up in."""
+    """The dtype in which results and gradients are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a piece of a meeting works on: a piece of the rows, and a range of the keys."""
+    """A piece of a meeting: some of its rows, and its keys."""
 
     rows: slice
     keys: slice
@@ -51,7 +51,7 @@ class _Rows:
     is_causal: bool
 
     def of(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Its part of a mask, which may be one for all rows, or for all keys."""
+        """The part of a mask for these rows and keys; size 1 stands for all rows, or all keys."""
         if x is None:
             return None
         if x.shape[-2] > 1:
@@ -60,7 +60,7 @@ class _Rows:
 
 
 class _Scores:
-    """The scores of some rows and keys, where they meet."""
+    """Scores of queries and the keys that they attend to."""
 
     def __init__(self, query: torch.Tensor, scale: float) -> None:
         self.query, self.scale = query, scale
@@ -75,7 +75,7 @@ class _Scores:
                 yield _Rows(slice(row, min(row + step, end)), slice(start, stop), row - first, meeting.is_causal)
 
     def of(self, piece: _Rows, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """(..., heads, group, rows, keys); -inf where a row does not meet a key."""
+        """(..., heads, group, rows, keys); -inf where a row does not attend to a key."""
         scores = grouped_product(self.query_of(piece), key.transpose(-1, -2)).mul_(self.scale)
         mask = piece.of(mask)
         if mask is not None and mask.dtype == torch.bool:
@@ -93,12 +93,12 @@ class _Scores:
 
 
 def grouped_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """(..., heads, group, n, m) @ (..., heads, m, k), without a copy of ``y`` for each of the group."""
+    """(..., heads, group, n, m) @ (..., heads, m, k), without copies of ``y`` for the heads of a group."""
     return (x.flatten(-3, -2) @ y).unflatten(-2, x.shape[-3:-1])
 
 
 class Attended:
-    """What rows have of the blocks that they have met."""
+    """The result of attention to the blocks so far."""
 
     def __init__(self, query: torch.Tensor, shape: Sequence[int], scale: float) -> None:
         """``shape`` of the result, broadcast over query, key and value."""
@@ -106,7 +106,7 @@ class Attended:
         self.out = query.new_zeros(tuple(shape), dtype=self._scores.dtype)
         self.log_sum = self.out.new_full(tuple(shape[:-1]), -math.inf)
 
-    def meet(
+    def attend(
         self,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -115,7 +115,7 @@ class Attended:
         kept: torch.Tensor | None,
         dropout: float,
     ) -> None:
-        """Another block. ``mask`` and ``kept`` are its columns of them."""
+        """Attend to another block. ``mask`` and ``kept`` have the columns of the block."""
         for piece in self._scores.pieces(meetings):
             keys, values = (x[..., piece.keys, :].to(self._scores.dtype) for x in (key, value))
             scores = self._scores.of(piece, keys, mask)
@@ -134,17 +134,17 @@ class Attended:
 
 
 class BlockGradients:
-    """Gradients from a finished result; that of the queries is added up here."""
+    """Gradients, block by block, from a finished result; ``query`` accumulates the gradient of the queries."""
 
     def __init__(
         self, query: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, grad: torch.Tensor, scale: float
     ) -> None:
         self._scores = _Scores(query, scale)
         self._grad, self._log_sum = grad, log_sum
-        self._inner = (grad.to(out.dtype) * out).sum(-1)  # of each row: the mean of its weights' gradients
+        self._inner = (grad.to(out.dtype) * out).sum(-1)  # for each row the mean of the gradients of its weights
         self.query = torch.zeros_like(query, dtype=self._scores.dtype)
 
-    def meet(
+    def add(
         self,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -154,7 +154,7 @@ class BlockGradients:
         dropout: float,
         gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     ) -> None:
-        """Adds to the gradients of a block's keys, values and columns of the mask, in the accumulation's dtype."""
+        """Add to ``gradients``: of the keys, values and mask columns of a block, in the accumulation dtype."""
         grad_key, grad_value, grad_mask = gradients
         for piece in self._scores.pieces(meetings):
             keys, values = (x[..., piece.keys, :].to(self._scores.dtype) for x in (key, value))
@@ -180,13 +180,13 @@ def _over_group(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _add(total: torch.Tensor, positions: slice, part: torch.Tensor) -> None:
-    """Adds to positions of the dim before the last, summed over dims that the total has once for all."""
+    """Add to positions of the dim before the last, summed over dims that are broadcast."""
     target = total[..., positions, :]
     target += part.sum_to_size(target.shape)
 
 
 def _finite(log_sum: torch.Tensor) -> torch.Tensor:
-    """For subtracting: rows that have met nothing have -inf less 0, and not less itself."""
+    """``log_sum`` with 0 for -inf, so that -inf minus it is -inf for rows that attend to no key."""
     return log_sum.masked_fill(log_sum == -math.inf, 0.0)
 
 

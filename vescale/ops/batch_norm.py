@@ -6,12 +6,12 @@ moment                communication
 forward, training     one all-gather of ``2 C + 1`` numbers a rank over the axes that cut the batch (or rows, or columns)
 forward, evaluation   none
 backward, training    one all-reduce of ``2 C`` numbers over the same axes
-running statistics    none where they lie as the channels do, or where channels are whole; else they are gathered (implicit)
+running statistics    none where they are sharded as the channels are; else they are gathered (implicit)
 ====================  ======================================================================================================
 
-Nothing of this depends on what a plan could place elsewhere, so that it does not count as implicit. ``C`` are a rank's
-channels: where an axis cuts them, its ranks have nothing to tell each other. Gradients of weight and bias are Partial.
-Ranks' means and squared deviations are merged (Chan et al.), so that no difference of large sums is taken.
+No plan could avoid this communication, so that it does not count as implicit. ``C`` is the number of this rank's channels:
+along an axis that shards channels nothing is exchanged. Gradients of weight and bias are Partial. The means and squared
+deviations of the ranks are merged (Chan et al.), so that no difference of large sums is taken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,20 +30,20 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import all_gather_into, all_reduce, asking, axis_group
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
-from vescale.ops import bring, bring_with_gradient, enter_local, leave_local
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import bring, bring_with_gradient, enter_local, leave_local
+from vescale.ops._registration import replaces
+from vescale.ops._second_derivatives import differentiable_once
 from vescale.placements import shard_dim
-from vescale.runtime._once import differentiable_once
 
-if TYPE_CHECKING:
-    from vescale.runtime._runtime import Runtime
-
-__all__ = ["batch_norm"]
+__all__: list[str] = []
 
 _OP = "batch_norm"
 _SIGNATURE = inspect.signature(F.batch_norm)
 
 
-def batch_norm(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@replaces(F.batch_norm, backward="custom", communicates=("all_gather", "all_reduce"))
+def _batch_norm(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.batch_norm`` of a DTensor of shape ``(N, C, ...)``."""
     call = _SIGNATURE.bind(*args, **kwargs)
     call.apply_defaults()
@@ -79,7 +79,7 @@ def batch_norm(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 @dataclass(frozen=True)
 class _Statistics:
-    """Of each of a rank's channels."""
+    """For each of this rank's channels."""
 
     mean: torch.Tensor
     var: torch.Tensor
@@ -87,13 +87,13 @@ class _Statistics:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the operands of a normalization lie.
+    """Placements of the operands of a normalization.
 
     Attributes:
-        input: without Partial.
+        input: never Partial.
         channels: of tensors with a value for each channel.
-        channel_grads: how the ranks' gradients of those make up the gradient: Partial where ranks hold different rows.
-        group: ranks that hold other rows of this rank's channels; None if there are none.
+        channel_grads: of their gradients: Partial where ranks hold different rows.
+        group: the ranks that hold other rows of this rank's channels; None if there are none.
     """
 
     mesh: DeviceMesh
@@ -105,7 +105,7 @@ class _Layout:
     @classmethod
     def of(cls, x: DTensor) -> _Layout:
         mesh = x.device_mesh
-        # Any cut of rows will do; channels are met by weights that are cut alike.
+        # Rows may be sharded in any way; channels only as weight and bias can be.
         fits = [p == Shard(1) or shard_dim(p) not in (None, 1) for p in x.placements]
         placed = tuple(p if fit else Replicate() for p, fit in zip(x.placements, fits))
         channels = tuple(Shard(0) if p == Shard(1) else Replicate() for p in placed)
@@ -150,8 +150,8 @@ def _whole_statistics(local: torch.Tensor, group: dist.ProcessGroup | None) -> _
 class _Normalize(torch.autograd.Function):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` of local tensors.
 
-    ``num_values``: of a channel on all ranks, if the statistics are those of the input, so that it has a gradient through
-    them; None where they are constants.
+    ``num_values``: values of a channel on all ranks, if the statistics are those of the input, whose gradient then goes
+    through them; None if the statistics are constants.
     """
 
     @staticmethod
