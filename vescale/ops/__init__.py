@@ -30,7 +30,7 @@ from vescale.ops._conversion import (
     wrap_global,
 )
 from vescale.ops._observer import ModelObserver, observe, report_implicit_move, running_module
-from vescale.ops._registry import OpEntry, entries, entry_of, register
+from vescale.ops._registry import OpEntry, OpFamily, aten, entries, entry_of, families, register, register_family
 from vescale.ops._ring_schedule import Meeting, RingSchedule, Runs, meetings
 from vescale.ops._strides import contiguous_stride, stride_like
 from vescale.ops._view_copies import remember_copy, write_through
@@ -40,8 +40,10 @@ __all__ = [
     "ModelObserver",
     "OpContext",
     "OpEntry",
+    "OpFamily",
     "RingSchedule",
     "Runs",
+    "aten",
     "attention",
     "batch_norm",
     "bring",
@@ -57,6 +59,7 @@ __all__ = [
     "enter_local",
     "entries",
     "entry_of",
+    "families",
     "indexing",
     "leave_local",
     "losses",
@@ -68,6 +71,7 @@ __all__ = [
     "recurrent",
     "reduced",
     "register",
+    "register_family",
     "remember_copy",
     "report_implicit_move",
     "running_module",

@@ -1,18 +1,47 @@
-"""The one registry of op behaviour: for each op, where its operands and results are placed and what runs in its place.
+"""The registry of op behaviour: for each op, where its operands and results are placed and what runs in its place.
 
-An op is an ATen overload (``torch.ops.aten.clone.default``), which DTensor's dispatcher meets in every program, or a
-torch function (``torch.nn.functional.embedding``), which is only met inside of a parallelized model's forward. The files
-of this package register their family of ops when the package is imported; users add rules with :func:`register_rule`.
+An op is one of
+
+* an ATen overload (``torch.ops.aten.clone.default``) or all overloads of an ATen op (``torch.ops.aten.clone``), which
+  DTensor's dispatcher meets in every program;
+* a torch function (``torch.nn.functional.embedding``), which is met only inside of a parallelized model's forward.
+
+The files of this package register the ops of their family when the package is imported. Placement rules of *open* families,
+whose ops are recognized by a property instead of being listed (elementwise ops, by their tag), are registered with
+:func:`register_family`. Users add placement rules with :func:`vescale.ops.register_rule`.
+
+A placement rule is looked for in this order; the first one that returns a decision counts:
+
+1. rules of users, the latest first;
+2. the rule registered for the overload, then the one registered for all overloads;
+3. the rules of the families that cover the op, in the order of :data:`FAMILY_ORDER`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["OpEntry", "entries", "entry_of", "register"]
+import torch
+
+__all__ = [
+    "FAMILY_ORDER",
+    "OpEntry",
+    "OpFamily",
+    "aten",
+    "entries",
+    "entry_of",
+    "families",
+    "register",
+    "register_family",
+    "register_user_rule",
+    "rules_of",
+]
+
+# Families may cover the same op (dropout is random and elementwise): the first one in this order is asked first.
+FAMILY_ORDER = ("random", "foreach", "elementwise", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -21,6 +50,7 @@ class OpEntry:
 
     Attributes:
         rule: ``OpCall -> Decision | None``; asked where an operand has a placement that stock DTensor does not know.
+        user_rules: the same, added by users; asked before ``rule``.
         handler: ``(op, args, kwargs) -> result``; runs in place of an ATen overload on DTensors.
         applies: ``(op, schema) -> bool``, a pure function of specs and other arguments: whether ``handler`` takes this
             call. Where it does not, stock DTensor's decision is used, and cached by its dispatcher. None: always.
@@ -35,6 +65,7 @@ class OpEntry:
     """
 
     rule: Callable[..., Any] | None = None
+    user_rules: tuple[Callable[..., Any], ...] = ()
     handler: Callable[..., Any] | None = None
     applies: Callable[..., bool] | None = None
     random_handler: Callable[..., Any] | None = None
@@ -44,7 +75,26 @@ class OpEntry:
     communicates: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True)
+class OpFamily:
+    """Ops that share one placement rule and are recognized by ``covers(overload)`` instead of being listed."""
+
+    name: str
+    covers: Callable[[Any], bool]
+    rule: Callable[..., Any]
+
+
 _ENTRIES: dict[Any, OpEntry] = {}
+_FAMILIES: dict[str, OpFamily] = {}
+
+
+def aten(names: str) -> tuple[Any, ...]:
+    """The ATen ops, each with all its overloads, of these names, separated by spaces.
+
+    Names that the installed torch does not have are left out: releases differ by a few ops.
+    """
+    found = (getattr(torch.ops.aten, name, None) for name in names.split())
+    return tuple(op for op in found if op is not None)
 
 
 def register(op: Any, *, communicates: Iterable[str] = (), **fields: Any) -> None:
@@ -59,6 +109,23 @@ def register(op: Any, *, communicates: Iterable[str] = (), **fields: Any) -> Non
     _ENTRIES[op] = replace(known, communicates=known.communicates | frozenset(communicates), **fields)
 
 
+def register_family(name: str, covers: Callable[[Any], bool], rule: Callable[..., Any]) -> None:
+    """Register the placement rule of all ops that ``covers(overload)`` recognizes.
+
+    Raises ValueError for a name that is not in :data:`FAMILY_ORDER`, or is registered already.
+    """
+    if name not in FAMILY_ORDER or name in _FAMILIES:
+        known = "is registered already" if name in _FAMILIES else f"is not in FAMILY_ORDER {FAMILY_ORDER}"
+        raise ValueError(f"op family {name!r} {known}; give each family one place in FAMILY_ORDER")
+    _FAMILIES[name] = OpFamily(name, covers, rule)
+
+
+def register_user_rule(op: Any, rule: Callable[..., Any]) -> None:
+    """Add a rule that is asked before all others; :func:`vescale.ops.register_rule` checks the arguments."""
+    known = _ENTRIES.get(op, OpEntry())
+    _ENTRIES[op] = replace(known, user_rules=(rule, *known.user_rules))
+
+
 def entry_of(op: Any) -> OpEntry | None:
     return _ENTRIES.get(op)
 
@@ -66,3 +133,17 @@ def entry_of(op: Any) -> OpEntry | None:
 def entries() -> Mapping[Any, OpEntry]:
     """Everything registered, in order of registration; a view that cannot be written to."""
     return MappingProxyType(_ENTRIES)
+
+
+def families() -> tuple[OpFamily, ...]:
+    """The registered families, in the order in which they are asked."""
+    return tuple(_FAMILIES[name] for name in FAMILY_ORDER if name in _FAMILIES)
+
+
+def rules_of(op: Any) -> Iterator[Callable[..., Any]]:
+    """The placement rules for an ATen overload, in the order in which they are asked."""
+    found = [entry for key in (op, op.overloadpacket) if (entry := _ENTRIES.get(key)) is not None]
+    for entry in found:
+        yield from entry.user_rules
+    yield from (entry.rule for entry in found if entry.rule is not None)
+    yield from (family.rule for family in families() if family.covers(op))
