@@ -25,8 +25,8 @@ from vescale.compat import (
 )
 from vescale.ops import bring, entries, remember_copy, report_implicit_move, running_module, wrap_global, write_through
 from vescale.placements import move_local, run_interleaved
+from vescale.runtime._forward import checkpointed
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
-from vescale.runtime._runtime import checkpointed
 from vescale.runtime._sums import DERIVATIVE_HANDLERS, accumulated, derivative, where
 
 __all__ = ["install_handlers"]

@@ -1,7 +1,7 @@
-"""One conversion for all modules that are handed the same tensor with the same entry (query, key and value projections).
+"""One conversion for all modules that get the same tensor with equal ``<in>`` entries (query, key and value projections).
 
-Each of them has an ``<in>`` entry of its own. Converting once means one all-gather in the forward instead of three; and as
-autograd adds the gradients of the one result before it passes them on, one reduction in the backward instead of three.
+It is one all-gather in forward instead of three, and one reduction in backward instead of three, because autograd adds the
+gradients of the one result first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ops import convert
-from vescale.runtime._active import current
+from vescale.runtime._activation import current_activation
 
 __all__ = ["convert_once"]
 
@@ -24,8 +24,8 @@ Stage = Sequence[Placement | None]
 
 @dataclass(frozen=True)
 class _Converted:
-    """A result and its source, both kept alive so that no other tensor gets the source's identity, with their versions:
-    a module that writes to either in place ends the sharing."""
+    """A source and its result, kept alive so that no other tensor gets the ``id`` of the source, and their versions: an
+    in-place write to either ends the sharing."""
 
     source: DTensor
     result: DTensor
@@ -38,11 +38,11 @@ class _Converted:
 def convert_once(
     x: DTensor, target: Stage, *, grad_source: Stage | None, grad_target: Stage | None, requester: str
 ) -> DTensor:
-    """``convert``, or its result of a moment ago, within the forward of the module that hands ``x`` out.
+    """``convert``, or its earlier result within the forward of the module that passes ``x`` on.
 
-    Kept until that module returns. Tensors made in inference mode have no version, and are not shared.
+    Results are kept until that module returns. Tensors of inference mode have no version, and are not shared.
     """
-    activation = current()
+    activation = current_activation()
     if activation is None or x.is_inference():
         return convert(x, target, grad_source=grad_source, grad_target=grad_target, requester=requester)
     made: dict[Any, _Converted] = activation.frames[-1].converted

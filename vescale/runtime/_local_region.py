@@ -24,12 +24,13 @@ class LocalRegion:
     """Runs a module's forward on local tensors: its inputs, its parameters, and everything inside.
 
     ==============  ==============================================  ===================================================
-    crosses border  value                                           gradient
+    tensor          value                                           gradient
     ==============  ==============================================  ===================================================
-    input           brought to ``inputs``, then this rank's part    sharded as the input; Partial on an axis where the
+    input           redistributed to ``inputs``; its local tensor   sharded as the input; Partial on an axis where the
                                                                     input is Replicate and the work differs by rank
-    parameter       this rank's part                                the same
-    output          labelled ``outputs``, Replicate where unsaid    brought to ``outputs`` (Replicate for Partial)
+    parameter       its local tensor                                the same
+    output          with placements ``outputs``, by default         redistributed to ``outputs`` (Replicate for Partial)
+                    Replicate
     ==============  ==============================================  ===================================================
 
     The work differs by rank along an axis when an input, a parameter or an output is not Replicate there.
@@ -76,7 +77,7 @@ class LocalRegion:
 
 @contextmanager
 def local_state(module: nn.Module, entered: Callable[[str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Show ``entered(name, tensor)`` of every parameter and buffer of a module and its submodules in its place."""
+    """Hide every parameter and buffer of a module and its submodules behind ``entered(name, tensor)``."""
     with ExitStack() as undo:
         for path, owner in module.named_modules():
             for name, resting in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)):

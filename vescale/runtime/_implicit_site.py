@@ -1,4 +1,4 @@
-"""Communication that no plan entry asked for: what it is called, how it is counted, how it is refused."""
+"""Implicit communication: the site at which an op moves an operand that no plan entry moves, and its messages."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 class ImplicitCommunicationError(RuntimeError):
-    """``parallelize(..., strict=True)``: an op needs communication that no plan entry asked for."""
+    """``parallelize(..., strict=True)``: an op needs communication that no plan entry requests."""
 
 
 class ImplicitCommunicationWarning(UserWarning):
-    """An op needed communication that no plan entry asked for; given once for each site."""
+    """An op needed communication that no plan entry requests; issued once for each site."""
 
 
 @dataclass(frozen=True)
 class ImplicitSite:
-    """Where an op brings an operand to other placements on its own account.
+    """Where an op redistributes an operand without a plan entry.
 
     Attributes:
-        module: path of the module whose forward, or whose forward's gradient, runs the op; "" for the model itself.
+        module: path of the module in whose forward, or in whose backward, the op runs; "" for the model itself.
         phase: ``forward`` or ``backward``.
         op: the op's name, for example ``aten.mm.default``.
-        operand: what is moved: a parameter, an input, a submodule's output, or the op's argument name.
-        source: placements found, one for each axis.
-        target: placements the op needs.
-        edit: the plan line that would make it explicit.
-        line: the model's source line; not part of the site's identity.
+        operand: a parameter, an input, the output of a submodule, or the name of the op's argument.
+        source: its placements.
+        target: the placements that the op needs.
+        edit: the plan entry that would make the communication explicit.
+        line: of the model's source; not part of the identity of the site.
     """
 
     module: str
@@ -49,7 +49,7 @@ class ImplicitSite:
     line: str = field(default="", compare=False)
 
     def message(self, axes: MeshAxes) -> str:
-        """What was found, what was expected, the edit."""
+        """What was found, what the op needs, and the edit."""
         where = f"{self.module or 'the model'} ({self.phase}{', ' + self.line if self.line else ''})"
         return (
             f"{where}: {self.op} got {self.operand} as {placements_text(self.source, axes)} and needs "
@@ -75,7 +75,7 @@ def communicates(source: Sequence[Placement], target: Sequence[Placement], sizes
         if size == 1 or before == after or before.is_replicate():
             continue
         if after.is_partial() and not before.is_partial():
-            continue  # each rank embeds its own part
+            continue  # each rank embeds its local tensor in zeros
         return True
     return False
 

@@ -1,4 +1,4 @@
-"""Parameters and buffers become DTensors."""
+"""Converting parameters and buffers to DTensors, in all places of a model where they are registered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TensorSlots", "load_plain", "place_tensor"]
 
 
 def place_tensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], name: str) -> DTensor:
-    """This rank's part of a tensor that is the same on every rank, as a DTensor; nothing is communicated.
+    """A DTensor with ``placements`` of a tensor that is the same on every rank, without communication.
 
     A meta tensor gives a meta DTensor; a DTensor on the same mesh is redistributed.
     """
@@ -44,9 +44,9 @@ def place_tensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
 
 
 class TensorSlots:
-    """The places in a model where each parameter and buffer hangs: several for a tied one.
+    """Where each parameter and buffer of a model is registered: several places for a tied one.
 
-    Replacing a tensor replaces it in all of them, so that ties stay ties.
+    Replacing a tensor replaces it in all of them, so that tied parameters stay tied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,14 +67,14 @@ class TensorSlots:
         return self._names[name]
 
     def places(self, name: str) -> list[tuple[nn.Module, str]]:
-        """(module, name in it) wherever the tensor called ``name`` hangs."""
+        """(module, name in it) of every place where the tensor called ``name`` is registered."""
         return [(module, slot) for module, _, slot in self._slots[id(self._names[name])]]
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def replace(self, name: str, new: DTensor) -> torch.Tensor:
-        """Hang ``new`` where ``name`` and everything tied to it was; parameters stay parameters, with requires_grad."""
+        """Register ``new`` in all places of ``name``; a parameter stays one, with its requires_grad and attributes."""
         old = self._names[name]
         placed: Any = new
         if isinstance(old, nn.Parameter):
@@ -90,7 +90,7 @@ class TensorSlots:
 
 
 def load_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before ``load_state_dict``: plain tensors of one device, the same on every rank, become parts. Nothing moves."""
+    """Hook before ``load_state_dict``: slices plain tensors, which are the same on every rank, without communication."""
     for name, own in (*module.named_parameters(prefix.rstrip(".")), *module.named_buffers(prefix.rstrip("."))):
         given = state.get(name)
         if not isinstance(own, DTensor) or not isinstance(given, torch.Tensor) or isinstance(given, DTensor):

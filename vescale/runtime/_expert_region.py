@@ -1,23 +1,24 @@
 """Expert regions: the experts of a mixture, a module whose forward takes ``(tokens, expert ids, weights)``.
 
-What each mesh axis does follows from how the experts' parameters lie on it while they run (:class:`vescale.ir.ExpertCut`):
+The role of each mesh axis follows from the placements of the experts' parameters while they run
+(:class:`vescale.ir.ExpertCut`):
 
 ==========  ============  ================================================  ===============================================
 axis        parameters    tokens, ids, weights                              result
 ==========  ============  ================================================  ===============================================
-experts     ``Shard(0)``  ``mask``: every rank meets all tokens and         Partial where tokens come Replicate; where they
-                          computes those of its experts                     come sharded, they are gathered before, and the
-                                                                            result is summed and sharded as they came
-experts     ``Shard(0)``  ``all_to_all``: each goes to the ranks of its     the same; where tokens come Replicate, each
-                          experts and comes back                            rank sends, and adds, its share of them
-features    later dims    every rank meets all tokens                       as with ``mask``
-data        Replicate     as they come                                      as the tokens came
+experts     ``Shard(0)``  ``mask``: every rank has all tokens and           Partial if the tokens are Replicate; if they
+                          computes those of its experts                     are sharded, they are gathered first, and the
+                                                                            result is summed and sharded as they were
+experts     ``Shard(0)``  ``all_to_all``: each token is sent to the ranks   the same; if the tokens are Replicate, each
+                          of its experts, and the result back               rank sends, and adds, its share of them
+features    later dims    every rank has all tokens                         as with ``mask``
+data        Replicate     unchanged                                         as the tokens
 ==========  ============  ================================================  ===============================================
 
-Where the result is Partial, the gradient of weights is summed here, and that of tokens leaves Partial, as it does behind any
-column-cut weight: the ``<in>`` entry before it, of this module or one around it, sums it together with what other readers
-add. Gradients of parameters are Partial where the tokens are cut. All of these get a gradient on every rank, zero where no
-token was routed, so that no rank waits for a reduction, or an exchange, that another one leaves out.
+If the result is Partial, the gradient of the weights is summed here, and that of the tokens stays Partial, as it does before
+any column-sharded weight: the ``<in>`` entry of this module, or of one around it, reduces the sum over all of their uses.
+Gradients of parameters are Partial on axes that shard the tokens. Every rank computes all of these gradients, zeros if no
+token was routed to it, so that all ranks take part in each reduction and exchange.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from vescale.ir import Instruction, Local
 from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import local_region, shard_dim
 from vescale.plans import PlanError
-from vescale.runtime._region import local_state
+from vescale.runtime._local_region import local_state
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._token_exchange import TokenExchange
 
@@ -57,17 +58,17 @@ class _Routing(NamedTuple):
 class ExpertRegion:
     """Runs a module of experts on local tensors; see the module's table.
 
-    The forward is the model's own, whatever implementation it has (a loop, grouped or batched matmuls). On an axis of
-    experts it is called with the routed pairs of this rank's experts alone, one expert each, with ids counted from this
-    rank's first expert and every ``num_experts`` of the module set to the local count.
+    The forward is the model's own, with any implementation (a loop, grouped or batched matmuls). On an axis of experts it is
+    called with the routed pairs of this rank's experts, one expert each, with ids counted from this rank's first expert and
+    every ``num_experts`` of the module set to the local count.
 
-    Communication, over the axes of experts together: ``mask`` only what brings the tokens to every rank, where they are not
-    there yet; ``all_to_all`` one exchange of tokens there and one back, the same for their gradients, and an all-gather of
-    the numbers of rows (:class:`vescale.runtime._token_exchange.TokenExchange`).
+    Communication, over all axes of experts together: with ``mask`` an all-gather of the tokens, if they are sharded; with
+    ``all_to_all`` one exchange of tokens and one of results, the same for their gradients, and an all-gather of the numbers
+    of rows (:class:`vescale.runtime._token_exchange.TokenExchange`).
 
     Raises:
-        PlanError: at the first call, where experts are spread and the forward does not take tokens, ids and weights; on
-            every rank, before any communication.
+        PlanError: at the first call, if experts are sharded and the forward does not take tokens, ids and weights; on every
+            rank, before any communication.
     """
 
     def __init__(self, runtime: Runtime, module: nn.Module, path: str, instruction: Instruction) -> None:
@@ -115,13 +116,13 @@ class ExpertRegion:
     # Borders
 
     def _placed(self, x: torch.Tensor, stage: Sequence[Placement | None]) -> torch.Tensor:
-        """Where the stage asks for it."""
+        """``x`` with the placements of ``stage``; None keeps a placement."""
         if not isinstance(x, DTensor) or all(placement is None for placement in stage):
             return x
         return convert(x, stage, requester=self._requester)
 
     def _arriving(self, axis: int, placement: Placement, ndim: int) -> Placement:
-        """How tokens, ids and weights are to lie on an axis."""
+        """The placement on an axis with which the region computes on tokens, ids and weights."""
         if not _cuts_tokens(placement, ndim) or axis in self._feature_axes:
             return Replicate()
         return Replicate() if axis in self._expert_axes and self.op.dispatch != "all_to_all" else placement
@@ -159,7 +160,7 @@ class ExpertRegion:
     # Routing
 
     def _routing(self, call: inspect.BoundArguments) -> _Routing:
-        """Which arguments are the tokens, the ids (the integers) and the weights (shaped as the ids)."""
+        """The names of the tokens, of the ids (integers) and of the weights (of the shape of the ids)."""
         found = {name: value for name, value in call.arguments.items() if isinstance(value, torch.Tensor)}
         ids = [
             name for name, x in found.items() if not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
@@ -181,7 +182,7 @@ class ExpertRegion:
     def _exchanged(
         self, call: inspect.BoundArguments, names: _Routing, given: _Routing, arriving: Sequence[Placement]
     ) -> torch.Tensor:
-        """Send each token to the ranks of its experts, run them there, and add up what comes back."""
+        """Send each token to the ranks of its experts, run them there, and add up the results."""
         flat = _Routing(*(x.reshape(-1, x.shape[-1]) for x in given))
         group = axis_group(self.runtime.mesh, self._expert_axes)
         owner = self._owners(group.coordinates, flat.ids.device)[flat.ids]
@@ -236,7 +237,7 @@ class ExpertRegion:
 
     @contextmanager
     def _local_count(self, count: int) -> Iterator[None]:
-        """The module's number of experts is that of this rank."""
+        """Set the module's number of experts to that of this rank."""
         attributes = vars(self.module)
         number = self.op.num_experts
         names = [n for n, value in attributes.items() if type(value) is int and value == number and "expert" in n]
@@ -248,7 +249,7 @@ class ExpertRegion:
             for name in names:
                 setattr(self.module, name, number)
 
-    # Who has what
+    # Owners of experts and tokens
 
     def _own_experts(self, coordinate: Sequence[int]) -> tuple[int, int]:
         """(first, last + 1) of the experts of the rank at a coordinate."""
@@ -257,7 +258,7 @@ class ExpertRegion:
         return region.intervals[0][0] if region.intervals[0] else (0, 0)
 
     def _owners(self, coordinates: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-        """The group rank that has each expert; nobody (-1) has the ids ``num_experts`` and -1, which mask a choice."""
+        """The group rank of each expert; -1 for the ids ``num_experts`` and -1, which mask a choice."""
         owners = [-1] * (self.op.num_experts + 1)
         for rank, coordinate in enumerate(coordinates):
             first, last = self._own_experts(coordinate)
@@ -265,7 +266,7 @@ class ExpertRegion:
         return torch.tensor(owners, device=device)
 
     def _share(self, arriving: Sequence[Placement]) -> tuple[int, int]:
-        """(which, of how many): this rank's share of tokens that several ranks of the group have."""
+        """(index, count): this rank's share of the tokens that ``count`` ranks of the group have."""
         mesh, axes = self.runtime.mesh, [axis for axis in self._expert_axes if arriving[axis].is_replicate()]
         share, coordinate = 0, mesh.get_coordinate() or ()
         for axis in axes:
@@ -278,7 +279,7 @@ def _first(call: inspect.BoundArguments) -> DTensor:
 
 
 def _cuts_tokens(placement: Placement, ndim: int) -> bool:
-    """Whether it cuts a dim of tokens, and not their features."""
+    """Whether a placement shards a dim of tokens, and not their features."""
     dim = shard_dim(placement)
     return dim is not None and dim < ndim - 1
 
@@ -296,8 +297,8 @@ def _joined(result: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tenso
 
 
 class _Joined(torch.autograd.Function):
-    """The first argument, with the others joined to its graph: they get no gradient through this node, but backward reaches
-    where they come from."""
+    """Identity of the first argument, with the others joined to its graph: they get no gradient through this node, but
+    backward runs the nodes that made them."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The hooks of one module: what its instructions do around its forward."""
+"""The hooks of one module, which execute its instructions before and after its forward."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from vescale.ir import Annotate, Hook, Instruction, Redistribute, Wrap
 from vescale.ops import convert, enter_local, wrap_global
 from vescale.placements import at_dim, from_local, shard_dim
 from vescale.plans import PlanError
+from vescale.runtime._forward import enter, leave, warn_of_compiler
+from vescale.runtime._implicit_site import placements_text
 from vescale.runtime._runtime import Runtime
-from vescale.runtime._sharing import convert_once
-from vescale.runtime._sites import placements_text
+from vescale.runtime._shared_conversion import convert_once
 
 __all__ = ["ModuleHooks"]
 
 
 class ModuleHooks:
-    """Runs a module's instructions; one object a module, its methods are the hooks.
+    """Executes the instructions of a module; its methods are the hooks.
 
     ================  ==================================================================================================
-    ``forward_pre``   inputs are placed; the module is entered (the outermost one switches the function mode on);
-                      parameters with a placement of their own for the forward are shown so placed
-    ``forward_post``  outputs are placed; also after an exception: parameters are hidden again, the module is left
+    ``forward_pre``   places inputs; enters the module (the outermost one switches the function mode on); shows parameters
+                      with a placement of their own for the forward
+    ``forward_post``  places outputs; hides these parameters and leaves the module, also after an exception
     ================  ==================================================================================================
     """
 
@@ -52,20 +53,20 @@ class ModuleHooks:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime, compiler = self.runtime, suspend_compiling()
         if self._inputs:
-            # The mode is not on for the outermost module yet, but it may be for an inner one.
+            # The mode is already on where this is not the outermost module.
             with no_torch_function():
                 args, kwargs = self._place_inputs(args, kwargs)
-        activation = runtime.enter(module, self.path, (*args, *kwargs.values()))
+        activation = enter(runtime, module, self.path, (*args, *kwargs.values()))
         if compiler is not None:
             activation.frames[-1].compiler = compiler
-            runtime.warn_of_compiler(self.path)
+            warn_of_compiler(runtime, self.path)
         for instruction in self._parameters:
             self._show_parameter(module, instruction)
         return args, kwargs
 
     def _place_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for instruction in self._inputs:
-            if instruction.index is None:  # all that no other instruction names
+            if instruction.index is None:  # all inputs that no other instruction names
                 named = {self._find(i.index, args, kwargs) for i in self._inputs if i.index is not None}
                 args = tuple(
                     value if ("args", n) in named else self._placed(instruction, value) for n, value in enumerate(args)
@@ -88,7 +89,7 @@ class ModuleHooks:
     def _find(
         self, index: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str | None, int | str | None]:
-        """Where the input is in this call: by name, or by position, which a keyword may stand for."""
+        """The input in a call: ``("args", position)``, ``("kwargs", name)``, (None, None) if it is left out."""
         if isinstance(index, str):
             if index in kwargs:
                 return "kwargs", index
@@ -112,7 +113,7 @@ class ModuleHooks:
                     output = map_tensors(self._finished, output)
         finally:
             self._hide_parameters(module)
-            runtime.leave(module, output)
+            leave(runtime, module, output)
         return output
 
     def _place_outputs(self, output: Any) -> Any:
@@ -133,13 +134,13 @@ class ModuleHooks:
         return output
 
     def _finished(self, x: torch.Tensor) -> torch.Tensor:
-        """An output of the model: a scalar that is still Partial (a loss) is reduced, so that printing it is right."""
+        """An output of the model: reduced if it is a Partial scalar (a loss), so that it is printed correctly."""
         if not isinstance(x, DTensor) or x.ndim or not any(p.is_partial() for p in x.placements):
             return x
         return convert(x, self.runtime.replicated, requester="scalar output")
 
     def _handed_out(self, x: torch.Tensor) -> torch.Tensor:
-        """An output of the model that an entry names: the plain global tensor where it is Replicate on every axis."""
+        """An output of the model that an entry names: the plain global tensor if it is Replicate on every axis."""
         whole = isinstance(x, DTensor) and tuple(x.placements) == self.runtime.replicated
         return enter_local(x) if whole else x  # type: ignore[arg-type]
 
@@ -179,8 +180,8 @@ class ModuleHooks:
         return change(x, target, grad_source=grad_source, grad_target=grad_target, requester=requester)
 
     def _show_parameter(self, module: nn.Module, instruction: Instruction) -> None:
-        """The parameter as the forward needs it, in front of the one at rest; its gradient goes to its bucket as it comes,
-        unless the plan says how it goes back."""
+        """Hide the parameter at rest behind one with the placements of the forward. Its gradient is passed as it arrives,
+        for its bucket to reduce, unless the plan gives the placements of the gradient."""
         op, (owner, name) = instruction.op, _owner(module, instruction.target)
         assert isinstance(op, Redistribute)
         with no_torch_function():
