@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.ops.attend import Attend, attend_like_one_device
 from tests.ranks import RankPools, run_cases
-from tests.runtime.attend import Attend, attend_like_one_device
 from tests.runtime.llama import make_mesh
 from vescale.plans import Plan
 from vescale.runtime import implicit_communication, parallelize

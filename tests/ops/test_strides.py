@@ -1,4 +1,4 @@
-"""What DTensors made at the border of local code say about the memory order of the whole tensor."""
+"""Strides of whole tensors that DTensors made from local tensors have."""
 
 from __future__ import annotations
 

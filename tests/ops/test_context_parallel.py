@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.ops.attend import Attend, attend_like_one_device
 from tests.ranks import RankPools, run_cases
-from tests.runtime.attend import Attend, attend_like_one_device
 from tests.runtime.llama import batch, double_loss, make_llama, make_mesh, tensor_parallel, worst_gradient
 from vescale.comm import record_comms
 from vescale.placements import InterleavedShard

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ops.attend import Attend
 from tests.ranks import RankPools
-from tests.runtime.attend import Attend
 from tests.runtime.llama import batch, make_llama, make_mesh, tensor_parallel
 from tests.runtime.test_predictions import Totals, totals
 from vescale.comm import Observer, Operation, observe, record_comms
