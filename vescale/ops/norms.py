@@ -99,13 +99,14 @@ def _of_rows(func: Any, x: DTensor, first: int, weight: Any, bias: Any, eps: flo
         return leave_local(local, x.device_mesh, x.placements, x.shape, name)
 
 
-def _is_sharded(op: Any, schema: Any) -> bool:
-    """Whether an operand is not Replicate."""
-    specs = (x for x in schema.args_schema if isinstance(x, DTensorSpec))
-    return any(not placement.is_replicate() for spec in specs for placement in spec.placements)
+def _needs_own_backward(op: Any, schema: Any) -> bool:
+    """Whether stock DTensor has no correct rule: an operand is not Replicate, or not all three gradients are wanted."""
+    *operands, wanted = schema.args_schema
+    placements = [p for x in operands if isinstance(x, DTensorSpec) for p in x.placements]
+    return not all(wanted) or not all(p.is_replicate() for p in placements)
 
 
-@handles(_aten.native_group_norm_backward.default, applies=_is_sharded)
+@handles(_aten.native_group_norm_backward.default, applies=_needs_own_backward)
 def _group_norm_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Rows are independent: only the gradients of weight and bias are Partial."""
     grad, x, mean, rstd, weight, _, channels, area, groups, wanted = args
