@@ -63,9 +63,6 @@ def test_random_ops_are_registered_and_not_installed_with_the_others() -> None:
         (aten.linalg_vector_norm.default, [S0], (2, [-2]), True),
         (aten.linalg_vector_norm.default, [P], (2, [1]), True),
         (aten.linalg_vector_norm.default, [R], (2,), False),
-        (aten.native_group_norm_backward.default, [R, R, R, R], ([True, True, True],), False),
-        (aten.native_group_norm_backward.default, [R, R, R, R], ([True, True, False],), True),  # stock raises
-        (aten.native_group_norm_backward.default, [S0, S0, S0, S0], ([True, True, True],), True),
     ],
 )
 def test_handlers_apply_where_stock_dtensor_gathers_or_is_wrong(

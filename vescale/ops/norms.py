@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
+from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_local, leave_local, reduced
 from vescale.ops._observer import running_module
@@ -99,16 +99,12 @@ def _of_rows(func: Any, x: DTensor, first: int, weight: Any, bias: Any, eps: flo
         return leave_local(local, x.device_mesh, x.placements, x.shape, name)
 
 
-def _needs_own_backward(op: Any, schema: Any) -> bool:
-    """Whether stock DTensor has no correct rule: an operand is not Replicate, or not all three gradients are wanted."""
-    *operands, wanted = schema.args_schema
-    placements = [p for x in operands if isinstance(x, DTensorSpec) for p in x.placements]
-    return not all(wanted) or not all(p.is_replicate() for p in placements)
-
-
-@handles(_aten.native_group_norm_backward.default, applies=_needs_own_backward)
+@handles(_aten.native_group_norm_backward.default)
 def _group_norm_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Rows are independent: only the gradients of weight and bias are Partial."""
+    """Rows are independent: only the gradients of weight and bias are Partial.
+
+    Stock DTensor's decision is wrong for a sharded batch, and raises where not all three gradients are wanted.
+    """
     grad, x, mean, rstd, weight, _, channels, area, groups, wanted = args
     mesh = x.device_mesh
     rows: list[Placement] = [p if shard_dim(p) == 0 else Replicate() for p in x.placements]
