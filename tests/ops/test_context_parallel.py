@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut, against one device: gathered keys and values, a ring, Ulysses, with tensor
+"""Attention over a sharded sequence against one device: gathered keys and values, a ring, Ulysses, with tensor
 parallelism."""
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def cases() -> list[Case]:
     for other in ("all_gather", "ulysses"):
         made.append(Case([(ROWS, ROWS)] * 3, {"cp": "ring", "tp": other}, is_causal=True))
         made.append(Case([(ROWS, ROWS)] * 3, {"cp": other, "tp": "ring"}, is_causal=True, length=14))
-    made.append(Case([(ROWS, R), (ROWS, R), (R, R)], RING))  # the value comes to lie as the key
+    made.append(Case([(ROWS, R), (ROWS, R), (R, R)], RING))  # the value is sharded as the key first
     made.append(Case([(BALANCED, R), (ROWS, R), (R, R)], RING, is_causal=True))
     made.append(Case([(BALANCED, HEADS), (ROWS, HEADS), (ROWS, HEADS)], RING, is_causal=True, num_keys=8))
     return made
@@ -189,7 +189,10 @@ def test_bytes_of_each_method(ranks: RankPools) -> None:
         part = 2 * 12 * 7 * 8 // 4  # of a rank, for one head of k and v
         assert gathered == [("all_gather_v", 3 * 4 * part), ("reduce_scatter_v", 3 * 4 * part)], gathered
         assert gathered_grouped == [("all_gather_v", 3 * 2 * part), ("reduce_scatter_v", 3 * 2 * part)]
-        for found, kv_heads in ((ring, 4), (ring_grouped, 2)):  # blocks, 3 times each way; their gradients come home
+        for found, kv_heads in (
+            (ring, 4),
+            (ring_grouped, 2),
+        ):  # blocks are sent 3 times each way, and their gradients back
             assert found == [("all_to_all_v", kv_heads * part)] * (3 + 3 + 4), rank
         assert len(exchanged) == 8 and {op for op, _ in exchanged} == {"all_to_all_v"}
         # q, k, v and the result have 4 + 4 + 3 + 3 numbers a position; three of four parts leave a rank

@@ -1,4 +1,4 @@
-"""Convolutions over every placement of input and weight against one device: values, gradients, where results lie."""
+"""Convolutions over every placement of input and weight against one device: values, gradients and placements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def place(whole: torch.Tensor | None, mesh: Any, placements: Any) -> Any:
 
 
 def same(mesh: Any, function: Any, operands: Any, placed: Any, result: Any = None) -> None:
-    """``function(input, weight, bias)`` of plain tensors and of DTensors; ``result``: where the DTensor lies."""
+    """``function(input, weight, bias)`` of plain tensors and of DTensors; ``result``: the placements of the DTensor."""
     plain = [None if x is None else x.clone().requires_grad_() for x in operands]
     cut = [place(x, mesh, placements) for x, placements in zip(operands, placed, strict=True)]
     expected, found = function(*plain), function(*cut)
@@ -94,9 +94,11 @@ def groups() -> int:
         grouped = (x, double(16, 8 // num_groups, 3, 3, seed=2), bias)
         back = (x, double(8, 16 // num_groups, 3, 3, seed=2), bias)
         for placed in itertools.product(((R, S1), (S1, S1), (R, R), (S0, S1)), ((R, R), (S0, R), (R, S0), (S0, S0))):
-            lies = (*placed, (R, R))
-            cases.append((mesh, lambda *a, g=num_groups: F.conv2d(*a, dilation=2, padding=2, groups=g), grouped, lies))
-            cases.append((mesh, lambda *a, g=num_groups: F.conv_transpose2d(*a, groups=g), back, lies))
+            expected = (*placed, (R, R))
+            cases.append(
+                (mesh, lambda *a, g=num_groups: F.conv2d(*a, dilation=2, padding=2, groups=g), grouped, expected)
+            )
+            cases.append((mesh, lambda *a, g=num_groups: F.conv_transpose2d(*a, groups=g), back, expected))
     return run_cases(same, cases)
 
 

@@ -1,4 +1,4 @@
-"""What the op families register: which ops, which calls handlers apply to, and which model is told of implicit moves."""
+"""The registrations of the op families: for which ops, to which calls handlers apply, and the observer of implicit moves."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_random_ops_are_registered_and_not_installed_with_the_others() -> None:
 def test_handlers_apply_where_stock_dtensor_gathers_or_is_wrong(
     mesh: DeviceMesh, op: Any, placements: list[Placement], arguments: tuple[Any, ...], expected: bool
 ) -> None:
-    """By the specs alone: no tensor is there to look at."""
+    """The decision depends on specs alone: there are no tensors."""
     shape = (4, 6)
     specs = [make_spec(mesh, [p], shape, contiguous_stride(shape), torch.float32) for p in placements]
     applies = entry_of(op).applies
@@ -89,6 +89,6 @@ def test_scatter_add_applies_to_sharded_indices_of_a_vector_that_every_rank_has(
         assert entry_of(op).applies(op, OpSchema(op, (matrix, 0, b, c), {})) is False
 
 
-def test_outside_of_every_model_nothing_is_told() -> None:
+def test_moves_outside_of_every_model_are_not_reported() -> None:
     assert running_module() is None
     report_implicit_move("op", "operand", None, [S0], [R])

@@ -1,4 +1,4 @@
-"""Ring attention: what travels, what a rank holds meanwhile, and that predictions are right."""
+"""Ring attention: what is sent, what a rank holds meanwhile, and the predictions of both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def runs(length: int, num_ranks: int, num_pieces: int) -> tuple[tuple[tuple[int,
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
 def test_meetings_are_the_mask(num_ranks: int, causal: bool) -> None:
-    """Every row meets every key that it should, once, whatever lies where."""
+    """Every row attends to each of its keys once, for any distribution of positions."""
     cuts = [
         (length, pieces)
         for length in (1, 3, 8, 12)
@@ -63,12 +63,12 @@ def test_meetings_are_the_mask(num_ranks: int, causal: bool) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
-def test_blocks_reach_all_that_need_them_and_come_home(num_ranks: int, causal: bool) -> None:
+def test_blocks_reach_all_that_need_them_and_come_returned(num_ranks: int, causal: bool) -> None:
     for length, num_keys in itertools.product((1, 5, 16, 17), repeat=2):
         schedule = RingSchedule(runs(length, num_ranks, 1), runs(num_keys, num_ranks, 1), causal)
         holders = {rank: {rank} for rank in range(num_ranks)}  # of each block
         added: dict[int, set[int]] = {rank: set() for rank in range(num_ranks)}  # ranks whose gradients came along
-        home: dict[int, set[int]] = {}
+        returned: dict[int, set[int]] = {}
         carried = {rank: {rank} for rank in range(num_ranks)}
         for step in range(schedule.num_steps):
             if step:
@@ -85,7 +85,7 @@ def test_blocks_reach_all_that_need_them_and_come_home(num_ranks: int, causal: b
                 assert owner is not None
                 added[owner] = carried[rank]
                 if schedule.last_steps[owner] == step:
-                    home[owner] = carried[rank]
+                    returned[owner] = carried[rank]
             for source, target, owner in schedule.gradient_moves(step):
                 assert schedule.held(source, step) == owner
                 assert target == (owner if step == schedule.last_steps[owner] else (source + 1) % num_ranks)
@@ -93,7 +93,7 @@ def test_blocks_reach_all_that_need_them_and_come_home(num_ranks: int, causal: b
             needed = {rank for rank in range(num_ranks) if schedule.needs(rank, owner)}
             assert needed <= holders[owner]
             if schedule.length(owner):
-                assert needed <= home[owner]
+                assert needed <= returned[owner]
 
 
 def test_what_is_masked_for_all_further_on_does_not_travel() -> None:
@@ -133,7 +133,7 @@ class LargestTensors(TorchDispatchMode):
 
 
 def peaks(method: str, num_keys: int) -> tuple[int, int]:
-    """(peak of all, largest tensor) in bytes, of a step in which 4 queries of each rank meet many keys, cut over all."""
+    """(peak of all, largest tensor) in bytes, of a step in which 4 queries of each rank attend to many sharded keys."""
     mesh = make_mesh(cp=torch.distributed.get_world_size())
     model = Attend({})
     plan = Plan(mesh).shard("<in:q>", Shard(2), mesh="cp")

@@ -1,4 +1,4 @@
-"""Ops along the dim that is sharded: normalization, splitting and joining, against one device, even, uneven and empty."""
+"""Ops along a sharded dim (normalization, splitting, concatenation) against one device: even, uneven and empty shards."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def norms() -> int:
 
 
 def cut_weights() -> int:
-    """Weights that lie in parts where rows are cut are gathered, which counts as implicit."""
+    """Sharded weights are gathered where rows are sharded, which is implicit communication."""
 
     def case(kind: str, shape: tuple[int, ...]) -> None:
         def entries(plan: Plan) -> None:

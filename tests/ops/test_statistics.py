@@ -1,4 +1,4 @@
-"""Pending sums that the model's own code computes with: one device's numbers, reduced where needed, in strict mode."""
+"""Statistics that the model's own code computes with: one device's numbers, reduced where needed, in strict mode."""
 
 from __future__ import annotations
 
