@@ -22,7 +22,8 @@ from vescale.compat import (
     spec_of,
     stock_dispatch,
 )
-from vescale.placements import move_local, run_interleaved
+from vescale.ops import run_interleaved
+from vescale.placements import move_local
 from vescale.runtime._boundary import bring, wrap_global
 from vescale.runtime._convolution import CONVOLUTION_HANDLERS
 from vescale.runtime._elementwise_loss import ELEMENTWISE_LOSS_HANDLERS
