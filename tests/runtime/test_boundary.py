@@ -7,8 +7,8 @@ import random
 
 import torch
 
+from vescale.ops import stride_like
 from vescale.rng._spans import stream_order
-from vescale.runtime._boundary import stride_like
 
 
 def test_all_ranks_tell_the_memory_order_of_the_whole() -> None:

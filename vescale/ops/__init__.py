@@ -20,10 +20,22 @@ from vescale.ops import (
     views,
 )
 from vescale.ops._call import OpCall
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import (
+    bring,
+    bring_with_gradient,
+    convert,
+    cut,
+    enter_local,
+    leave_local,
+    reduced,
+    wrap_global,
+)
 from vescale.ops._decision import Decision, Rule
 from vescale.ops._dispatch import run_interleaved
 from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
 from vescale.ops._install import install
+from vescale.ops._observer import ModelObserver, observe, report_implicit_move, running_module
 from vescale.ops._register_rule import register_rule
 from vescale.ops._registry import (
     OpEntry,
@@ -35,28 +47,44 @@ from vescale.ops._registry import (
     register_aten,
     register_family,
 )
+from vescale.ops._strides import contiguous_stride, stride_like
 from vescale.ops.elementwise import is_elementwise
 
 __all__ = [
     "FAMILY_FILES",
     "Decision",
+    "ModelObserver",
     "OpCall",
+    "OpContext",
     "OpEntry",
     "OpFamily",
     "PlacementFallbackError",
     "PlacementFallbackWarning",
     "Rule",
+    "bring",
+    "bring_with_gradient",
+    "contiguous_stride",
+    "convert",
+    "cut",
+    "enter_local",
     "entries",
     "entry_of",
     "families",
     "install",
     "is_elementwise",
+    "leave_local",
+    "observe",
+    "reduced",
     "register",
     "register_aten",
     "register_family",
     "register_rule",
+    "report_implicit_move",
     "run_interleaved",
+    "running_module",
     "strict_placements",
+    "stride_like",
+    "wrap_global",
 ]
 
 # The files of op families. Each registers its ops in the registry when it is imported.

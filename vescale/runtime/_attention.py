@@ -34,11 +34,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, no_torch_function
+from vescale.ops import convert, enter_local, leave_local, report_implicit_move, running_module
 from vescale.placements import InterleavedShard, local_region, shard_dim, split_factor
 from vescale.rng import drawing_part_of
-from vescale.runtime._boundary import convert, enter_local, leave_local
 from vescale.runtime._ring import ring_attention
-from vescale.runtime._runtime import Where, locate
 from vescale.runtime._sequence import (
     attend_to_prefixes,
     causal_mask,
@@ -90,12 +89,13 @@ def attention(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[s
     exchanged = [axis for axis in rows if methods[axis] == "ulysses"]
     given = tuple(query.placements)
     for axis in exchanged:
-        who = f"attention: ulysses on {runtime.axes.names[axis]}"
+        requester = f"attention: ulysses on {runtime.axes.names[axis]}"
         query, key, value = (
-            exchange(x, axis, name, who) for x, name in ((query, "query"), (key, "key"), (value, "value"))
+            exchange(x, axis, name, requester) for x, name in ((query, "query"), (key, "key"), (value, "value"))
         )
         if mask is not None and shard_dim(mask.placements[axis]) == mask.ndim - 2:
-            mask = convert(mask, [Replicate() if a == axis else None for a in range(mask.device_mesh.ndim)], who=who)
+            target = [Replicate() if a == axis else None for a in range(mask.device_mesh.ndim)]
+            mask = convert(mask, target, requester=requester)
     gathered = [axis for axis in rows if methods[axis] == "all_gather"]
     if gathered:
         names = ",".join(runtime.axes.names[axis] for axis in gathered)
@@ -158,10 +158,10 @@ def _attend_in_ring(
     """``given``: query and key as they lie. Which weights dropout keeps is drawn at once, a byte each."""
     query, key = given
     names = work.mesh.mesh_dim_names or ()
-    who = f"attention: ring on {','.join(names[axis] for axis in work.turning)}"
+    requester = f"attention: ring on {','.join(names[axis] for axis in work.turning)}"
     dropout = options["dropout_p"]
     with no_torch_function():
-        ring = ring_of(query, key, work.turning, options["is_causal"], who)
+        ring = ring_of(query, key, work.turning, options["is_causal"], requester)
         kept = None
         if dropout > 0:
             weights = (*query.shape[:-1], key.shape[-2])
@@ -224,14 +224,10 @@ class _Work:
             for axis, (split, own) in enumerate(zip(self.splits, wanted))
         ]
         if tuple(x.placements) != wanted:
-            where = locate()
-            if where is not None:
-                where.runtime.implicit(
-                    where, _OP, name, local_of(x), x.placements, wanted, self._edit(where, x, wanted)
-                )
+            report_implicit_move(_OP, name, local_of(x), x.placements, wanted, self._edit(x, wanted))
             # What is a sum of the ranks' gradients on the other axes goes back as one.
             moved = [None if own == target else target for own, target in zip(x.placements, wanted)]
-            x = convert(x, moved, who=f"implicit: {_OP}")
+            x = convert(x, moved, requester=f"implicit: {_OP}")
         local = enter_local(x, grads)
         for split in {split for split in self.splits if split is not None and _size(x, split) > 1}:
             if split == _ROWS and name in ("key", "value"):
@@ -296,7 +292,7 @@ class _Work:
         region = local_region(shape, placements, tuple(self.mesh.shape), coordinate)
         return [(run[0], run[-1]) for run in region.intervals[len(shape) + split] if run[0] < run[-1]]
 
-    def _edit(self, where: Where, x: DTensor, wanted: Sequence[Placement]) -> str | None:
+    def _edit(self, x: DTensor, wanted: Sequence[Placement]) -> str | None:
         """The plan line for keys and values that are gathered because the sequence is cut."""
         axes = [
             self.mesh.mesh_dim_names[axis]
@@ -306,7 +302,7 @@ class _Work:
         if not axes:
             return None
         methods = ", ".join(f"{axis}: all_gather" for axis in axes)
-        return f"write `'{where.path}': {{{methods}}}` in the plan's attention section"
+        return f"write `'{running_module()}': {{{methods}}}` in the plan's attention section"
 
 
 def _alone(placement: Placement) -> Placement:

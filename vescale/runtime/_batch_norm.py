@@ -30,8 +30,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import all_gather_into, all_reduce, asking, axis_group
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
+from vescale.ops import bring, bring_with_gradient, enter_local, leave_local
 from vescale.placements import shard_dim
-from vescale.runtime._boundary import bring, bring_with_gradient, enter_local, leave_local
 from vescale.runtime._once import differentiable_once
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale.compat import no_torch_function
+from vescale.ops import enter_local, leave_local
 from vescale.placements import InterleavedShard
-from vescale.runtime._boundary import enter_local, leave_local
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime

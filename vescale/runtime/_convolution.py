@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
+from vescale.ops import bring, stride_like, wrap_global
 from vescale.placements import local_region
-from vescale.runtime._boundary import bring, stride_like, wrap_global
 
 __all__ = ["CONVOLUTION_HANDLERS"]
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.comm import all_reduce, asking, axis_group
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
+from vescale.ops import bring, contiguous_stride, cut, reduced
 from vescale.placements import shard_dim
-from vescale.runtime._boundary import bring, contiguous_stride, cut, reduced
 
 __all__ = ["ELEMENTWISE_LOSS_HANDLERS"]
 

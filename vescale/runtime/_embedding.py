@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, no_torch_function
+from vescale.ops import bring, bring_with_gradient, enter_local, leave_local
 from vescale.placements import at_dim, local_region, shard_dim
-from vescale.runtime._boundary import bring, bring_with_gradient, enter_local, leave_local
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vescale.compat import local_of, no_torch_function
-from vescale.runtime._boundary import bring
+from vescale.ops import bring
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime

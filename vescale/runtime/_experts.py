@@ -36,9 +36,9 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.comm import axis_group
 from vescale.compat import map_tensors, no_torch_function, tensors_in
 from vescale.ir import Instruction, Local
+from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import local_region, shard_dim
 from vescale.plans import PlanError
-from vescale.runtime._boundary import convert, enter_local, leave_local
 from vescale.runtime._region import local_state
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._token_exchange import TokenExchange
@@ -74,7 +74,7 @@ class ExpertRegion:
         op = instruction.op
         assert isinstance(op, Local)
         self.runtime, self.module, self.path, self.source, self.op = runtime, module, path, instruction.source, op
-        self._who = f"experts {path}"
+        self._requester = f"experts {path}"
         names, mesh = runtime.axes.names, runtime.mesh
         self._expert_axes = tuple(axis for axis, name in enumerate(names) if name in op.experts and mesh.size(axis) > 1)
         self._feature_axes = tuple(axis for axis, name in enumerate(names) if name in op.features)
@@ -107,7 +107,7 @@ class ExpertRegion:
                     result = compute(call, names, _Routing(*(call.arguments[name] for name in names)), arriving)
                 result = _joined(result, (*given, *_shown(self.module)))
             shape = (*tokens.shape[:-1], result.shape[-1])
-            whole = leave_local(result, self.runtime.mesh, leaving, shape, self._who)
+            whole = leave_local(result, self.runtime.mesh, leaving, shape, self._requester)
             gathered = [own != now and _cuts_tokens(own, tokens.ndim) for own, now in zip(tokens.placements, arriving)]
             back = [own if was_gathered else None for own, was_gathered in zip(tokens.placements, gathered)]
             return self._placed(self._placed(whole, back), self.op.outputs)
@@ -118,7 +118,7 @@ class ExpertRegion:
         """Where the stage asks for it."""
         if not isinstance(x, DTensor) or all(placement is None for placement in stage):
             return x
-        return convert(x, stage, who=self._who)
+        return convert(x, stage, requester=self._requester)
 
     def _arriving(self, axis: int, placement: Placement, ndim: int) -> Placement:
         """How tokens, ids and weights are to lie on an axis."""
@@ -136,7 +136,7 @@ class ExpertRegion:
         if not isinstance(x, DTensor):
             return x
         if x is not tokens or tuple(x.placements) != tuple(arriving):
-            x = convert(x, arriving, who=self._who)
+            x = convert(x, arriving, requester=self._requester)
         return enter_local(x, leaving, always=True)
 
     def _entered_state(self, name: str, x: DTensor, arriving: Sequence[Placement]) -> torch.Tensor:
@@ -190,7 +190,7 @@ class ExpertRegion:
         if num_shares > 1:  # other ranks have the same tokens, and send the rest of them
             num_rows = len(flat.tokens)
             goes &= torch.arange(num_rows, device=owner.device) * num_shares // max(num_rows, 1) == share
-        exchange = TokenExchange.plan(goes, group, self._who)
+        exchange = TokenExchange.plan(goes, group, self._requester)
         tokens, ids, weights = exchange.dispatch(flat.tokens, flat.ids.int(), flat.weights)
         leading = (1,) * (given.tokens.ndim - 2)
         here = _Routing(*(x.view(*leading, *x.shape) for x in (tokens, ids.to(given.ids.dtype), weights)))

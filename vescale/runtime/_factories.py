@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import in_transform
-from vescale.runtime._boundary import wrap_global
+from vescale.ops import wrap_global
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime

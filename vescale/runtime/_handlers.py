@@ -22,15 +22,14 @@ from vescale.compat import (
     spec_of,
     stock_dispatch,
 )
-from vescale.ops import run_interleaved
+from vescale.ops import bring, report_implicit_move, run_interleaved, running_module, wrap_global
 from vescale.placements import move_local
-from vescale.runtime._boundary import bring, wrap_global
 from vescale.runtime._convolution import CONVOLUTION_HANDLERS
 from vescale.runtime._elementwise_loss import ELEMENTWISE_LOSS_HANDLERS
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
 from vescale.runtime._loss import LOSS_HANDLERS
 from vescale.runtime._norm import NORM_HANDLERS
-from vescale.runtime._runtime import checkpointed, locate
+from vescale.runtime._runtime import checkpointed
 from vescale.runtime._statistics import scatter_add
 from vescale.runtime._sums import DERIVATIVE_HANDLERS, accumulated, derivative, where
 from vescale.runtime._views import remember_copy, write_through
@@ -129,19 +128,16 @@ def _masked_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 class _Listener(DispatchListener):
     def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, Any, Any]]) -> None:
-        where = locate()
-        if where is None:
+        if running_module() is None:
             return
         names = [argument.name for argument in op._schema.arguments]
         for position, local, source, target in moves:
             name = names[position] if position < len(names) else f"argument {position}"
-            where.runtime.implicit(where, str(op), name, local, source.placements, target.placements)
+            report_implicit_move(str(op), name, local, source.placements, target.placements)
             _enter_in_ledger(str(op), local, source, target)
 
     def placement_move(self, op: Any, operand: str, local: torch.Tensor, source: Any, target: Any) -> None:
-        where = locate()
-        if where is not None:
-            where.runtime.implicit(where, str(op), operand, local, source.placements, target.placements)
+        report_implicit_move(str(op), operand, local, source.placements, target.placements)
 
     def viewed_copies(self, op: Any, moves: Sequence[tuple[torch.Tensor, Any, torch.Tensor, Any]]) -> None:
         for local, source, copy, target in moves:
@@ -158,11 +154,11 @@ class _Listener(DispatchListener):
 
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
         """In backward too: the zeros that stand for outputs of ``split`` without a gradient are plain."""
-        return locate() is not None
+        return running_module() is not None
 
     def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, run on every rank, keep this rank's part of what was written in place."""
-        if locate() is None:
+        if running_module() is None:
             return NotImplemented
         return _replicated(op, args, kwargs)
 

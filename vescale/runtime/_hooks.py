@@ -13,9 +13,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import map_tensors, no_torch_function, suspend_compiling
 from vescale.ir import Annotate, Hook, Instruction, Redistribute, Wrap
+from vescale.ops import convert, enter_local, wrap_global
 from vescale.placements import at_dim, from_local, shard_dim
 from vescale.plans import PlanError
-from vescale.runtime._boundary import convert, enter_local, wrap_global
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._sharing import convert_once
 from vescale.runtime._sites import placements_text
@@ -136,7 +136,7 @@ class ModuleHooks:
         """An output of the model: a scalar that is still Partial (a loss) is reduced, so that printing it is right."""
         if not isinstance(x, DTensor) or x.ndim or not any(p.is_partial() for p in x.placements):
             return x
-        return convert(x, self.runtime.replicated, who="scalar output")
+        return convert(x, self.runtime.replicated, requester="scalar output")
 
     def _handed_out(self, x: torch.Tensor) -> torch.Tensor:
         """An output of the model that an entry names: the plain global tensor where it is Replicate on every axis."""
@@ -153,7 +153,7 @@ class ModuleHooks:
 
     def _place(self, instruction: Instruction, x: torch.Tensor) -> torch.Tensor:
         runtime, op = self.runtime, instruction.op
-        who = f"{self.path}.{instruction.target}" if self.path else instruction.target
+        requester = f"{self.path}.{instruction.target}" if self.path else instruction.target
         if isinstance(op, Wrap):
             if isinstance(x, DTensor):
                 return x
@@ -161,14 +161,14 @@ class ModuleHooks:
             self._check(x, placements, instruction)
             if op.given == "local":
                 return from_local(x, runtime.mesh, placements)
-            return wrap_global(x, runtime.mesh, placements, who)
+            return wrap_global(x, runtime.mesh, placements, requester)
         if isinstance(op, Annotate):
             if isinstance(x, DTensor):
                 return x
             return from_local(x, runtime.mesh, _complete(op.placements, runtime.replicated))
         assert isinstance(op, Redistribute), op
         if not isinstance(x, DTensor):
-            x = wrap_global(x, runtime.mesh, runtime.replicated, who)
+            x = wrap_global(x, runtime.mesh, runtime.replicated, requester)
         self._check(x, op.dst, instruction)
         if op.src is not None:
             self._check_arrival(x, op.src, instruction)
@@ -176,7 +176,7 @@ class ModuleHooks:
         target, grad_source, grad_target = stages
         assert target is not None
         change = convert_once if instruction.target == "<in>" else convert
-        return change(x, target, grad_source=grad_source, grad_target=grad_target, who=who)
+        return change(x, target, grad_source=grad_source, grad_target=grad_target, requester=requester)
 
     def _show_parameter(self, module: nn.Module, instruction: Instruction) -> None:
         """The parameter as the forward needs it, in front of the one at rest; its gradient goes to its bucket as it comes,
@@ -184,14 +184,14 @@ class ModuleHooks:
         op, (owner, name) = instruction.op, _owner(module, instruction.target)
         assert isinstance(op, Redistribute)
         with no_torch_function():
-            who = f"{self.path}.{instruction.target}" if self.path else instruction.target
+            requester = f"{self.path}.{instruction.target}" if self.path else instruction.target
             shown = convert(
                 getattr(owner, name),
                 op.dst,
                 grad_source=op.grad_src,
                 grad_target=op.grad_dst,
                 passes_gradient=op.grad_src is None and op.grad_dst is None,
-                who=who,
+                requester=requester,
             )
         owner.__dict__[name] = shown
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from vescale.ops import wrap_global
 from vescale.placements import InterleavedShard
-from vescale.runtime._boundary import wrap_global
 from vescale.runtime._splitting import split
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import all_reduce, asking, axis_group
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
+from vescale.ops import bring, contiguous_stride, cut, reduced
 from vescale.placements import RaggedShard, at_dim, local_region, shard_dim
-from vescale.runtime._boundary import bring, contiguous_stride, cut, reduced
 
 __all__ = ["LOSS_HANDLERS", "local_part", "without_dim"]
 
@@ -40,10 +40,10 @@ _aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
-def _sum_over(mesh: DeviceMesh, axes: Sequence[int], local: torch.Tensor, op: str, who: str) -> torch.Tensor:
+def _sum_over(mesh: DeviceMesh, axes: Sequence[int], local: torch.Tensor, op: str, requester: str) -> torch.Tensor:
     if not axes:
         return local
-    with asking(who):
+    with asking(requester):
         return all_reduce(local, op, axis_group(mesh, axes).group).wait()
 
 

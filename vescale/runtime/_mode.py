@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from vescale.runtime._boundary import wrap_global
+from vescale.ops import wrap_global
 from vescale.runtime._factories import FACTORIES, METHOD_FACTORIES, place_made
 from vescale.runtime._functions import FUNCTIONS
 

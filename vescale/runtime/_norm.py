@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
-from vescale.placements import shard_dim
-from vescale.runtime._boundary import (
+from vescale.ops import (
     bring,
     bring_with_gradient,
     contiguous_stride,
@@ -21,8 +20,9 @@ from vescale.runtime._boundary import (
     enter_local,
     leave_local,
     reduced,
+    running_module,
 )
-from vescale.runtime._runtime import locate
+from vescale.placements import shard_dim
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime
@@ -71,7 +71,7 @@ def _over_shards(name: str, x: DTensor, first: int, weight: Any, bias: Any, eps:
     def mean(values: torch.Tensor) -> torch.Tensor:
         total = values.sum(dims, keepdim=True) / size
         summed = leave_local(total, mesh, pending, (*x.shape[:first], *(1 for _ in dims)), name)
-        return enter_local(convert(summed, reduced(pending), who=f"{name}: statistic"), pending)
+        return enter_local(convert(summed, reduced(pending), requester=f"{name}: statistic"), pending)
 
     def factor(given: DTensor) -> torch.Tensor:
         own = [Replicate() if dim is None else Shard(dim) for dim in features]
@@ -132,7 +132,7 @@ def _vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Inside a model, a norm over a sharded dim is reduced at once: ops take DTensor's pending norm for a pending sum."""
     found = stock_dispatch(op, args, kwargs)
     if isinstance(found, DTensor) and any(p.is_partial() and type(p) is not Partial for p in found.placements):
-        return bring(found, reduced(found.placements), str(op), "result") if locate() is not None else found
+        return bring(found, reduced(found.placements), str(op), "result") if running_module() is not None else found
     return found
 
 

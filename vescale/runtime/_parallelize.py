@@ -25,6 +25,7 @@ from vescale.ir import (
     refuse_part_of_replicas,
 )
 from vescale.ops import install as install_placements
+from vescale.ops import observe
 from vescale.placements import from_local
 from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.rng import enable as enable_rng
@@ -37,7 +38,7 @@ from vescale.runtime._hooks import ModuleHooks
 from vescale.runtime._place import TensorSlots, load_plain, place_tensor
 from vescale.runtime._preflight import preflight
 from vescale.runtime._region import LocalRegion
-from vescale.runtime._runtime import Runtime
+from vescale.runtime._runtime import Attribution, Runtime
 from vescale.runtime._sites import ImplicitSite
 from vescale.runtime._units import Units
 
@@ -97,6 +98,7 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
 def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool) -> nn.Module:
     install_placements()
     enable_rng()
+    observe(Attribution())
     install_handlers()
     runtime = Runtime(program, mesh, GradientHooks.of(program, mesh), strict=strict)
     units = Units(model, program, mesh)

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import make_dtensor, make_spec
+from vescale.ops import contiguous_stride
 from vescale.placements import distribute_tensor, local_region, normalize_placements, redistribute
 from vescale.plans import PlanError
-from vescale.runtime._boundary import contiguous_stride
 
 __all__ = ["TensorSlots", "load_plain", "place_tensor"]
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import map_tensors, no_torch_function, tensors_in
 from vescale.ir import Instruction, Local
+from vescale.ops import convert, enter_local, leave_local, reduced
 from vescale.placements import shard_dim
-from vescale.runtime._boundary import convert, enter_local, leave_local, reduced
 from vescale.runtime._runtime import Runtime
 
 __all__ = ["LocalRegion", "local_state"]
@@ -45,9 +45,9 @@ class LocalRegion:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with no_torch_function():
-            who = f"local region {self.path}"
+            requester = f"local region {self.path}"
             args, kwargs = map_tensors(
-                lambda x: convert(x, self.inputs, who=who) if isinstance(x, DTensor) else x, [args, kwargs]
+                lambda x: convert(x, self.inputs, requester=requester) if isinstance(x, DTensor) else x, [args, kwargs]
             )
             found: list[DTensor] = [p for p in self.module.parameters() if isinstance(p, DTensor)]
             found += [x for x in tensors_in([args, kwargs]) if isinstance(x, DTensor)]

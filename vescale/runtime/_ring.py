@@ -44,14 +44,14 @@ class Ring:
 
     Attributes:
         schedule: of the ring's ranks, in the group's order.
-        who: for the ledger.
+        requester: for the ledger.
     """
 
     group: AxisGroup
     schedule: RingSchedule
-    who: str
+    requester: str
 
-    def move(self, block: torch.Tensor | None, moves: _Moves, a_key: int, who: str) -> _Coming | None:
+    def move(self, block: torch.Tensor | None, moves: _Moves, a_key: int, requester: str) -> _Coming | None:
         """Starts a step: ``block``, flat, of ``a_key`` elements a key, goes where ``moves`` say; None: nothing moves."""
         if not moves:
             return None
@@ -63,7 +63,7 @@ class Ring:
             if target == own:
                 receive[source] = self.schedule.length(owner) * a_key
         assert block is not None
-        with asking(who):
+        with asking(requester):
             pending = all_to_all_v(block if sum(send) else block[:0], send, receive, self.group.group)
         return _Coming(pending, {owner: source for source, target, owner in moves if target == own}, receive)
 
@@ -123,13 +123,13 @@ class _Call:
         return x[..., runs[0][0] : runs[0][1]] if len(runs) == 1 else torch.cat([x[..., a:b] for a, b in runs], -1)
 
     def travel(
-        self, block: torch.Tensor, who: str, visit: Callable[[int, int | None, torch.Tensor | None], None]
+        self, block: torch.Tensor, requester: str, visit: Callable[[int, int | None, torch.Tensor | None], None]
     ) -> None:
         """``visit(step, owner, block)`` of each step's block, while the next one comes."""
         ring, schedule, held = self.ring, self.ring.schedule, block
         for step in range(schedule.num_steps):
             moves = list(schedule.forward_moves(step + 1)) if step + 1 < schedule.num_steps else []
-            coming = ring.move(held, moves, self.blocks.a_key, f"{ring.who}: {who}")
+            coming = ring.move(held, moves, self.blocks.a_key, f"{ring.requester}: {requester}")
             owner = schedule.held(ring.group.index, step)
             visit(step, owner, None if owner is None else held)
             if coming is not None:
@@ -172,8 +172,8 @@ class _RingAttention(torch.autograd.Function):
         with torch.no_grad():
             found = _RingAttention._gradients(ctx, grad)
         once = (
-            f"{ctx.call.ring.who}: blocks that go round have no derivatives of their gradients, and these are asked for "
-            "(create_graph=True); write all_gather or ulysses for this axis in the plan's attention section"
+            f"{ctx.call.ring.requester}: blocks that go round have no derivatives of their gradients, and these are "
+            "asked for (create_graph=True); write all_gather or ulysses for this axis in the plan's attention section"
         )
         return None, *differentiable_once(found, (grad, query, own_block, mask), once), None
 
@@ -206,7 +206,7 @@ class _RingAttention(torch.autograd.Function):
                 query.new_empty(0, dtype=out.dtype) if found is None else found,
                 moves,
                 call.blocks.a_key,
-                f"{ring.who}: gradient",
+                f"{ring.requester}: gradient",
             )
 
         call.travel(own_block, "keys and values again", visit)

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import PACKING, no_torch_function
+from vescale.ops import bring_with_gradient, enter_local, leave_local
 from vescale.placements import shard_dim
-from vescale.runtime._boundary import bring_with_gradient, enter_local, leave_local
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime

@@ -26,7 +26,7 @@ from vescale.compat import (
 )
 from vescale.ir import Attention, Factory, Program
 from vescale.placements import RaggedShard
-from vescale.plans import AttentionMethod, MeshAxes
+from vescale.plans import AttentionMethod, MeshAxes, PlanError
 from vescale.runtime._active import Activation, Frame, activations, current
 from vescale.runtime._sites import (
     ImplicitCommunicationError,
@@ -40,7 +40,7 @@ from vescale.runtime._sites import (
 if TYPE_CHECKING:
     from vescale.runtime._gradient_hooks import GradientHooks
 
-__all__ = ["Runtime", "Where", "checkpointed", "locate", "path_of_sequence"]
+__all__ = ["Attribution", "Runtime", "Where", "checkpointed", "locate", "path_of_sequence"]
 
 # What a model's own attention does with keys and values, and a cache with a window of them.
 _OF_KEYS = ("aten.mm.", "aten.bmm.", "aten.baddbmm.", "aten.slice.")
@@ -107,6 +107,13 @@ class Runtime:
     @property
     def axes(self) -> MeshAxes:
         return self.program.axes
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return self.program.axes.names
+
+    def plan_error(self, problem: str) -> PlanError:
+        return PlanError(problem)
 
     def name_of(self, module: nn.Module) -> str:
         return self._names.get(module, type(module).__name__)
@@ -346,6 +353,27 @@ def locate() -> Where | None:
             if path is not None:
                 return Where(runtime, path, "backward", None)
     return None
+
+
+class Attribution:
+    """The observer of :mod:`vescale.ops`: attributes ops to the model that runs them."""
+
+    def running_module(self) -> str | None:
+        where = locate()
+        return where.path if where is not None else None
+
+    def implicit_move(
+        self,
+        op: str,
+        operand: str,
+        local: torch.Tensor | None,
+        source: Sequence[Placement],
+        target: Sequence[Placement],
+        edit: str | None,
+    ) -> None:
+        where = locate()
+        if where is not None:
+            where.runtime.implicit(where, op, operand, local, source, target, edit)
 
 
 def path_of_sequence(number: int) -> str | None:

@@ -33,9 +33,9 @@ from torch.nn.attention.bias import causal_lower_right
 from vescale.comm import axis_group
 from vescale.compat import no_torch_function
 from vescale.ir import RingSchedule, Runs
+from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import InterleavedShard, at_dim, local_region, shard_dim
 from vescale.plans import PlanError
-from vescale.runtime._boundary import convert, enter_local, leave_local
 from vescale.runtime._ring import Ring
 
 __all__ = [
@@ -62,7 +62,7 @@ def sequence_axes(query: DTensor) -> tuple[int, ...]:
 # all_gather
 
 
-def gather_pair(key: DTensor, value: DTensor, axes: Sequence[int], who: str) -> tuple[DTensor, DTensor]:
+def gather_pair(key: DTensor, value: DTensor, axes: Sequence[int], requester: str) -> tuple[DTensor, DTensor]:
     """Keys and values, whole along the mesh axes ``axes``, in one collective where they lie alike: packed side by side.
 
     Their gradients arrive as sums over the axes, and are reduce-scattered, packed as well.
@@ -70,18 +70,20 @@ def gather_pair(key: DTensor, value: DTensor, axes: Sequence[int], who: str) -> 
     target = tuple(Replicate() if axis in axes else None for axis in range(key.device_mesh.ndim))
     packable = key.placements == value.placements and key.shape[:-1] == value.shape[:-1] and key.dtype == value.dtype
     if not packable or any(shard_dim(p) == key.ndim - 1 for p in key.placements):
-        return convert(key, target, who=who), convert(value, target, who=who)
+        return convert(key, target, requester=requester), convert(value, target, requester=requester)
     with no_torch_function():
         packed = torch.cat([enter_local(key), enter_local(value)], -1)
     sizes = [key.shape[-1], value.shape[-1]]
     whole = convert(
-        leave_local(packed, key.device_mesh, key.placements, (*key.shape[:-1], sum(sizes)), who), target, who=who
+        leave_local(packed, key.device_mesh, key.placements, (*key.shape[:-1], sum(sizes)), requester),
+        target,
+        requester=requester,
     )
     summed = tuple(Partial() if axis in axes else p for axis, p in enumerate(whole.placements))
     with no_torch_function():
         parts = enter_local(whole, summed).split(sizes, -1)
     made = [
-        leave_local(part, key.device_mesh, whole.placements, (*key.shape[:-1], size), who, summed)
+        leave_local(part, key.device_mesh, whole.placements, (*key.shape[:-1], size), requester, summed)
         for part, size in zip(parts, sizes)
     ]
     return made[0], made[1]
@@ -90,20 +92,20 @@ def gather_pair(key: DTensor, value: DTensor, axes: Sequence[int], who: str) -> 
 # ring
 
 
-def lie_alike(key: DTensor, value: DTensor, axes: Sequence[int], who: str) -> DTensor:
+def lie_alike(key: DTensor, value: DTensor, axes: Sequence[int], requester: str) -> DTensor:
     """The value, cut along the mesh axes ``axes`` as the key is."""
     rows = key.ndim - 2
     target = [at_dim(p, value.ndim - 2) if shard_dim(p) == rows else p for p in key.placements]
     if all(target[axis] == value.placements[axis] for axis in axes):
         return value
-    return convert(value, [target[axis] if axis in axes else None for axis in range(len(target))], who=who)
+    return convert(value, [target[axis] if axis in axes else None for axis in range(len(target))], requester=requester)
 
 
-def ring_of(query: DTensor, key: DTensor, axes: Sequence[int], is_causal: bool, who: str) -> Ring:
+def ring_of(query: DTensor, key: DTensor, axes: Sequence[int], is_causal: bool, requester: str) -> Ring:
     """The ring of this rank, over the mesh axes ``axes``. Pure but for the process group over several axes, made once."""
     group = axis_group(query.device_mesh, axes)
     rows, keys = (tuple(_runs(x, at) for at in group.coordinates) for x in (query, key))
-    return Ring(group, ring_schedule(rows, keys, is_causal), who)
+    return Ring(group, ring_schedule(rows, keys, is_causal), requester)
 
 
 @functools.lru_cache(maxsize=256)
@@ -120,7 +122,7 @@ def _runs(x: DTensor, coordinate: tuple[int, ...]) -> Runs:
 # ulysses
 
 
-def exchange(x: DTensor, axis: int, what: str, who: str) -> DTensor:
+def exchange(x: DTensor, axis: int, what: str, requester: str) -> DTensor:
     """A query, key or value cut over heads instead of the sequence along mesh axis ``axis``.
 
     Keys and values with fewer heads than the ranks that cut them are gathered instead; each rank then takes those of its
@@ -131,7 +133,7 @@ def exchange(x: DTensor, axis: int, what: str, who: str) -> DTensor:
     num_ranks = mesh.size(axis) * math.prod(mesh.size(a) for a in others)
     if x.ndim < 3 or (what == "query" and x.shape[heads] % num_ranks):
         raise PlanError(
-            f"{who}: the {what} of shape {tuple(x.shape)} has {x.shape[heads] if x.ndim >= 3 else 0} heads, which "
+            f"{requester}: the {what} of shape {tuple(x.shape)} has {x.shape[heads] if x.ndim >= 3 else 0} heads, which "
             f"{num_ranks} ranks do not divide; write ring or all_gather for this axis, or use fewer ranks"
         )
     if x.shape[heads] % num_ranks:
@@ -141,12 +143,12 @@ def exchange(x: DTensor, axis: int, what: str, who: str) -> DTensor:
         inner = math.prod(mesh.size(a) for a in others if a > axis)
         placement = Shard(heads) if inner == 1 else InterleavedShard(heads, inner)
     target = [placement if a == axis else None for a in range(mesh.ndim)]
-    return convert(x, target, who=who)
+    return convert(x, target, requester=requester)
 
 
-def exchange_back(x: DTensor, placements: Sequence[Placement], axes: Sequence[int], who: str) -> DTensor:
+def exchange_back(x: DTensor, placements: Sequence[Placement], axes: Sequence[int], requester: str) -> DTensor:
     """The result, cut over the sequence again as the query was."""
-    return convert(x, [placements[a] if a in axes else None for a in range(len(placements))], who=who)
+    return convert(x, [placements[a] if a in axes else None for a in range(len(placements))], requester=requester)
 
 
 # Causal attention of some rows

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.ops import convert
 from vescale.runtime._active import current
-from vescale.runtime._boundary import convert
 
 __all__ = ["convert_once"]
 
@@ -36,7 +36,7 @@ class _Converted:
 
 
 def convert_once(
-    x: DTensor, target: Stage, *, grad_source: Stage | None, grad_target: Stage | None, who: str
+    x: DTensor, target: Stage, *, grad_source: Stage | None, grad_target: Stage | None, requester: str
 ) -> DTensor:
     """``convert``, or its result of a moment ago, within the forward of the module that hands ``x`` out.
 
@@ -44,13 +44,13 @@ def convert_once(
     """
     activation = current()
     if activation is None or x.is_inference():
-        return convert(x, target, grad_source=grad_source, grad_target=grad_target, who=who)
+        return convert(x, target, grad_source=grad_source, grad_target=grad_target, requester=requester)
     made: dict[Any, _Converted] = activation.frames[-1].converted
     stages = tuple(None if stage is None else tuple(stage) for stage in (target, grad_source, grad_target))
     key = (id(x), stages, torch.is_grad_enabled())
     held = made.get(key)
     if held is not None and held.is_fresh():
         return held.result
-    result = convert(x, target, grad_source=grad_source, grad_target=grad_target, who=who)
+    result = convert(x, target, grad_source=grad_source, grad_target=grad_target, requester=requester)
     made[key] = _Converted(x, result, (x._version, result._version))
     return result

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import no_torch_function
+from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import at_dim, shard_dim
-from vescale.runtime._boundary import convert, enter_local, leave_local
 from vescale.runtime._loss import local_part, without_dim
 
 if TYPE_CHECKING:
@@ -90,4 +90,4 @@ def _uniform(
     ]
     shape = [size for dim, size in enumerate(scores.shape) if dim != class_dim] if per_row else []
     result = leave_local(local, mesh, pending, shape, _OP)
-    return convert(result, [Replicate() if p.is_partial() else p for p in pending], who=_OP)
+    return convert(result, [Replicate() if p.is_partial() else p for p in pending], requester=_OP)

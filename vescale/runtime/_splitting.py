@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, spec_of
+from vescale.ops import bring, bring_with_gradient, contiguous_stride, reduced
 from vescale.placements import InterleavedShard
-from vescale.runtime._boundary import bring, bring_with_gradient, contiguous_stride, reduced
 from vescale.runtime._views import remember_copy
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import asking
 from vescale.compat import local_of, make_dtensor, no_torch_function, spec_of, stock_dispatch
+from vescale.ops import bring, convert
 from vescale.placements import move_local, shard_dim
-from vescale.runtime._boundary import bring, convert
 
 if TYPE_CHECKING:
     from vescale.runtime._runtime import Runtime
@@ -130,7 +130,7 @@ def total(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     if over is not None and any(_is_uneven(args[0], dim) for dim in over):
         x = args[0]
         back = [None if p.is_partial() else p for p in x.placements]
-        args = (convert(x, back, who=func.__name__), *args[1:])
+        args = (convert(x, back, requester=func.__name__), *args[1:])
     return func(*args, **kwargs)
 
 
@@ -166,7 +166,7 @@ def _reduced(x: Any, func: Any) -> Any:
     if not _is_pending(x):
         return x
     target: list[Placement] = [Replicate() if placement.is_partial() else placement for placement in x.placements]
-    return convert(x, target, who=f"statistic: {func.__name__}")
+    return convert(x, target, requester=f"statistic: {func.__name__}")
 
 
 def scatter_add(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ from vescale.compat import (
     no_torch_function,
     stock_dispatch,
 )
-from vescale.runtime._boundary import bring, contiguous_stride, reduced, stride_like
+from vescale.ops import bring, contiguous_stride, reduced, stride_like
 
 __all__ = ["DERIVATIVE_HANDLERS", "accumulated", "derivative", "where"]
 

@@ -26,9 +26,9 @@ from vescale.fsdp import (
     state_of,
 )
 from vescale.ir import Hook, Place, Program, Unit
+from vescale.ops import contiguous_stride
 from vescale.placements import RaggedShard, local_region, shard_dim
 from vescale.rng import is_deferred
-from vescale.runtime._boundary import contiguous_stride
 from vescale.runtime._place import TensorSlots, place_tensor
 
 __all__ = ["Units", "managed_parameters"]

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import is_captured, local_of, make_dtensor, make_spec, no_torch_function
-from vescale.runtime._boundary import contiguous_stride, convert, reduced, wrap_global
+from vescale.ops import contiguous_stride, convert, reduced, wrap_global
 from vescale.runtime._gradients._entry import GradientRule
 
 __all__ = ["complete_captured"]
@@ -30,6 +30,6 @@ def complete_captured(parameter: nn.Parameter, name: str, rule: GradientRule) ->
             with no_torch_function():
                 spec = make_spec(mesh, placements, grad.shape, contiguous_stride(grad.shape), grad.dtype)
                 grad = make_dtensor(local_of(grad), spec)
-        return grad if tuple(grad.placements) == target else convert(grad, target, who=f"{name}.grad")
+        return grad if tuple(grad.placements) == target else convert(grad, target, requester=f"{name}.grad")
 
     parameter.register_hook(complete)

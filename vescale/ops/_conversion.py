@@ -1,14 +1,18 @@
-"""Changing placements at a border, and crossing between DTensors and local tensors, each with a rule for the gradient.
+"""Conversions of DTensors: to other placements, to local tensors and back, each with a rule for the gradient.
 
 ===============  =========================================  ======================================================
 function         forward                                    gradient
 ===============  =========================================  ======================================================
-``convert``      ``src -> dst``                             arrives anyhow; brought to ``grad_src``, then to
-                                                            ``grad_dst``, by default ``src`` (Replicate for Partial)
-``enter_local``  this rank's part; nothing moves            this rank's gradient, labelled ``grad_placements``
-``leave_local``  a DTensor around it; nothing moves         brought to ``grad_placements``, by default the DTensor's
-                                                            (Replicate for Partial); communication here is implicit
-``wrap_global``  the global tensor is cut; nothing moves    gathered, so that the caller's gradient is the global one
+``convert``      redistributes from ``src`` to ``dst``      arrives with any placements; redistributed to
+                                                            ``grad_source``, then to ``grad_target``, by default
+                                                            ``src`` (Replicate for Partial)
+``enter_local``  returns the local tensor; no               the local gradient, with placements
+                 communication                              ``grad_placements``
+``leave_local``  wraps a local tensor as a DTensor; no      redistributed to ``grad_placements``, by default the
+                 communication                              DTensor's (Replicate for Partial); communication here
+                                                            is implicit
+``wrap_global``  shards a tensor that every rank has; no    gathered: the caller's gradient is the whole one
+                 communication
 ===============  =========================================  ======================================================
 
 Every result is a fresh DTensor and no view of the input, so that the model may write to it in place.
@@ -26,65 +30,56 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import asking
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, no_torch_function, spec_of
+from vescale.ops._observer import report_implicit_move
+from vescale.ops._strides import contiguous_stride, stride_like
 from vescale.placements import move_local
-from vescale.runtime._runtime import locate
 
 __all__ = [
     "bring",
-    "contiguous_stride",
+    "bring_with_gradient",
     "convert",
     "cut",
     "enter_local",
     "leave_local",
     "reduced",
-    "stride_like",
     "wrap_global",
 ]
 
 
 def reduced(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Where the gradient of a tensor with these placements lies: Replicate for Partial (each contribution has all)."""
+    """Placements of the gradient of a tensor with ``placements``: Replicate for Partial, because each summand has the
+    gradient of the sum."""
     return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
 
 
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
-    return tuple(stride)
-
-
-def _moved(x: DTensor, target: tuple[Placement, ...], who: str) -> DTensor:
-    """``x`` at other placements, outside autograd; a fresh DTensor also when nothing moves."""
+def _moved(x: DTensor, target: tuple[Placement, ...], requester: str) -> DTensor:
+    """Redistribute ``x`` outside of autograd; the result is a fresh DTensor also when the placements are the same."""
     spec, local = spec_of(x), local_of(x)
     if tuple(spec.placements) == target:
         return make_dtensor(local, spec)
-    with asking(who), no_torch_function():
+    with asking(requester), no_torch_function():
         moved = move_local(local, spec.mesh, x.shape, spec.placements, target).wait()
     return make_dtensor(moved, make_spec(spec.mesh, target, x.shape, contiguous_stride(x.shape), x.dtype))
 
 
 def bring(x: DTensor, target: Sequence[Placement], op: str, operand: str) -> DTensor:
-    """``x`` where ``op`` needs it, outside autograd; communication is implicit: counted, reported, refused in strict."""
+    """Redistribute the operand ``operand`` of ``op`` to ``target``, outside of autograd.
+
+    Communication is implicit: the model that runs counts and reports it, and raises instead in strict mode.
+    """
     target = tuple(target)
     if tuple(x.placements) == target:
         return x
-    _tell_implicit(x, target, op, operand)
+    report_implicit_move(op, operand, local_of(x), x.placements, target)
     return _moved(x, target, f"implicit: {op}")
-
-
-def _tell_implicit(x: DTensor, target: tuple[Placement, ...], op: str, operand: str) -> None:
-    where = locate()
-    if where is not None:
-        where.runtime.implicit(where, op, operand, local_of(x), x.placements, target)
 
 
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, target: Any, grad_stages: Any, who: str) -> DTensor:
-        ctx.arrived, ctx.grad_stages, ctx.who = reduced(x.placements), grad_stages, who
+    def forward(ctx: Any, x: DTensor, target: Any, grad_stages: Any, requester: str) -> DTensor:
+        ctx.arrived, ctx.grad_stages, ctx.requester = reduced(x.placements), grad_stages, requester
         ctx.set_materialize_grads(False)
-        result = _moved(x, target, who)
+        result = _moved(x, target, requester)
         return make_dtensor(local_of(result), spec_of(result), requires_grad=x.requires_grad)
 
     @staticmethod
@@ -92,7 +87,7 @@ class _Convert(torch.autograd.Function):
         if grad is not None:
             for stage in ctx.grad_stages:
                 target = tuple(f if s is None else s for f, s in zip(grad.placements, stage))
-                grad = _Convert.apply(grad, target, (reduced(grad.placements),), f"{ctx.who}: gradient")
+                grad = _Convert.apply(grad, target, (reduced(grad.placements),), f"{ctx.requester}: gradient")
         return grad, None, None, None
 
 
@@ -103,13 +98,18 @@ def convert(
     grad_source: Sequence[Placement | None] | None = None,
     grad_target: Sequence[Placement | None] | None = None,
     passes_gradient: bool = False,
-    who: str = "",
+    requester: str = "",
 ) -> DTensor:
-    """Bring ``x`` to ``target`` (None on an axis: as it is), and its gradient back by the module's table.
+    """Redistribute ``x`` to ``target``, and its gradient by the rule of the module's table.
 
-    On axes where ``target`` is None the gradient passes as it arrives. An autograd node is inserted also when nothing
-    changes: the gradient may arrive Partial where the tensor is Replicate, and is reduced here. ``passes_gradient``: it
-    goes back as it arrives, for someone else to reduce.
+    An autograd node is inserted also when the placements are the same: a gradient that arrives Partial where the tensor is
+    Replicate is reduced here.
+
+    Args:
+        target: None on an axis keeps the placement there, and passes the gradient as it arrives.
+        grad_source, grad_target: placements of the gradient, see the table; None on an axis: the default.
+        passes_gradient: pass the gradient as it arrives, for the caller to reduce.
+        requester: name of the communication in the ledger.
     """
     found = tuple(x.placements)
     complete = tuple(f if t is None else t for f, t in zip(found, target))
@@ -120,16 +120,16 @@ def convert(
         grad_target = [b if g is None else g for b, g in zip(back, grad_target)]
     stages = [tuple(stage) for stage in (grad_source, grad_target) if stage is not None and not passes_gradient]
     with no_torch_function():
-        return _Convert.apply(x, complete, tuple(stages), who)
+        return _Convert.apply(x, complete, tuple(stages), requester)
 
 
 def bring_with_gradient(x: DTensor, target: Sequence[Placement], op: str, operand: str) -> DTensor:
-    """As :func:`bring`, for autograd to see: the gradient comes back the same way."""
+    """As :func:`bring`, with a gradient: it is redistributed the other way."""
     target = tuple(target)
     if tuple(x.placements) == target:
         return x
-    _tell_implicit(x, target, op, operand)
-    return convert(x, target, who=f"implicit: {op}")
+    report_implicit_move(op, operand, local_of(x), x.placements, target)
+    return convert(x, target, requester=f"implicit: {op}")
 
 
 class _EnterLocal(torch.autograd.Function):
@@ -158,9 +158,12 @@ class _EnterLocal(torch.autograd.Function):
 def enter_local(
     x: DTensor, grad_placements: Sequence[Placement] | None = None, *, always: bool = False
 ) -> torch.Tensor:
-    """This rank's part of ``x``; ``grad_placements`` say how the ranks' gradients of it make up the gradient of ``x``.
+    """The local tensor of ``x``.
 
-    ``always``: a rank that had no use for its part has zeros for a gradient, where other ranks may have had one.
+    Args:
+        grad_placements: placements of the gradient whose local tensors are the gradients of the result; by default those
+            of ``x``, Replicate for Partial.
+        always: pass a gradient of zeros on ranks that do not use the result, where other ranks may.
     """
     placements = reduced(x.placements) if grad_placements is None else tuple(grad_placements)
     with no_torch_function():
@@ -181,7 +184,7 @@ class _LeaveLocal(torch.autograd.Function):
         with no_torch_function():
             if not torch.is_grad_enabled():
                 return local_of(bring(grad, ctx.grad_placements, ctx.op, "gradient")), None, None, None
-            # Each rank's summand has got all of a sum's gradient; what they do with it adds up.
+            # Each summand gets the whole gradient of a sum; the second derivatives of all ranks add up.
             back = [p if g.is_replicate() else g for p, g in zip(ctx.placements, ctx.grad_placements)]
             whole = bring_with_gradient(grad, ctx.grad_placements, ctx.op, "gradient")
             return enter_local(whole, back), None, None, None
@@ -195,27 +198,17 @@ def leave_local(
     op: str,
     grad_placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor of global ``shape`` whose part on this rank is ``local``; ``grad_placements``, by default the DTensor's own,
-    say which part of the gradient the local tensor gets."""
+    """A DTensor of global ``shape`` with the local tensor ``local``. Its gradient is redistributed to ``grad_placements``,
+    by default its own (Replicate for Partial), and the local part of that is the gradient of ``local``; ``op`` is the name
+    under which this communication is reported."""
     spec = make_spec(mesh, placements, shape, stride_like(local, shape), local.dtype)
     with no_torch_function():
         grads = reduced(placements) if grad_placements is None else tuple(grad_placements)
         return _LeaveLocal.apply(local, spec, grads, op)
 
 
-def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Global strides with the local tensor's order of dims in memory, the same on every rank, also where a rank holds
-    one index of a dim: of two dims with equal strides, the one of local size 1 lies inside the other."""
-    order = sorted(range(len(shape)), key=lambda dim: (local.stride(dim), local.shape[dim] > 1, -dim))
-    stride, step = [1] * len(shape), 1
-    for dim in order:
-        stride[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(stride)
-
-
 def cut(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's part of a tensor that every rank has whole; a copy unless all of it. Nothing is communicated."""
+    """The local part of a tensor that every rank has; a copy unless it is the whole tensor. No communication."""
     replicated = (Replicate(),) * mesh.ndim
     if tuple(placements) == replicated:
         return x
@@ -224,8 +217,10 @@ def cut(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> t
 
 class _WrapGlobal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], who: str) -> DTensor:
-        ctx.who, ctx.mesh = who, mesh
+    def forward(
+        ctx: Any, x: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], requester: str
+    ) -> DTensor:
+        ctx.requester, ctx.mesh = requester, mesh
         ctx.set_materialize_grads(False)
         local = cut(x.detach(), mesh, placements)
         stride = x.stride() if local.shape == x.shape else contiguous_stride(x.shape)
@@ -236,13 +231,13 @@ class _WrapGlobal(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
         if grad is None:
             return None, None, None, None
-        replicated, who = (Replicate(),) * ctx.mesh.ndim, f"{ctx.who}: gradient"
+        replicated, requester = (Replicate(),) * ctx.mesh.ndim, f"{ctx.requester}: gradient"
         if torch.is_grad_enabled():
-            return enter_local(convert(grad, replicated, who=who)), None, None, None
-        return local_of(_moved(grad, replicated, who)), None, None, None
+            return enter_local(convert(grad, replicated, requester=requester)), None, None, None
+        return local_of(_moved(grad, replicated, requester)), None, None, None
 
 
-def wrap_global(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], who: str = "") -> DTensor:
-    """A tensor that is the same on every rank, as a DTensor."""
+def wrap_global(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], requester: str = "") -> DTensor:
+    """A DTensor with ``placements`` of a tensor that is the same on every rank. No communication in forward."""
     with no_torch_function():
-        return _WrapGlobal.apply(x, mesh, tuple(placements), who)
+        return _WrapGlobal.apply(x, mesh, tuple(placements), requester)
