@@ -55,6 +55,7 @@ class OpEntry:
         handler: ``(op, args, kwargs) -> result``; runs in place of an ATen overload on DTensors.
         applies: ``(op, schema) -> bool``, a pure function of specs and other arguments: whether ``handler`` takes this
             call. Where it does not, stock DTensor's decision is used, and cached by its dispatcher. None: always.
+        random_handler: a handler that :mod:`vescale.rng` installs while it is enabled, and nothing else.
         function: ``(context, function, args, kwargs) -> result``; runs in place of a torch function in a parallelized
             model's forward, when one of its arguments is a DTensor.
         flow: ``Flow -> Placement | None``; the placement of the result on one mesh axis, as far as it follows from the
@@ -69,6 +70,7 @@ class OpEntry:
     user_rules: tuple[Callable[..., Any], ...] = ()
     handler: Callable[..., Any] | None = None
     applies: Callable[..., bool] | None = None
+    random_handler: Callable[..., Any] | None = None
     function: Callable[..., Any] | None = None
     flow: Callable[..., Any] | None = None
     backward: str = "autograd"
