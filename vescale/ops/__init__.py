@@ -24,7 +24,6 @@ from vescale.ops import (
     norms,
     pooling,
     random,
-    random_handlers,
     recurrent,
     reductions,
     slicing,
@@ -64,7 +63,7 @@ from vescale.ops._registry import (
     register_family,
 )
 from vescale.ops._ring_schedule import Meeting, RingSchedule, Runs, meetings
-from vescale.ops._strides import contiguous_stride, stride_like
+from vescale.ops._strides import stride_like
 from vescale.ops._view_copies import remember_copy, write_through
 from vescale.ops.elementwise import is_elementwise
 
@@ -84,7 +83,6 @@ __all__ = [
     "Runs",
     "bring",
     "bring_with_gradient",
-    "contiguous_stride",
     "convert",
     "cut",
     "enter_local",
@@ -132,7 +130,6 @@ FAMILY_FILES = (
     norms,
     pooling,
     random,
-    random_handlers,
     recurrent,
     reductions,
     slicing,

@@ -14,7 +14,7 @@ from vescale.ops._check_decision import check_decision
 from vescale.ops._decision import Decision
 from vescale.ops._registry import is_user_rule, rules_of
 from vescale.ops.interleaved import treats_indices_alike
-from vescale.placements import CustomPlacement, has_custom, ragged_axis, row_major
+from vescale.placements import CustomPlacement, contiguous_stride, has_custom, ragged_axis
 
 __all__ = ["cached", "decide", "forget_decisions", "output_specs", "runs_as_is"]
 
@@ -123,5 +123,5 @@ def output_specs(call: OpCall, decision: Decision) -> Any:
 
 def _output_spec(mesh: DeviceMesh, placements: Placements, meta: TensorMeta) -> DTensorSpec:
     if ragged_axis(placements) is not None:  # a flat local tensor has the elements in row-major order, whatever the op
-        meta = TensorMeta(meta.shape, row_major(meta.shape), meta.dtype)
+        meta = TensorMeta(meta.shape, contiguous_stride(meta.shape), meta.dtype)
     return DTensorSpec(mesh, placements, tensor_meta=meta)

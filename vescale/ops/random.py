@@ -1,4 +1,7 @@
-"""Random ops: refused here, because the generators of the ranks would repeat or diverge."""
+"""Random ops: :mod:`vescale.rng` draws the numbers of one device; without it they are refused.
+
+Its handlers are installed by ``vescale.rng.enable()`` and removed by ``disable()``, apart from the other handlers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import torch
 
 from vescale.ops._call import OpCall
 from vescale.ops._decision import Decision
-from vescale.ops._registry import register_family
+from vescale.ops._registry import register, register_family
+from vescale.rng import handlers
 
 __all__: list[str] = []
 
@@ -28,3 +32,5 @@ def random_rule(call: OpCall) -> Decision | None:
 
 
 register_family("random", covers=is_random, rule=random_rule)
+for _op, _handler in handlers().items():
+    register(_op, random_handler=_handler)

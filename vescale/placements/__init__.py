@@ -21,7 +21,7 @@ from vescale.placements._ragged import RaggedShard, StridedRaggedShard
 from vescale.placements._redistribute import full_tensor, redistribute
 from vescale.placements._region import Box, Interval, Region, coordinates, largest_shape, local_region, own_region
 from vescale.placements._serialization import allow_safe_load
-from vescale.placements._strides import row_major
+from vescale.placements._strides import contiguous_stride
 
 __all__ = [
     "Box",
@@ -34,6 +34,7 @@ __all__ = [
     "Region",
     "StridedRaggedShard",
     "at_dim",
+    "contiguous_stride",
     "coordinates",
     "distribute_tensor",
     "dtensor_hooks",
@@ -49,7 +50,6 @@ __all__ = [
     "plan_exchange",
     "ragged_axis",
     "redistribute",
-    "row_major",
     "shard_dim",
     "shift_dim",
     "split_factor",

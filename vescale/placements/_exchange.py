@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim
 from vescale.placements._region import Box, Region, local_region
-from vescale.placements._strides import row_major
+from vescale.placements._strides import contiguous_stride
 
 __all__ = ["Exchange", "Piece", "exchange_axes", "plan_exchange"]
 
@@ -154,7 +154,7 @@ def _piece(source: Region, target: Region) -> Piece:
 def _span(box: Box, local_shape: tuple[int, ...]) -> tuple[int, int] | None:
     """``(begin, end)`` of a block in the row-major local tensor, or None when it is not contiguous there."""
     if box.local_strides is None:
-        strides = row_major(local_shape)
+        strides = contiguous_stride(local_shape)
         begin = sum(start * stride for start, stride in zip(box.local_start, strides))
     else:
         strides, begin = box.local_strides, box.local_start[0]

@@ -27,7 +27,7 @@ from vescale.placements._kinds import without_partials
 from vescale.placements._move import move_local
 from vescale.placements._normalize import normalize_placements
 from vescale.placements._specs import resolve_gradient
-from vescale.placements._strides import row_major
+from vescale.placements._strides import contiguous_stride
 
 __all__ = ["Redistribute", "full_tensor", "redistribute", "redistribute_local"]
 
@@ -105,7 +105,7 @@ class Redistribute(torch.autograd.Function):
         else:
             pending = move_local(local, spec.mesh, dtensor.shape, spec.placements, placements)
             moved = as_async_tensor(pending.out, pending) if async_op else pending.wait()
-            stride = row_major(dtensor.shape)
+            stride = contiguous_stride(dtensor.shape)
         if moved.dtype != result_dtype:
             moved = moved.to(result_dtype)
         result = make_spec(spec.mesh, placements, dtensor.shape, stride, moved.dtype)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim, split_factor
 from vescale.placements._ragged import RaggedShard
-from vescale.placements._strides import row_major
+from vescale.placements._strides import contiguous_stride
 
 __all__ = ["Box", "Interval", "Region", "coordinates", "largest_shape", "local_region", "own_region", "same_regions"]
 
@@ -116,7 +116,7 @@ class Region:
             return ()
         if self.flat is None:
             return tuple(self._split((0,) * len(self.shape), self.shape, None))
-        strides = row_major(self.shape)
+        strides = contiguous_stride(self.shape)
         found: list[Box] = []
         for start, sizes in _run_blocks(self.shape, *self.flat):
             found += self._split(start, sizes, strides)
@@ -167,7 +167,7 @@ class Region:
         """Contiguous runs (not merged) of local elements ``[begin, end)`` of the product, in row-major local order."""
         if begin >= end:
             return
-        strides = row_major(self.global_shape)
+        strides = contiguous_stride(self.global_shape)
         # Dims held whole form one contiguous block behind the last dim that is cut.
         inner = len(self.shape)
         while inner > 0 and self.intervals[inner - 1] == ((0, self.global_shape[inner - 1]),):

@@ -13,7 +13,7 @@ from vescale.compat import make_spec
 from vescale.placements._kinds import without_partials
 from vescale.placements._normalize import normalize_placements
 from vescale.placements._region import same_regions
-from vescale.placements._strides import row_major
+from vescale.placements._strides import contiguous_stride
 
 __all__ = ["contiguous_spec", "resolve_gradient"]
 
@@ -42,4 +42,4 @@ def resolve_gradient(
 
 
 def contiguous_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> Any:
-    return make_spec(mesh, placements, shape, row_major(shape), dtype)
+    return make_spec(mesh, placements, shape, contiguous_stride(shape), dtype)
