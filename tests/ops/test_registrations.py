@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale import rng
 from vescale.compat import OpSchema, make_spec
-from vescale.ops import contiguous_stride, entries, entry_of, report_implicit_move, running_module
-from vescale.placements import RaggedShard
+from vescale.ops import entries, entry_of, report_implicit_move, running_module
+from vescale.placements import RaggedShard, contiguous_stride
 
 aten = torch.ops.aten
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()

@@ -31,8 +31,8 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.comm import asking
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, no_torch_function, spec_of
 from vescale.ops._observer import report_implicit_move
-from vescale.ops._strides import contiguous_stride, stride_like
-from vescale.placements import move_local
+from vescale.ops._strides import stride_like
+from vescale.placements import contiguous_stride, move_local
 
 __all__ = [
     "bring",

@@ -30,17 +30,18 @@ __all__ = [
     "FAMILY_ORDER",
     "OpEntry",
     "OpFamily",
-    "aten",
     "entries",
     "entry_of",
     "families",
+    "is_user_rule",
     "register",
+    "register_aten",
     "register_family",
     "register_user_rule",
     "rules_of",
 ]
 
-# Families may cover the same op (dropout is random and elementwise): the first one in this order is asked first.
+# Families may cover the same op (dropout is random and elementwise): they are tried in this order.
 FAMILY_ORDER = ("random", "foreach", "elementwise", "interleaved")
 
 
@@ -49,8 +50,8 @@ class OpEntry:
     """What is registered for one op. Fields that an op has no use for are None.
 
     Attributes:
-        rule: ``OpCall -> Decision | None``; asked where an operand has a placement that stock DTensor does not know.
-        user_rules: the same, added by users; asked before ``rule``.
+        rule: ``OpCall -> Decision | None``; called where an operand has a placement that stock DTensor does not know.
+        user_rules: the same, added by users; called before ``rule``.
         handler: ``(op, args, kwargs) -> result``; runs in place of an ATen overload on DTensors.
         applies: ``(op, schema) -> bool``, a pure function of specs and other arguments: whether ``handler`` takes this
             call. Where it does not, stock DTensor's decision is used, and cached by its dispatcher. None: always.
@@ -61,7 +62,8 @@ class OpEntry:
             placements of the operands alone. ``explain`` predicts with it.
         backward: how the gradient is computed: ``"autograd"`` (the graph of the ops that run in place of the op) or
             ``"custom"`` (an autograd function with communication of its own).
-        communicates: kinds of collectives that the op may start (``"all_reduce"``, ...), forward and backward.
+        communicates: kinds of collectives that the op may start (``"all_reduce"``, ...), forward and backward, besides
+            those that move its operands to other placements.
     """
 
     rule: Callable[..., Any] | None = None
@@ -88,15 +90,6 @@ _ENTRIES: dict[Any, OpEntry] = {}
 _FAMILIES: dict[str, OpFamily] = {}
 
 
-def aten(names: str) -> tuple[Any, ...]:
-    """The ATen ops, each with all its overloads, of these names, separated by spaces.
-
-    Names that the installed torch does not have are left out: releases differ by a few ops.
-    """
-    found = (getattr(torch.ops.aten, name, None) for name in names.split())
-    return tuple(op for op in found if op is not None)
-
-
 def register(op: Any, *, communicates: Iterable[str] = (), **fields: Any) -> None:
     """Add ``fields`` of :class:`OpEntry` to what is registered for ``op``.
 
@@ -107,6 +100,17 @@ def register(op: Any, *, communicates: Iterable[str] = (), **fields: Any) -> Non
     if taken:
         raise ValueError(f"{op} has {', '.join(taken)} registered already; each op belongs to one file of vescale.ops")
     _ENTRIES[op] = replace(known, communicates=known.communicates | frozenset(communicates), **fields)
+
+
+def register_aten(names: str, **fields: Any) -> None:
+    """:func:`register` for all overloads of the ATen ops of these names, separated by spaces.
+
+    Names that the installed torch does not have are skipped: releases differ by a few ops.
+    """
+    for name in names.split():
+        op = getattr(torch.ops.aten, name, None)
+        if op is not None:
+            register(op, **fields)
 
 
 def register_family(name: str, covers: Callable[[Any], bool], rule: Callable[..., Any]) -> None:
@@ -121,9 +125,14 @@ def register_family(name: str, covers: Callable[[Any], bool], rule: Callable[...
 
 
 def register_user_rule(op: Any, rule: Callable[..., Any]) -> None:
-    """Add a rule that is asked before all others; :func:`vescale.ops.register_rule` checks the arguments."""
+    """Add a rule that is called before all others; :func:`vescale.ops.register_rule` checks the arguments."""
     known = _ENTRIES.get(op, OpEntry())
     _ENTRIES[op] = replace(known, user_rules=(rule, *known.user_rules))
+
+
+def is_user_rule(op: Any, rule: Callable[..., Any]) -> bool:
+    entry = _ENTRIES.get(op)
+    return entry is not None and rule in entry.user_rules
 
 
 def entry_of(op: Any) -> OpEntry | None:
@@ -136,12 +145,12 @@ def entries() -> Mapping[Any, OpEntry]:
 
 
 def families() -> tuple[OpFamily, ...]:
-    """The registered families, in the order in which they are asked."""
+    """The registered families, in the order in which they are tried."""
     return tuple(_FAMILIES[name] for name in FAMILY_ORDER if name in _FAMILIES)
 
 
 def rules_of(op: Any) -> Iterator[Callable[..., Any]]:
-    """The placement rules for an ATen overload, in the order in which they are asked."""
+    """The placement rules for an ATen overload, in the order in which they are tried."""
     found = [entry for key in (op, op.overloadpacket) if (entry := _ENTRIES.get(key)) is not None]
     for entry in found:
         yield from entry.user_rules

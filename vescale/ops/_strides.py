@@ -1,4 +1,4 @@
-"""Strides of whole tensors: contiguous ones, and those that a local tensor implies."""
+"""Strides of a whole tensor that a local tensor implies."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["contiguous_stride", "stride_like"]
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
-    return tuple(stride)
+__all__ = ["stride_like"]
 
 
 def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:

@@ -21,8 +21,7 @@ from vescale.comm import all_reduce, asking, axis_group
 from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.ops._conversion import bring, cut, reduced
 from vescale.ops._registration import handles
-from vescale.ops._strides import contiguous_stride
-from vescale.placements import shard_dim
+from vescale.placements import contiguous_stride, shard_dim
 
 __all__: list[str] = []
 

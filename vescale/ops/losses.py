@@ -33,8 +33,7 @@ from vescale.comm import all_reduce, asking, axis_group
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec
 from vescale.ops._conversion import bring, cut, reduced
 from vescale.ops._registration import handles
-from vescale.ops._strides import contiguous_stride
-from vescale.placements import RaggedShard, at_dim, local_region, shard_dim
+from vescale.placements import RaggedShard, at_dim, contiguous_stride, local_region, shard_dim
 
 __all__ = ["local_part", "without_dim"]
 

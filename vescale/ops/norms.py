@@ -16,8 +16,7 @@ from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_local, leave_local, reduced
 from vescale.ops._observer import running_module
 from vescale.ops._registration import handles, replaces
-from vescale.ops._strides import contiguous_stride
-from vescale.placements import shard_dim
+from vescale.placements import contiguous_stride, shard_dim
 
 __all__: list[str] = []
 

@@ -16,9 +16,8 @@ from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function,
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, bring_with_gradient, reduced
 from vescale.ops._registration import replaces
-from vescale.ops._strides import contiguous_stride
 from vescale.ops._view_copies import remember_copy
-from vescale.placements import InterleavedShard
+from vescale.placements import InterleavedShard, contiguous_stride
 
 __all__ = ["split"]
 

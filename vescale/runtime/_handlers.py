@@ -23,8 +23,17 @@ from vescale.compat import (
     spec_of,
     stock_dispatch,
 )
-from vescale.ops import bring, entries, remember_copy, report_implicit_move, running_module, wrap_global, write_through
-from vescale.placements import move_local, run_interleaved
+from vescale.ops import (
+    bring,
+    entries,
+    remember_copy,
+    report_implicit_move,
+    run_interleaved,
+    running_module,
+    wrap_global,
+    write_through,
+)
+from vescale.placements import move_local
 from vescale.runtime._forward import checkpointed
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
 from vescale.runtime._sums import DERIVATIVE_HANDLERS, accumulated, derivative, where

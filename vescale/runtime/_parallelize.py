@@ -24,9 +24,9 @@ from vescale.ir import (
     lower,
     refuse_part_of_replicas,
 )
+from vescale.ops import install as install_placements
 from vescale.ops import observe
 from vescale.placements import from_local
-from vescale.placements import install as install_placements
 from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.rng import enable as enable_rng
 from vescale.rng import has_deferred, is_deferred, materialize

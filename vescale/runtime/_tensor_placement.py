@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import make_dtensor, make_spec
-from vescale.ops import contiguous_stride
-from vescale.placements import distribute_tensor, local_region, normalize_placements, redistribute
+from vescale.placements import contiguous_stride, distribute_tensor, local_region, normalize_placements, redistribute
 from vescale.plans import PlanError
 
 __all__ = ["TensorSlots", "load_plain", "place_tensor"]

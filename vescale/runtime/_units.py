@@ -26,8 +26,7 @@ from vescale.fsdp import (
     state_of,
 )
 from vescale.ir import Hook, Place, Program, Unit
-from vescale.ops import contiguous_stride
-from vescale.placements import RaggedShard, local_region, shard_dim
+from vescale.placements import RaggedShard, contiguous_stride, local_region, shard_dim
 from vescale.rng import is_deferred
 from vescale.runtime._tensor_placement import TensorSlots, place_tensor
 

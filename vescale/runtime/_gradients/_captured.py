@@ -7,7 +7,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import is_captured, local_of, make_dtensor, make_spec, no_torch_function
-from vescale.ops import contiguous_stride, convert, reduced, wrap_global
+from vescale.ops import convert, reduced, wrap_global
+from vescale.placements import contiguous_stride
 from vescale.runtime._gradients._entry import GradientRule
 
 __all__ = ["complete_captured"]
