@@ -13,8 +13,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests.nightly import is_nightly
 from tests.ranks import SPENT, RankPools
 from vescale import csrc
+
+COLLECTED = pytest.StashKey[list[str]]()
+"""Names of all collected tests, before any are left out."""
 
 
 @pytest.fixture(scope="session")
@@ -40,10 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    lane = config.getoption("--lane")
-    if lane:  # dropped without a word: the other lane counts them, whether it runs or deselects them
-        items[:] = [item for item in items if ("ranks" in getattr(item, "fixturenames", ())) == (lane == "ranks")]
     for item in items:
+        case = getattr(item, "callspec", None)
+        if is_nightly(item.path.name, getattr(item, "originalname", item.name), case.id if case else None):
+            item.add_marker("slow")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(
                 pytest.mark.skip(reason="compares with the bits of CUDA's own ops: no CUDA device on this machine")
@@ -55,6 +59,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     f"optional accelerator vescale/csrc/{name}.cpp: not built here, or switched off (VESCALE_NO_NATIVE)"
                 )
                 item.add_marker(pytest.mark.skip(reason=reason))
+    config.stash[COLLECTED] = [item.nodeid for item in items]
+    lane = config.getoption("--lane")
+    if lane:  # not reported as deselected: the other lane counts them, whether it runs or deselects them
+        items[:] = [item for item in items if ("ranks" in getattr(item, "fixturenames", ())) == (lane == "ranks")]
 
 
 class Recorder:

@@ -21,11 +21,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["closing_line", "exit_code", "main"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _LANES = ("ranks", "single")
@@ -115,8 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lane.poll()
         _print_reports(lanes)
         _keep_durations(lanes)
-        print(_closing_line(lanes, time.monotonic() - start))
-    return 2 if interrupted else _exit_code([lane.process.returncode for lane in lanes])
+        print(closing_line(_counts(lanes), time.monotonic() - start))
+    return 2 if interrupted else exit_code([lane.process.returncode for lane in lanes])
 
 
 def _watch(lanes: Sequence[_Lane], stop_at_failure: bool) -> None:
@@ -191,25 +191,29 @@ def _keep_durations(lanes: Sequence[_Lane]) -> None:
     _DURATIONS.write_text(json.dumps(kept, indent=0, sort_keys=True))
 
 
-def _closing_line(lanes: Sequence[_Lane], seconds: float) -> str:
+def _counts(lanes: Sequence[_Lane]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for lane in lanes:
         if "counts" in lane.totals:
             counts.update(lane.totals["counts"])
         else:  # it was killed before its end
             counts.update(test["outcome"] for test in lane.tests)
+    return counts
+
+
+def closing_line(counts: Mapping[str, int], seconds: float) -> str:
+    """As pytest writes it."""
     parts = []
     for name in _ORDER:
-        number = counts[name]
+        number = counts.get(name, 0)
         if number:
-            singular = name.removesuffix("s") if name == "warnings" else name
-            plural = {"error": "errors"}.get(name, name)
-            parts.append(f"{number} {singular if number == 1 else plural}")
+            word = {"warnings": "warning"}.get(name, name) if number == 1 else {"error": "errors"}.get(name, name)
+            parts.append(f"{number} {word}")
     clock = f" ({int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d})" if seconds >= 60 else ""
     return f"{', '.join(parts) or 'no tests ran'} in {seconds:.2f}s{clock}"
 
 
-def _exit_code(codes: Sequence[int]) -> int:
+def exit_code(codes: Sequence[int]) -> int:
     """Of one run: the worst code, where a lane without tests does not count unless both have none."""
     if all(code == _NO_TESTS for code in codes):
         return _NO_TESTS
