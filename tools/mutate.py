@@ -363,7 +363,8 @@ class Copies:
         """Exit code of pytest (None after ``timeout`` seconds) and its output; ends every process it started."""
         copy = self.here()
         token = f"{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
-        environment = {**os.environ, "PYTHONPATH": str(copy), MARK: token, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {name: value for name, value in os.environ.items() if name != "VESCALE_NIGHTLY"}
+        environment |= {"PYTHONPATH": str(copy), MARK: token, "PYTHONDONTWRITEBYTECODE": "1"}
         command = [
             sys.executable,
             "-m",
