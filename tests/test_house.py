@@ -122,7 +122,7 @@ ALLOWED_CALLS = {
     ("cli/_inputs.py", "importlib.import_module"): "MODEL, pkg.module:factory, is code that the user asks to run",
     ("compat/extension.py", "importlib.import_module"): "vescale.ops, by the name in the file",
     ("compat/needs.py", "importlib.import_module"): "names of torch's modules, from a table",
-    ("runtime/_gradients/_schedule.py", "pickle.loads"): "from ranks of this job, as torch's object collectives do",
+    ("gradients/_agreement.py", "pickle.loads"): "from ranks of this job, as torch's object collectives do",
 }
 
 

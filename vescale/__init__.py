@@ -25,7 +25,7 @@ _PUBLIC: dict[str, str] = {
     "plan_layout": "vescale.buffer",
     "rng": "vescale.rng",
     "suggest_num_shards": "vescale.buffer",
-    "GradientReducer": "vescale.runtime",
+    "GradientReducer": "vescale.gradients",
     "parallelize": "vescale.runtime",
     "implicit_communication": "vescale.runtime",
     "no_sync": "vescale.runtime",

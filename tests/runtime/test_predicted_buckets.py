@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from tests.gradients.test_destinations import Loss
 from tests.ranks import RankPools
-from tests.runtime.test_gradient_destinations import Loss
 from tests.simulate import simulate
 from vescale.comm import Ledger, fused_bytes, record_comms
 from vescale.compat import local_of

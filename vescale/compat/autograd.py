@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 
 __all__ = [
     "TELLS_HOLDERS",
@@ -77,11 +77,11 @@ def are_unheld(tensors: list[torch.Tensor]) -> bool:
 _NUM_HOLDERS_OF_UNHELD = max(map(sys.getrefcount, [torch.empty(0)]))
 
 
-def is_captured(leaf: torch.Tensor) -> bool:
-    """Inside a backward: whether ``torch.autograd.grad`` is running, so that no gradient of ``leaf`` is accumulated."""
+def is_captured() -> bool:
+    """Inside a hook of a leaf: whether ``torch.autograd.grad`` returns the leaf's gradient instead of accumulating it."""
     try:
-        torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
-    except RuntimeError:  # the engine refuses to say so of leaves, under autograd.grad alone
+        torch._C._will_engine_execute_node(torch._C._current_autograd_node())
+    except RuntimeError:  # the engine refuses the question for leaves whose gradient it returns
         return True
     return False
 

@@ -15,10 +15,11 @@ __all__ = ["HookGate"]
 
 
 class HookGate:
-    """While it is shut, the autograd engine passes by the hooks of the tensors behind it.
+    """While the gate is shut, the autograd engine skips the hooks of the guarded tensors in backwards that accumulate all
+    gradients. Hooks are called in ``torch.autograd.grad`` and ``backward(inputs=...)``.
 
-    Without the helper ``csrc/hook_gate.cpp`` the gate does not exist: the hooks are called. So a gate is for hooks that do
-    nothing when they are called while it is shut; it spares about 1 us a call.
+    Without the helper ``csrc/hook_gate.cpp`` hooks are always called. A gate is therefore for hooks that do nothing when
+    they are called in a backward while it is shut; it saves about 1 us per call.
     """
 
     def __init__(self) -> None:

@@ -6,6 +6,7 @@
 // It needs torch's headers, so that the library is for one build of torch: setup.py passes its name.
 
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
@@ -32,8 +33,16 @@ struct Gate {
 using SharedGate = std::shared_ptr<Gate>;
 static_assert(sizeof(Gate::is_shut) == 1);
 
-// All Python hooks of a tensor, as the one object that torch keeps of them. With the gate shut they are passed by only if
-// the gate's owner has the only one: what others register later is called as ever.
+// Whether gradients are accumulated in all leaves of the running backward. torch.autograd.grad returns them instead, and
+// hooks may change what it returns.
+bool accumulates_everything() {
+    const auto* execution = torch::autograd::get_current_graph_task_exec_info();
+    return execution != nullptr && execution->empty();
+}
+
+// All Python hooks of a tensor, as the one object that torch keeps for them. They are skipped while the gate is shut, but
+// only if the gate's owner has the only hook (hooks that others register are always called), and only in a backward that
+// accumulates all gradients.
 class GatedHooks : public FunctionPreHook {
   public:
     GatedHooks(std::unique_ptr<FunctionPreHook> hooks, PyObject* dict, SharedGate gate)
@@ -41,7 +50,7 @@ class GatedHooks : public FunctionPreHook {
 
     variable_list operator()(const variable_list& gradients) override {
         // The size is one word, which may be read without the interpreter's lock. `hooks` keeps the dict alive.
-        if (gate_->is_shut.load(std::memory_order_relaxed) && PyDict_Size(dict_) == 1) {
+        if (gate_->is_shut.load(std::memory_order_relaxed) && PyDict_Size(dict_) == 1 && accumulates_everything()) {
             return gradients;
         }
         return (*hooks)(gradients);

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import AsyncCollectiveTensor, foreach_mul_, has_foreach, local_of
-from vescale.optim._pending import complete
+from vescale.gradients import reduce_pending
 from vescale.optim._total_norm import Part, part_of, result_dtype, total_norm
 
 __all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
@@ -60,7 +60,7 @@ def clip_grad_norm_(
     """
     listed = _listed(parameters, "clip_grad_norm_")
     owners = [parameter for parameter in listed if parameter.grad is not None]
-    gradients = complete([_gradient(parameter) for parameter in owners])
+    gradients = reduce_pending([_gradient(parameter) for parameter in owners])
     for parameter, gradient in zip(owners, gradients):
         if parameter.grad is not gradient:
             parameter.grad = gradient
@@ -77,7 +77,7 @@ def get_total_norm(
 
     Arguments, result, errors and communication as in :func:`clip_grad_norm_`. A copy of Partial tensors is reduced.
     """
-    gradients = complete(_listed(tensors, "get_total_norm"))
+    gradients = reduce_pending(_listed(tensors, "get_total_norm"))
     return _norm(gradients, norm_type, error_if_nonfinite, foreach).to(result_dtype(gradients))
 
 

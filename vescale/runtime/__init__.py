@@ -1,14 +1,10 @@
 """``parallelize``: a lowered plan becomes DTensor parameters and hooks, and the model runs on the mesh."""
 
 from vescale.runtime._attribution import locate, path_of_sequence
-from vescale.runtime._gradients import GradientBucket, GradientMismatchError, GradientReducer
 from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
 from vescale.runtime._parallelize import gradient_reducer, implicit_communication, install, no_sync, parallelize
 
 __all__ = [
-    "GradientBucket",
-    "GradientMismatchError",
-    "GradientReducer",
     "ImplicitCommunicationError",
     "ImplicitCommunicationWarning",
     "ImplicitSite",

@@ -1,5 +1,4 @@
-"""Which parameters have their gradients reduced: all that need it, also those of a copy of the model, and those unfrozen
-later."""
+"""``GradientHooks``: gives the parameters of a parallelized model to its gradient reducer."""
 
 from __future__ import annotations
 
@@ -13,9 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
 from vescale.fsdp import ManagedParameter
+from vescale.gradients import GradientReducer, GradientRule
 from vescale.ir import Annotate, Batch, Hook, Instruction, Program, Redistribute
-from vescale.runtime._gradients import GradientReducer, GradientRule, complete_captured
+from vescale.ops import convert, reduced, wrap_global
+from vescale.placements import contiguous_stride
 from vescale.runtime._units import accumulating, managed_parameters, states_in
 
 __all__ = ["GradientHooks", "full_name", "single_instructions"]
@@ -24,11 +26,11 @@ __all__ = ["GradientHooks", "full_name", "single_instructions"]
 class GradientHooks:
     """Gives each parameter that requires a gradient to the model's reducer, once.
 
-    ``copy.deepcopy`` copies parameters without their hooks, and a frozen tensor cannot have one, so that the slots of the
-    model are looked through before each of its forwards.
+    The model is searched for new parameters before each of its forwards, because ``copy.deepcopy`` copies parameters without
+    their hooks, and parameters may be unfrozen later.
 
     Attributes:
-        reducer: None on ranks outside the mesh, and before there is a parameter.
+        reducer: None on ranks outside the mesh, and before the first forward.
     """
 
     def __init__(self, instructions: Mapping[str, Instruction], mesh: DeviceMesh) -> None:
@@ -44,11 +46,11 @@ class GradientHooks:
         return cls({full_name(i): i for i in single_instructions(program) if i.hook is Hook.BACKWARD}, mesh)
 
     def of_copy(self) -> GradientHooks:
-        """For a copy of the model, of which nothing is known yet."""
+        """The hooks of a copy of the model, without any parameters."""
         return GradientHooks(self._instructions, self._mesh)
 
     def adopt(self, module: nn.Module, path: str) -> None:
-        """Look after the parameters of ``module``, called ``path`` in the model; tied ones under their first name."""
+        """Add the parameters of ``module``, which is called ``path`` in the model; tied ones get their first name."""
         self._modules.append(weakref.ref(module))
         self._managed.update(managed_parameters(module))
         for state in states_in(module):
@@ -59,12 +61,12 @@ class GradientHooks:
             self._slots.append((module.get_submodule(owner), attribute, prefix + name))
 
     def attach(self) -> None:
-        """The same on every rank, and asked for by all of them."""
+        """Give new parameters to the reducer; called alike on every rank."""
         new = []
         for owner, attribute, name in self._slots:
             parameter = owner._parameters.get(attribute)
             managed = self._managed.get((id(owner), attribute))
-            if managed is not None:  # the engine reduces it over the axes of its unit
+            if managed is not None:  # its unit reduces it over the axes of the unit
                 parameter = managed.sharded if _is_replicated_elsewhere(managed) else None
             if parameter is None or not parameter.requires_grad:
                 continue
@@ -72,7 +74,7 @@ class GradientHooks:
             if known is None or known() is not parameter:
                 self._hooked[id(parameter)] = weakref.ref(parameter)
                 if isinstance(parameter, DTensor):
-                    new.append((name, parameter, _rule(self._instructions.get(name))))
+                    new.append((name, parameter, _rule(self._instructions.get(name), parameter, name)))
         if self._mesh.get_coordinate() is None:
             return
         if self.reducer is None:
@@ -81,11 +83,9 @@ class GradientHooks:
         self.reducer.recover()
         if new:
             self.reducer.add(new)
-            for name, parameter, rule in new:
-                complete_captured(parameter, name, rule)
 
     def _begin(self) -> None:
-        """A backward has reached a unit."""
+        """Called when a backward reaches a unit."""
         if self.reducer is not None:
             self.reducer.begin()
 
@@ -107,18 +107,34 @@ def _is_replicated_elsewhere(parameter: ManagedParameter) -> bool:
     return any(sharded.placements[axis].is_replicate() for axis in others)
 
 
-def _rule(instruction: Instruction | None) -> GradientRule:
-    """A gradient that the plan annotates is what it says on every rank, one that it redistributes goes there."""
-    if instruction is None:
-        return GradientRule()
-    if isinstance(instruction.op, Redistribute):
-        return GradientRule(target=instruction.op.dst)
-    assert isinstance(instruction.op, Annotate)
-    return GradientRule(source=instruction.op.placements)
+def _rule(instruction: Instruction | None, parameter: DTensor, name: str) -> GradientRule:
+    """``instruction`` is the plan's entry for the gradient: an annotation gives the placements that it has on every rank, a
+    redistribution those that it is brought to."""
+    source = target = None
+    if instruction is not None and isinstance(instruction.op, Redistribute):
+        target = instruction.op.dst
+    elif instruction is not None:
+        assert isinstance(instruction.op, Annotate)
+        source = instruction.op.placements
+    own, mesh = reduced(parameter.placements), parameter.device_mesh
+    complete = tuple(o if p is None else p for o, p in zip(own, target or own))
+
+    def on_captured(grad: torch.Tensor) -> torch.Tensor:
+        """Differentiable; each gradient is reduced by a collective of its own."""
+        if not isinstance(grad, DTensor):
+            return wrap_global(grad, mesh, complete, name)
+        if source is not None:
+            placements = tuple(f if s is None else s for f, s in zip(grad.placements, source))
+            with no_torch_function():
+                spec = make_spec(mesh, placements, grad.shape, contiguous_stride(grad.shape), grad.dtype)
+                grad = make_dtensor(local_of(grad), spec)
+        return grad if tuple(grad.placements) == complete else convert(grad, complete, requester=f"{name}.grad")
+
+    return GradientRule(source, target, on_captured)
 
 
 def single_instructions(program: Program) -> Iterator[Instruction]:
-    """The instructions, with batches taken apart: every part is a collective of its own here."""
+    """The instructions, with each batch replaced by its parts."""
     for instruction in program:
         if isinstance(instruction.op, Batch):
             for target, index, op in instruction.op.parts:

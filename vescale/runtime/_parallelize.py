@@ -12,6 +12,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import join_axes
+from vescale.fsdp import FSDPModule
+from vescale.gradients import GradientReducer, refuse_reducers_of
 from vescale.ir import (
     Annotate,
     Hook,
@@ -32,7 +34,6 @@ from vescale.rng import enable as enable_rng
 from vescale.rng import has_deferred, is_deferred, materialize
 from vescale.runtime._expert_region import ExpertRegion
 from vescale.runtime._gradient_hooks import GradientHooks, full_name, single_instructions
-from vescale.runtime._gradients import GradientReducer
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_report import RuntimeObserver
 from vescale.runtime._implicit_site import ImplicitSite
@@ -242,3 +243,18 @@ def _materialize(
         return found[0] if found is not None else None
 
     materialize(model, mesh, placements_of, into=into, mesh_of=mesh_of)
+
+
+def _reduced_otherwise(module: nn.Module) -> str | None:
+    """For a part of a module that is given to a :class:`GradientReducer`: how its gradients are reduced already."""
+    if Runtime.of(module) is not None:
+        return "parallelized, so that its gradients are reduced already; use vescale.runtime.gradient_reducer(model)"
+    if isinstance(module, FSDPModule):
+        return (
+            f"a {type(module).__qualname__}, which reduces the gradients of its parameters; give the reducer only modules "
+            "without such parts"
+        )
+    return None
+
+
+refuse_reducers_of(_reduced_otherwise)

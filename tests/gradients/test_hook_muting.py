@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.gradients.test_reducer import assert_equal_gradients, data, meshes
 from tests.ranks import RankPools
-from tests.runtime.test_gradient_reducer import assert_equal_gradients, data, meshes
 from vescale import GradientReducer
 from vescale.comm import record_comms
 
@@ -67,7 +67,7 @@ class Pair:
 
     @property
     def num_heard(self) -> int:
-        return sum(slot.is_heard for bucket in self.reducer.buckets for slot in bucket.slots)
+        return sum(slot.is_notified for bucket in self.reducer.buckets for slot in bucket.slots)
 
     @property
     def num_hooks(self) -> int:
@@ -99,7 +99,7 @@ def another_order() -> None:
     assert pair.num_heard == pair.num_hooks == 8  # for longer than the first time
     pair.step(3, BACKWARD)
     assert pair.num_heard == pair.num_hooks == 1
-    (heard,) = [slot.name for bucket in pair.reducer.buckets for slot in bucket.slots if slot.is_heard]
+    (heard,) = [slot.name for bucket in pair.reducer.buckets for slot in bucket.slots if slot.is_notified]
     assert heard.startswith("layers.3.")
     for step in range(4, 8):
         pair.step(step, *[(BACKWARD, FORWARD)[(rank + step) % 2] for rank in range(4)])

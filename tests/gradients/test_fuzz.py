@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from tests.gradients.test_destinations import Loss
+from tests.gradients.test_reducer import whole
 from tests.placements.on_ranks import row_major_mesh
 from tests.ranks import RankPools, run_cases
-from tests.runtime.test_gradient_destinations import Loss
-from tests.runtime.test_gradient_reducer import whole
 from tests.simulate import simulate
 from vescale import GradientReducer
 from vescale.placements import RaggedShard, from_local, local_region, normalize_placements

@@ -1,4 +1,4 @@
-"""What a reducer can be asked for."""
+"""Validation of a reducer's arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_settings"]
 def check_settings(
     module: nn.Module, mesh: DeviceMesh, bucket_bytes: BucketBytes, reduce_dtype: torch.dtype | None, op: str | None
 ) -> None:
-    """Raises TypeError and ValueError for arguments of a reducer that mean nothing; before any communication."""
+    """Raises TypeError and ValueError for invalid arguments of a reducer, before any communication."""
     if not isinstance(module, nn.Module) or not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"GradientReducer of a {type(module).__name__} over a {type(mesh).__name__}; give it an nn.Module and a "
@@ -22,7 +22,9 @@ def check_settings(
         )
     if op not in (None, "avg", "sum"):
         raise ValueError(f"GradientReducer: op={op!r}; use 'avg', 'sum', or None for what the gradients say")
-    if reduce_dtype is not None and not _has_fractions(reduce_dtype):
+    if reduce_dtype is not None and not (
+        isinstance(reduce_dtype, torch.dtype) and (reduce_dtype.is_floating_point or reduce_dtype.is_complex)
+    ):
         raise ValueError(
             f"GradientReducer: reduce_dtype={reduce_dtype!r}; use a floating-point or complex torch.dtype, or None for "
             "each gradient's own"
@@ -30,7 +32,3 @@ def check_settings(
     if mesh.get_coordinate() is None:
         raise ValueError(f"GradientReducer over {mesh}, which this rank is not part of; make it on the mesh's ranks")
     bucket_limits(bucket_bytes, 1, link_of(mesh.device_type))
-
-
-def _has_fractions(dtype: object) -> bool:
-    return isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)

@@ -1,4 +1,4 @@
-"""Which gradients a reducer has completed: what is accumulated on top of them is reduced by itself."""
+"""A mark on gradients that are complete: what autograd accumulates on top of them is reduced separately."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.gradients.test_reducer import assert_equal_gradients
 from tests.ranks import RankPools
-from tests.runtime.test_gradient_reducer import assert_equal_gradients
 from vescale import GradientReducer
 from vescale.comm import fused_bytes, record_comms
 

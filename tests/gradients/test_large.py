@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.gradients.test_reducer import assert_equal_gradients, data, meshes
 from tests.ranks import RankPools
-from tests.runtime.test_gradient_reducer import assert_equal_gradients, data, meshes
 from vescale import GradientReducer
 
 WIDTH = 96
@@ -52,7 +52,7 @@ def with_small_ones() -> None:
     for no_sync in (False, True):
         reducer = compare(2**20, (0, 1), no_sync)
         (bucket,) = reducer.buckets
-        heard = {slot.name for slot in bucket.slots if slot.is_heard}
+        heard = {slot.name for slot in bucket.slots if slot.is_notified}
         assert {"0.weight", "1.weight"} <= heard and len(heard) < 4, "large ones are copied when they come"
 
 

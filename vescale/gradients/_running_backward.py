@@ -1,4 +1,4 @@
-"""``RunningBackward``: whether a backward runs, and its end."""
+"""``RunningBackward``: whether a backward is running, and a callback at its end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class RunningBackward:
     """The backward that has reached a reducer's parameters, from its first gradient to its end.
 
     Attributes:
-        current: returns None while no backward runs.
-        gate: shut while one runs. For hooks whose only business is to notice the first gradient.
+        current: a callable that returns None while no backward is running.
+        gate: shut while one is running; for hooks that only have to detect the first gradient.
 
     Args:
-        at_end: called when the outermost backward has ended without exception, unless :meth:`forget` was called before.
+        at_end: called when the outermost backward has ended without an exception, unless :meth:`forget` was called before.
     """
 
     def __init__(self, at_end: Callable[[], None]) -> None:
@@ -28,9 +28,10 @@ class RunningBackward:
         self._at_end = at_end
 
     def follow(self) -> None:
-        """Inside of a backward: it runs from now on. Called again, its end comes after all that has been arranged since."""
+        """Called inside a backward: mark it as running. A second call moves ``at_end`` behind everything that has been
+        queued for the end of the backward since."""
         token = _Token()
-        # The engine alone holds the token: it is gone when the backward ends, also by an exception.
+        # Only the engine holds the token, which is therefore gone when the backward ends, with or without an exception.
         self.current = weakref.ref(token, lambda _: self.gate.open())
         self.gate.shut()
         at_end_of_backward(functools.partial(self._end, token))
@@ -46,8 +47,8 @@ class RunningBackward:
 
 
 class _Token:
-    """Stands for a backward."""
+    """Represents one backward."""
 
 
 def _nothing() -> None:
-    """What a weak reference to no backward would return."""
+    """Stands for a dead weak reference."""

@@ -1,37 +1,38 @@
-"""``BucketMemory``: the DBuffer of a bucket, and where in it each gradient lies."""
+"""``BucketMemory``: the DBuffer of a bucket, and the position of each gradient in it."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial
 
 from vescale.buffer import DBuffer, TensorGroup
 from vescale.compat import TELLS_HOLDERS, TensorRow, are_unheld, foreach_copy_, num_storage_users
-from vescale.runtime._gradients._complete import mark_complete
-from vescale.runtime._gradients._reduction import Reduction
-from vescale.runtime._gradients._slot import Slot
-from vescale.runtime._gradients._untouched import clear_signs
+from vescale.gradients._bucket_slot import BucketSlot
+from vescale.gradients._complete import mark_complete
+from vescale.gradients._reduction import Reduction
+from vescale.gradients._unused import clear_signs
 
 __all__ = ["BucketMemory"]
 
 
 class BucketMemory:
-    """Contributions before the reduction, and where nothing is scattered the results after it.
+    """Holds the contributions before a reduction and, unless the bucket is scattered, the results after it.
 
     The buffer of a bucket that is scattered along an axis has one piece for each rank there, with its parts of all slots.
-    Slots that are ``early`` (see :meth:`fill`) come first, so that what the others hold is in one run.
+    ``early`` slots (see :meth:`fill`) come first, so that the others are contiguous.
     """
 
-    def __init__(self, reduction: Reduction, slots: Sequence[Slot], early: Sequence[bool]) -> None:
+    def __init__(self, reduction: Reduction, slots: Sequence[BucketSlot[Any]], early: Sequence[bool]) -> None:
         self._reduction, self._slots = reduction, tuple(slots)
         self._sizes = _piece_sizes(self._slots, reduction.num_pieces)
         order = sorted(range(len(slots)), key=lambda index: not early[index])
         self.buffer = self._new_buffer(order)
         self._marks = self._starts(order)
-        self._bare_marks = [  # of these, where the part is empty
+        self._empty_marks = [  # those of empty parts
             [mark for mark, piece in zip(marks, slot.contribution.pieces) if not piece.numel]
             if slot.contribution.pieces is not None
             else ([] if slot.numel else marks)
@@ -39,17 +40,17 @@ class BucketMemory:
         ]
         self._num_early = sum(slot.numel for slot, is_early in zip(self._slots, early) if is_early)
         self._is_simple = reduction.scatter is None and all(slot.numel for slot in self._slots)
-        self._views: list[list[torch.Tensor]] = []  # for each slot, the parts of its gradient in buffer order
-        self._results = TensorRow(())  # for each slot, what is given out as a gradient, again in each step
+        self._views: list[list[torch.Tensor]] = []  # of each slot: the parts of its gradient in buffer order
+        self._results = TensorRow(())  # of each slot: its gradient, the same tensor in each step
         self._places: tuple[Sequence[int], TensorRow] | None = None
         self._num_users = 0
         self._all_marks: torch.Tensor | None = None
         self._all_zeros = torch.empty(0)
-        self.is_lent = False
-        """Whether a gradient may have accumulated in its place before it was contributed."""
+        self.is_borrowed = False
+        """Whether a gradient may have been accumulated in the buffer before it was contributed."""
 
     def _new_buffer(self, order: Sequence[int]) -> DBuffer:
-        """Contributions: Partial along the first stage's axes, of each rank's own along the others."""
+        """Partial along the axes of the first stage, unrelated along the others."""
         reduction = self._reduction
         stage = reduction.stages[0]
         if reduction.scatter is None:
@@ -61,13 +62,13 @@ class BucketMemory:
             shapes,
             reduction.num_pieces,
             dtypes=[reduction.reduce_dtype],
-            alignment_bytes=reduction.reduce_dtype.itemsize,  # no padding: what is communicated is gradients
+            alignment_bytes=reduction.reduce_dtype.itemsize,  # no padding, because everything is communicated
         )
         placements = [Partial(stage.op) if axis in stage.axes.axes else None for axis in range(stage.axes.mesh.ndim)]
         return DBuffer(group, stage.axes.mesh, placements, dtype=reduction.reduce_dtype)
 
     def _starts(self, order: Sequence[int]) -> list[list[int]]:
-        """For each slot, where its part begins in each piece."""
+        """For each slot, the offset of its part in each piece."""
         starts: list[list[int]] = [[] for _ in self._slots]
         if self._reduction.scatter is None:
             for index, offset in zip(order, self.buffer.group.layout.offsets):
@@ -90,11 +91,11 @@ class BucketMemory:
         return self.buffer.local
 
     def view(self, index: int) -> torch.Tensor:
-        """Where the gradient of a slot that is not scattered and not empty lies, in its shape."""
+        """The part of the buffer that holds the gradient of a slot, which is neither scattered nor empty, in its shape."""
         return self._views[index][0]
 
     def places(self, indices: Sequence[int]) -> TensorRow:
-        """The views of several slots. To be asked for with the same list again."""
+        """The views of several slots; cached for the last ``indices``, by identity."""
         if self._places is None or self._places[0] is not indices:
             self._places = indices, TensorRow([self.view(index) for index in indices])
         return self._places[1]
@@ -102,8 +103,8 @@ class BucketMemory:
     # Contributions
 
     def open(self) -> None:
-        """Be ready for contributions: memory that somebody still sees is left to them, and new memory taken."""
-        if self._views and not self._is_unseen():
+        """Prepare for contributions. New memory is allocated if the old one is still referenced."""
+        if self._views and not self._is_unreferenced():
             self.buffer, self._views, self._results = self.buffer.like(), [], TensorRow(())
         if not self.buffer.is_allocated:
             self.buffer.allocate()
@@ -111,7 +112,7 @@ class BucketMemory:
             self._views, self._places = self._new_views(), None
             self._num_users = num_storage_users(self.buffer.local)
 
-    def _is_unseen(self) -> bool:
+    def _is_unreferenced(self) -> bool:
         num_users = self._num_users + len(self._results.tensors)
         return num_storage_users(self.buffer.local) == num_users and are_unheld(self._results.tensors)
 
@@ -128,14 +129,15 @@ class BucketMemory:
                     start += box.numel
         return views
 
-    def fill(self, given: Mapping[int, torch.Tensor], missing: float, scale: float, absent: Sequence[Slot]) -> None:
-        """Copy contributions to their places, all at once, and scale them.
+    def fill(
+        self, given: Mapping[int, torch.Tensor], missing: float, scale: float, absent: Sequence[BucketSlot[Any]]
+    ) -> None:
+        """Copy all contributions to their positions in one call, and scale them.
 
         Args:
-            given: by slot's index, where it comes from; the view itself of an early one, which is there and scaled. What
-                else is there is not scaled.
-            missing: what stands for the contributions of the slots that are ``absent``.
-            scale: of what is not early. Not 1 only where nothing is scattered.
+            given: the contributions by slot index. That of an early slot is its view, and is scaled already.
+            missing: the value that stands for the contributions of the ``absent`` slots.
+            scale: factor for the slots that are not early; 1 if the bucket is scattered.
         """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -147,10 +149,10 @@ class BucketMemory:
             elif views and gradient is not views[0]:
                 targets.append(views[0])
                 sources.append(gradient)
-        if self.is_lent:
+        if self.is_borrowed:
             pairs = [(t, s) for t, s in zip(targets, sources) if t.data_ptr() != s.data_ptr()]
             targets, sources = [t for t, _ in pairs], [s for _, s in pairs]
-            self.is_lent = False
+            self.is_borrowed = False
         if targets:
             foreach_copy_(targets, sources)
         if absent or not self._is_simple:
@@ -159,22 +161,22 @@ class BucketMemory:
             self.buffer.local[self._num_early :].mul_(scale)
 
     def _fill_without_contribution(self, absent: Set[int], missing: float) -> None:
-        for index, (views, bare) in enumerate(zip(self._views, self._bare_marks)):
-            for mark in bare:
+        for index, (views, marks) in enumerate(zip(self._views, self._empty_marks)):
+            for mark in marks:
                 self.buffer.local[mark] = missing if index in absent else 0.0
             if index in absent:
                 for view in views:
                     view.fill_(missing)
 
-    def clear_signs(self, absent: Sequence[Slot]) -> None:
-        """Mark all slots but those that are ``absent`` as contributed to."""
+    def clear_signs(self, absent: Sequence[BucketSlot[Any]]) -> None:
+        """Mark all slots as used, except the ``absent`` ones."""
         if absent:
             indices = {slot.index for slot in absent}
             clear_signs(
                 self.buffer.local, [m for index, own in enumerate(self._marks) if index not in indices for m in own]
             )
             return
-        if self._all_marks is None:  # the same in every full bucket
+        if self._all_marks is None:  # the same whenever no slot is absent
             marks = list(itertools.chain.from_iterable(self._marks))
             self._all_marks = torch.tensor(marks, dtype=torch.int64, device=self.buffer.device)
             self._all_zeros = self.buffer.local.new_zeros(len(marks))
@@ -183,7 +185,7 @@ class BucketMemory:
     # Results
 
     def results(self, flat: torch.Tensor) -> TensorRow:
-        """For each slot, its part of ``flat``, which is the reduced buffer or a copy of it, nothing scattered."""
+        """For each slot, its part of ``flat``, the reduced buffer or a copy of it. Not for scattered buckets."""
         is_own = bool(self._views) and flat is self.buffer.local
         if is_own and self._results.tensors:
             return self._results
@@ -199,13 +201,13 @@ class BucketMemory:
             self._results = found
         return found
 
-    def start(self, slot: Slot, piece: int | None = None) -> int:
-        """Where a slot's part begins, in the buffer or in one scattered piece of it."""
+    def start(self, slot: BucketSlot[Any], piece: int | None = None) -> int:
+        """The offset of a slot's part in the buffer, or in one scattered piece of it."""
         return self._marks[slot.index][0] if piece is None else sum(self._sizes[piece][: slot.index])
 
 
-def _piece_sizes(slots: Sequence[Slot], num_pieces: int) -> list[list[int]]:
-    """For each piece, the elements of each slot in it; one where a slot has none, to be marked."""
+def _piece_sizes(slots: Sequence[BucketSlot[Any]], num_pieces: int) -> list[list[int]]:
+    """For each piece, the number of elements of each slot; at least one, for the mark."""
     return [
         [
             max(1, slot.numel if slot.contribution.pieces is None else slot.contribution.pieces[number].numel)

@@ -19,15 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import vescale
+from tests.gradients.test_destinations import Loss
+from tests.gradients.test_reducer import assert_equal_gradients, data, local_model, meshes
 from tests.placements.on_ranks import make_mesh
 from tests.ranks import RankPools
-from tests.runtime.test_gradient_destinations import Loss
-from tests.runtime.test_gradient_reducer import assert_equal_gradients, data, local_model, meshes
 from vescale import GradientReducer, Plan, parallelize
 from vescale.comm import record_comms
 from vescale.compat import default_store
+from vescale.gradients import GradientMismatchError
 from vescale.placements import from_local
-from vescale.runtime import GradientMismatchError
 
 F64 = torch.float64
 P, R = Partial, Replicate

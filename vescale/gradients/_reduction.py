@@ -1,4 +1,4 @@
-"""What an arriving gradient still needs to be complete: a pure function of how it arrives and where it belongs."""
+"""Which communication makes a gradient complete: a pure function of how it arrives and how its parameter is placed."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import axis_group
+from vescale.gradients._axis_sets import AxisSet, MeshUnion, unite
 from vescale.placements import Piece, RaggedShard, local_region, plan_exchange, ragged_axis, shard_dim
-from vescale.runtime._gradients._axes import AxisSet, Union, unite
 
-__all__ = ["Arrival", "Contribution", "Home", "Policy", "Reduction", "Stage", "contribution"]
+__all__ = ["Arrival", "Contribution", "Destination", "Policy", "Reduction", "Stage", "contribution"]
 
 Op = Literal["avg", "sum"]
 _REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+_ADDITIVE = {"sum", "avg"}
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """How a gradient leaves backward: placements and dtype. ``placements`` is None for a plain tensor."""
+    """Placements and dtype of a gradient as autograd computes it. ``placements`` is None for a plain tensor."""
 
     placements: tuple[Placement, ...] | None
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class Home:
-    """Where a parameter lives and its gradient belongs.
+class Destination:
+    """Where a complete gradient belongs.
 
     Attributes:
         shape: the global shape.
         mesh: None for a plain tensor.
-        target: placements that the complete gradient has; () for a plain tensor.
+        target: placements of the complete gradient; () for a plain tensor.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +48,7 @@ class Home:
 
 @dataclass(frozen=True)
 class Policy:
-    """What holds for all gradients of one reducer: see :class:`~vescale.runtime.GradientReducer`."""
+    """Settings that hold for all gradients of one reducer; see :class:`GradientReducer`."""
 
     mesh: DeviceMesh
     op: Op | None
@@ -64,13 +65,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What gradients must have in common to be reduced together.
+    """What gradients that are reduced together must have in common.
 
     Attributes:
-        stages: collectives, one after the other; one wherever the axes span a group that can be named.
-        divisor: what the sum is divided by.
-        dtype, reduce_dtype: of the gradient, and of the buffer.
-        scatter: the axis (of the first stage's mesh) that the result may be scattered along, or None.
+        stages: consecutive collectives; a single one if the axes span a group that can be named.
+        divisor: the sum is divided by it.
+        dtype, reduce_dtype: dtypes of the gradient and of the buffer.
+        scatter: the axis (of the first stage's mesh) along which the result may be scattered, or None.
     """
 
     stages: tuple[Stage, ...]
@@ -84,7 +85,7 @@ class Reduction:
         return 1 if self.scatter is None else self.stages[0].axes.mesh.size(self.scatter)
 
     def text(self) -> str:
-        """For people, and to compare ranks: axes, op, dtype and destination."""
+        """Axes, op, dtype and destination; for reports, and to compare ranks."""
         stages = ", then ".join(
             f"{stage.op} over {'x'.join(f'{n}={s}' for n, s in zip(stage.axes.names, stage.axes.sizes))}"
             for stage in self.stages
@@ -100,18 +101,18 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Contribution:
-    """The way of a gradient from its arrival to its home.
+    """The steps from an arriving gradient to a complete one, as placements.
 
-    ===========  =====================================================================================
-    ``staged``   axes that are not pending are brought to the target first; None for a plain tensor
-    bucket       the pending axes are reduced with those of others: ``reduction``; None: nothing to do
-    ``reduced``  what the reduction leaves
-    ``target``   what is left to do is local: cutting, where it was not scattered
-    ===========  =====================================================================================
+    ===========  ==========================================================================================
+    ``staged``   after the axes that are not pending were brought to the target; None for a plain tensor
+    ``reduced``  after ``reduction``, which is done in a bucket together with other gradients; None if
+                 nothing is pending
+    ``target``   after a local cut of what was not scattered
+    ===========  ==========================================================================================
 
     Attributes:
-        local_shape: of this rank's contribution, and of the result unless it is scattered.
-        pieces: what every rank along the scattered axis gets of it, in group rank order; None: everything.
+        local_shape: shape of this rank's contribution, and of the result unless it is scattered.
+        pieces: the part of each rank along the scattered axis, in group rank order; None if nothing is scattered.
     """
 
     staged: tuple[Placement, ...] | None
@@ -125,36 +126,44 @@ class Contribution:
         return math.prod(self.local_shape)
 
 
-def contribution(arrival: Arrival, home: Home, policy: Policy) -> Contribution:
-    """Raises ValueError where the reducer's mesh and the parameter's overlap without being axes of one mesh, and where a
-    complex gradient would be reduced in real numbers."""
+def contribution(arrival: Arrival, destination: Destination, policy: Policy) -> Contribution:
+    """The steps for a gradient that arrives as ``arrival``.
+
+    Partial axes are reduced in a bucket if they have one op, or are all sums and averages; others are reduced one by one.
+
+    Raises ValueError if the reducer's mesh and the parameter's mesh share ranks without being parts of one mesh, and if a
+    complex gradient would be reduced in a real dtype.
+    """
     wide = policy.reduce_dtype or arrival.dtype
     if arrival.dtype.is_complex and not wide.is_complex:
         raise ValueError(
             f"a gradient of {arrival.dtype} would lose its imaginary part in reduce_dtype={wide}; use a complex one, or "
             "reduce it with a reducer of its own"
         )
-    if home.mesh is None:
+    if destination.mesh is None:
         axes = _nontrivial(policy.mesh, range(policy.mesh.ndim))
         averaged = axes if policy.op in (None, "avg") else ()
         divisor = math.prod(policy.mesh.size(axis) for axis in averaged)
         every = (Stage(AxisSet(policy.mesh, axes), "sum"),)
         reduction = Reduction(every, divisor, arrival.dtype, wide, None) if axes else None
-        return Contribution(None, reduction, (), home.shape)
+        return Contribution(None, reduction, (), destination.shape)
     assert arrival.placements is not None
-    mesh, target = home.mesh, home.target
+    mesh, target = destination.mesh, destination.target
     pending = tuple(
         axis
         for axis, (found, wanted) in enumerate(zip(arrival.placements, target))
         if type(found) is Partial and found.reduce_op in _REDUCE_OPS and not wanted.is_partial()
     )
+    ops = {found.reduce_op for axis in pending if isinstance(found := arrival.placements[axis], Partial)}
+    if len(ops) > 1 and not ops <= _ADDITIVE:
+        pending = ()
     staged = tuple(
         found if axis in pending or wanted.is_partial() else wanted
         for axis, (found, wanted) in enumerate(zip(arrival.placements, target))
     )
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    local_shape = local_region(home.shape, staged, tuple(mesh.shape), coordinate).local_shape
+    local_shape = local_region(destination.shape, staged, tuple(mesh.shape), coordinate).local_shape
     reduced = tuple(Replicate() if axis in pending else p for axis, p in enumerate(staged))
     stages, divisor = _stages(arrival.placements, _nontrivial(mesh, pending), mesh, policy)
     if not stages:
@@ -165,7 +174,7 @@ def contribution(arrival: Arrival, home: Home, policy: Policy) -> Contribution:
     reduced = tuple(target[axis] if axis == scattered else p for axis, p in enumerate(reduced))
     group = axis_group(mesh, (scattered,))
     held = tuple(target[axis] if axis == scattered else p for axis, p in enumerate(staged))
-    plan = plan_exchange(home.shape, tuple(mesh.shape), staged, held, coordinate, group.coordinates)
+    plan = plan_exchange(destination.shape, tuple(mesh.shape), staged, held, coordinate, group.coordinates)
     reduction = Reduction(stages, divisor, arrival.dtype, wide, scattered)
     return Contribution(staged, reduction, reduced, local_shape, plan.sends)
 
@@ -177,11 +186,11 @@ def _nontrivial(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[int, ...]:
 def _stages(
     placements: Sequence[Placement], pending: tuple[int, ...], mesh: DeviceMesh, policy: Policy
 ) -> tuple[tuple[Stage, ...], int]:
-    """The collectives over pending axes of the tensor's mesh and over those of the reducer's mesh that the tensor does
-    not have, and the divisor."""
+    """The collectives over the pending axes of the tensor's mesh and over the axes of the reducer's mesh that the tensor's
+    mesh lacks, and the divisor."""
     union = unite(mesh, policy.mesh)
     ops = {p.reduce_op for axis in pending if isinstance(p := placements[axis], Partial)}
-    adds = ops <= {"sum", "avg"}
+    adds = ops <= _ADDITIVE
     op = "sum" if adds else ops.pop()
     outside = _outside(mesh, policy.mesh, union)
     divisor = 1
@@ -195,25 +204,25 @@ def _stages(
     if not pending and not outside:
         return (), 1
     if union is not None and (adds or not outside or not pending):
-        own_axes = {home for axis in pending for home in union.first[axis]}
-        other = {home for axis in outside for home in union.second[axis]}
-        return (Stage(AxisSet(union.home, tuple(sorted(own_axes | other))), op if pending else "sum"),), divisor
-    # No mesh is known that has axes of both, or the two are reduced by different ops: one collective for each.
+        own_axes = {joint for axis in pending for joint in union.first[axis]}
+        other = {joint for axis in outside for joint in union.second[axis]}
+        return (Stage(AxisSet(union.mesh, tuple(sorted(own_axes | other))), op if pending else "sum"),), divisor
+    # No mesh is known that both are parts of, or the two are reduced with different ops: one collective each.
     first = (Stage(AxisSet(mesh, pending), op),) if pending else ()
     second = (Stage(AxisSet(policy.mesh, outside), "sum"),) if outside else ()
     return first + second, divisor
 
 
-def _shared(union: Union, axis: int) -> bool:
-    """Whether an axis of the tensor's mesh is one of the reducer's."""
-    return bool(set(union.first[axis]) & {home for homes in union.second for home in homes})
+def _shared(union: MeshUnion, axis: int) -> bool:
+    """Whether an axis of the tensor's mesh is also an axis of the reducer's mesh."""
+    return bool(set(union.first[axis]) & {joint for axes in union.second for joint in axes})
 
 
-def _outside(mesh: DeviceMesh, other: DeviceMesh, union: Union | None) -> tuple[int, ...]:
-    """Axes of the reducer's mesh ``other`` along which the tensor's mesh does not reach: every rank contributes there."""
+def _outside(mesh: DeviceMesh, other: DeviceMesh, union: MeshUnion | None) -> tuple[int, ...]:
+    """The axes of the reducer's mesh ``other`` that ``mesh`` does not span: every rank along them contributes."""
     axes = _nontrivial(other, range(other.ndim))
     if union is not None:
-        own = {home for homes in union.first for home in homes}
+        own = {joint for axes in union.first for joint in axes}
         return tuple(axis for axis in axes if not own & set(union.second[axis]))
     common = set(mesh.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
     if len(common) > 1:
@@ -231,10 +240,10 @@ def _scattered_axis(
     stages: Sequence[Stage],
     mesh: DeviceMesh,
 ) -> int | None:
-    """The one pending axis that the result is sharded on, when a reduce-scatter can leave it so.
+    """The only pending axis on which the result is sharded, if a reduce-scatter can produce it.
 
-    A rank's part of the result must lie within what it contributes to: a ragged cut comes last, so it does when nothing
-    else changes; a shard-like one does unless a later axis cuts the same dim.
+    A rank's part of the result must be a part of its contribution. A ragged placement applies last, so this holds if no
+    other placement changes; a Shard-like placement must not be followed by an axis that cuts the same tensor dim.
     """
     wanted = [axis for axis in pending if not target[axis].is_replicate() and mesh.size(axis) > 1]
     if len(wanted) != 1 or len(stages) != 1 or stages[0].axes.mesh != mesh or stages[0].op != "sum":

@@ -1,4 +1,4 @@
-"""What replaces the all-reduce of a bucket, to compress it for example."""
+"""Communication hooks, which replace the all-reduce of a bucket, for example to compress it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch.distributed as dist
 
 from vescale.comm import Pending, all_reduce_
 
-__all__ = ["CommHook", "GradientBucket", "answer_of"]
+__all__ = ["CommHook", "GradientBucket", "call_hook"]
 
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """What a communication hook is given: one full bucket, one process group.
+    """The argument of a communication hook: one full bucket and one process group.
 
     Attributes:
-        index: the bucket's place in the schedule.
-        names: of the parameters, in the order of their gradients' arrival.
+        index: position of the bucket in the schedule.
+        names: names of the parameters, in the order in which their gradients arrive.
         buffer: this rank's contributions, flat; the hook may write to it.
         group: the ranks to reduce over.
-        op: ``sum``, ``max``, ``min`` or ``product``. Averages are sums here; they are divided afterwards.
+        op: ``sum``, ``max``, ``min`` or ``product``. Averages are communicated as sums and divided afterwards.
     """
 
     index: int
@@ -32,26 +32,28 @@ class GradientBucket:
     op: str
 
     def all_reduce(self, tensor: torch.Tensor | None = None) -> Pending:
-        """Reduce ``tensor`` (None: ``buffer``) in place over the group: what is done without a hook."""
+        """Reduce ``tensor`` (None: ``buffer``) in place over the group, as the reducer does without a hook."""
         return all_reduce_(self.buffer if tensor is None else tensor, self.op, self.group, asker=f"bucket {self.index}")
 
 
 CommHook = Callable[[GradientBucket], "Pending | torch.Tensor"]
 
 
-def answer_of(hook: CommHook, bucket: GradientBucket) -> Pending:
-    """What the hook has started. Raises TypeError and ValueError for what cannot be the reduced buffer."""
+def call_hook(hook: CommHook, bucket: GradientBucket) -> Pending:
+    """Call the hook. Raises TypeError and ValueError if what it returns cannot be the reduced buffer."""
     answer = hook(bucket)
     pending = Pending(answer) if isinstance(answer, torch.Tensor) else answer
-    who = f"the communication hook of bucket {bucket.index} ({bucket.names[0]}.grad and {len(bucket.names) - 1} others)"
+    name = (
+        f"the communication hook of bucket {bucket.index} ({bucket.names[0]}.grad and {len(bucket.names) - 1} others)"
+    )
     if not isinstance(pending, Pending):
         raise TypeError(
-            f"{who} returned a {type(answer).__name__}; return the reduced tensor, or a vescale.comm.Pending of it, "
+            f"{name} returned a {type(answer).__name__}; return the reduced tensor, or a vescale.comm.Pending of it, "
             "Pending(tensor, [work]) where a torch.distributed work has to be waited for"
         )
     if pending.out.numel() != bucket.buffer.numel():
         raise ValueError(
-            f"{who} returned a tensor of shape {tuple(pending.out.shape)}; return one of the buffer's "
+            f"{name} returned a tensor of shape {tuple(pending.out.shape)}; return one of the buffer's "
             f"{bucket.buffer.numel()} elements"
         )
     return pending

@@ -17,9 +17,9 @@ from tests.ranks import RankPools
 from tests.simulate import simulate
 from vescale import GradientReducer
 from vescale.comm import fused_bytes, record_comms, ring_bytes
+from vescale.gradients import GradientMismatchError
 from vescale.optim import clip_grad_norm_
 from vescale.placements import InterleavedShard, RaggedShard, from_local, normalize_placements
-from vescale.runtime import GradientMismatchError
 
 R, S, P = Replicate, Shard, Partial
 

@@ -1,4 +1,4 @@
-"""Mesh axes as sets of ranks: what several axes, maybe of several meshes, span together."""
+"""Mesh axes as sets of ranks: which ranks several axes, possibly of several meshes, span together."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.comm import AxisGroup, axis_group
 from vescale.compat import root_mesh
 
-__all__ = ["AxisSet", "Union", "unite"]
+__all__ = ["AxisSet", "MeshUnion", "unite"]
 
 
 @dataclass(frozen=True)
 class AxisSet:
-    """Some axes of one mesh, ascending: one named process group, made once."""
+    """Axes of one mesh, in ascending order; they have one process group, which is created on first use."""
 
     mesh: DeviceMesh
     axes: tuple[int, ...]
@@ -40,28 +40,28 @@ class AxisSet:
 
 
 @dataclass(frozen=True)
-class Union:
-    """Two meshes seen as axes of one: ``home``, which may be either, or the mesh that both were sliced from.
+class MeshUnion:
+    """A mesh of which two meshes are parts: one of the two, or the mesh that both were sliced from.
 
-    ``first`` and ``second`` give for each axis of the two meshes the axes of ``home`` that span the same ranks.
+    ``first`` and ``second`` give, for each axis of the two meshes, the axes of ``mesh`` that span the same ranks.
     """
 
-    home: DeviceMesh
+    mesh: DeviceMesh
     first: tuple[tuple[int, ...], ...]
     second: tuple[tuple[int, ...], ...]
 
 
-def unite(first: DeviceMesh, second: DeviceMesh) -> Union | None:
-    """None when no mesh is known of which both are axes: then no group over axes of both can be named."""
-    for home in (first, second, root_mesh(first), root_mesh(second)):
-        a, b = _embed(first, home), _embed(second, home)
+def unite(first: DeviceMesh, second: DeviceMesh) -> MeshUnion | None:
+    """None if no mesh is known that both are parts of: then no group over axes of both can be named."""
+    for mesh in (first, second, root_mesh(first), root_mesh(second)):
+        a, b = _embed(first, mesh), _embed(second, mesh)
         if a is not None and b is not None:
-            return Union(home, a, b)
+            return MeshUnion(mesh, a, b)
     return None
 
 
 def _embed(inner: DeviceMesh, outer: DeviceMesh) -> tuple[tuple[int, ...], ...] | None:
-    """For each axis of ``inner`` the axes of ``outer`` along which the same ranks lie; None when there are none."""
+    """For each axis of ``inner``, the axes of ``outer`` that span the same ranks; None if there are none."""
     if inner == outer:
         return tuple((axis,) for axis in range(inner.ndim))
     own = outer.get_coordinate()
@@ -86,7 +86,7 @@ def _axes_of(ranks: frozenset[int], mesh: DeviceMesh) -> tuple[int, ...] | None:
 
 
 def _block(mesh: DeviceMesh, axes: Sequence[int]) -> frozenset[int]:
-    """The ranks that differ from this one only on ``axes``."""
+    """The ranks whose coordinates differ from this rank's only on ``axes``."""
     own = mesh.get_coordinate()
     assert own is not None
     index = tuple(slice(None) if axis in axes else own[axis] for axis in range(mesh.ndim))

@@ -1,0 +1,98 @@
+"""What ranks must agree on before their collectives match: the parameters of a reducer, and how gradients arrive."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vescale.comm import Consensus
+from vescale.gradients._reduction import Arrival
+
+__all__ = ["GradientMismatchError", "ObservedArrival", "agree_on_arrivals", "agree_on_parameters"]
+
+
+class GradientMismatchError(RuntimeError):
+    """The gradients of the ranks differ, so that their collectives would not match."""
+
+
+@dataclass(frozen=True)
+class ObservedArrival:
+    """A gradient that arrived without having a slot: the parameter's index, how it arrived, and how often."""
+
+    index: int
+    arrival: Arrival
+    count: int
+
+
+def agree_on_parameters(described: Sequence[str], what: str, consensus: Consensus) -> None:
+    """Compare the descriptions of the parameters, and the settings of the reducers, on all ranks.
+
+    Raises GradientMismatchError on every rank, naming the first parameter that differs.
+    """
+    text = "\n".join([what, *described])
+    messages = [m.decode().split("\n") for m in consensus.exchange(text.encode(), lambda: "making a GradientReducer")]
+    for rank, lines in zip(consensus.ranks, messages):
+        if lines == messages[0]:
+            continue
+        for own, first in zip(
+            lines + [""] * (len(messages[0]) - len(lines)), messages[0] + [""] * (len(lines) - len(messages[0]))
+        ):
+            if own != first:
+                raise GradientMismatchError(
+                    f"rank {rank} has {own or 'no such parameter'!r} where rank {consensus.ranks[0]} has "
+                    f"{first or 'no such parameter'!r}; build the same model with the same requires_grad, and the same "
+                    "reducer, on every rank"
+                )
+
+
+def agree_on_arrivals(
+    observed: Sequence[ObservedArrival],
+    unseen: Sequence[int],
+    name_of: Callable[[int], str],
+    describe: Callable[[ObservedArrival], str],
+    consensus: Consensus,
+) -> tuple[list[ObservedArrival], list[int]]:
+    """The gradients that need slots on any rank, and the parameters that are ``unseen`` on any rank.
+
+    Each in the order of the first rank that has them; the same on every rank.
+
+    Ranks may use different parameters, but not the same parameter in different ways: this raises GradientMismatchError,
+    which names the parameter, on every rank.
+    """
+    first = f"{name_of(observed[0].index)}.grad comes as {describe(observed[0])} for the first time" if observed else ""
+
+    def about() -> str:
+        return first or "no gradient came in this backward"
+
+    payload: Any = [(o.index, o.arrival.placements, o.arrival.dtype, o.count) for o in observed], list(unseen)
+    found: list[list[ObservedArrival]] = []
+    unseen_anywhere: dict[int, None] = {}
+    for message in consensus.exchange(pickle.dumps(payload), about):
+        rows, indices = pickle.loads(message)
+        found.append(
+            [ObservedArrival(index, Arrival(placements, dtype), count) for index, placements, dtype, count in rows]
+        )
+        unseen_anywhere.update(dict.fromkeys(indices))
+    merged: dict[tuple[int, Arrival], ObservedArrival] = {}
+    kinds: dict[int, tuple[int, frozenset[Arrival]]] = {}
+    for rank, list_ in zip(consensus.ranks, found):
+        own: dict[int, set[Arrival]] = {}
+        for item in list_:
+            own.setdefault(item.index, set()).add(item.arrival)
+            known = merged.get((item.index, item.arrival))
+            if known is None or known.count < item.count:
+                merged[item.index, item.arrival] = item
+        for index, arrivals in own.items():
+            other, expected = kinds.setdefault(index, (rank, frozenset(arrivals)))
+            if arrivals != expected:
+                texts = [
+                    " and ".join(sorted(describe(ObservedArrival(index, a, 1)) for a in some))
+                    for some in (arrivals, expected)
+                ]
+                raise GradientMismatchError(
+                    f"{name_of(index)}.grad comes as {texts[0]} on rank {rank}, and as {texts[1]} on rank {other}; run the "
+                    "same model code on inputs that are placed alike on every rank"
+                )
+    return list(merged.values()), list(unseen_anywhere)

@@ -1,0 +1,74 @@
+"""``HookMuting``: which gradients of a bucket are announced by a hook, and which ones the bucket collects by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vescale.compat import ParameterRow
+from vescale.gradients._bucket_slot import BucketSlot
+
+__all__ = ["HookMuting"]
+
+
+class HookMuting:
+    """Mutes the hooks of small gradients, because a call into Python per parameter costs more than reducing the gradient.
+
+    A slot is *notified* if a hook runs when its gradient has arrived, and *muted* otherwise. A slot is *collected* if its
+    gradient stays with the parameter until the bucket takes all collected gradients in one call; other gradients are handed
+    over one by one.
+
+    After a backward in which all gradients arrived, every slot that allows it is collected, and of these only the one that
+    arrived last stays notified. Each rank decides this for itself: a bucket is launched when all of its gradients have
+    arrived, or at the end of backward. If some were missing when the last one arrived, all slots are notified again, for
+    twice as many backwards as before.
+    """
+
+    def __init__(self, slots: Sequence[BucketSlot[Any]], may_be_collected: Sequence[bool]) -> None:
+        self._slots = tuple(slots)
+        self._handed_over = {
+            slot
+            for slot, may in zip(slots, may_be_collected)
+            if not may or slot.num_expected > 1 or slot.parameter is None
+        }
+        self._num_regular = 0  # consecutive backwards in which all slots were notified and all gradients arrived
+        self._num_required = 1
+        self._notify_all()
+
+    def _notify_all(self) -> None:
+        self._set(set(self._slots), handed_over=set(self._slots))
+
+    def _set(self, notified: set[BucketSlot[Any]], handed_over: set[BucketSlot[Any]]) -> None:
+        self.collected = tuple(slot for slot in self._slots if slot not in handed_over)
+        self.indices = [slot.index for slot in self.collected]
+        self.parameters = ParameterRow([slot.parameter for slot in self.collected if slot.parameter is not None])
+        self.num_expected = sum(slot.num_expected for slot in notified)
+        for slot in self._slots:
+            slot.is_notified, slot.is_collected = slot in notified, slot not in handed_over
+
+    def never_collect(self, slot: BucketSlot[Any]) -> None:
+        """From now on the slot is notified, and its gradients are handed over."""
+        self._handed_over.add(slot)
+        self._notify_all()
+
+    def update(self, last: BucketSlot[Any] | None, *, is_regular: bool) -> bool:
+        """Adapt after a backward in which gradients arrived. Returns whether other slots are notified from now on.
+
+        Args:
+            last: the notified slot whose gradient arrived last.
+            is_regular: whether all gradients had arrived by then.
+        """
+        if not is_regular:
+            self._num_regular = 0
+            if not self.collected:
+                return False
+            self._num_required *= 2
+            self._notify_all()
+            return True
+        self._num_regular += 1
+        if self.collected or self._num_regular < self._num_required:
+            return False
+        if len(self._handed_over) == len(self._slots) or last is None:
+            return False
+        self._set(self._handed_over | {last}, self._handed_over)
+        return bool(self.collected)

@@ -1,0 +1,187 @@
+"""``HookedParameters``: the parameters of a reducer, those of a module and those given by name, and their hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from vescale.compat import HookGate, is_captured
+from vescale.gradients._parameter import GradientRule, ReducedParameter
+from vescale.gradients._reduction import Policy
+
+__all__ = ["HookedParameters", "refuse_reducers_of"]
+
+# Attribute of parameters that have a reducer.
+_OWNED = "_vescale_reduced"
+_REDUCING = (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    FSDPModule,
+)  # modules of vescale.fsdp are FSDPModules, too
+_checks: list[Callable[[nn.Module], str | None]] = []
+
+
+def refuse_reducers_of(check: Callable[[nn.Module], str | None]) -> None:
+    """Refuse a :class:`GradientReducer` for modules whose gradients are reduced otherwise.
+
+    ``check`` gets each part of the module and returns None, or how its gradients are reduced and what to do instead.
+    """
+    _checks.append(check)
+
+
+class HookedParameters:
+    """Parameters with hooks.
+
+    Args:
+        module: the module whose parameters get hooks, frozen ones too, because they may be unfrozen later. ValueError if
+            something else reduces their gradients.
+        begin: called with each gradient before it is accumulated, unless the gate is shut. Not called for gradients that
+            ``torch.autograd.grad`` returns if the parameter's rule completes them.
+        take: called with the parameter after its gradient has been accumulated.
+        gate: shut while ``begin`` has nothing to do.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: Policy,
+        begin: Callable[[torch.Tensor], None],
+        take: Callable[[ReducedParameter, nn.Parameter], None],
+        gate: HookGate,
+    ) -> None:
+        _refuse_reducing(module)
+        self._module, self._policy = module, policy
+        self._begin, self._take, self._gate = begin, take, gate
+        self._tree: _ModuleTree | None = None  # as of the last call of `changes`
+        self._of_module: dict[int, ReducedParameter] = {}  # by id of the nn.Parameter, which the value keeps alive
+        self._handles: dict[ReducedParameter, Any] = {}
+        self._take_handles: dict[ReducedParameter, Any] = {}
+
+    def have_changed(self) -> bool:
+        """Whether the module's parameters have changed since the last call of :meth:`changes`."""
+        return self._tree is None or self._tree.has_changed()
+
+    def changes(self) -> tuple[list[ReducedParameter], list[ReducedParameter]]:
+        """The parameters that the module has got since the last call, and those that it no longer has."""
+        self._tree = _ModuleTree(self._module)
+        now = set(map(id, self._tree.parameters()))
+        gone = [reduced for key, reduced in self._of_module.items() if key not in now]
+        for reduced in gone:
+            del self._of_module[id(reduced.parameter)]
+        named = [(n, p, GradientRule()) for n, p in self._module.named_parameters() if id(p) not in self._of_module]
+        new = self.wrap([each for each in named if _has_gradients(each[1])])
+        self._of_module.update((id(reduced.parameter), reduced) for reduced in new)
+        return new, gone
+
+    def wrap(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> list[ReducedParameter]:
+        """The parameters as :class:`ReducedParameter`, without hooks. Skips those on meshes that lack this rank."""
+        found = []
+        for name, parameter, rule in parameters:
+            if getattr(parameter, _OWNED, None) == id(parameter):  # a copy carries its original's
+                if not parameter.requires_grad:
+                    continue
+                raise ValueError(
+                    f"{name} has a GradientReducer already, so that its gradient would be reduced twice; use that one "
+                    "(gradient_reducer(model) of a parallelized model), or remove() it"
+                )
+            if not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is not None:
+                found.append(ReducedParameter(name, parameter, rule, self._policy))
+        return found
+
+    def watch(self, added: Sequence[ReducedParameter]) -> None:
+        for reduced in added:
+            setattr(reduced.parameter, _OWNED, id(reduced.parameter))
+            complete = reduced.rule.on_captured
+            hook = self._begin if complete is None else functools.partial(self._complete_or_begin, complete)
+            with _trainable(reduced.parameter) as parameter:
+                self._handles[reduced] = parameter.register_hook(hook)
+                self._gate.guard(parameter)
+            self.notify(reduced, True)
+
+    def _complete_or_begin(
+        self, complete: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor
+    ) -> torch.Tensor | None:
+        if is_captured():
+            return complete(gradient)
+        self._begin(gradient)
+        return None
+
+    def notify(self, reduced: ReducedParameter, is_notified: bool) -> None:
+        """Set whether ``take`` is called for a parameter; nothing happens if it is not watched."""
+        if not is_notified:
+            if reduced in self._take_handles:
+                self._take_handles.pop(reduced).remove()
+        elif reduced in self._handles and reduced not in self._take_handles:
+            with _trainable(reduced.parameter) as parameter:
+                take = functools.partial(self._take, reduced)
+                self._take_handles[reduced] = parameter.register_post_accumulate_grad_hook(take)
+
+    def release(self, released: Sequence[ReducedParameter]) -> None:
+        for reduced in released:
+            self._gate.release(reduced.parameter)
+            for handles in (self._handles, self._take_handles):
+                if reduced in handles:
+                    handles.pop(reduced).remove()
+            if hasattr(reduced.parameter, _OWNED):
+                delattr(reduced.parameter, _OWNED)
+
+    def release_all(self) -> None:
+        self.release(list(self._handles))
+        self._of_module.clear()
+
+
+@contextlib.contextmanager
+def _trainable(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Hooks can only be registered while a parameter requires a gradient; they stay when it is frozen again."""
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)
+    yield parameter
+    parameter.requires_grad_(requires_grad)
+
+
+class _ModuleTree:
+    """The modules below a module, and their parameters. Changes are detected from the modules' dictionaries without walking
+    the tree, because this happens in every step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self._parameters = [part._parameters.values() for part in modules]
+        self._contents = [*self._parameters, *(part._modules.values() for part in modules)]
+        self._known = self._found()
+
+    def _found(self) -> list[object]:
+        return list(itertools.chain.from_iterable(self._contents))
+
+    def has_changed(self) -> bool:
+        found, known = self._found(), self._known
+        return len(found) != len(known) or not all(map(operator.is_, found, known))
+
+    def parameters(self) -> list[nn.Parameter | None]:
+        """Shared ones once for each use."""
+        return list(itertools.chain.from_iterable(self._parameters))
+
+
+def _has_gradients(parameter: nn.Parameter) -> bool:
+    return (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference()
+
+
+def _refuse_reducing(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        reason = next((found for check in _checks if (found := check(part)) is not None), None)
+        if reason is None and isinstance(part, _REDUCING):
+            reason = (
+                f"a {type(part).__qualname__}, which reduces the gradients of its parameters; give the reducer only modules "
+                "without such parts"
+            )
+        if reason is not None:
+            raise ValueError(f"GradientReducer of a module whose part {name or '(itself)'!r} is {reason}")

@@ -1,0 +1,278 @@
+"""``ReducedParameter``: how the gradients of one parameter arrive, and how they become complete."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import AsyncCollectiveTensor, DTensorSpec, local_of, make_dtensor, make_spec, spec_of
+from vescale.gradients._bucket import Bucket
+from vescale.gradients._bucket_slot import BucketSlot
+from vescale.gradients._complete import is_marked_complete, mark_complete
+from vescale.gradients._reduction import Arrival, Contribution, Destination, Policy, contribution
+from vescale.placements import local_region, move_local
+
+__all__ = ["GradientRule", "ReducedParameter", "local_part"]
+
+
+@dataclass(frozen=True)
+class GradientRule:
+    """What is known in advance about the gradient of one parameter.
+
+    Attributes:
+        source: placements that each rank's gradient has, instead of those of the DTensor that arrives; None on an axis: the
+            DTensor's own.
+        target: placements of the complete gradient; None on an axis: the parameter's.
+        on_captured: completes a gradient that ``torch.autograd.grad`` returns instead of accumulating it; without it, such
+            a gradient stays this rank's contribution.
+    """
+
+    source: tuple[Placement | None, ...] | None = None
+    target: tuple[Placement | None, ...] | None = None
+    on_captured: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+class ReducedParameter:
+    """One parameter of a reducer.
+
+    Attributes:
+        index: its number, the same on every rank; -1 until the ranks have agreed on it.
+        destination: where its gradient belongs.
+        slots: its slots in buckets, one for each way in which its gradient arrives.
+        plain_slot: the slot of plain gradients in the parameter's dtype.
+        previous: a complete gradient from before this backward, kept aside until the new one is added to it.
+        is_offered: whether the ranks have agreed on a slot, if one was known, although no gradient had arrived.
+    """
+
+    def __init__(self, name: str, parameter: torch.Tensor, rule: GradientRule, policy: Policy) -> None:
+        self.index = -1
+        self.name, self.parameter, self.rule = name, parameter, rule
+        self.destination = _destination(parameter, rule)
+        self.slots: list[BucketSlot[Bucket]] = []
+        self.plain_slot: BucketSlot[Bucket] | None = None
+        self.previous: torch.Tensor | None = None
+        self.is_offered = False
+        self._shown: Callable[[], torch.Tensor | None] = lambda: None  # a contribution, while there is a previous one
+        self._version = 0
+        self._policy = policy
+        self._contributions: dict[Arrival, Contribution] = {}
+        self._usual: Arrival | None = None  # of the last gradient; the next one most likely arrives in the same way
+        self._spec: DTensorSpec | None = None
+
+    def describe(self) -> str:
+        """A text for ranks to compare."""
+        placed = list(map(str, self.destination.target)) if self.destination.mesh is not None else "plain"
+        frozen = "" if self.parameter.requires_grad else ", frozen"
+        return f"{self.name} {self.destination.shape} {self.parameter.dtype} {placed}{frozen}"
+
+    def new_slot(self, arrival: Arrival, num_expected: int) -> BucketSlot[Bucket]:
+        """A slot that is not among :attr:`slots` yet."""
+        is_plain = self.destination.mesh is None and arrival.dtype == self.parameter.dtype
+        parameter = self.parameter if is_plain else None
+        return BucketSlot(self.name, self, arrival, self.contribution(arrival), num_expected, parameter)
+
+    def add_slot(self, slot: BucketSlot[Bucket]) -> None:
+        self.slots.append(slot)
+        if slot.parameter is not None and self.plain_slot is None:
+            self.plain_slot = slot
+
+    def drop_slots(self) -> None:
+        """Called when all slots are assigned anew."""
+        self.slots.clear()
+        self.plain_slot, self.is_offered = None, False
+
+    # How gradients arrive
+
+    def arrival_of(self, gradient: torch.Tensor) -> Arrival:
+        placements = self._placements_of(gradient)
+        usual = self._usual
+        if usual is None or usual.placements != placements or usual.dtype != gradient.dtype:
+            self._usual = usual = Arrival(placements, gradient.dtype)
+        return usual
+
+    def _placements_of(self, gradient: torch.Tensor) -> tuple[Placement, ...] | None:
+        if self.destination.mesh is None:
+            return None
+        if isinstance(gradient, DTensor):
+            placements = tuple(gradient.placements)
+        else:  # a plain gradient of a DTensor is the same on every rank
+            placements = (Replicate(),) * len(self.destination.target)
+        return _filled(self.rule.source, placements)
+
+    def known_arrival(self) -> Arrival:
+        """The arrival as far as it is known before a gradient has arrived: complete on a DTensor's own axes."""
+        if self.destination.mesh is None:
+            return Arrival(None, self.parameter.dtype)
+        return Arrival(_filled(self.rule.source, self.destination.target), self.parameter.dtype)
+
+    def likely_arrival(self) -> Arrival:
+        """The arrival if the gradient is Partial wherever the parameter is replicated."""
+        if self.destination.mesh is None:
+            return Arrival(None, self.parameter.dtype)
+        guessed = tuple(Partial() if isinstance(p, Replicate) else p for p in self.destination.target)
+        return Arrival(_filled(self.rule.source, guessed), self.parameter.dtype)
+
+    def contribution(self, arrival: Arrival) -> Contribution:
+        """Raises ValueError that names the parameter, as :func:`contribution` does."""
+        found = self._contributions.get(arrival)
+        if found is None:
+            try:
+                found = contribution(arrival, self.destination, self._policy)
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {error}") from None
+            self._contributions[arrival] = found
+        return found
+
+    def arrival_text(self, arrival: Arrival) -> str:
+        reduction = self.contribution(arrival).reduction
+        placed = "a plain tensor" if arrival.placements is None else str(list(map(str, arrival.placements)))
+        return f"{placed} ({reduction.text() if reduction is not None else 'complete'})"
+
+    def staged(self, arrival: Arrival, staged: tuple[Placement, ...] | None, local: torch.Tensor) -> torch.Tensor:
+        """``local`` with the axes that are not pending brought to the target; may communicate."""
+        if arrival.placements is None or staged == arrival.placements:
+            return local
+        destination = self.destination
+        assert destination.mesh is not None and staged is not None
+        return move_local(local, destination.mesh, destination.shape, arrival.placements, staged).wait()
+
+    # Gradients that are there before a backward, or stay after one
+
+    def is_complete(self, gradient: torch.Tensor) -> bool:
+        if is_marked_complete(gradient):
+            return True
+        if not isinstance(gradient, DTensor) or self.rule.source is not None:
+            return False
+        if tuple(gradient.placements) != self.destination.target:
+            return False
+        return self.contribution(self.arrival_of(gradient)).reduction is None
+
+    def set_aside(self) -> bool:
+        """Keep a complete gradient apart from what arrives now. Returns whether there is an older contribution instead."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        if self.is_complete(gradient):
+            self.previous, self.parameter.grad = gradient, None
+            return False
+        local = local_part(gradient)
+        if self.previous is not None and (self._shown() is not local or self._version != local._version):
+            self._check_change(local)
+        return True
+
+    def _check_change(self, local: torch.Tensor) -> None:
+        """The user has changed the contribution that ``.grad`` shows, and means the complete gradient, too."""
+        if local.any():
+            raise RuntimeError(
+                f"{self.name}.grad was changed after a backward under no_sync() that came on top of a complete gradient: "
+                "only this rank's contribution was there to be changed; change gradients when they are complete, or "
+                "zero_grad() before no_sync()"
+            )
+        self.previous = None
+
+    def settle(self) -> None:
+        """After a backward without synchronization: restore the complete gradient, and let contributions accumulate in
+        their bucket."""
+        gradient = self.parameter.grad
+        if gradient is None or self.is_complete(gradient):
+            if self.previous is not None and gradient is not None:
+                self.previous.add_(gradient)
+            if self.previous is not None:
+                self.parameter.grad, self.previous = self.previous, None
+            return
+        self._move_to_bucket(gradient)
+        if self.previous is not None:
+            assert self.parameter.grad is not None
+            local = local_part(self.parameter.grad)
+            self._shown, self._version = weakref.ref(local), local._version
+
+    def _move_to_bucket(self, gradient: torch.Tensor) -> None:
+        arrival = self.arrival_of(gradient)
+        slot = next((slot for slot in self.slots if slot.arrival == arrival), None)
+        if slot is None or slot.contribution.staged != arrival.placements:
+            return
+        place, local = slot.bucket.place(slot), local_part(gradient)
+        if place is not None and place.data_ptr() != local.data_ptr():
+            place.copy_(local)
+            if isinstance(gradient, DTensor):
+                place = make_dtensor(place, self._spec_of(gradient.placements, place.dtype))
+            self.parameter.grad = place
+
+    def restore_previous(self) -> None:
+        """At the end of a step: show the gradient that was complete before, if nothing was added to it."""
+        if self.parameter.grad is None and self.previous is not None:
+            self.parameter.grad = self.previous
+        self.previous = None
+
+    # How gradients become complete
+
+    def deliver_scattered(self, slot: BucketSlot[Bucket]) -> None:
+        """Deliver the part that the slot's bucket has reduced and scattered."""
+        placements, destination = slot.contribution.reduced, self.destination
+        shape = destination.shape
+        if destination.mesh is not None:
+            coordinate = destination.mesh.get_coordinate()
+            assert coordinate is not None
+            shape = local_region(shape, placements, tuple(destination.mesh.shape), coordinate).local_shape
+        self.deliver(slot.contribution, slot.bucket.scattered(slot, shape))
+
+    def deliver(self, contribution: Contribution, local: torch.Tensor) -> None:
+        """Make the reduced ``local`` the parameter's gradient, or add it to the gradient that is there."""
+        destination, parameter = self.destination, self.parameter
+        result = local
+        if destination.mesh is not None:
+            target = destination.target
+            if contribution.reduced != target:
+                local = move_local(local, destination.mesh, destination.shape, contribution.reduced, target).wait()
+            result = make_dtensor(local, self._spec_of(target, local.dtype))
+        for before in (parameter.grad, self.previous):
+            if before is not None:
+                same = not isinstance(before, DTensor) or tuple(before.placements) == destination.target
+                (local_part(before) if same else before).add_(local if same else result)
+                parameter.grad, self.previous = before, None
+                mark_complete(before)
+                return
+        mark_complete(result)
+        parameter.grad = result
+
+    def _spec_of(self, placements: Sequence[Placement], dtype: torch.dtype) -> DTensorSpec:
+        """The row-major spec of a gradient. The complete gradient's is kept, and is the parameter's own object if the two
+        are equal."""
+        destination = self.destination
+        assert destination.mesh is not None
+        is_target = tuple(placements) == destination.target
+        spec = self._spec
+        if is_target and spec is not None and spec.tensor_meta is not None and spec.tensor_meta.dtype == dtype:
+            return spec
+        stride = [1] * len(destination.shape)
+        for dim in range(len(stride) - 2, -1, -1):
+            stride[dim] = stride[dim + 1] * max(destination.shape[dim + 1], 1)
+        spec = make_spec(destination.mesh, placements, destination.shape, stride, dtype)
+        if is_target:
+            assert isinstance(self.parameter, DTensor)
+            own = spec_of(self.parameter)
+            self._spec = spec = own if own == spec else spec
+        return spec
+
+
+def local_part(gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a gradient, detached, and waited for if it is the result of an asynchronous collective."""
+    local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+    local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    return local.detach() if local.requires_grad else local
+
+
+def _destination(parameter: torch.Tensor, rule: GradientRule) -> Destination:
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return Destination(shape, None, ())
+    target = tuple(Replicate() if p.is_partial() else p for p in parameter.placements)
+    return Destination(shape, parameter.device_mesh, _filled(rule.target, target))
+
+
+def _filled(wanted: Sequence[Placement | None] | None, otherwise: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    return otherwise if wanted is None else tuple(o if w is None else w for w, o in zip(wanted, otherwise))

@@ -1,0 +1,388 @@
+"""``GradientReducer``: reduces the gradients of DTensor models and of plain modules in buckets while backward runs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes
+from vescale.compat import in_backward, no_torch_function
+from vescale.gradients._agreed_parameters import AgreedParameters
+from vescale.gradients._bucket import Bucket
+from vescale.gradients._bucket_slot import BucketSlot
+from vescale.gradients._comm_hook import CommHook
+from vescale.gradients._hooked_parameters import HookedParameters
+from vescale.gradients._parameter import GradientRule, ReducedParameter, local_part
+from vescale.gradients._reduction import Arrival, Policy
+from vescale.gradients._running_backward import RunningBackward
+from vescale.gradients._schedule import Schedule, make_buckets
+from vescale.gradients._settings import check_settings
+
+__all__ = ["GradientReducer"]
+
+
+class GradientReducer:
+    """Reduces gradients over all axes on which they are Partial, several in one collective, overlapped with backward.
+
+    For stock DTensor models, for plain modules that every rank feeds its own part of the batch, and for mixtures.
+
+    ========================  =========================================================================================
+    moment                    ``parameter.grad``
+    ========================  =========================================================================================
+    in backward               moves to its bucket, a small one of a plain parameter when all gradients of the bucket have
+                              arrived; a full bucket is reduced while backward continues
+    ``backward()`` returned   complete: a view of its bucket, placed as the parameter; None if no rank used the parameter
+    under :meth:`no_sync`     this rank's contribution: plain, or still Partial; further backwards add to it in the bucket
+    :meth:`finish`            as after backward; for ranks whose backward reached no parameter
+    ========================  =========================================================================================
+
+    Reduced axes: for a DTensor gradient, those on which it is Partial and its parameter is not, and the axes of ``mesh``
+    that its own mesh lacks; for a plain gradient, all axes of ``mesh``. The axes are joined to one group; if no mesh is
+    known that both meshes are parts of, there is one collective each. Communication: one all-reduce per bucket, or, if the
+    parameter is sharded on one of the axes and the ring model predicts that it is faster, a reduce-scatter and an
+    all-reduce of the piece.
+
+    The buckets are determined in the first step, whose gradients are reduced at its end: a bucket holds gradients with the
+    same axes, op, dtype and destination, in the order in which they become ready on the first rank. All ranks compare their
+    observations through the store, and launch the same buckets in the same order from then on; if a rank does not use a
+    parameter, it contributes zeros. Gradients that arrive for the first time later (another part of the model is trained,
+    other placements) get their buckets in the same way at the end of their backward.
+
+    Parameters may be frozen, unfrozen, replaced and added later, in the same way on every rank. Changes are detected at the
+    module's forward, at the beginning of a backward, and in :meth:`finish`.
+
+    Args:
+        module: its parameters are reduced, except those on meshes that this rank is not part of.
+        mesh: the mesh over which plain gradients are reduced, and to whose axes ``op`` applies.
+        bucket_bytes: the largest size of a bucket (the first one has about 1 MiB); a list: the size of each bucket in turn;
+            ``"auto"``: sizes that grow up to the one at which latency no longer matters.
+        reduce_dtype: the dtype of the communication; None: each gradient's own.
+        op: how the ranks' gradients along the axes of ``mesh`` are combined. None: a DTensor by its Partial, plain gradients
+            by their average. On other axes a DTensor's Partial decides.
+        timeout: how long comparisons wait for other ranks; None: as long as collectives.
+
+    Raises:
+        GradientMismatchError: on every rank, if the ranks have different modules or settings; later, in ``backward()``, if
+            the gradient of one parameter arrives in different ways.
+        ConsensusError: some ranks do not take part in a comparison; the error names them.
+        TypeError: ``module`` is no module, or ``mesh`` no mesh.
+        ValueError: a mesh that overlaps a parameter's without both being parts of one mesh; an unknown op or dtype; invalid
+            sizes; a parameter that has a reducer already, or whose gradient ``fully_shard``, DDP or ``parallelize`` reduces.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        bucket_bytes: BucketBytes = DEFAULT_BUCKET_BYTES,
+        reduce_dtype: torch.dtype | None = None,
+        op: Literal["avg", "sum"] | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        check_settings(module, mesh, bucket_bytes, reduce_dtype, op)
+        self._mesh = mesh
+        self._bucket_bytes: BucketBytes = bucket_bytes
+        self._policy = Policy(mesh, op, reduce_dtype)
+        self._schedule = Schedule()
+        self._hook: CommHook | None = None
+        self._syncs = True
+        self.around_no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """A context that :meth:`no_sync` enters as well."""
+        self._backward = RunningBackward(self._end)
+        self._is_begun = False  # a backward has begun, and its end has not been handled
+        self._is_synced = False
+        self._arrived = False
+        self._has_checked = False  # the module has been checked for changes before the next backward
+        self._has_older = False  # contributions of earlier backwards are in `.grad`
+        self._has_previous = False  # complete gradients are kept aside
+        self._has_reduced = False
+        self._unplaced: dict[tuple[ReducedParameter, Arrival], tuple[torch.Tensor, int]] = {}
+        self._parameters = AgreedParameters(
+            HookedParameters(module, self._policy, self._begin, self._take, self._backward.gate),
+            mesh,
+            f"op={op} bucket_bytes={bucket_bytes} reduce_dtype={reduce_dtype}",
+            timeout,
+        )
+        self._handle = module.register_forward_pre_hook(lambda *_: self.recover())
+
+    def add(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> None:
+        """Reduce the gradients of more parameters, on the meshes of known ones; called alike on every rank.
+
+        Raises GradientMismatchError and ValueError as the constructor does.
+        """
+        self._parameters.add(parameters)
+
+    # Public
+
+    @property
+    def num_buckets(self) -> int:
+        """The number of buckets of a step. Before the first step: if the gradient of every replicated parameter is
+        Partial."""
+        return len(self.buckets)
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets in the order in which they are launched; for reports and tests."""
+        if self._schedule.buckets:
+            return self._schedule.buckets
+        trained = [reduced for reduced in reversed(self._parameters.agreed) if reduced.parameter.requires_grad]
+        guessed = self._slots([(reduced, reduced.likely_arrival(), 1) for reduced in trained])
+        return make_buckets(guessed, self._bucket_bytes, self._mesh.device_type)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate this rank's gradients; the first one outside reduces the total."""
+        before, self._syncs = self._syncs, False
+        try:
+            with self.around_no_sync():
+                yield
+        finally:
+            self._syncs = before
+
+    def finish(self) -> None:
+        """Complete the gradients of this step on a rank whose backward reached no parameter, and those accumulated under
+        :meth:`no_sync`. Does nothing if a backward has done so since the last call.
+
+        If the backward of some rank may reach no parameter, call this in every step on every rank. A call that is made in
+        some steps only counts as the end of the step before, and the other ranks hang.
+        """
+        with torch.no_grad(), no_torch_function():
+            self._break_off()
+            if not self._has_reduced:
+                self._prepare()
+                self._reduce()
+        self._has_reduced = False
+
+    def remove(self) -> None:
+        """Remove the reducer from the module: gradients stay each rank's own again."""
+        self._handle.remove()
+        self._parameters.release_all()
+        self._schedule = Schedule()
+
+    def register_comm_hook(self, hook: CommHook) -> None:
+        """Replace the all-reduces of buckets, for example to compress them; see :class:`GradientBucket`.
+
+        The hook returns the reduced tensor, or a ``Pending`` of it, in any dtype, with the buffer's number of elements.
+        It must start the same collectives on every rank.
+
+        Raises RuntimeError inside a backward. ``backward()`` raises what the hook raises, and TypeError or ValueError for an
+        invalid result.
+        """
+        if self._backward.current() is not None:
+            raise RuntimeError("register_comm_hook in a backward; some of its gradients are on their way already")
+        if not callable(hook):
+            raise TypeError(f"register_comm_hook got a {type(hook).__name__}; give a function of a GradientBucket")
+        self._hook = hook
+        for bucket in self._schedule.buckets:
+            bucket.hook = hook
+
+    def describe(self) -> list[str]:
+        """One line per bucket: gradients, bytes, axes, op, and the bytes that a rank sends."""
+        return [
+            f"bucket {b.index}: {len(b.slots)} gradients, {b.num_bytes} bytes, {b.reduction.text()}, "
+            f"{b.num_collectives} collectives of {b.moved_bytes} bytes"
+            for b in self.buckets
+        ]
+
+    # Backward
+
+    def begin(self) -> None:
+        """Called inside a backward by code that will write gradients to ``.grad`` in a callback at its end, after that
+        callback was queued: this reducer's work then follows it."""
+        if self._backward.current() is None:
+            self._begin()
+        else:
+            self._backward.follow()
+
+    def _begin(self, gradient: torch.Tensor | None = None) -> None:
+        """Called for each gradient before it is accumulated; only the first one of a backward matters."""
+        if self._backward.current() is not None:
+            return
+        with torch.no_grad(), no_torch_function():
+            self._break_off()
+            self._backward.follow()
+            self._is_begun, self._is_synced = True, self._syncs
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Set complete gradients aside: what arrives now is this rank's contribution."""
+        self._arrived = False
+        if not self._has_checked:  # the module's own forward has not run
+            self._check_changes()
+        self._has_checked = self._has_older = self._has_previous = False
+        self._schedule.versions = versions = {}
+        for reduced in self._parameters:
+            if reduced.parameter.grad is None:
+                reduced.previous = None  # zero_grad() applies to the hidden gradient, too
+                continue
+            if reduced.set_aside():
+                versions[id(reduced.parameter)] = reduced.parameter.grad._version
+            self._has_previous |= reduced.previous is not None
+        self._has_older = bool(versions)
+
+    def _check_changes(self) -> None:
+        self._schedule.release_works()
+        self._parameters.check_changes()
+
+    def _take(self, reduced: ReducedParameter, parameter: nn.Parameter) -> None:
+        """Called after a gradient has been accumulated."""
+        self._arrived = True
+        if not self._syncs:
+            return
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                self._take(reduced, parameter)
+            return
+        slot = reduced.plain_slot
+        if slot is None or not slot.bucket.accept(slot):
+            with no_torch_function():
+                self._hand_over(reduced)
+        elif slot.bucket.num_missing <= 0:
+            self._schedule.launch_full()
+
+    def _hand_over(self, reduced: ReducedParameter) -> None:
+        """Move this rank's contribution to its bucket."""
+        gradient = reduced.parameter.grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"{reduced.name}.grad comes as a {gradient.layout} tensor, which is not reduced; make it dense "
+                "(nn.Embedding(sparse=False))"
+            )
+        reduced.parameter.grad = None
+        arrival = reduced.arrival_of(gradient)
+        local = local_part(gradient)
+        for slot in reduced.slots:
+            if (slot.arrival is arrival or slot.arrival == arrival) and not slot.bucket.is_launched:
+                slot.bucket.arrive(slot, reduced.staged(arrival, slot.contribution.staged, local))
+                if slot.bucket.num_missing <= 0:
+                    self._schedule.launch_full()
+                return
+        contribution = reduced.contribution(arrival)
+        local = reduced.staged(arrival, contribution.staged, local)
+        if contribution.reduction is None:
+            reduced.deliver(contribution, local.detach())
+            return
+        known = self._unplaced.get((reduced, arrival))
+        if known is None:
+            self._unplaced[reduced, arrival] = (local, 1)
+        else:
+            self._unplaced[reduced, arrival] = (known[0].add_(local), known[1] + 1)
+
+    def _end(self) -> None:
+        """The outermost backward has ended."""
+        with torch.no_grad(), no_torch_function():
+            self._arrived = self._arrived or self._schedule.has_unannounced()
+            if self._arrived and self._syncs:
+                self._reduce()
+                self._has_reduced = True
+                return
+            if self._arrived:
+                self._has_reduced = False  # there is something to reduce again
+            for reduced in self._parameters:
+                reduced.settle()
+            self._is_begun = False
+
+    def recover(self) -> None:
+        """Before a forward: detect changes, and finish a backward that an exception ended."""
+        if self._backward.current() is not None and in_backward():
+            return
+        if self._is_begun:
+            with torch.no_grad(), no_torch_function():
+                self._break_off()
+        self._check_changes()
+        self._has_checked = True
+
+    def _break_off(self) -> None:
+        """Finish a backward that an exception ended, if there was one. Collectives that other ranks may have started are
+        carried out, with nan for missing contributions, so that no rank takes the sums for complete."""
+        if not self._is_begun:
+            return
+        self._backward.forget()
+        if self._is_synced:
+            self._schedule.launch_all(missing=math.nan)
+            self._schedule.finish()
+            self._has_reduced = True
+        self._finish_step()
+
+    # The end of a step
+
+    def _reduce(self) -> None:
+        """Launch the remaining buckets, add slots for new gradients, and complete all gradients."""
+        removed = self._parameters.agree_on_changes()
+        if removed:
+            self._unplaced = {key: value for key, value in self._unplaced.items() if key[0] not in removed}
+        if self._has_older:
+            for reduced in self._parameters.agreed:  # accumulated under no_sync, and not reached by the last backward
+                gradient = reduced.parameter.grad
+                if gradient is not None and not reduced.is_complete(gradient):
+                    self._hand_over(reduced)
+        self._schedule.launch_all()
+        for slot in self._schedule.latecomers():
+            self._hand_over(slot.owner)
+        if self._unplaced or self._parameters.has_unoffered():
+            self._add_slots()
+            self._schedule.launch_all()
+        self._schedule.finish()
+        self._deliver()
+        self._finish_step()
+
+    def _deliver(self) -> None:
+        """Make the results of all buckets the parameters' gradients."""
+        unused = self._schedule.unused()
+        is_regular = not unused and not self._has_previous
+        for bucket in self._schedule.buckets:
+            if bucket.reduction.scatter is not None:
+                for slot in bucket.slots:
+                    if slot not in unused:
+                        slot.owner.deliver_scattered(slot)
+                continue
+            if is_regular and bucket.give_results():  # the results are marked as complete
+                continue
+            for slot, result in zip(bucket.slots, bucket.results().tensors):
+                if slot not in unused:
+                    slot.owner.deliver(slot.contribution, result)
+
+    def _finish_step(self) -> None:
+        for bucket in self._schedule.close():
+            self._parameters.update_hooks(bucket.slots)
+        self._unplaced.clear()
+        if self._has_previous:
+            for reduced in self._parameters:
+                reduced.restore_previous()
+        if self._parameters.is_outdated:
+            self._schedule = Schedule()
+            self._parameters.drop_slots()
+        self._is_begun = False
+
+    def _add_slots(self) -> None:
+        """Agree on slots for gradients that have none, and add them to the schedule."""
+        arrivals = {key: count for key, (_, count) in self._unplaced.items()}
+        found = self._parameters.agree_on_arrivals(arrivals)
+        slots = self._slots(found)
+        self._schedule.extend(slots, self._bucket_bytes, self._mesh.device_type, self._hook)
+        for slot in slots:
+            slot.owner.add_slot(slot)
+            if len(slot.owner.slots) > 1:  # to which of them a gradient belongs is known when it arrives
+                for each in slot.owner.slots:
+                    each.bucket.muting.never_collect(each)
+                    self._parameters.update_hooks(each.bucket.slots)
+            waiting = self._unplaced.get((slot.owner, slot.arrival))
+            if waiting is not None:
+                slot.bucket.arrive(slot, waiting[0])
+
+    def _slots(self, found: Sequence[tuple[ReducedParameter, Arrival, int]]) -> list[BucketSlot[Bucket]]:
+        """Slots for (parameter, arrival, number of arrivals in a backward), except for complete gradients."""
+        return [
+            reduced.new_slot(arrival, count)
+            for reduced, arrival, count in found
+            if reduced.contribution(arrival).reduction is not None
+        ]

@@ -1,0 +1,121 @@
+"""``Schedule``: the buckets of a reducer, in the order in which every rank launches them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vescale.comm import BucketBytes, bucket_limits, link_of, plan_buckets
+from vescale.gradients._bucket import Bucket
+from vescale.gradients._bucket_slot import BucketSlot
+from vescale.gradients._comm_hook import CommHook
+from vescale.gradients._unused import is_unused
+
+__all__ = ["Schedule", "make_buckets"]
+
+
+@dataclass
+class Schedule:
+    """Buckets in the order in which every rank launches them; buckets are only added.
+
+    If a bucket takes two collectives, the second one starts right after the first one of the next bucket: at that point the
+    order is the same on every rank, as it must be within a group, and the first collective has had time to finish.
+    """
+
+    buckets: list[Bucket] = field(default_factory=list)
+    num_launched: int = 0
+    versions: dict[int, int] = field(default_factory=dict)
+    """Versions of the gradients that existed when the backward began; see :data:`Versions`."""
+    _works: list[Any] = field(default_factory=list)
+
+    def extend(
+        self,
+        slots: Sequence[BucketSlot[Bucket]],
+        bucket_bytes: BucketBytes,
+        device_type: str,
+        hook: CommHook | None = None,
+    ) -> None:
+        """Put slots, given in the order in which their gradients arrive, into new buckets."""
+        self.buckets += make_buckets(slots, bucket_bytes, device_type, len(self.buckets), hook)
+
+    def launch_full(self) -> None:
+        """Launch buckets in order, up to the first one that is not ready."""
+        while self.num_launched < len(self.buckets) and self.buckets[self.num_launched].is_ready(self.versions):
+            self._launch_next()
+
+    def launch_all(self, missing: float | None = None) -> None:
+        """Launch the remaining buckets; ``missing`` as in :meth:`Bucket.launch`."""
+        while self.num_launched < len(self.buckets):
+            self._launch_next(missing)
+
+    def _launch_next(self, missing: float | None = None) -> None:
+        self.buckets[self.num_launched].launch(self.versions, missing)
+        if self.num_launched:
+            self.buckets[self.num_launched - 1].advance()
+        self.num_launched += 1
+
+    def finish(self) -> None:
+        """Wait for all launched buckets; their results are available afterwards."""
+        launched = self.buckets[: self.num_launched]
+        for bucket in launched:
+            bucket.advance()
+        for bucket in launched:
+            bucket.finish()
+            self._works = bucket.waited
+
+    def release_works(self) -> None:
+        """Drop the works of the last step. Until then they are kept, so that no thread of gloo releases them while the
+        program exits; see :meth:`Pending.works`."""
+        self._works = []
+
+    def has_unannounced(self) -> bool:
+        """Whether a gradient has arrived that no hook announced."""
+        return any(bucket.has_unannounced(self.versions) for bucket in self.buckets)
+
+    def latecomers(self) -> list[BucketSlot[Bucket]]:
+        """The collected slots whose parameters got another gradient after their bucket was launched."""
+        return [
+            slot
+            for bucket in self.buckets
+            for slot, parameter in zip(bucket.muting.collected, bucket.muting.parameters.tensors)
+            if parameter.grad is not None
+        ]
+
+    def unused(self) -> set[BucketSlot[Bucket]]:
+        """The slots that no rank has contributed to. Waits for the device, once, only if a slot is absent on this rank."""
+        absent = [(slot, bucket) for bucket in self.buckets for slot in bucket.absent]
+        if not absent:
+            return set()
+        flags = torch.cat([is_unused(bucket.mark(slot), bucket.op) for slot, bucket in absent]).tolist()
+        return {slot for (slot, _), flag in zip(absent, flags) if flag}
+
+    def close(self) -> list[Bucket]:
+        """Prepare for the next step. Returns the buckets of which other slots are notified from now on."""
+        self.num_launched = 0
+        self.versions = {}
+        return [bucket for bucket in self.buckets if bucket.close()]
+
+
+def make_buckets(
+    slots: Sequence[BucketSlot[Bucket]],
+    bucket_bytes: BucketBytes,
+    device_type: str,
+    first: int = 0,
+    hook: CommHook | None = None,
+) -> list[Bucket]:
+    """New buckets, without memory, for slots in the order in which their gradients arrive."""
+    items = []
+    num_ranks = 1
+    for slot in slots:
+        num_ranks = max(num_ranks, *(stage.axes.num_ranks for stage in slot.reduction.stages))
+        items.append((slot.reduction, slot.num_bytes))
+    if not items:
+        return []
+    limits = bucket_limits(bucket_bytes, num_ranks, link_of(device_type))
+    return [
+        Bucket(first + number, items[indices[0]][0], [slots[index] for index in indices], hook)
+        for number, indices in enumerate(plan_buckets(items, limits))
+    ]
