@@ -46,10 +46,10 @@ def on_rank_custom_op() -> None:
     op = custom_op("affine")
     full = data()
     x = place(full, RAGGED)
-    with record_comms() as calls, pytest.warns(PlacementFallbackWarning, match="affine.default has no rule"):
+    with record_comms() as comms, pytest.warns(PlacementFallbackWarning, match="affine.default has no rule"):
         found = op(x)  # without any rule: gathered, and run on every rank
     assert_same(found, full * 2 + 1)
-    assert found.placements == (Replicate(),) and len(calls) == 1
+    assert found.placements == (Replicate(),) and comms.count() == 1
 
     # PyTorch's public API: stock placements. Ragged operands are still gathered.
     register_sharding(op)(lambda x: [([Shard(0)], [Shard(0)]), ([Replicate()], [Replicate()])])
@@ -60,10 +60,10 @@ def on_rank_custom_op() -> None:
         assert op(x).placements == (Replicate(),)
 
     register_rule(op, lambda call: Decision((call.operands[0].placements,), (call.operands[0].placements,)))
-    with record_comms() as calls, strict_placements():
+    with record_comms() as comms, strict_placements():
         found = op(x)
     assert_same(found, full * 2 + 1)
-    assert found.placements == x.placements and not calls
+    assert found.placements == x.placements and not comms.records
     assert op(stock).placements == (Shard(0),)  # rules are not for stock placements
 
     def unknown(call: Any) -> None:
@@ -173,7 +173,8 @@ from vescale.placements import RaggedShard
 
 assert "vescale.ops" not in sys.modules and DTensor.redistribute is before
 dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
-x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (3,)), [RaggedShard((0,), (5, 2, 3))], shape=(10,))
+ragged = [RaggedShard((0,), (5, 2, 3))]
+x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (3,)), ragged, shape=(10,))
 y = x * 2 + x
 assert DTensor.redistribute is not before
 assert y.placements == x.placements and y.to_local().tolist() == [3.0, 3.0], y
