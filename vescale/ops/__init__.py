@@ -43,7 +43,6 @@ from vescale.ops._conversion import (
     cut,
     enter_local,
     leave_local,
-    reduced,
     wrap_global,
 )
 from vescale.ops._decision import Decision, Rule
@@ -94,7 +93,6 @@ __all__ = [
     "leave_local",
     "meetings",
     "observe",
-    "reduced",
     "register",
     "register_aten",
     "register_family",

@@ -32,7 +32,7 @@ from vescale.comm import asking
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, no_torch_function, spec_of
 from vescale.ops._observer import report_implicit_move
 from vescale.ops._strides import stride_like
-from vescale.placements import contiguous_stride, move_local
+from vescale.placements import contiguous_stride, move_local, without_partials
 
 __all__ = [
     "bring",
@@ -41,15 +41,8 @@ __all__ = [
     "cut",
     "enter_local",
     "leave_local",
-    "reduced",
     "wrap_global",
 ]
-
-
-def reduced(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Placements of the gradient of a tensor with ``placements``: Replicate for Partial, because each summand has the
-    gradient of the sum."""
-    return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
 
 
 def _moved(x: DTensor, target: tuple[Placement, ...], requester: str) -> DTensor:
@@ -77,7 +70,7 @@ def bring(x: DTensor, target: Sequence[Placement], op: str, operand: str) -> DTe
 class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: Any, grad_stages: Any, requester: str) -> DTensor:
-        ctx.arrived, ctx.grad_stages, ctx.requester = reduced(x.placements), grad_stages, requester
+        ctx.arrived, ctx.grad_stages, ctx.requester = without_partials(x.placements), grad_stages, requester
         ctx.set_materialize_grads(False)
         result = _moved(x, target, requester)
         return make_dtensor(local_of(result), spec_of(result), requires_grad=x.requires_grad)
@@ -87,7 +80,7 @@ class _Convert(torch.autograd.Function):
         if grad is not None:
             for stage in ctx.grad_stages:
                 target = tuple(f if s is None else s for f, s in zip(grad.placements, stage))
-                grad = _Convert.apply(grad, target, (reduced(grad.placements),), f"{ctx.requester}: gradient")
+                grad = _Convert.apply(grad, target, (without_partials(grad.placements),), f"{ctx.requester}: gradient")
         return grad, None, None, None
 
 
@@ -113,7 +106,7 @@ def convert(
     """
     found = tuple(x.placements)
     complete = tuple(f if t is None else t for f, t in zip(found, target))
-    back = [None if t is None else g for t, g in zip(target, reduced(found))]
+    back = [None if t is None else g for t, g in zip(target, without_partials(found))]
     if grad_target is None:
         grad_target = back
     else:
@@ -165,7 +158,7 @@ def enter_local(
             of ``x``, Replicate for Partial.
         always: pass a gradient of zeros on ranks that do not use the result, where other ranks may.
     """
-    placements = reduced(x.placements) if grad_placements is None else tuple(grad_placements)
+    placements = without_partials(x.placements) if grad_placements is None else tuple(grad_placements)
     with no_torch_function():
         return _EnterLocal.apply(x, placements, always)
 
@@ -203,7 +196,7 @@ def leave_local(
     under which this communication is reported."""
     spec = make_spec(mesh, placements, shape, stride_like(local, shape), local.dtype)
     with no_torch_function():
-        grads = reduced(placements) if grad_placements is None else tuple(grad_placements)
+        grads = without_partials(placements) if grad_placements is None else tuple(grad_placements)
         return _LeaveLocal.apply(local, spec, grads, op)
 
 

@@ -10,9 +10,8 @@ from torch.distributed.tensor import Replicate
 
 from vescale.compat import DTensorSpec, TensorMeta, clear_sharding_cache, static_keywords, takes_only_tensors
 from vescale.ops._call import OpCall, Placements, placements_text
-from vescale.ops._check_decision import check_decision
 from vescale.ops._decision import Decision
-from vescale.ops._registry import is_user_rule, rules_of
+from vescale.ops._registry import rules_of
 from vescale.ops.interleaved import treats_indices_alike
 from vescale.placements import CustomPlacement, contiguous_stride, has_custom, ragged_axis
 
@@ -44,8 +43,6 @@ def decide(call: OpCall) -> Decision:
 def _first_decision(call: OpCall) -> Decision | None:
     for rule in rules_of(call.op):
         decision: Decision | None = rule(call)
-        if is_user_rule(call.op, rule):
-            check_decision(rule, call, decision)
         if decision is not None:
             return decision
     return None

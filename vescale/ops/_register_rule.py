@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from vescale.ops._call import OpCall
+from vescale.ops._check_decision import check_decision
 from vescale.ops._decide import forget_decisions
-from vescale.ops._decision import Rule
+from vescale.ops._decision import Decision, Rule
 from vescale.ops._registry import register_user_rule
 
 __all__ = ["register_rule"]
@@ -54,5 +57,11 @@ def register_rule(op: Any, rule: Rule) -> None:
     if not callable(rule):
         raise TypeError(f"register_rule: found the rule {rule!r}; expected a function of an OpCall")
     for one in ops:
-        register_user_rule(one, rule)
+        register_user_rule(one, functools.partial(_checked, rule))
     forget_decisions()
+
+
+def _checked(rule: Rule, call: OpCall) -> Decision | None:
+    decision = rule(call)
+    check_decision(rule, call, decision)
+    return decision

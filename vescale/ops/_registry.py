@@ -33,7 +33,6 @@ __all__ = [
     "entries",
     "entry_of",
     "families",
-    "is_user_rule",
     "register",
     "register_aten",
     "register_family",
@@ -128,11 +127,6 @@ def register_user_rule(op: Any, rule: Callable[..., Any]) -> None:
     """Add a rule that is called before all others; :func:`vescale.ops.register_rule` checks the arguments."""
     known = _ENTRIES.get(op, OpEntry())
     _ENTRIES[op] = replace(known, user_rules=(rule, *known.user_rules))
-
-
-def is_user_rule(op: Any, rule: Callable[..., Any]) -> bool:
-    entry = _ENTRIES.get(op)
-    return entry is not None and rule in entry.user_rules
 
 
 def entry_of(op: Any) -> OpEntry | None:

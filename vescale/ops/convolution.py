@@ -37,7 +37,7 @@ from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.ops._conversion import bring, wrap_global
 from vescale.ops._registration import handles
 from vescale.ops._strides import stride_like
-from vescale.placements import local_region
+from vescale.placements import local_region, without_partials
 
 __all__: list[str] = []
 
@@ -110,7 +110,7 @@ class _Layout:
 
     @property
     def result_grad(self) -> tuple[Placement, ...]:
-        return tuple(Replicate() if placement.is_partial() else placement for placement in self.result)
+        return without_partials(self.result)
 
     @property
     def input_grad(self) -> tuple[Placement, ...]:

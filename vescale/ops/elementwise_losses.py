@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.comm import all_reduce, asking, axis_group
 from vescale.compat import local_of, make_dtensor, make_spec
-from vescale.ops._conversion import bring, cut, reduced
+from vescale.ops._conversion import bring, cut
 from vescale.ops._registration import handles
-from vescale.placements import contiguous_stride, shard_dim
+from vescale.placements import contiguous_stride, shard_dim, without_partials
 
 __all__: list[str] = []
 
@@ -44,7 +44,7 @@ def _run(signature: _Signature, op: Any, args: tuple[Any, ...], kwargs: dict[str
     operands = values[: signature.num_operands]
     main = next(x for x in operands[signature.backward :] if isinstance(x, DTensor))
     mesh, reduction = main.device_mesh, values[signature.reduction]
-    placements = reduced(main.placements)
+    placements = without_partials(main.placements)
     shape = torch.broadcast_shapes(*(x.shape for x in operands[signature.backward :] if x is not None))
 
     def local(x: Any, name: str) -> Any:

@@ -31,9 +31,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import all_reduce, asking, axis_group
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec
-from vescale.ops._conversion import bring, cut, reduced
+from vescale.ops._conversion import bring, cut
 from vescale.ops._registration import handles
-from vescale.placements import RaggedShard, at_dim, contiguous_stride, local_region, shard_dim
+from vescale.placements import RaggedShard, at_dim, contiguous_stride, local_region, shard_dim, without_partials
 
 __all__ = ["local_part", "without_dim"]
 
@@ -80,7 +80,7 @@ def _log_softmax(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     axes = _axes_on(x, dim)
     if not axes:  # now that it is not ragged any more
         return op(x, dim, half_to_float)
-    x = bring(x, reduced(x.placements), str(op), "self")
+    x = bring(x, without_partials(x.placements), str(op), "self")
     local = local_of(x).float() if half_to_float else local_of(x)
     wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
     rows = [*local.shape[:dim], 1, *local.shape[dim + 1 :]]
@@ -129,7 +129,7 @@ class _Rows:
         mesh = scores.device_mesh
         class_dim = 0 if scores.ndim == 1 else 1
         scores = _with_rows(scores, op)
-        scores = bring(scores, reduced(scores.placements), str(op), "self")
+        scores = bring(scores, without_partials(scores.placements), str(op), "self")
         placements = tuple(without_dim(placement, class_dim) for placement in scores.placements)
         labels = local_part(target, mesh, placements, op, "target")
         num_classes = scores.shape[class_dim]

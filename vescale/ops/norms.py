@@ -13,10 +13,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, stock_dispatch
 from vescale.ops._context import OpContext
-from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_local, leave_local, reduced
+from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_local, leave_local
 from vescale.ops._observer import running_module
 from vescale.ops._registration import handles, replaces
-from vescale.placements import contiguous_stride, shard_dim
+from vescale.placements import contiguous_stride, shard_dim, without_partials
 
 __all__: list[str] = []
 
@@ -64,7 +64,7 @@ def _over_shards(name: str, x: DTensor, first: int, weight: Any, bias: Any, eps:
     def mean(values: torch.Tensor) -> torch.Tensor:
         total = values.sum(dims, keepdim=True) / size
         summed = leave_local(total, mesh, pending, (*x.shape[:first], *(1 for _ in dims)), name)
-        return enter_local(convert(summed, reduced(pending), requester=f"{name}: statistic"), pending)
+        return enter_local(convert(summed, without_partials(pending), requester=f"{name}: statistic"), pending)
 
     def factor(given: DTensor) -> torch.Tensor:
         own = [Replicate() if dim is None else Shard(dim) for dim in features]
@@ -138,5 +138,9 @@ def _vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Inside a model, reduce a norm over a sharded dim at once: other ops take DTensor's pending norm for a pending sum."""
     found = stock_dispatch(op, args, kwargs)
     if isinstance(found, DTensor) and any(p.is_partial() and type(p) is not Partial for p in found.placements):
-        return bring(found, reduced(found.placements), str(op), "result") if running_module() is not None else found
+        return (
+            bring(found, without_partials(found.placements), str(op), "result")
+            if running_module() is not None
+            else found
+        )
     return found

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, spec_of
 from vescale.ops._context import OpContext
-from vescale.ops._conversion import bring, bring_with_gradient, reduced
+from vescale.ops._conversion import bring, bring_with_gradient
 from vescale.ops._registration import replaces
 from vescale.ops._view_copies import remember_copy
-from vescale.placements import InterleavedShard, contiguous_stride
+from vescale.placements import InterleavedShard, contiguous_stride, without_partials
 
 __all__ = ["split"]
 
@@ -52,7 +52,7 @@ class _WholeGradients(torch.autograd.Function):
 
 def _whole(spec: Any) -> Any:
     """The spec with Replicate for Partial: a sum of zeros is zero."""
-    return make_spec(spec.mesh, reduced(spec.placements), spec.shape, spec.stride, spec.tensor_meta.dtype)
+    return make_spec(spec.mesh, without_partials(spec.placements), spec.shape, spec.stride, spec.tensor_meta.dtype)
 
 
 class _Chunks(torch.autograd.Function):
@@ -73,10 +73,10 @@ class _Chunks(torch.autograd.Function):
             found = [
                 like.new_zeros(shape)
                 if grad is None
-                else local_of(bring(grad, reduced(spec.placements), "split", "gradient"))
+                else local_of(bring(grad, without_partials(spec.placements), "split", "gradient"))
                 for grad, spec, shape in zip(grads, ctx.specs, ctx.shapes)
             ]
-            shape, placements = ctx.spec.shape, reduced(ctx.spec.placements)
+            shape, placements = ctx.spec.shape, without_partials(ctx.spec.placements)
             spec = make_spec(ctx.spec.mesh, placements, shape, contiguous_stride(shape), like.dtype)
             return make_dtensor(torch.cat(found, ctx.dim), spec), None, *(None for _ in grads)
 

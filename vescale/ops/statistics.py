@@ -23,7 +23,7 @@ from vescale.compat import DTensorSpec, local_of, make_dtensor, spec_of
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, convert
 from vescale.ops._registration import handles, replaces
-from vescale.placements import move_local, shard_dim
+from vescale.placements import move_local, shard_dim, without_partials
 
 __all__ = ["mean"]
 
@@ -137,7 +137,7 @@ def _is_pending(x: Any) -> bool:
 def _reduced(x: Any, func: Any) -> Any:
     if not _is_pending(x):
         return x
-    target: list[Placement] = [Replicate() if placement.is_partial() else placement for placement in x.placements]
+    target: list[Placement] = list(without_partials(x.placements))
     return convert(x, target, requester=f"statistic: {func.__name__}")
 
 

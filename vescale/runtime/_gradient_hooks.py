@@ -16,8 +16,8 @@ from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
 from vescale.fsdp import ManagedParameter
 from vescale.gradients import GradientReducer, GradientRule
 from vescale.ir import Annotate, Batch, Hook, Instruction, Program, Redistribute
-from vescale.ops import convert, reduced, wrap_global
-from vescale.placements import contiguous_stride
+from vescale.ops import convert, wrap_global
+from vescale.placements import contiguous_stride, without_partials
 from vescale.runtime._units import accumulating, managed_parameters, states_in
 
 __all__ = ["GradientHooks", "full_name", "single_instructions"]
@@ -116,7 +116,7 @@ def _rule(instruction: Instruction | None, parameter: DTensor, name: str) -> Gra
     elif instruction is not None:
         assert isinstance(instruction.op, Annotate)
         source = instruction.op.placements
-    own, mesh = reduced(parameter.placements), parameter.device_mesh
+    own, mesh = without_partials(parameter.placements), parameter.device_mesh
     complete = tuple(o if p is None else p for o, p in zip(own, target or own))
 
     def on_captured(grad: torch.Tensor) -> torch.Tensor:

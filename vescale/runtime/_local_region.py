@@ -13,8 +13,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import map_tensors, no_torch_function, tensors_in
 from vescale.ir import Instruction, Local
-from vescale.ops import convert, enter_local, leave_local, reduced
-from vescale.placements import shard_dim
+from vescale.ops import convert, enter_local, leave_local
+from vescale.placements import shard_dim, without_partials
 from vescale.runtime._runtime import Runtime
 
 __all__ = ["LocalRegion", "local_state"]
@@ -94,5 +94,5 @@ def local_state(module: nn.Module, entered: Callable[[str, torch.Tensor], torch.
 def _gradient(placements: Sequence[Placement], differs: Sequence[bool]) -> tuple[Placement, ...]:
     return tuple(
         Partial() if placement.is_replicate() and apart else placement
-        for placement, apart in zip(reduced(placements), differs)
+        for placement, apart in zip(without_partials(placements), differs)
     )

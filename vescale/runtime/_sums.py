@@ -25,8 +25,8 @@ from vescale.compat import (
     no_torch_function,
     stock_dispatch,
 )
-from vescale.ops import bring, reduced, stride_like
-from vescale.placements import contiguous_stride
+from vescale.ops import bring, stride_like
+from vescale.placements import contiguous_stride, without_partials
 
 __all__ = ["DERIVATIVE_HANDLERS", "accumulated", "derivative", "where"]
 
@@ -64,7 +64,7 @@ def _unruled_derivative(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     lies = grad.placements if isinstance(grad, DTensor) else (Replicate(),) * mesh.ndim
     target = [
         g if p.is_replicate() and (g.is_partial("sum") or g.is_partial("avg")) else r
-        for g, p, r in zip(lies, own, reduced(own))
+        for g, p, r in zip(lies, own, without_partials(own))
     ]
     wanted = {id(x): [t if x is grad or not t.is_partial() else Replicate() for t in target] for x in (grad, *others)}
     with no_torch_function():
