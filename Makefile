@@ -5,10 +5,19 @@ BIN := $(VENV)/bin
 # torch is installed first and pinned: any other request would pull the CUDA build.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-all lint mutate clean
 
+# Two pytest processes side by side (tests/lanes.py); files and options of pytest through ARGS.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m tests.lanes $(ARGS)
+
+# With the tests marked slow, and more examples in the randomized tests: the nightly run.
+test-all: $(VENV)/.ready
+	$(BIN)/python -m tests.lanes --all $(ARGS)
+
+# How many planted faults the tests find, for example ARGS="--count 20 --package comm".
+mutate: $(VENV)/.ready
+	$(BIN)/python tools/mutate.py $(ARGS)
 
 # Sizes and files through ARGS, for example ARGS="--steps 100 --mesh dp=1,tp=4 --out /tmp/demo".
 demo: $(VENV)/.ready

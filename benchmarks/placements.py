@@ -125,11 +125,11 @@ def stock_ops(install: bool, repeats: int) -> dict[str, float]:
     import torch
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    import vescale.placements  # both sides import the same code
+    import vescale.ops  # both sides import the same code
 
     mesh = start()
     if install:
-        vescale.placements.install()
+        vescale.ops.install()
     x = distribute_tensor(torch.randn(64, 16), mesh, [Shard(0)], src_data_rank=None)
     w = distribute_tensor(torch.randn(16, 16), mesh, [Replicate()], src_data_rank=None)
     parameters = [torch.nn.Parameter(x.clone()) for _ in range(10)]

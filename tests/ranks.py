@@ -2,31 +2,38 @@
 
 A case is a module-level function; ``ranks.run(fn, *args, world_size=4)`` calls it on every rank with
 ``torch.distributed`` initialized and returns the results in rank order. Processes are forked from a server that has
-torch loaded, so a pool starts in well under a second. A pool with a failure is replaced before the next case, and one
-whose cases have made many process groups.
+torch loaded, so a pool starts in well under a second. The process groups of a case's meshes are reused by the cases
+after it. A pool is replaced before the next case if a case has failed, or if cases have made many groups of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankError", "RankPool", "RankPools", "run_cases"]
+__all__ = ["SPENT", "RankError", "RankPool", "RankPools", "Spent", "run_cases"]
 
 # DTensor loads torch._dynamo on first use, two seconds in every process if the server has not done it.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
 _PRELOAD += ["vescale.runtime", "vescale.fsdp"]
+# Slow to import as well, but only some runs need them: the server loads those that the test process has loaded by the
+# time that the first pool starts, which is after the collection of all tests.
+_PRELOAD_IF_USED = ["transformers.modeling_utils", "transformers.models.llama.modeling_llama", "diffusers.models"]
 
 
 class RankError(AssertionError):
@@ -40,10 +47,66 @@ _TIMEOUT = timedelta(seconds=60)
 _MAX_THREADS = 150
 
 
+@dataclass
+class Spent:
+    """What the ranks of this test run have cost so far."""
+
+    seconds: float = 0.0
+    """CPU time of all ranks, start-up included."""
+    starts: Counter[str] = field(default_factory=Counter)
+    """How many processes were started, by the reason why the pool was not there."""
+
+
+SPENT = Spent()
+
+
+class _ReusedGroups:
+    """Makes the process groups of device meshes, and lends those of finished cases to later ones.
+
+    Making a group costs a rendezvous and three threads for ever. Within a case no group is lent twice, so a case still
+    has as many distinct groups as it asks for. All ranks of a pool make the same requests in the same order, as
+    ``torch.distributed.new_group`` demands, and so are lent the same groups.
+    """
+
+    def __init__(self, new_group: Callable[..., Any]) -> None:
+        self._new_group = new_group
+        self._free: dict[tuple[Any, ...], deque[Any]] = defaultdict(deque)
+        self._lent: list[tuple[tuple[Any, ...], Any]] = []
+
+    def __call__(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        group_desc: str | None = None,
+        **others: Any,
+    ) -> Any:
+        own = dict(
+            timeout=timeout, pg_options=pg_options, use_local_synchronization=use_local_synchronization, **others
+        )
+        if any(own.values()):
+            return self._new_group(ranks=ranks, backend=backend, group_desc=group_desc, **own)
+        key = tuple(ranks), backend, group_desc
+        free = self._free[key]
+        group = free.popleft() if free else self._new_group(ranks=ranks, backend=backend, group_desc=group_desc)
+        self._lent.append((key, group))
+        return group
+
+    def take_back(self) -> None:
+        """At the end of a case: its groups are free again."""
+        for key, group in self._lent:
+            self._free[key].append(group)
+        self._lent.clear()
+
+
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+    import torch.distributed.device_mesh as device_mesh
 
+    _end_with_parent()
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115
     faulthandler.enable(stacks)  # of a rank that dies
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
@@ -56,6 +119,8 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         world_size=world_size,
         timeout=_TIMEOUT,
     )
+    groups = device_mesh.new_group = _ReusedGroups(device_mesh.new_group)
+    charged = 0.0
     while True:
         try:
             job = pipe.recv()
@@ -66,11 +131,24 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         fn, args, kwargs = job
         torch.manual_seed(0)  # ranks start alike, whatever the case before has drawn
         try:
-            pipe.send((True, fn(*args, **kwargs)))
+            answer = (True, fn(*args, **kwargs))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            answer = (False, traceback.format_exc())
+        groups.take_back()
+        used = time.process_time()
+        try:
+            pipe.send((*answer, used - charged))
+        except Exception:  # the result cannot be pickled
+            pipe.send((False, traceback.format_exc(), used - charged))
+        charged = used
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """A killed test run leaves no ranks behind: the fork server ends with the run, and its ranks with the server."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _stack_file(folder: str, rank: int) -> Path:
@@ -84,7 +162,7 @@ class RankPool:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="vescale-ranks-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
@@ -109,7 +187,9 @@ class RankPool:
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 try:
-                    answers[rank] = pipe.recv()
+                    *answer, seconds = pipe.recv()
+                    answers[rank] = tuple(answer)
+                    SPENT.seconds += seconds
                 except EOFError:
                     answers[rank] = (False, self._obituary(rank))
                 if not answers[rank][0]:  # peers may be stuck in a collective that this rank never entered
@@ -166,10 +246,13 @@ class RankPools:
         self, fn: Callable[..., Any], *args: Any, world_size: int = 4, timeout: float = 300.0, **kwargs: Any
     ) -> list[Any]:
         pool = self._pools.get(world_size)
-        if pool is not None and pool.alive and pool.is_worn:
+        reason = "first use" if pool is None else "" if pool.alive else "after a failure"
+        if pool is not None and not reason and pool.is_worn:
             pool.close()
-        if pool is None or not pool.alive:
+            reason = "too many groups"
+        if pool is None or reason:
             pool = self._pools[world_size] = RankPool(world_size)
+            SPENT.starts[reason] += world_size
         return pool.run(fn, *args, timeout=timeout, **kwargs)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from vescale.buffer import FFN_WEIGHTS, Elements, GranularityTable, Rows, Tile, plan_layout
 
 
@@ -44,7 +45,7 @@ def test_blocks(granularity: Rows, shape: tuple[int, ...], block: int) -> None:
     st.lists(st.integers(1, 6), min_size=1, max_size=4),
     st.lists(st.integers(1, 5), min_size=1, max_size=3),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_blocks_cut_no_tile(shape: list[int], dims: list[int]) -> None:
     """By definition: all elements of a tile lie in one block."""
     if len(dims) > len(shape):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.buffer.test_planner import Tensors, families
+from tests.examples import examples
 from vescale.buffer import Layout, ShardSlice, plan_layout
 
 
@@ -47,7 +48,7 @@ def test_slices_ranks_and_units_of_one_layout() -> None:
 
 
 @given(families(most=6), st.integers(1, 9), st.sampled_from([1, 2, 4]), st.sampled_from([1, 1, 3]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_the_views_agree(lists: Tensors, num_shards: int, alignment: int, tensor_alignment: int) -> None:
     """Every element is on exactly one rank, and slices, ranks and units tell the same story."""
     plan = plan_layout(*lists, num_shards, alignment, tensor_alignment=tensor_alignment)
@@ -71,7 +72,7 @@ def test_the_views_agree(lists: Tensors, num_shards: int, alignment: int, tensor
 
 
 @given(families(), st.integers(1, 5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_json_round_trip(lists: Tensors, num_shards: int) -> None:
     plan = plan_layout(*lists, num_shards, 2)
     read = Layout.from_json(plan.to_json())

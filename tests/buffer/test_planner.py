@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.buffer import oracle
+from tests.examples import examples
 from vescale.buffer import BufferPlan, Layout, plan_layout
 from vescale.buffer._bounds import Bounds
 from vescale.buffer._group import plan_group
@@ -63,7 +64,7 @@ def checked(layout: Layout) -> Layout:
 
 
 @given(families(), st.integers(1, 8), st.sampled_from([1, 1, 2, 3, 4]))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @example(((), ()), 4, 8)
 @example(((0, 0), (1, 5)), 3, 2)
 @example(((1,), (100,)), 1, 1)
@@ -81,7 +82,7 @@ def test_small_lists_are_optimal(lists: Tensors, num_shards: int, alignment: int
 
 
 @given(families(most=4, largest=10), st.integers(1, 4), st.sampled_from([1, 2, 3]), st.sampled_from([2, 3, 4]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_small_lists_with_aligned_tensors_are_optimal(
     lists: Tensors, num_shards: int, alignment: int, tensor_alignment: int
 ) -> None:
@@ -90,7 +91,7 @@ def test_small_lists_with_aligned_tensors_are_optimal(
 
 
 @given(families(most=3, largest=7), st.integers(1, 4), st.integers(1, 12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_the_oracle_itself(lists: Tensors, num_shards: int, shard: int) -> None:
     """Placing each tensor as early as possible, in some order, loses nothing against any offsets at all."""
     pairs = [(n, b) for n, b in zip(*lists, strict=True) if n]
@@ -98,7 +99,7 @@ def test_the_oracle_itself(lists: Tensors, num_shards: int, shard: int) -> None:
 
 
 @given(families(), st.integers(1, 8), st.sampled_from([1, 2, 3, 4]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_bounds_never_exclude_what_fits(lists: Tensors, num_shards: int, alignment: int) -> None:
     pairs = [(n, b) for n, b in zip(*lists, strict=True) if n]
     if not pairs:
@@ -113,7 +114,7 @@ def test_bounds_never_exclude_what_fits(lists: Tensors, num_shards: int, alignme
 
 
 @given(families(), st.integers(1, 40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @example(((5, 17), (1, 4)), 10)  # the head is too short here, and long enough in the next shard
 @example(((5, 24), (1, 5)), 10)  # the second tensor contains a whole shard
 @example(((5, 24), (1, 4)), 10)  # and here it would have to, but must not
@@ -136,7 +137,7 @@ def test_a_fixed_order_is_placed_as_early_as_possible(lists: Tensors, shard: int
     st.integers(2, 12),
     st.sampled_from([30, 100, 400, 2000]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_tables_that_are_too_large_still_give_valid_layouts(
     kinds: list[tuple[int, int, int]], num_shards: int, effort: int
 ) -> None:
@@ -263,7 +264,7 @@ def test_bad_arguments(change: dict, error: type[Exception], parts: tuple[str, .
 
 @pytest.mark.helper("planner")
 @given(families(most=9, largest=60), st.integers(2, 9), st.sampled_from([1, 2, 4]), st.sampled_from([30, 300, 10**6]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_the_helper_and_the_fallback_agree(lists: Tensors, num_shards: int, alignment: int, effort: int) -> None:
     """Everything, also the offsets, at every cap: also where the tables are bundled or left out."""
     both = []
@@ -291,7 +292,7 @@ def test_buffers_are_split_only_where_it_pays() -> None:
 
 
 @given(families(most=6), st.integers(1, 6), st.integers(2, 4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_several_buffers_hold_every_tensor_once(lists: Tensors, num_shards: int, max_buffers: int) -> None:
     plan = plan_layout(*lists, num_shards, 2, max_buffers=max_buffers)
     assert 1 <= len(plan.layouts) <= max_buffers

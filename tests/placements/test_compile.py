@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from tests.placements.layouts import assert_same, data, mesh_of, whole
+from tests.ops.layouts import assert_same, data, mesh_of, whole
 from tests.ranks import RankPools
 from vescale.placements import RaggedShard, distribute_tensor
 

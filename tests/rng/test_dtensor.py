@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+import vescale.placements
 from tests.ranks import RankPools, run_cases
 from tests.rng import cases
 from tests.rng.dtensor_ops import CHEAP, FUNCTIONS, INITIALIZERS
 from vescale import rng
 from vescale.compat import StridedShard, local_of, spec_of
-from vescale.placements import InterleavedShard, PlacementFallbackWarning, RaggedShard, local_region
-from vescale.placements import _api as placements_api
+from vescale.ops import PlacementFallbackWarning
+from vescale.placements import InterleavedShard, RaggedShard, local_region
 
 ALL: dict[str, Callable[[Tensor], Tensor]] = {**FUNCTIONS, **INITIALIZERS}
 
@@ -140,7 +141,7 @@ def every_placement(mesh_shape: tuple[int, ...]) -> int:
             torch.manual_seed(7)
             expected, state = ALL[name](source), torch.get_rng_state()
             torch.manual_seed(7)
-            result: Any = ALL[name](placements_api.distribute_tensor(source, mesh, placements, src_data_rank=None))
+            result: Any = ALL[name](vescale.placements.distribute_tensor(source, mesh, placements, src_data_rank=None))
             where = f"{name} {shape} on {mesh_shape} {placements}"
             assert torch.equal(torch.get_rng_state(), state), f"generator: {where}"
             whole = result.full_tensor() if isinstance(result, DTensor) else result
@@ -186,7 +187,7 @@ def ragged_tensors() -> int:
                 expected = function(torch.zeros(12, 5))
                 state = torch.get_rng_state()
                 torch.manual_seed(6)
-                result = function(placements_api.distribute_tensor(torch.zeros(12, 5), mesh, placements))
+                result = function(vescale.placements.distribute_tensor(torch.zeros(12, 5), mesh, placements))
                 spec, coordinate = spec_of(result), mesh.get_coordinate()
                 region = local_region((12, 5), spec.placements, tuple(mesh.shape), coordinate)
                 assert torch.equal(local_of(result), cases.part_of(expected, region)), (name, placements)

@@ -17,7 +17,7 @@ from tests.rng.dtensor_ops import FUNCTIONS, INITIALIZERS
 from tests.rng.test_dtensor import on_mesh, run_all
 from vescale import rng
 from vescale.compat import local_of, spec_of
-from vescale.placements import install as install_placements
+from vescale.ops import install as install_placements
 from vescale.runtime._handlers import install_handlers
 
 STEPS = {"placements": install_placements, "runtime": install_handlers, "rng": rng.enable}

@@ -75,6 +75,7 @@ try:
         set_local,
         spec_of,
     )
+    from vescale.compat.extension import extend_dtensor
     from vescale.compat.foreach import (
         foreach_add_,
         foreach_copy_,
@@ -136,6 +137,7 @@ __all__ = [
     "decompose",
     "default_store",
     "default_timeout",
+    "extend_dtensor",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",

@@ -1,7 +1,7 @@
 """The one place that changes PyTorch: DTensor's entry points learn about placements they do not know.
 
 Every wrapper's first act is to look for a custom placement and, finding none, to call the original unchanged. What
-happens otherwise is given by :class:`DTensorHooks`, which ``vescale.placements`` fills: this module knows where to hook,
+happens otherwise is given by :class:`DTensorHooks`, which ``vescale.ops`` fills: this module knows where to hook,
 not what to do there.
 """
 
@@ -25,7 +25,7 @@ from vescale.compat.copying import wrap_copying
 from vescale.compat.dispatch import wrap_dispatch
 from vescale.compat.needs import self_check
 
-__all__ = ["DTensorHooks", "install", "stock"]
+__all__ = ["DTensorHooks", "install", "is_installed", "stock"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,10 @@ _STOCK = SimpleNamespace(
 def stock() -> Any:
     """PyTorch's own ``redistribute``, ``full_tensor``, ``from_local`` and ``distribute_tensor``."""
     return _STOCK
+
+
+def is_installed() -> bool:
+    return bool(_INSTALLED)
 
 
 def install(hooks: DTensorHooks) -> None:

@@ -29,7 +29,7 @@ from vescale.fsdp._module import FSDPModule
 from vescale.fsdp._parameter import find_slots
 from vescale.fsdp._resting_group import GroupMember
 from vescale.fsdp._state import ModuleState, state_of
-from vescale.placements import install as install_placements
+from vescale.ops import install as install_placements
 from vescale.rng import check_recorded_alike, has_deferred, is_deferred, materialize
 from vescale.rng import enable as enable_random_ops
 

@@ -19,7 +19,6 @@ from vescale.ir._predict import Collective, Prediction, predict
 from vescale.ir._program import Hook, Instruction, Program
 from vescale.ir._repeat import merge_repeats
 from vescale.ir._replicas import refuse_part_of_replicas
-from vescale.ir._ring import Meeting, RingSchedule, Runs, meetings
 from vescale.ir._unit_layouts import UnitBucket, unit_buckets
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "Instruction",
     "Local",
     "LoweringError",
-    "Meeting",
     "Op",
     "Packing",
     "Place",
@@ -44,8 +42,6 @@ __all__ = [
     "Program",
     "ProgramDiff",
     "Redistribute",
-    "RingSchedule",
-    "Runs",
     "Stage",
     "Unit",
     "UnitBucket",
@@ -57,7 +53,6 @@ __all__ = [
     "fuse_redistributions",
     "join_placements",
     "lower",
-    "meetings",
     "merge_duplicates",
     "merge_repeats",
     "optimize",

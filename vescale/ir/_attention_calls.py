@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.ir._flow import Lie
 from vescale.ir._ops import Attention
 from vescale.ir._program import Program
-from vescale.ir._ring import RingSchedule, Runs
 from vescale.ir._running import Running
+from vescale.ops import RingSchedule, Runs
 from vescale.placements import local_region, shard_dim
 from vescale.plans import AttentionMethod, MeshAxes
 

@@ -1,5 +1,142 @@
-"""What each op does on DTensors: one registry of placement rules, handlers and torch functions, by op family."""
+"""What each op does on DTensors: one registry of placement rules, handlers and torch functions, by op family.
 
-from vescale.ops._registry import OpEntry, entries, entry_of, register
+Importing the package registers the op families, and changes nothing in PyTorch; :func:`install` does, which the first
+placement that is constructed calls.
+"""
 
-__all__ = ["OpEntry", "entries", "entry_of", "register"]
+from vescale.ops import (
+    argmax,
+    attention,
+    batch_norm,
+    comparisons,
+    concatenation,
+    convolution,
+    cross_entropy,
+    elementwise,
+    elementwise_losses,
+    embedding,
+    factories,
+    foreach,
+    indexing,
+    interleaved,
+    losses,
+    masked_assignment,
+    norms,
+    pooling,
+    random,
+    recurrent,
+    reductions,
+    slicing,
+    splitting,
+    stack,
+    statistics,
+    to_python,
+    vector_norms,
+    views,
+)
+from vescale.ops._call import OpCall
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import (
+    bring,
+    bring_with_gradient,
+    convert,
+    cut,
+    enter_local,
+    leave_local,
+    reduced,
+    wrap_global,
+)
+from vescale.ops._decision import Decision, Rule
+from vescale.ops._dispatch import run_interleaved
+from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
+from vescale.ops._install import install
+from vescale.ops._observer import ModelObserver, observe, report_implicit_move, running_module
+from vescale.ops._register_rule import register_rule
+from vescale.ops._registry import (
+    OpEntry,
+    OpFamily,
+    entries,
+    entry_of,
+    families,
+    register,
+    register_aten,
+    register_family,
+)
+from vescale.ops._ring_schedule import Meeting, RingSchedule, Runs, meetings
+from vescale.ops._strides import stride_like
+from vescale.ops._view_copies import remember_copy, write_through
+from vescale.ops.elementwise import is_elementwise
+
+__all__ = [
+    "FAMILY_FILES",
+    "Decision",
+    "Meeting",
+    "ModelObserver",
+    "OpCall",
+    "OpContext",
+    "OpEntry",
+    "OpFamily",
+    "PlacementFallbackError",
+    "PlacementFallbackWarning",
+    "RingSchedule",
+    "Rule",
+    "Runs",
+    "bring",
+    "bring_with_gradient",
+    "convert",
+    "cut",
+    "enter_local",
+    "entries",
+    "entry_of",
+    "families",
+    "install",
+    "is_elementwise",
+    "leave_local",
+    "meetings",
+    "observe",
+    "reduced",
+    "register",
+    "register_aten",
+    "register_family",
+    "register_rule",
+    "remember_copy",
+    "report_implicit_move",
+    "run_interleaved",
+    "running_module",
+    "strict_placements",
+    "stride_like",
+    "wrap_global",
+    "write_through",
+]
+
+# The files of op families. Each registers its ops in the registry when it is imported.
+FAMILY_FILES = (
+    argmax,
+    attention,
+    batch_norm,
+    comparisons,
+    concatenation,
+    convolution,
+    cross_entropy,
+    elementwise,
+    elementwise_losses,
+    embedding,
+    factories,
+    foreach,
+    indexing,
+    interleaved,
+    losses,
+    masked_assignment,
+    norms,
+    pooling,
+    random,
+    recurrent,
+    reductions,
+    slicing,
+    splitting,
+    stack,
+    statistics,
+    to_python,
+    vector_norms,
+    views,
+)

@@ -1,18 +1,48 @@
-"""The one registry of op behaviour: for each op, where its operands and results are placed and what runs in its place.
+"""The registry of op behaviour: for each op, where its operands and results are placed and what runs in its place.
 
-An op is an ATen overload (``torch.ops.aten.clone.default``), which DTensor's dispatcher meets in every program, or a
-torch function (``torch.nn.functional.embedding``), which is only met inside of a parallelized model's forward. The files
-of this package register their family of ops when the package is imported; users add rules with :func:`register_rule`.
+An op is one of
+
+* an ATen overload (``torch.ops.aten.clone.default``) or all overloads of an ATen op (``torch.ops.aten.clone``), which
+  DTensor's dispatcher meets in every program;
+* a torch function (``torch.nn.functional.embedding``), which is met only inside of a parallelized model's forward.
+
+The files of this package register the ops of their family when the package is imported. Placement rules of *open* families,
+whose ops are recognized by a property instead of being listed (elementwise ops, by their tag), are registered with
+:func:`register_family`. Users add placement rules with :func:`vescale.ops.register_rule`.
+
+A placement rule is looked for in this order; the first one that returns a decision counts:
+
+1. rules of users, the latest first;
+2. the rule registered for the overload, then the one registered for all overloads;
+3. the rules of the families that cover the op, in the order of :data:`FAMILY_ORDER`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["OpEntry", "entries", "entry_of", "register"]
+import torch
+
+__all__ = [
+    "FAMILY_ORDER",
+    "OpEntry",
+    "OpFamily",
+    "entries",
+    "entry_of",
+    "families",
+    "is_user_rule",
+    "register",
+    "register_aten",
+    "register_family",
+    "register_user_rule",
+    "rules_of",
+]
+
+# Families may cover the same op (dropout is random and elementwise): they are tried in this order.
+FAMILY_ORDER = ("random", "foreach", "elementwise", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -20,29 +50,44 @@ class OpEntry:
     """What is registered for one op. Fields that an op has no use for are None.
 
     Attributes:
-        rule: ``OpCall -> Decision | None``; asked where an operand has a placement that stock DTensor does not know.
+        rule: ``OpCall -> Decision | None``; called where an operand has a placement that stock DTensor does not know.
+        user_rules: the same, added by users; called before ``rule``.
         handler: ``(op, args, kwargs) -> result``; runs in place of an ATen overload on DTensors.
         applies: ``(op, schema) -> bool``, a pure function of specs and other arguments: whether ``handler`` takes this
             call. Where it does not, stock DTensor's decision is used, and cached by its dispatcher. None: always.
+        random_handler: a handler that :mod:`vescale.rng` installs while it is enabled, and nothing else.
         function: ``(context, function, args, kwargs) -> result``; runs in place of a torch function in a parallelized
             model's forward, when one of its arguments is a DTensor.
         flow: ``Flow -> Placement | None``; the placement of the result on one mesh axis, as far as it follows from the
             placements of the operands alone. ``explain`` predicts with it.
         backward: how the gradient is computed: ``"autograd"`` (the graph of the ops that run in place of the op) or
             ``"custom"`` (an autograd function with communication of its own).
-        communicates: kinds of collectives that the op may start (``"all_reduce"``, ...), forward and backward.
+        communicates: kinds of collectives that the op may start (``"all_reduce"``, ...), forward and backward, besides
+            those that move its operands to other placements.
     """
 
     rule: Callable[..., Any] | None = None
+    user_rules: tuple[Callable[..., Any], ...] = ()
     handler: Callable[..., Any] | None = None
     applies: Callable[..., bool] | None = None
+    random_handler: Callable[..., Any] | None = None
     function: Callable[..., Any] | None = None
     flow: Callable[..., Any] | None = None
     backward: str = "autograd"
     communicates: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True)
+class OpFamily:
+    """Ops that share one placement rule and are recognized by ``covers(overload)`` instead of being listed."""
+
+    name: str
+    covers: Callable[[Any], bool]
+    rule: Callable[..., Any]
+
+
 _ENTRIES: dict[Any, OpEntry] = {}
+_FAMILIES: dict[str, OpFamily] = {}
 
 
 def register(op: Any, *, communicates: Iterable[str] = (), **fields: Any) -> None:
@@ -57,6 +102,39 @@ def register(op: Any, *, communicates: Iterable[str] = (), **fields: Any) -> Non
     _ENTRIES[op] = replace(known, communicates=known.communicates | frozenset(communicates), **fields)
 
 
+def register_aten(names: str, **fields: Any) -> None:
+    """:func:`register` for all overloads of the ATen ops of these names, separated by spaces.
+
+    Names that the installed torch does not have are skipped: releases differ by a few ops.
+    """
+    for name in names.split():
+        op = getattr(torch.ops.aten, name, None)
+        if op is not None:
+            register(op, **fields)
+
+
+def register_family(name: str, covers: Callable[[Any], bool], rule: Callable[..., Any]) -> None:
+    """Register the placement rule of all ops that ``covers(overload)`` recognizes.
+
+    Raises ValueError for a name that is not in :data:`FAMILY_ORDER`, or is registered already.
+    """
+    if name not in FAMILY_ORDER or name in _FAMILIES:
+        known = "is registered already" if name in _FAMILIES else f"is not in FAMILY_ORDER {FAMILY_ORDER}"
+        raise ValueError(f"op family {name!r} {known}; give each family one place in FAMILY_ORDER")
+    _FAMILIES[name] = OpFamily(name, covers, rule)
+
+
+def register_user_rule(op: Any, rule: Callable[..., Any]) -> None:
+    """Add a rule that is called before all others; :func:`vescale.ops.register_rule` checks the arguments."""
+    known = _ENTRIES.get(op, OpEntry())
+    _ENTRIES[op] = replace(known, user_rules=(rule, *known.user_rules))
+
+
+def is_user_rule(op: Any, rule: Callable[..., Any]) -> bool:
+    entry = _ENTRIES.get(op)
+    return entry is not None and rule in entry.user_rules
+
+
 def entry_of(op: Any) -> OpEntry | None:
     return _ENTRIES.get(op)
 
@@ -64,3 +142,17 @@ def entry_of(op: Any) -> OpEntry | None:
 def entries() -> Mapping[Any, OpEntry]:
     """Everything registered, in order of registration; a view that cannot be written to."""
     return MappingProxyType(_ENTRIES)
+
+
+def families() -> tuple[OpFamily, ...]:
+    """The registered families, in the order in which they are tried."""
+    return tuple(_FAMILIES[name] for name in FAMILY_ORDER if name in _FAMILIES)
+
+
+def rules_of(op: Any) -> Iterator[Callable[..., Any]]:
+    """The placement rules for an ATen overload, in the order in which they are tried."""
+    found = [entry for key in (op, op.overloadpacket) if (entry := _ENTRIES.get(key)) is not None]
+    for entry in found:
+        yield from entry.user_rules
+    yield from (entry.rule for entry in found if entry.rule is not None)
+    yield from (family.rule for family in families() if family.covers(op))

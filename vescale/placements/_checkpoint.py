@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import AsyncCollectiveTensor, CheckpointHooks, local_of, make_dtensor, make_spec, spec_of
 from vescale.placements._kinds import is_sharded
-from vescale.placements._region import Box, Region, local_region
+from vescale.placements._region import Box, Region, local_region, own_region
 
 __all__ = ["HOOKS", "check_full", "check_load", "chunk_list", "fill", "metadata_items", "tensor_shard", "write_items"]
 
@@ -119,7 +119,7 @@ def fill(fqn: str, dtensor: DTensor, full: torch.Tensor) -> DTensor:
     """
     check_full(fqn, dtensor, full)
     spec = spec_of(dtensor)
-    region = _own_region(dtensor) if spec.mesh.get_coordinate() is not None else None
+    region = own_region(dtensor.shape, spec.placements, spec.mesh)
     filled = dtensor
     if dtensor.is_meta:
         local = full.new_empty(region.local_shape if region is not None else 0)
@@ -146,10 +146,9 @@ HOOKS = CheckpointHooks(
 
 
 def _own_region(dtensor: DTensor) -> Region:
-    mesh = spec_of(dtensor).mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "DCP plans a DTensor only on the ranks of its mesh"
-    return local_region(dtensor.shape, dtensor.placements, tuple(mesh.shape), coordinate)
+    region = own_region(dtensor.shape, dtensor.placements, spec_of(dtensor).mesh)
+    assert region is not None, "DCP plans a DTensor only on the ranks of its mesh"
+    return region
 
 
 def _saved_boxes(region: Region) -> Sequence[Box]:

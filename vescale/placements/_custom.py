@@ -7,10 +7,12 @@ from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.compat import extend_dtensor
+
 __all__ = ["CUSTOM_TYPES", "CustomPlacement", "has_custom"]
 
-# Placements are C++ objects, whose isinstance() costs five times a look into a set, and every wrapper of a stock entry
-# point asks.
+# Every wrapper of a stock entry point tests for these types. Placements are C++ objects: isinstance() costs five times as
+# much as a lookup in a set.
 CUSTOM_TYPES: set[type] = set()
 
 
@@ -29,8 +31,8 @@ class CustomPlacement(Placement):
     one and return wrong values, while a placement they do not know fails loudly. Subclasses give ``_fields``, the
     constructor's arguments in order; equality, hashing, copying and pickling follow from them.
 
-    Constructing one puts the DTensor extensions in place (:func:`vescale.placements.install`), so that no DTensor
-    can carry a placement that stock DTensor would mishandle.
+    Constructing one installs the DTensor extension (:func:`vescale.compat.extend_dtensor`), so that no DTensor can have a
+    placement that stock DTensor would mishandle.
     """
 
     _fields: tuple[str, ...] = ()
@@ -47,9 +49,7 @@ class CustomPlacement(Placement):
             object.__setattr__(self, name, value)
         # The hash is part of every spec hash, hence of every dispatch.
         object.__setattr__(self, "_hash", hash((type(self).__name__, *values)))
-        from vescale.placements._install import install
-
-        install()
+        extend_dtensor()
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{type(self).__name__} is frozen; build a new one instead of setting {name!r}")

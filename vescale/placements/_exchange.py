@@ -1,8 +1,8 @@
-"""Who sends what to whom when a tensor changes its placement: pure index arithmetic, cached.
+"""What each rank sends to each other rank when a tensor changes its placements: pure index arithmetic, cached.
 
-Each rank pulls every element of its new region from the one rank that holds it in the old placement and shares this
-rank's coordinate on the axes where the old placement is replicated. So an element that already lies on the rank is never
-moved, and no element is moved twice.
+A rank receives every element of its new region from the one rank that holds it under the old placements and has the same
+coordinate on the axes where the old placements replicate. An element that the rank holds already is therefore not sent,
+and no element is sent to a rank twice.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim
 from vescale.placements._region import Box, Region, local_region
+from vescale.placements._strides import contiguous_stride
 
 __all__ = ["Exchange", "Piece", "exchange_axes", "plan_exchange"]
 
@@ -62,7 +63,7 @@ class Exchange:
 
     @functools.cached_property
     def send_span(self) -> tuple[int, int] | None:
-        """``(begin, end)`` when the pieces to send lie one after the other in the old local tensor: no copy needed."""
+        """``(begin, end)`` when the pieces to send are adjacent and in order in the old local tensor: no copy needed."""
         return _joint_span([box for piece in self.sends for box in piece.source], self.source.local_shape)
 
     @functools.cached_property
@@ -85,7 +86,7 @@ def exchange_axes(source: Sequence[Placement], target: Sequence[Placement]) -> t
 
     An axis drops out where the old placement holds everything (each rank serves itself), where the new one is Partial
     (each rank keeps what it has), and where the same shard-like placements come first on its dim in both (both regions
-    then lie within the same chunk).
+    are then within the same chunk).
     """
     settled: set[int] = set()
     for dim in {d for p in (*source, *target) if (d := shard_dim(p)) is not None}:
@@ -153,12 +154,10 @@ def _piece(source: Region, target: Region) -> Piece:
 def _span(box: Box, local_shape: tuple[int, ...]) -> tuple[int, int] | None:
     """``(begin, end)`` of a block in the row-major local tensor, or None when it is not contiguous there."""
     if box.local_strides is None:
-        strides = [1] * len(local_shape)
-        for dim in range(len(local_shape) - 2, -1, -1):
-            strides[dim] = strides[dim + 1] * local_shape[dim + 1]
+        strides = contiguous_stride(local_shape)
         begin = sum(start * stride for start, stride in zip(box.local_start, strides))
     else:
-        strides, begin = list(box.local_strides), box.local_start[0]
+        strides, begin = box.local_strides, box.local_start[0]
     expected = 1
     for size, stride in zip(reversed(box.sizes), reversed(strides)):
         if size > 1 and stride != expected:
@@ -187,7 +186,7 @@ def _fills(pieces: Sequence[Piece], target: Region) -> bool:
 
 
 def pack(local: torch.Tensor, pieces: Sequence[Piece], span: tuple[int, int] | None) -> torch.Tensor:
-    """The pieces of a local tensor one after the other, flat; a view where they lie so already."""
+    """The pieces of a local tensor one after the other, flat; a view where they are adjacent already."""
     if span is not None and local.is_contiguous():
         return local.reshape(-1)[span[0] : span[1]]
     packed = local.new_empty(sum(piece.numel for piece in pieces))

@@ -1,29 +1,28 @@
-"""What kind of placement one mesh axis has: the questions the rest of the package asks, answered in one place."""
+"""Predicates and small conversions of placements: what kind a placement is and which tensor dim it shards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import StridedShard
-from vescale.placements._custom import has_custom
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._ragged import RaggedShard
 
-__all__ = ["at_dim", "has_custom", "is_replicated", "is_sharded", "ragged_axis", "shard_dim", "split_factor"]
+__all__ = ["at_dim", "is_sharded", "ragged_axis", "shard_dim", "shift_dim", "split_factor", "without_partials"]
 
 
 def shard_dim(placement: Placement) -> int | None:
-    """The tensor dim that a shard-like placement (``Shard``, ``_StridedShard``, ``InterleavedShard``) cuts, or None."""
+    """The tensor dim that a shard-like placement (``Shard``, ``_StridedShard``, ``InterleavedShard``) shards, or None."""
     if isinstance(placement, Shard | StridedShard | InterleavedShard):
         return int(placement.dim)
     return None
 
 
 def at_dim(placement: Placement, dim: int) -> Placement:
-    """A shard-like placement with the same cut of another dim (of the same tensor seen otherwise, or of a result)."""
+    """The shard-like placement that divides tensor dim ``dim`` as ``placement`` divides its own."""
     if isinstance(placement, StridedShard):
         return StridedShard(dim, split_factor=placement.split_factor)
     if isinstance(placement, InterleavedShard):
@@ -31,8 +30,14 @@ def at_dim(placement: Placement, dim: int) -> Placement:
     return Shard(dim)
 
 
+def shift_dim(placement: Placement, by: int, *, start: int = 0) -> Placement:
+    """``placement`` after ``by`` tensor dims were inserted (negative: removed) before dim ``start`` or at it."""
+    dim = shard_dim(placement)
+    return placement if dim is None or dim < start else at_dim(placement, dim + by)
+
+
 def split_factor(placement: Placement) -> int:
-    """Into how many pieces a shard-like placement cuts its dim before each piece is chunked over the ranks."""
+    """The number of pieces into which a shard-like placement divides its dim before it chunks each over the ranks."""
     if isinstance(placement, InterleavedShard):
         return placement.num_chunks
     return int(placement.split_factor) if isinstance(placement, StridedShard) else 1
@@ -54,5 +59,9 @@ def is_sharded(placement: Placement) -> bool:
     return isinstance(placement, RaggedShard) or shard_dim(placement) is not None
 
 
-def is_replicated(placement: Placement) -> bool:
-    return bool(placement.is_replicate())
+def without_partials(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """The placements after every pending reduction: Partial becomes Replicate.
+
+    Those are also the placements of a gradient: every rank's contribution to a Partial tensor has the whole gradient.
+    """
+    return tuple(Replicate() if placement.is_partial() else placement for placement in placements)

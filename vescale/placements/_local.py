@@ -17,12 +17,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import axis_group
 from vescale.compat import current_mesh, make_dtensor, rank_in_mesh, stock
-from vescale.placements._api import Redistribute
-from vescale.placements._kinds import has_custom, ragged_axis, shard_dim
+from vescale.placements._custom import has_custom
+from vescale.placements._kinds import ragged_axis, shard_dim, without_partials
 from vescale.placements._normalize import normalize_placements
 from vescale.placements._ragged import RaggedShard
-from vescale.placements._region import local_region
-from vescale.placements._specs import contiguous_spec, gradient_placements, resolve_gradient
+from vescale.placements._redistribute import Redistribute
+from vescale.placements._region import local_region, own_region
+from vescale.placements._specs import contiguous_spec, resolve_gradient
 
 __all__ = ["from_local", "local_gradient", "to_local"]
 
@@ -30,7 +31,7 @@ __all__ = ["from_local", "local_gradient", "to_local"]
 def to_local(dtensor: DTensor, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
     """This rank's part; differentiable. A ragged DTensor's local tensor is flat.
 
-    ``grad_placements`` says how the gradient of the returned tensor lies; None: as the DTensor, Replicate for Partial.
+    ``grad_placements`` are those of the gradient of the returned tensor; None: the DTensor's own, Replicate for Partial.
     No communication. Raises ValueError when those placements give some rank other elements than the DTensor's. (The
     method ``DTensor.to_local`` is PyTorch's own, and finds that out in backward.)
     """
@@ -44,7 +45,7 @@ def to_local(dtensor: DTensor, *, grad_placements: Sequence[Placement] | None = 
 def local_gradient(grad: torch.Tensor, spec: Any, grad_placements: Sequence[Placement] | None) -> DTensor:
     """The gradient of the local tensor of a DTensor with ``spec``, as a DTensor: ``to_local``'s backward; differentiable."""
     placements = resolve_gradient("to_local", spec.placements, grad_placements, spec.shape, spec.mesh)
-    wrapped: DTensor = _FromLocal.apply(grad, spec.mesh, placements, tuple(spec.shape), gradient_placements(placements))
+    wrapped: DTensor = _FromLocal.apply(grad, spec.mesh, placements, tuple(spec.shape), without_partials(placements))
     return wrapped
 
 
@@ -101,7 +102,7 @@ def _arguments(
     shape: Sequence[int] | None,
     grad_placements: Sequence[Placement] | None,
 ) -> _Arguments:
-    """The global shape, the placements and those of the gradient; raises what ``from_local`` says."""
+    """The global shape, the placements and those of the gradient; raises what ``from_local`` documents."""
     if isinstance(local, DTensor):
         raise RuntimeError(f"from_local takes this rank's plain tensor, but got a DTensor placed as {local.placements}")
     shape = tuple(shape) if shape is not None else tuple(_shape_from_local(local, mesh, placements))
@@ -167,11 +168,8 @@ class _FromLocal(torch.autograd.Function):
     ) -> DTensor:
         ctx.grad_placements, ctx.local_shape = grad_placements, local.shape
         ctx.set_materialize_grads(False)
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            local = local.new_empty(0)
-        else:
-            local = local.reshape(local_region(shape, placements, tuple(mesh.shape), coordinate).local_shape)
+        region = own_region(shape, placements, mesh)
+        local = local.new_empty(0) if region is None else local.reshape(region.local_shape)
         view = local.view_as(local)
         return make_dtensor(
             view, contiguous_spec(mesh, placements, shape, local.dtype), requires_grad=local.requires_grad
@@ -182,7 +180,7 @@ class _FromLocal(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, None
         moved = Redistribute.apply(grad, ctx.grad_placements, False, grad.dtype, grad.dtype, grad.dtype)
-        local = moved.to_local(grad_placements=gradient_placements(ctx.grad_placements))
+        local = moved.to_local(grad_placements=without_partials(ctx.grad_placements))
         # Ranks outside the mesh have an empty tensor whatever the shape of the one that they passed.
         local = local.reshape(ctx.local_shape) if rank_in_mesh(grad.device_mesh) else local.new_zeros(ctx.local_shape)
         return local, None, None, None, None

@@ -1,4 +1,4 @@
-"""Runs a change of placement on local tensors.
+"""Redistribution of local tensors: which collective each change of placement runs.
 
 =========================  ============================================================================================
 on an axis                 what is done
@@ -137,7 +137,7 @@ def _reduce(
         return all_reduce(local, partial.reduce_op, group.group, asker=asker)
     held = list(source)
     source[axis] = scattered
-    # Each rank holds a contribution to everything its peers get: who gets what is an exchange that every rank sends to.
+    # Each rank holds a contribution to everything that its peers receive, so it sends to each of them.
     plan = plan_exchange(shape, tuple(mesh.shape), held, source, coordinate, group.coordinates)
     send = pack(local, plan.sends, plan.send_span)
     sizes = [piece.numel for piece in plan.sends]
@@ -154,7 +154,7 @@ def _scattered(
 ) -> Placement | None:
     """The placement that a reduce-scatter on a Partial axis can leave there, or None when it must be an all-reduce.
 
-    A rank's part of the result must lie within what it holds now: a ragged cut comes last, so it always does; a
+    A rank's part of the result must be within what it holds now: a ragged cut comes last, so it always does; a
     shard-like one does unless a later axis cuts the same dim. Where the target's own cut does not, a balanced ragged
     one stands in, and the exchange that follows does the rest.
     """

@@ -1,16 +1,13 @@
-"""Placements as the rest of the package expects them: dims counted from the front, ragged units decided and checked."""
+"""Normalized placements: tensor dims counted from the front, ragged units decided and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Partial, Placement
 
-from vescale.compat import StridedShard
-from vescale.placements._interleaved import InterleavedShard
-from vescale.placements._kinds import ragged_axis, shard_dim
+from vescale.placements._kinds import at_dim, ragged_axis, shard_dim
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
 from vescale.placements._region import largest_shape, local_region
 
@@ -59,13 +56,7 @@ def _with_front_dim(placement: Placement, shape: tuple[int, ...]) -> Placement:
             f"{placement!r} names tensor dim {dim}, but the tensor has shape {shape}; use a dim in "
             f"[{-len(shape)}, {len(shape)})"
         )
-    if dim >= 0:
-        return placement
-    if isinstance(placement, InterleavedShard):
-        return InterleavedShard(dim + len(shape), placement.num_chunks)
-    if isinstance(placement, StridedShard):
-        return StridedShard(dim + len(shape), split_factor=placement.split_factor)
-    return Shard(dim + len(shape))
+    return placement if dim >= 0 else at_dim(placement, dim + len(shape))
 
 
 def _resolve_ragged(

@@ -63,7 +63,7 @@ class RaggedShard(CustomPlacement):
         return type(self)(dims, self.local_units, self.block)
 
     def granule(self, shape: Sequence[int], inner_dims: Sequence[int] = ()) -> int:
-        """Elements of the smallest run that may lie on a rank of its own: the block, or one row of ``dims``.
+        """Elements of the smallest run that is never divided between ranks: the block, or one row of ``dims``.
 
         ``shape`` is what the other axes leave to a rank, ``inner_dims`` the dims above 0 that they shard; the granule
         is the least common multiple that never cuts into those.
@@ -182,7 +182,7 @@ class StridedRaggedShard(RaggedShard):
     The axis order ``(dp: ragged, tp: Shard(0))`` reads left to right, but the ragged cut comes last: a rank of ``dp``
     owns a run inside each tp rank's rows, so that its rows of the whole tensor are strided. ``split_factor``, the
     number of pieces that the later ``Shard(0)`` axes make, records that reordering. With ``Shard(0)`` on an *earlier*
-    axis plain :class:`RaggedShard` says it all.
+    axis, plain :class:`RaggedShard` is sufficient.
     """
 
     split_factor: int

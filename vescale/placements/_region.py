@@ -1,4 +1,4 @@
-"""Which elements of a global tensor one coordinate of a mesh holds, for every placement: pure index arithmetic.
+"""The elements of a global tensor that one coordinate of a mesh holds, for every placement: pure index arithmetic.
 
 A local tensor is described by a :class:`Region`. The shard-like placements (``Shard``, stock ``_StridedShard``,
 ``InterleavedShard``) act on one dim each, left to right over the mesh axes, and leave a *product* of per-dim interval
@@ -15,12 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim, split_factor
 from vescale.placements._ragged import RaggedShard
+from vescale.placements._strides import contiguous_stride
 
-__all__ = ["Box", "Interval", "Region", "largest_shape", "local_region", "same_regions"]
+__all__ = ["Box", "Interval", "Region", "coordinates", "largest_shape", "local_region", "own_region", "same_regions"]
 
 Interval = tuple[int, int]
 
@@ -114,7 +116,7 @@ class Region:
             return ()
         if self.flat is None:
             return tuple(self._split((0,) * len(self.shape), self.shape, None))
-        strides = _row_major_strides(self.shape)
+        strides = contiguous_stride(self.shape)
         found: list[Box] = []
         for start, sizes in _run_blocks(self.shape, *self.flat):
             found += self._split(start, sizes, strides)
@@ -165,7 +167,7 @@ class Region:
         """Contiguous runs (not merged) of local elements ``[begin, end)`` of the product, in row-major local order."""
         if begin >= end:
             return
-        strides = _row_major_strides(self.global_shape)
+        strides = contiguous_stride(self.global_shape)
         # Dims held whole form one contiguous block behind the last dim that is cut.
         inner = len(self.shape)
         while inner > 0 and self.intervals[inner - 1] == ((0, self.global_shape[inner - 1]),):
@@ -199,6 +201,17 @@ def local_region(
     fit the tensor; the error does not depend on the coordinate, so all ranks raise it.
     """
     return _local_region(tuple(global_shape), tuple(placements), tuple(mesh_shape), tuple(coordinate))
+
+
+def own_region(shape: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh) -> Region | None:
+    """The region of the calling rank, or None on a rank outside of the mesh. No communication."""
+    coordinate = mesh.get_coordinate()
+    return None if coordinate is None else local_region(shape, placements, tuple(mesh.shape), coordinate)
+
+
+def coordinates(mesh_shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The coordinates of a mesh, in row-major order."""
+    return itertools.product(*map(range, mesh_shape))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -252,7 +265,7 @@ def same_regions(
         return True
     return all(
         local_region(global_shape, a, mesh_shape, coordinate) == local_region(global_shape, b, mesh_shape, coordinate)
-        for coordinate in itertools.product(*map(range, mesh_shape))
+        for coordinate in coordinates(mesh_shape)
     )
 
 
@@ -320,13 +333,6 @@ def _global_index(ranges: tuple[Interval, ...], index: int) -> int:
             return start + index
         index -= stop - start
     raise IndexError(index)
-
-
-def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    return tuple(strides)
 
 
 def _run_blocks(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -14,6 +14,6 @@ def allow_safe_load() -> None:
     """Let ``torch.load(weights_only=True)`` build our placements, as PyTorch does for its own; nothing else changes.
 
     Called on import, so that a process that has made no placement yet can load one. Each constructor validates its
-    arguments, whatever a file says.
+    arguments, whatever a file contains.
     """
     torch.serialization.add_safe_globals([RaggedShard, StridedRaggedShard, InterleavedShard, rebuild_strided])

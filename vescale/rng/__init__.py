@@ -7,6 +7,7 @@ same for a model's initialization, without ever holding the whole model. Ops, ru
 
 from vescale.rng._data import SampleSeeds, ShardedBatchSampler
 from vescale.rng._deferred import DeferredTensor, DeferredValueError, is_deferred
+from vescale.rng._handlers import handlers
 from vescale.rng._init import rand, randint, randn
 from vescale.rng._local import drawing_part_of
 from vescale.rng._materialize import (
@@ -32,6 +33,7 @@ __all__ = [
     "drawing_part_of",
     "enable",
     "fingerprint",
+    "handlers",
     "has_deferred",
     "is_deferred",
     "is_enabled",

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, spec_of
-from vescale.placements import Region, local_region
+from vescale.placements import Region, contiguous_stride, local_region
 from vescale.rng._engine import fill_region
 from vescale.rng._fill import Fill
 from vescale.rng._ops import RandomOp
@@ -26,7 +26,6 @@ __all__ = [
     "part_of_whole",
     "region_of",
     "replicated",
-    "row_major",
     "whole_of",
 ]
 
@@ -103,7 +102,7 @@ def empty(
         raise ValueError(
             f"{len(placements)} placements {placements} for a mesh of {mesh.ndim} axes; expected one placement per axis"
         )
-    strides = tuple(strides) if strides is not None else row_major(shape)
+    strides = tuple(strides) if strides is not None else contiguous_stride(shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         local = torch.empty(0, dtype=dtype, device=mesh.device_type)
@@ -129,11 +128,6 @@ def empty_like(
     looks = torch.empty_strided(shape, spec.tensor_meta.stride, device="meta")
     strides = torch.empty_like(looks, memory_format=memory_format).stride()
     return empty(shape, dtype, spec.mesh, spec.placements, strides)
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Contiguous strides, as torch counts them: a dim of size 0 counts as one of size 1."""
-    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def part_of_whole(whole: torch.Tensor, region: Region) -> torch.Tensor:

@@ -12,8 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.compat.deferred import TorchDispatchMode, tree_map
-from vescale.placements import local_region
-from vescale.rng._dtensor import row_major
+from vescale.placements import contiguous_stride, local_region
 from vescale.rng._handlers import handlers
 
 __all__ = ["drawing_part_of"]
@@ -67,5 +66,5 @@ class drawing_part_of(TorchDispatchMode):
                 f"{self._shape} is drawn; its numbers cannot be those of one device: use a kernel that draws for that "
                 "shape (attention: torch.nn.attention.sdpa_kernel(SDPBackend.MATH)), or set the dropout to 0"
             )
-        spec = make_spec(self._mesh, self._placements, self._shape, row_major(self._shape), local.dtype)
+        spec = make_spec(self._mesh, self._placements, self._shape, contiguous_stride(self._shape), local.dtype)
         return make_dtensor(local, spec)

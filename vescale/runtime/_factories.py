@@ -1,21 +1,19 @@
-"""Tensors made inside a model's forward: every rank makes the global one, and keeps its part."""
+"""Tensors made inside a model's forward: every rank makes the global tensor and keeps its local part."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import in_transform
-from vescale.runtime._boundary import wrap_global
-
-if TYPE_CHECKING:
-    from vescale.runtime._runtime import Runtime
+from vescale.ops import wrap_global
+from vescale.runtime._activation import Activation
 
 __all__ = ["FACTORIES", "METHOD_FACTORIES", "place_made"]
 
-# Functions that make a tensor out of numbers. The random ones draw the same on every rank, from generators in step.
+# Functions that make a tensor from numbers. Random ones draw the same on every rank: generators are in the same state.
 _NAMES = """
     arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye full hamming_window
     hann_window kaiser_window linspace logspace normal ones rand randint randn randperm range scalar_tensor tensor
@@ -29,12 +27,12 @@ METHOD_FACTORIES = frozenset(
 )
 
 
-def place_made(runtime: Runtime, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a factory and place its result as the running module's ``factory`` entry says, Replicate without one."""
+def place_made(activation: Activation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a factory and give its result the placements of the running module's ``factory`` entry, Replicate without one."""
     made = func(*args, **kwargs)
     if not isinstance(made, torch.Tensor) or isinstance(made, DTensor) or "out" in kwargs or in_transform():
         return made  # what a function makes under vmap (masks) is plain there, and global where it meets a DTensor
-    placements = runtime.factory_placements()
+    placements = activation.factory_placements()
     if any(getattr(placement, "dim", -1) >= made.ndim for placement in placements):
-        placements = runtime.replicated  # a scalar or an index vector inside a region of sharded factories
-    return wrap_global(made, runtime.mesh, placements, "factory")
+        placements = activation.replicated  # a scalar or an index vector inside a region of sharded factories
+    return wrap_global(made, activation.mesh, placements, "factory")

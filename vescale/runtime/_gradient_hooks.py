@@ -16,7 +16,8 @@ from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
 from vescale.fsdp import ManagedParameter
 from vescale.gradients import GradientReducer, GradientRule
 from vescale.ir import Annotate, Batch, Hook, Instruction, Program, Redistribute
-from vescale.runtime._boundary import contiguous_stride, convert, reduced, wrap_global
+from vescale.ops import convert, reduced, wrap_global
+from vescale.placements import contiguous_stride
 from vescale.runtime._units import accumulating, managed_parameters, states_in
 
 __all__ = ["GradientHooks", "full_name", "single_instructions"]
@@ -127,7 +128,7 @@ def _rule(instruction: Instruction | None, parameter: DTensor, name: str) -> Gra
             with no_torch_function():
                 spec = make_spec(mesh, placements, grad.shape, contiguous_stride(grad.shape), grad.dtype)
                 grad = make_dtensor(local_of(grad), spec)
-        return grad if tuple(grad.placements) == complete else convert(grad, complete, who=f"{name}.grad")
+        return grad if tuple(grad.placements) == complete else convert(grad, complete, requester=f"{name}.grad")
 
     return GradientRule(source, target, on_captured)
 

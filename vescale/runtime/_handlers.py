@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale.comm import record
 from vescale.compat import (
     DispatchListener,
+    OpSchema,
     install_checkpointing,
     install_dispatch,
     is_view,
@@ -22,17 +23,20 @@ from vescale.compat import (
     spec_of,
     stock_dispatch,
 )
-from vescale.placements import move_local, run_interleaved
-from vescale.runtime._boundary import bring, wrap_global
-from vescale.runtime._convolution import CONVOLUTION_HANDLERS
-from vescale.runtime._elementwise_loss import ELEMENTWISE_LOSS_HANDLERS
+from vescale.ops import (
+    bring,
+    entries,
+    remember_copy,
+    report_implicit_move,
+    run_interleaved,
+    running_module,
+    wrap_global,
+    write_through,
+)
+from vescale.placements import move_local
+from vescale.runtime._forward import checkpointed
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
-from vescale.runtime._loss import LOSS_HANDLERS
-from vescale.runtime._norm import NORM_HANDLERS
-from vescale.runtime._runtime import checkpointed, locate
-from vescale.runtime._statistics import scatter_add
 from vescale.runtime._sums import DERIVATIVE_HANDLERS, accumulated, derivative, where
-from vescale.runtime._views import remember_copy, write_through
 
 __all__ = ["install_handlers"]
 
@@ -49,15 +53,28 @@ def install_handlers() -> None:
         _aten.index_put_.default: _index_put,
         _aten.clone.default: _clone,
         _aten.masked_fill_.Scalar: _masked_fill,
-        _aten.scatter_add.default: scatter_add,
-        _aten.scatter_add_.default: scatter_add,
         _aten.where.self: where,
     }
-    tables = (NORM_HANDLERS, LOSS_HANDLERS, ELEMENTWISE_LOSS_HANDLERS, CONVOLUTION_HANDLERS, INPLACE_VIEW_HANDLERS)
-    for table in (*tables, DERIVATIVE_HANDLERS):
-        own.update(table)
+    for op, entry in entries().items():
+        if entry.handler is not None:
+            own[op] = entry.handler if entry.applies is None else _where_it_applies(entry.handler, entry.applies)
+    own.update(INPLACE_VIEW_HANDLERS)
+    own.update(DERIVATIVE_HANDLERS)
     install_dispatch(own, _Listener())
     install_checkpointing(checkpointed)
+
+
+def _where_it_applies(handler: Any, applies: Any) -> Any:
+    """A handler that leaves calls to stock DTensor to which it does not apply."""
+
+    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def of(x: Any) -> Any:
+            return spec_of(x) if isinstance(x, DTensor) else x
+
+        schema = OpSchema(op, tuple(of(x) for x in args), {name: of(x) for name, x in kwargs.items()})
+        return handler(op, args, kwargs) if applies(op, schema) else stock_dispatch(op, args, kwargs)
+
+    return handle
 
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,19 +145,16 @@ def _masked_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 class _Listener(DispatchListener):
     def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, Any, Any]]) -> None:
-        where = locate()
-        if where is None:
+        if running_module() is None:
             return
         names = [argument.name for argument in op._schema.arguments]
         for position, local, source, target in moves:
             name = names[position] if position < len(names) else f"argument {position}"
-            where.runtime.implicit(where, str(op), name, local, source.placements, target.placements)
+            report_implicit_move(str(op), name, local, source.placements, target.placements)
             _enter_in_ledger(str(op), local, source, target)
 
     def placement_move(self, op: Any, operand: str, local: torch.Tensor, source: Any, target: Any) -> None:
-        where = locate()
-        if where is not None:
-            where.runtime.implicit(where, str(op), operand, local, source.placements, target.placements)
+        report_implicit_move(str(op), operand, local, source.placements, target.placements)
 
     def viewed_copies(self, op: Any, moves: Sequence[tuple[torch.Tensor, Any, torch.Tensor, Any]]) -> None:
         for local, source, copy, target in moves:
@@ -157,11 +171,11 @@ class _Listener(DispatchListener):
 
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
         """In backward too: the zeros that stand for outputs of ``split`` without a gradient are plain."""
-        return locate() is not None
+        return running_module() is not None
 
     def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, run on every rank, keep this rank's part of what was written in place."""
-        if locate() is None:
+        if running_module() is None:
             return NotImplemented
         return _replicated(op, args, kwargs)
 

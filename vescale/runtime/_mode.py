@@ -1,10 +1,10 @@
-"""The function mode that is on while a parallelized model's forward runs, and off inside kernels.
+"""The torch function mode of a parallelized model's forward.
 
-It changes what torch functions do in four ways, and leaves every other call alone:
+It changes torch functions in four ways, and passes every other call through:
 
-* tensors made from nothing (``arange``, ``zeros``, masks) become DTensors: :mod:`vescale.runtime._factories`;
-* a plain tensor that meets a DTensor is taken as the global one, the same on every rank;
-* functions that need a rule of their own (attention, embedding, item assignment) get it: ``FUNCTIONS``;
+* tensors made from numbers (``arange``, ``zeros``, masks) become DTensors: :mod:`vescale.runtime._factories`;
+* a plain tensor among DTensors is taken as a global tensor, the same on every rank;
+* functions in the registry of :mod:`vescale.ops` (attention, embedding, item assignment) run what is registered there;
 * functions of ``torch.nn.functional`` that call others (``multi_head_attention_forward``) are opened, so that the mode
   sees what happens inside.
 """
@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from vescale.runtime._boundary import wrap_global
+from vescale.ops import entries, wrap_global
+from vescale.runtime._activation import Activation
 from vescale.runtime._factories import FACTORIES, METHOD_FACTORIES, place_made
-from vescale.runtime._functions import FUNCTIONS
-
-if TYPE_CHECKING:
-    from vescale.runtime._runtime import Runtime
 
 __all__ = ["RuntimeMode"]
 
@@ -33,9 +30,10 @@ __all__ = ["RuntimeMode"]
 class RuntimeMode(TorchFunctionMode):
     """See the module's description. While a function's own code runs, the mode is off."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, activation: Activation) -> None:
         super().__init__()
-        self.runtime = runtime
+        self.activation = activation
+        self._entries = entries()
 
     def __torch_function__(
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,10 +41,10 @@ class RuntimeMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in FACTORIES:
             if _plain_only(args, kwargs):
-                return place_made(self.runtime, func, args, kwargs)
+                return place_made(self.activation, func, args, kwargs)
             return func(*args, **kwargs)
         if func in METHOD_FACTORIES and not isinstance(args[0], DTensor):
-            return place_made(self.runtime, func, args, kwargs)
+            return place_made(self.activation, func, args, kwargs)
         if func in _OPENED:
             with self:
                 return _OPENED[func](*args, **kwargs)
@@ -55,19 +53,19 @@ class RuntimeMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if mixed:
             args, kwargs = self._globalize(args), self._globalize(kwargs)
-        special = FUNCTIONS.get(func)
-        if special is not None:
-            return special(self.runtime, func, args, kwargs)
+        entry = self._entries.get(func)
+        if entry is not None and entry.function is not None:
+            return entry.function(self.activation, func, args, kwargs)
         return func(*args, **kwargs)
 
     def _globalize(self, value: Any) -> Any:
-        """Plain tensors with dims become Replicate DTensors; scalars mix with DTensors as they are."""
+        """Plain tensors with dims become Replicate DTensors; DTensor accepts scalars as they are."""
         if isinstance(value, tuple | list):
             return type(value)(self._globalize(item) for item in value)
         if isinstance(value, dict):
             return {key: self._globalize(item) for key, item in value.items()}
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim:
-            return wrap_global(value, self.runtime.mesh, self.runtime.replicated, "plain operand")
+            return wrap_global(value, self.activation.mesh, self.activation.replicated, "plain operand")
         return value
 
 
@@ -76,7 +74,7 @@ def _plain_only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-    """None: no DTensor among the arguments; else whether a plain tensor with dims is there too."""
+    """Whether a plain tensor with dims is among the arguments; None if no DTensor is."""
     has_dtensor = has_plain = False
     for value in (*args, *kwargs.values()) if kwargs else args:
         for item in value if type(value) in (list, tuple) else (value,):
@@ -88,7 +86,7 @@ def _mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
 
 
 def _opened(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with its own code, but without the check that hands the whole call to a function mode."""
+    """``function`` without the check that passes the call to a function mode."""
     assert isinstance(function, types.FunctionType)
     unchecked = {name: (lambda *_: False) for name in function.__globals__ if name.startswith("has_torch_function")}
     copy = types.FunctionType(

@@ -26,20 +26,22 @@ from vescale.ir import (
     lower,
     refuse_part_of_replicas,
 )
+from vescale.ops import install as install_placements
+from vescale.ops import observe
 from vescale.placements import from_local
-from vescale.placements import install as install_placements
 from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.rng import enable as enable_rng
 from vescale.rng import has_deferred, is_deferred, materialize
-from vescale.runtime._experts import ExpertRegion
+from vescale.runtime._expert_region import ExpertRegion
 from vescale.runtime._gradient_hooks import GradientHooks, full_name, single_instructions
 from vescale.runtime._handlers import install_handlers
-from vescale.runtime._hooks import ModuleHooks
-from vescale.runtime._place import TensorSlots, load_plain, place_tensor
+from vescale.runtime._implicit_report import RuntimeObserver
+from vescale.runtime._implicit_site import ImplicitSite
+from vescale.runtime._local_region import LocalRegion
+from vescale.runtime._module_hooks import ModuleHooks
 from vescale.runtime._preflight import preflight
-from vescale.runtime._region import LocalRegion
 from vescale.runtime._runtime import Runtime
-from vescale.runtime._sites import ImplicitSite
+from vescale.runtime._tensor_placement import TensorSlots, load_plain, place_tensor
 from vescale.runtime._units import Units
 
 __all__ = ["gradient_reducer", "implicit_communication", "install", "no_sync", "parallelize"]
@@ -53,7 +55,7 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None,
     ===========  ===========================================================================================
     parameters   ``nn.Parameter`` of a DTensor as the plan places it; names, ties, ``requires_grad`` as before
     inputs       plain tensors are the global ones, the same on every rank (``given="local"``: each rank's
-                 part), and are placed as the plan says, Replicate where it says nothing; DTensors are taken as they are
+                 part), and are placed by the plan, Replicate without an entry; DTensors are taken as they are
     outputs      DTensors; a plain global tensor where an ``<out>`` entry of the model makes it Replicate on all axes
     gradients    complete when ``backward()`` returns, placed as their parameters
     ===========  ===========================================================================================
@@ -65,7 +67,7 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None,
             the meta device (its parameters become meta DTensors); not parallelized before.
         plan: for the mesh it was written on, or over axis names and sizes (from a YAML file).
         mesh: the DeviceMesh, when the plan has only names and sizes; made from them when left out.
-        strict: raise at the first communication that no plan entry asked for, instead of counting it.
+        strict: raise at the first communication that no plan entry requests, instead of counting it.
 
     Returns the model.
 
@@ -98,6 +100,7 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
 def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool) -> nn.Module:
     install_placements()
     enable_rng()
+    observe(RuntimeObserver())
     install_handlers()
     runtime = Runtime(program, mesh, GradientHooks.of(program, mesh), strict=strict)
     units = Units(model, program, mesh)
@@ -120,7 +123,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
 
 
 def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:
-    """How often each site of a parallelized model communicated without being asked to by the plan, so far, on this rank.
+    """How often each site of a parallelized model communicated on this rank so far without a plan entry that requests it.
 
     Raises KeyError for a model that was not given to :func:`parallelize`.
     """
@@ -203,7 +206,7 @@ def _joint_cuts(program: Program, slots: TensorSlots) -> dict[int, tuple[int, ..
 def _at_rest(
     mesh: DeviceMesh, op: Place | Annotate, shard: tuple[int, ...]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Where a parameter or buffer lies at rest; one of a unit, whose axes ``shard`` hold one cut, as the unit has it."""
+    """Mesh and placements of a parameter or buffer at rest; ``shard``: the axes of its unit, which share a dim."""
     stage = tuple(Replicate() if p is None else p for p in op.placements)
     if len(shard) <= 1:
         return mesh, stage
@@ -217,10 +220,10 @@ def _materialize(
     planned: Mapping[int, tuple[DeviceMesh, tuple[Placement, ...]]],
     into: Callable[[str], torch.Tensor | None],
 ) -> None:
-    """Gives a model built under ``deferred_init`` its values: each rank computes the part that it is to hold, those of units
-    (``planned``: mesh and placements by ``id``) in the memory that ``into`` says.
+    """Compute the values of a model built under ``deferred_init``: each rank those of its local tensors, for parameters of
+    units (``planned``: mesh and placements by ``id``) in the memory ``into(name)``.
 
-    A parameter whose values are "local" by the plan, and tensors that the program does not place, are computed whole.
+    Parameters that the plan annotates as local, and tensors that the program does not place, are computed whole.
     """
     if not has_deferred(model):
         return

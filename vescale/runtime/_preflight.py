@@ -1,4 +1,4 @@
-"""Do all ranks bring the same plan, program, model and seed? Asked through the store, before the first collective."""
+"""Comparison of plan, program, model and seed of all ranks, through the store, before the first collective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vescale.rng import fingerprint, is_deferred
 
 __all__ = ["preflight"]
 
-# Sections of what a rank brings, and the edit for ranks that differ in one.
+# Sections of the description of a rank, and the edit for ranks that differ in one.
 _EDITS = {
     "versions": "install the same versions on every host",
     "mesh": "give every rank the same mesh",
@@ -42,12 +42,12 @@ def preflight(
     program: Program | None = None,
     problem: PlanError | None = None,
 ) -> None:
-    """Compare what the ranks bring. No collective; one round through the rendezvous store.
+    """Compare the ranks. No collective; one round through the rendezvous store.
 
     Args:
-        model: not placed yet.
-        mesh: whose ranks are about to run the model; None: all ranks.
-        plan, program: what this rank has of them.
+        model: before its parameters are placed.
+        mesh: of the ranks that will run the model; None: all ranks.
+        plan, program: of this rank, as far as it has them.
         problem: why this rank has no program.
 
     Raises:
@@ -106,20 +106,20 @@ def _plan_entries(plan: Plan) -> Iterator[tuple[str, str]]:
     for entry in plan.entries:
         name = f"{type(entry).__name__.removesuffix('Entry').lower()} {entry.path}"
         seen[name] += 1
-        said = (
+        options = (
             f"{field.name}={_value_text(getattr(entry, field.name))}"
             for field in fields(entry)
             if field.name not in ("path", "source") and getattr(entry, field.name) not in (None, ())
         )
-        yield name if seen[name] == 1 else f"{name} (number {seen[name]})", ", ".join(said)
+        yield name if seen[name] == 1 else f"{name} (number {seen[name]})", ", ".join(options)
 
 
 def _value_text(value: object) -> str:
     if isinstance(value, Phase):
         return phase_text(value)
     if isinstance(value, tuple):
-        said = ((axis, what if isinstance(what, str) else placement_text(what)) for axis, what in value)
-        return "{" + ", ".join(f"{axis}: {what}" for axis, what in said) + "}"
+        placements = ((axis, what if isinstance(what, str) else placement_text(what)) for axis, what in value)
+        return "{" + ", ".join(f"{axis}: {what}" for axis, what in placements) + "}"
     return str(value)
 
 

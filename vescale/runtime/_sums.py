@@ -25,7 +25,8 @@ from vescale.compat import (
     no_torch_function,
     stock_dispatch,
 )
-from vescale.runtime._boundary import bring, contiguous_stride, reduced, stride_like
+from vescale.ops import bring, reduced, stride_like
+from vescale.placements import contiguous_stride
 
 __all__ = ["DERIVATIVE_HANDLERS", "accumulated", "derivative", "where"]
 

@@ -37,24 +37,24 @@ class TokenExchange:
         rows: which of this rank's rows go out, those for the first rank first; a row may occur once for each rank.
         send: how many rows go to each rank.
         receive: how many rows come from each.
-        who: for the ledger.
+        requester: for the ledger.
     """
 
     group: AxisGroup
     rows: torch.Tensor
     send: tuple[int, ...]
     receive: tuple[int, ...]
-    who: str
+    requester: str
 
     @classmethod
-    def plan(cls, goes: torch.Tensor, group: AxisGroup, who: str) -> TokenExchange:
+    def plan(cls, goes: torch.Tensor, group: AxisGroup, requester: str) -> TokenExchange:
         """``goes``, of shape (ranks, rows): whether a row goes to a rank."""
         counts = goes.sum(dim=1, dtype=torch.int32)
-        with asking(f"{who}: counts"):
+        with asking(f"{requester}: counts"):
             every = all_gather_v(counts, [group.size] * group.size, group.group).wait().view(group.size, group.size)
         # One wait for the device: what follows needs sizes.
         send, receive = torch.stack((counts, every[:, group.index])).tolist()
-        return cls(group, goes.nonzero(as_tuple=True)[1], tuple(send), tuple(receive), who)
+        return cls(group, goes.nonzero(as_tuple=True)[1], tuple(send), tuple(receive), requester)
 
     def dispatch(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The rows of each tensor (rows, columns) that come here, in the order of the ranks."""
@@ -68,7 +68,9 @@ class TokenExchange:
     def _exchanged(
         self, what: str, send: tuple[int, ...], receive: tuple[int, ...], *parts: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        found: tuple[torch.Tensor, ...] = _Exchange.apply(self.group, send, receive, f"{self.who}: {what}", *parts)
+        found: tuple[torch.Tensor, ...] = _Exchange.apply(
+            self.group, send, receive, f"{self.requester}: {what}", *parts
+        )
         return found
 
 
@@ -77,10 +79,15 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group: AxisGroup, send: tuple[int, ...], receive: tuple[int, ...], who: str, *parts: torch.Tensor
+        ctx: Any,
+        group: AxisGroup,
+        send: tuple[int, ...],
+        receive: tuple[int, ...],
+        requester: str,
+        *parts: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.send, ctx.receive, ctx.who = group, send, receive, who
-        found = _moved(parts, send, receive, group, who)
+        ctx.group, ctx.send, ctx.receive, ctx.requester = group, send, receive, requester
+        found = _moved(parts, send, receive, group, requester)
         ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
         return found
 
@@ -88,20 +95,22 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         needed = [n for n, needs in enumerate(ctx.needs_input_grad[4:]) if needs]
         found: list[torch.Tensor | None] = [None] * len(grads)
-        who = f"{ctx.who}: gradient"
-        for n, part in zip(needed, _Exchange.apply(ctx.group, ctx.receive, ctx.send, who, *(grads[n] for n in needed))):
+        requester = f"{ctx.requester}: gradient"
+        for n, part in zip(
+            needed, _Exchange.apply(ctx.group, ctx.receive, ctx.send, requester, *(grads[n] for n in needed))
+        ):
             found[n] = part
         return None, None, None, None, *found
 
 
 def _moved(
-    parts: Sequence[torch.Tensor], send: Sequence[int], receive: Sequence[int], group: AxisGroup, who: str
+    parts: Sequence[torch.Tensor], send: Sequence[int], receive: Sequence[int], group: AxisGroup, requester: str
 ) -> tuple[torch.Tensor, ...]:
     """All parts in one message: the bytes of their rows side by side."""
     pieces = [part.contiguous().view(torch.uint8) for part in parts]
     packed = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
     width = packed.shape[1]
-    with asking(who):
+    with asking(requester):
         flat = all_to_all_v(
             packed.view(-1), [n * width for n in send], [n * width for n in receive], group.group
         ).wait()

@@ -26,10 +26,9 @@ from vescale.fsdp import (
     state_of,
 )
 from vescale.ir import Hook, Place, Program, Unit
-from vescale.placements import RaggedShard, local_region, shard_dim
+from vescale.placements import RaggedShard, contiguous_stride, local_region, shard_dim
 from vescale.rng import is_deferred
-from vescale.runtime._boundary import contiguous_stride
-from vescale.runtime._place import TensorSlots, place_tensor
+from vescale.runtime._tensor_placement import TensorSlots, place_tensor
 
 __all__ = ["Units", "managed_parameters"]
 
@@ -116,7 +115,7 @@ class Units:
 
     def place(self, materialize: Callable[[Callable[[str], torch.Tensor | None]], None]) -> None:
         """Fill the buffers. ``materialize(into)`` gives the model's deferred tensors their values, those of units in the
-        memory that ``into(name)`` says."""
+        memory ``into(name)``."""
         memory: dict[str, torch.Tensor] = {}
         groups = [group for found in self._groups.values() for _, group in found]
         for group in groups:
@@ -170,7 +169,7 @@ class Units:
         device = next(self._parameters()).axes.device
         for path in dict.fromkeys(("", *self._groups)):
             found = self._groups.get(path, [])
-            said = next(
+            after_forward = next(
                 (unit.reshard_after_forward for unit, _ in found if unit.reshard_after_forward is not None), None
             )
             state = UnitState(
@@ -180,7 +179,7 @@ class Units:
                     (unit.mp_policy for unit, _ in found if unit.mp_policy is not None), MixedPrecisionPolicy()
                 ),
                 device=device,
-                reshard_root=None if said is None else bool(said),
+                reshard_root=None if after_forward is None else bool(after_forward),
                 hooks_first=False,
             )
             state.accumulates_gathered = any(not unit.reshard_after_backward for unit, _ in found)
@@ -193,7 +192,7 @@ class Units:
 
 
 class UnitState(ModuleState):
-    """A unit's hooks. What the engine does inside of a forward is no part of the model: the function mode is off."""
+    """The hooks of a unit. The function mode is off inside of them: the engine is no part of the model."""
 
     accumulates_gathered = False
 
@@ -252,7 +251,7 @@ def managed_parameters(model: nn.Module) -> dict[tuple[int, str], ManagedParamet
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module) -> Iterator[None]:
-    """Gradients of units accumulate unreduced; parameters stay gathered where their unit says so."""
+    """Gradients of units accumulate unreduced; parameters stay gathered if their unit does not reshard after backward."""
     states = states_in(model)
     before = [(g, g.reduce_gradients, g.options.all_reduce, g.reshard_after_backward) for s in states for g in s.groups]
     for state in states:
@@ -274,7 +273,7 @@ def _to_rest(module: nn.Module, *_: Any) -> None:
 
 
 def _place(parameter: ManagedParameter) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Where the sharded form lies."""
+    """Mesh and placements of the sharded form."""
     assert isinstance(parameter.sharded, DTensor)
     return parameter.sharded.device_mesh, tuple(parameter.sharded.placements)
 
@@ -289,7 +288,7 @@ def _on_meta(tensor: torch.Tensor, mesh: DeviceMesh, run: tuple[Placement, ...])
 
 
 def _block(rest: Placement, shape: Sequence[int], run: Sequence[Placement]) -> int | None:
-    """Elements that stay together: what the placement calls a share, a row by default."""
+    """Number of elements that are never split between ranks: the granule of the placement."""
     if not isinstance(rest, RaggedShard):
         return None
     inner = [dim for p in run if (dim := shard_dim(p)) is not None and dim > 0]
@@ -297,7 +296,7 @@ def _block(rest: Placement, shape: Sequence[int], run: Sequence[Placement]) -> i
 
 
 def _kept(after_forward: bool | int, size: int) -> bool | int:
-    """All ranks keep a piece each: that is resharding; one rank does: it keeps everything."""
+    """``reshard_after_forward`` as a bool where the size is that of all ranks (True) or of one (False)."""
     if isinstance(after_forward, bool) or after_forward not in (1, size):
         return after_forward
     return after_forward != 1

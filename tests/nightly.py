@@ -1,0 +1,145 @@
+"""Tests that `make test` leaves to `make test-all`, beside those marked ``slow`` where they are written.
+
+A test is here because another test, which stays in the daily run, covers the same mechanism. Names are matched without
+folders, so that a file can move. An entry that matches nothing fails ``tests/test_lanes.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+__all__ = ["NIGHTLY", "Family", "is_nightly"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Cases of one test function.
+
+    Attributes:
+        file: pattern of the file's name.
+        test: name of the function.
+        cases: what stands in brackets behind it, one string for each case; empty: the whole function.
+        daily: what covers the mechanism in the daily run.
+    """
+
+    file: str
+    test: str
+    cases: tuple[str, ...]
+    daily: str
+
+
+_ONE_STEP = "every plan has one mesh shape daily: four ranks (dp x tp, tp), or two where four take ten seconds"
+_SIMULATED = "test_big_meshes and test_ops_simulated run on 64 simulated ranks"
+
+NIGHTLY = [
+    Family(
+        "test_training.py",
+        "test_step_equals_one_device",
+        ("sd3-4", "dit-4", "gpt_oss-2", "deepseek_v3-2", "t5-2", "mixtral-2", "whisper-2", "qwen3-2", "qwen3_moe-2")
+        + ("vit-2",),
+        _ONE_STEP,
+    ),
+    Family(
+        "test_training.py",
+        "test_experts_that_meet_all_tokens",
+        ("gpt_oss-4", "deepseek_v3-4"),
+        "both models on two ranks, mixtral and qwen3_moe on two and four",
+    ),
+    Family(
+        "test_training.py",
+        "test_load_balancing_losses",
+        ("gpt_oss-2-False", "gpt_oss-2-True", "mixtral-2-False", "qwen3_moe-2-False"),
+        "each model on four ranks, padded and not",
+    ),
+    Family(
+        "test_zero.py",
+        "test_step_equals_one_device",
+        ("sd3", "gpt_oss", "whisper", "deepseek_v3"),
+        "the other nine plans: dense, encoder-decoder, vision, diffusion (dit) and experts",
+    ),
+    Family(
+        "test_context.py",
+        "test_plans_for_a_context_axis",
+        ("gpt_oss_cp-4-1",),
+        "gpt_oss_cp on cp x tp, llama_cp on cp=4",
+    ),
+    Family("test_context.py", "test_other_ways", ("deepseek_v3-ring-I(1, 2)",), "ring and Ulysses with llama"),
+    Family(
+        "test_mixtures.py",
+        "test_z_loss_beside_the_load_balancing_loss",
+        ("gpt_oss",),
+        "the same with mixtral and qwen3_moe",
+    ),
+    Family(
+        "test_mixtures.py",
+        "test_selection_biases_that_follow_the_load",
+        ("{'dp': 1, 'tp': 4}",),
+        "the same on dp=2, tp=2",
+    ),
+    Family(
+        "test_llama.py",
+        "test_gradients_equal_one_device",
+        ("('tp', 1, 2, 2, 4)", "('zoo', 1, 2, 2, 4)", "('zoo, gathered logits', 1, 2, 2, 4)")
+        + (
+            "('tp, replicated kv', 2, 2, 1, 4)",
+            "('tp, replicated kv', 1, 2, 1, 4)",
+            "('zoo, logits by vocabulary', 2, 2, 2, 4)",
+        ),
+        "each plan on one mesh shape at least",
+    ),
+    Family(
+        "test_other_families.py",
+        "test_step_equals_one_device",
+        ("unet-dp", "swin-dp", "clip-dp", "bert-dp"),
+        "all models on tp; resnet, whose batch norm needs it, on dp",
+    ),
+    Family(
+        "test_*reducer.py",
+        "test_stock_dtensor_models",
+        ("(2, 2, 2)",),
+        "the same on (4, 2); local modules on (2, 2, 2)",
+    ),
+    Family("test_*destinations.py", "test_64_simulated_ranks", (), _SIMULATED),
+    Family("test_predicted_buckets.py", "test_three_axes_on_64_simulated_ranks", (), _SIMULATED),
+    Family("test_*fuzz.py", "test_random_steps_on_simulated_ranks", ("(2, 2, 2)",), "the same on (4, 2) and (2, 2)"),
+    Family(
+        "test_training.py",
+        "test_losses_follow_one_device",
+        ("dp x tp", "tp"),
+        "the same on fsdp; steps on dp x tp in rng",
+    ),
+    Family(
+        "test_dtensor.py",
+        "test_every_placement_on_eight_ranks",
+        ("mesh_shape0", "mesh_shape2"),
+        "the mesh (2, 4), and all ops on four ranks",
+    ),
+    Family("test_cuda.py", "test_the_gpu_benchmark_on_an_emulated_device", (), "the kernels on the emulated device"),
+    Family("test_deferred.py", "test_llama_on_one_of_64_ranks_holds_its_shards_only", ("0-shard",), "rank 37, ragged"),
+    Family(
+        "test_redistribute.py",
+        "test_every_pair_on_one_axis",
+        ("shape0-8", "shape1-8", "shape1-2", "shape2-2"),
+        "all shapes on one, three and four ranks, one each on two and eight",
+    ),
+    Family("test_big_meshes.py", "test_random_pairs_on_64_ranks", ("(64,)-4", "(2, 32)-3"), "(8, 8) and (4, 4, 4)"),
+    Family("test_grid.py", "test_all_orders", ("gptoss_per_expert", "dsv3_moe"), "nine other models"),
+    Family("test_in_place.py", "test_in_place_gradients", ("2",), "the same on four ranks"),
+    Family("test_combinations.py", "test_random_programs", ("2",), "the same on three and four ranks"),
+    Family("test_random_programs.py", "test_random_programs", ("2",), "the same on four ranks"),
+    Family(
+        "test_demo.py",
+        "test_no_process_outlives_the_command",
+        ("9",),
+        "the same with Ctrl-C; ranks killed in test_a_crashing_rank_ends_all",
+    ),
+]
+
+
+def is_nightly(file: str, test: str, case: str | None) -> bool:
+    """Whether ``test[case]`` of a file of this name is left to the nightly run."""
+    return any(
+        fnmatchcase(file, family.file) and test == family.test and (not family.cases or case in family.cases)
+        for family in NIGHTLY
+    )

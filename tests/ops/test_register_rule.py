@@ -1,0 +1,185 @@
+"""Rules of users: the example of docs/placements-ops.md, rules for custom ops, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from tests.ops.layouts import assert_same, data, place
+from tests.ranks import RankPools
+from vescale.comm import record_comms
+from vescale.ops import Decision, PlacementFallbackWarning, register_rule, strict_placements
+from vescale.placements import RaggedShard
+
+PAGE = Path(__file__).parents[2] / "docs" / "placements-ops.md"
+RAGGED = ((2,), (RaggedShard((0,), (5, 3)),))
+
+
+def run_example(block: str) -> None:
+    exec(compile(block, str(PAGE), "exec"), {})
+
+
+def test_the_example_of_the_docs_runs(ranks: RankPools) -> None:
+    (block,) = re.findall(r"## A rule of your own\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    ranks.run(run_example, block, world_size=4)
+
+
+def custom_op(name: str) -> Any:
+    """An op that DTensor has no strategy for."""
+    schema = "(Tensor x) -> Tensor"
+    op = torch.library.custom_op(f"vescale_tests::{name}", lambda x: x * 2 + 1, mutates_args=(), schema=schema)
+    op.register_fake(torch.empty_like)
+    return getattr(torch.ops.vescale_tests, name).default
+
+
+def on_rank_custom_op() -> None:
+    op = custom_op("affine")
+    full = data()
+    x = place(full, RAGGED)
+    with record_comms() as calls, pytest.warns(PlacementFallbackWarning, match="affine.default has no rule"):
+        found = op(x)  # without any rule: gathered, and run on every rank
+    assert_same(found, full * 2 + 1)
+    assert found.placements == (Replicate(),) and len(calls) == 1
+
+    # PyTorch's public API: stock placements. Ragged operands are still gathered.
+    register_sharding(op)(lambda x: [([Shard(0)], [Shard(0)]), ([Replicate()], [Replicate()])])
+    stock = place(full, ((2,), (Shard(0),)))
+    assert op(stock).placements == (Shard(0),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlacementFallbackWarning)
+        assert op(x).placements == (Replicate(),)
+
+    register_rule(op, lambda call: Decision((call.operands[0].placements,), (call.operands[0].placements,)))
+    with record_comms() as calls, strict_placements():
+        found = op(x)
+    assert_same(found, full * 2 + 1)
+    assert found.placements == x.placements and not calls
+    assert op(stock).placements == (Shard(0),)  # rules are not for stock placements
+
+    def unknown(call: Any) -> None:
+        """Leaves every call to the next rule."""
+
+    register_rule([op], unknown)
+    with strict_placements():
+        assert op(x).placements == x.placements
+
+
+def test_a_custom_op(ranks: RankPools) -> None:
+    ranks.run(on_rank_custom_op, world_size=2)
+
+
+# name -> what the rule returns for a call of an op with one operand and one result; the error, and what it says
+WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "not a decision": (
+        lambda call: call.operands[0].placements,
+        TypeError,
+        r"wrong.default: the rule .* returned \(RaggedShard.*\); expected a Decision, or None to leave",
+    ),
+    "too many inputs": (
+        lambda call: Decision((call.operands[0].placements,) * 2, (call.operands[0].placements,)),
+        ValueError,
+        r"returned inputs .*; expected a tuple with the placements of each of the 1 tensor operands",
+    ),
+    "inputs without a tuple for each operand": (
+        lambda call: Decision((Replicate(),), ((Replicate(),),)),  # type: ignore[arg-type]
+        ValueError,
+        r"returned inputs\[0\] = Replicate\(\); expected a tuple of 1 placements, one for each mesh axis",
+    ),
+    "too many mesh axes": (
+        lambda call: Decision((call.operands[0].placements,), ((Replicate(), Replicate()),)),
+        ValueError,
+        r"returned outputs\[0\] = \(Replicate\(\), Replicate\(\)\); expected a tuple of 1 placements",
+    ),
+    "too many outputs": (
+        lambda call: Decision((call.operands[0].placements,), ((Replicate(),), (Replicate(),))),
+        ValueError,
+        r"returned outputs .*; expected a tuple with the placements of each of its 1 results",
+    ),
+    "no outputs": (
+        lambda call: Decision((call.operands[0].placements,)),
+        ValueError,
+        r"returned outputs=None, but the op returns tensors; give the placements of each",
+    ),
+}
+
+
+def on_rank_wrong_rules() -> None:
+    op = custom_op("wrong")
+    x = place(data(), RAGGED)
+    for rule, error, message in WRONG.values():
+        register_rule(op, rule)
+        with pytest.raises(error, match=message):
+            op(x)
+    # An op that returns a number.
+    ours = RaggedShard((0,), (2, 6))  # no other test's: a rule stays registered
+    y = place(data(), ((2,), (ours,)))
+
+    def wrong(call: Any) -> Decision | None:
+        placements = call.operands[0].placements
+        return Decision((placements, placements), (placements,)) if placements == (ours,) else None
+
+    register_rule(torch.ops.aten.equal.default, wrong)
+    with pytest.raises(ValueError, match="expected None: it returns no tensor"):
+        torch.equal(y, y)
+    assert torch.equal(x, x)
+
+
+def test_rules_that_return_something_else(ranks: RankPools) -> None:
+    ranks.run(on_rank_wrong_rules, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (torch.flip, r"found <built-in method flip .*expected an op overload such as torch.ops.aten.flip.default"),
+        (
+            torch.ops.aten.sum,
+            r"found aten.sum, which has the overloads .*; expected one overload .*: give aten.sum\.\w+",
+        ),
+        ([torch.ops.aten.flip.default, "roll"], r"found 'roll'; expected an op overload"),
+        (None, r"found None; expected an op overload"),
+    ],
+)
+def test_something_else_than_overloads(op: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        register_rule(op, lambda call: None)
+
+
+def test_something_else_than_a_rule() -> None:
+    with pytest.raises(TypeError, match="found the rule 'local'; expected a function of an OpCall"):
+        register_rule(torch.ops.aten.flip.default, "local")  # type: ignore[arg-type]
+
+
+ONLY_PLACEMENTS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+before = DTensor.redistribute
+from vescale.placements import RaggedShard
+
+assert "vescale.ops" not in sys.modules and DTensor.redistribute is before
+dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (3,)), [RaggedShard((0,), (5, 2, 3))], shape=(10,))
+y = x * 2 + x
+assert DTensor.redistribute is not before
+assert y.placements == x.placements and y.to_local().tolist() == [3.0, 3.0], y
+"""
+
+
+def test_a_program_that_imports_a_placement_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", ONLY_PLACEMENTS], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

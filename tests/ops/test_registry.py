@@ -1,0 +1,75 @@
+"""The registry of op behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vescale.ops import FAMILY_FILES, OpEntry, entries, entry_of, families, register, register_family
+from vescale.ops import _registry as registry
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def own_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    yield
+
+
+def test_every_file_of_a_family_is_imported() -> None:
+    """A file that nobody imports registers nothing."""
+    folder = Path(registry.__file__).parent
+    assert {Path(file.__file__ or "").stem for file in FAMILY_FILES} == {
+        path.stem for path in folder.glob("*.py") if not path.name.startswith("_")
+    }
+
+
+def test_fields_are_added_once() -> None:
+    def rule(call: Any) -> None: ...
+
+    op = aten.trace.default
+    assert entry_of(op) is None
+    register(op, rule=rule, communicates=["all_reduce"])
+    register(op, handler=rule, backward="custom", communicates=["all_gather_v"])
+    expected = OpEntry(
+        rule=rule, handler=rule, backward="custom", communicates=frozenset({"all_reduce", "all_gather_v"})
+    )
+    assert entry_of(op) == entries()[op] == expected
+    with pytest.raises(
+        ValueError, match=r"aten\.trace\.default has rule registered already; each op belongs to one file"
+    ):
+        register(op, rule=rule)
+
+
+def test_the_order_of_rules() -> None:
+    """Users' rules, the latest first; the overload's; that of all overloads; those of families."""
+
+    def named(name: str) -> Any:
+        def rule(call: Any) -> None: ...
+
+        rule.__name__ = name
+        return rule
+
+    op = aten.mul.Tensor
+    register(aten.mul, rule=named("all overloads"))
+    register(op, rule=named("overload"))
+    registry.register_user_rule(op, named("first"))
+    registry.register_user_rule(op, named("second"))
+    names = [rule.__name__ for rule in registry.rules_of(op)]
+    assert names == ["second", "first", "overload", "all overloads", "elementwise_rule", "interleaved_rule"]
+    assert next(rule.__name__ for rule in registry.rules_of(aten.mul.Scalar)) == "all overloads"
+
+
+def test_families_have_an_order() -> None:
+    assert tuple(family.name for family in families()) == registry.FAMILY_ORDER
+    covering = [family.name for family in families() if family.covers(aten.native_dropout.default)]
+    assert covering[0] == "random"
+    for name, found in (("elementwise", "is registered already"), ("pointwise", "is not in FAMILY_ORDER")):
+        with pytest.raises(ValueError, match=f"op family '{name}' {found}"):
+            register_family(name, covers=lambda op: True, rule=lambda call: None)

@@ -1,0 +1,173 @@
+"""``OpCall``: one call of an op as placement rules see it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import DTensorSpec, native_sharding, output_meta, schema_arguments, without_modes
+
+__all__ = ["OpCall", "Placements", "names", "placements_text", "substitute", "with_placements"]
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class OpCall:
+    """An op with specs in place of its tensors. Equal calls (op, specs, every other argument) get equal decisions.
+
+    Attributes:
+        op: the operator overload.
+        args, kwargs: its arguments; tensors are specs, tensor lists lists of specs.
+        schema_info: what PyTorch registered about the op's arguments, or None.
+        operands: the specs among the arguments, in order; lists are flattened.
+        positions: for each operand ``(argument, index in its list or None)``; keyword arguments by name.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    schema_info: Any = None
+    operands: tuple[DTensorSpec, ...] = field(init=False)
+    positions: tuple[tuple[int | str, int | None], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = list(_locate(self.args, self.kwargs))
+        object.__setattr__(self, "operands", tuple(spec for spec, _ in found))
+        object.__setattr__(self, "positions", tuple(position for _, position in found))
+
+    @property
+    def name(self) -> str:
+        """The op's name without namespace and overload: ``add_``, ``_foreach_norm``."""
+        return str(self.op.overloadpacket.__name__)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.operands[0].mesh
+
+    @functools.cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Identifies the call. Numbers are compared with their type (``1``, ``1.0`` and ``True`` promote differently),
+        meshes by identity: decisions hold them, and an equal mesh may belong to destroyed process groups."""
+        meshes = frozenset(id(spec.mesh) for spec in self.operands)
+        return self.op, meshes, _typed(self.args), tuple((k, _typed(v)) for k, v in sorted(self.kwargs.items()))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OpCall) and self.key == other.key
+
+    @functools.cached_property
+    def mutated(self) -> tuple[int, ...]:
+        """The operands that the op writes to."""
+        arguments = schema_arguments(self.op)
+        written = dict(arguments) | {index: is_written for index, (_, is_written) in enumerate(arguments)}
+        return tuple(index for index, (argument, _) in enumerate(self.positions) if written[argument])
+
+    @functools.cached_property
+    def meta(self) -> Any:
+        """Global shape, stride and dtype of each result: one ``TensorMeta``, a sequence of them, or None."""
+        return output_meta(self.op, self.args, self.kwargs, self.schema_info)
+
+    def argument_name(self, argument: int | str) -> str:
+        return argument if isinstance(argument, str) else schema_arguments(self.op)[argument][0]
+
+    def mesh_of_result(self, index: int) -> DeviceMesh:
+        """For ops on lists, the mesh of the operands at ``index``: the tensors of a list need not share one."""
+        for spec, (_, position) in zip(self.operands, self.positions):
+            if position == index:
+                return spec.mesh
+        return self.mesh
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """An argument by its name in the op's schema."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        for (argument, _), value in zip(schema_arguments(self.op), self.args):
+            if argument == name:
+                return value
+        return default
+
+    def try_out(self) -> None:
+        """Raise what one device raises for these dtypes and arguments, on every rank.
+
+        Local functions skip the kernel where a rank holds nothing, so an error of the kernel would be raised on some ranks
+        only, and the others would wait for them. Runs the op on tensors of at most two elements in each dim.
+        """
+        with without_modes():  # for real, also while the program is traced
+            tiny = [
+                torch.zeros(
+                    [min(size, 2) for size in spec.shape],
+                    dtype=spec.tensor_meta.dtype if spec.tensor_meta is not None else None,
+                    device=spec.mesh.device_type,
+                )
+                for spec in self.operands
+            ]
+            args, kwargs = substitute(self.args, self.kwargs, tiny, DTensorSpec)
+            self.op(*args, **kwargs)
+
+    def describe(self, index: int) -> str:
+        """An operand in an error message."""
+        argument, position = self.positions[index]
+        name, spec = self.argument_name(argument), self.operands[index]
+        where = name if position is None else f"{name}[{position}]"
+        return f"operand {where} of shape {tuple(spec.shape)} placed as {placements_text(spec.placements)}"
+
+    def native(self, placements: Sequence[Placements]) -> Any:
+        """PyTorch's sharding decision if the operands had these stock placements; None when it has no strategy."""
+        specs = [with_placements(spec, wanted) for spec, wanted in zip(self.operands, placements, strict=True)]
+        args, kwargs = substitute(self.args, self.kwargs, specs, DTensorSpec)
+        return native_sharding(self.op, args, kwargs, self.schema_info)
+
+
+def names(text: str) -> frozenset[str]:
+    """A set of op names, separated by spaces."""
+    return frozenset(text.split())
+
+
+def placements_text(placements: Sequence[Placement]) -> str:
+    return "(" + ", ".join(map(repr, placements)) + ")"
+
+
+def with_placements(spec: DTensorSpec, placements: Placements) -> DTensorSpec:
+    return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+
+
+def _locate(args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[DTensorSpec, tuple[int | str, int | None]]]:
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for name, arg in named:
+        if isinstance(arg, DTensorSpec):
+            yield arg, (name, None)
+        elif isinstance(arg, list | tuple):
+            for index, item in enumerate(arg):
+                if isinstance(item, DTensorSpec):
+                    yield item, (name, index)
+
+
+def substitute(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Sequence[Any], kind: type
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with every instance of ``kind`` replaced by the next value, in the order of ``OpCall.operands``."""
+    following = iter(values)
+
+    def replace(arg: Any) -> Any:
+        if isinstance(arg, kind):
+            return next(following)
+        if isinstance(arg, list | tuple) and any(isinstance(item, kind) for item in arg):
+            return type(arg)([next(following) if isinstance(item, kind) else item for item in arg])
+        return arg
+
+    return tuple(replace(arg) for arg in args), {name: replace(arg) for name, arg in kwargs.items()}
+
+
+def _typed(value: Any) -> Any:
+    if isinstance(value, list | tuple) and not isinstance(value, DTensorSpec):
+        return tuple(_typed(item) for item in value)
+    return (type(value), value) if isinstance(value, bool | int | float | complex) else value

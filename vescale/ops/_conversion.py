@@ -1,0 +1,243 @@
+"""Conversions of DTensors: to other placements, to local tensors and back, each with a rule for the gradient.
+
+===============  =========================================  ======================================================
+function         forward                                    gradient
+===============  =========================================  ======================================================
+``convert``      redistributes from ``src`` to ``dst``      arrives with any placements; redistributed to
+                                                            ``grad_source``, then to ``grad_target``, by default
+                                                            ``src`` (Replicate for Partial)
+``enter_local``  returns the local tensor; no               the local gradient, with placements
+                 communication                              ``grad_placements``
+``leave_local``  wraps a local tensor as a DTensor; no      redistributed to ``grad_placements``, by default the
+                 communication                              DTensor's (Replicate for Partial); communication here
+                                                            is implicit
+``wrap_global``  shards a tensor that every rank has; no    gathered: the caller's gradient is the whole one
+                 communication
+===============  =========================================  ======================================================
+
+Every result is a fresh DTensor and no view of the input, so that the model may write to it in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.comm import asking
+from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, no_torch_function, spec_of
+from vescale.ops._observer import report_implicit_move
+from vescale.ops._strides import stride_like
+from vescale.placements import contiguous_stride, move_local
+
+__all__ = [
+    "bring",
+    "bring_with_gradient",
+    "convert",
+    "cut",
+    "enter_local",
+    "leave_local",
+    "reduced",
+    "wrap_global",
+]
+
+
+def reduced(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Placements of the gradient of a tensor with ``placements``: Replicate for Partial, because each summand has the
+    gradient of the sum."""
+    return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+
+
+def _moved(x: DTensor, target: tuple[Placement, ...], requester: str) -> DTensor:
+    """Redistribute ``x`` outside of autograd; the result is a fresh DTensor also when the placements are the same."""
+    spec, local = spec_of(x), local_of(x)
+    if tuple(spec.placements) == target:
+        return make_dtensor(local, spec)
+    with asking(requester), no_torch_function():
+        moved = move_local(local, spec.mesh, x.shape, spec.placements, target).wait()
+    return make_dtensor(moved, make_spec(spec.mesh, target, x.shape, contiguous_stride(x.shape), x.dtype))
+
+
+def bring(x: DTensor, target: Sequence[Placement], op: str, operand: str) -> DTensor:
+    """Redistribute the operand ``operand`` of ``op`` to ``target``, outside of autograd.
+
+    Communication is implicit: the model that runs counts and reports it, and raises instead in strict mode.
+    """
+    target = tuple(target)
+    if tuple(x.placements) == target:
+        return x
+    report_implicit_move(op, operand, local_of(x), x.placements, target)
+    return _moved(x, target, f"implicit: {op}")
+
+
+class _Convert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, target: Any, grad_stages: Any, requester: str) -> DTensor:
+        ctx.arrived, ctx.grad_stages, ctx.requester = reduced(x.placements), grad_stages, requester
+        ctx.set_materialize_grads(False)
+        result = _moved(x, target, requester)
+        return make_dtensor(local_of(result), spec_of(result), requires_grad=x.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
+        if grad is not None:
+            for stage in ctx.grad_stages:
+                target = tuple(f if s is None else s for f, s in zip(grad.placements, stage))
+                grad = _Convert.apply(grad, target, (reduced(grad.placements),), f"{ctx.requester}: gradient")
+        return grad, None, None, None
+
+
+def convert(
+    x: DTensor,
+    target: Sequence[Placement | None],
+    *,
+    grad_source: Sequence[Placement | None] | None = None,
+    grad_target: Sequence[Placement | None] | None = None,
+    passes_gradient: bool = False,
+    requester: str = "",
+) -> DTensor:
+    """Redistribute ``x`` to ``target``, and its gradient by the rule of the module's table.
+
+    An autograd node is inserted also when the placements are the same: a gradient that arrives Partial where the tensor is
+    Replicate is reduced here.
+
+    Args:
+        target: None on an axis keeps the placement there, and passes the gradient as it arrives.
+        grad_source, grad_target: placements of the gradient, see the table; None on an axis: the default.
+        passes_gradient: pass the gradient as it arrives, for the caller to reduce.
+        requester: name of the communication in the ledger.
+    """
+    found = tuple(x.placements)
+    complete = tuple(f if t is None else t for f, t in zip(found, target))
+    back = [None if t is None else g for t, g in zip(target, reduced(found))]
+    if grad_target is None:
+        grad_target = back
+    else:
+        grad_target = [b if g is None else g for b, g in zip(back, grad_target)]
+    stages = [tuple(stage) for stage in (grad_source, grad_target) if stage is not None and not passes_gradient]
+    with no_torch_function():
+        return _Convert.apply(x, complete, tuple(stages), requester)
+
+
+def bring_with_gradient(x: DTensor, target: Sequence[Placement], op: str, operand: str) -> DTensor:
+    """As :func:`bring`, with a gradient: it is redistributed the other way."""
+    target = tuple(target)
+    if tuple(x.placements) == target:
+        return x
+    report_implicit_move(op, operand, local_of(x), x.placements, target)
+    return convert(x, target, requester=f"implicit: {op}")
+
+
+class _EnterLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, grad_placements: tuple[Placement, ...], always: bool) -> torch.Tensor:
+        local = local_of(x)
+        ctx.spec, ctx.grad_placements = spec_of(x), grad_placements
+        ctx.unused = (local.shape, local.dtype, local.device) if always else None
+        ctx.set_materialize_grads(False)
+        return local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            if ctx.unused is None:
+                return None, None, None
+            size, dtype, device = ctx.unused
+            grad = torch.zeros(size, dtype=dtype, device=device)
+        mesh, shape = ctx.spec.mesh, ctx.spec.shape
+        if torch.is_grad_enabled():  # for derivatives of gradients
+            return leave_local(grad, mesh, ctx.grad_placements, shape, "local gradient"), None, None
+        spec = make_spec(mesh, ctx.grad_placements, shape, stride_like(grad, shape), grad.dtype)
+        return make_dtensor(grad, spec), None, None
+
+
+def enter_local(
+    x: DTensor, grad_placements: Sequence[Placement] | None = None, *, always: bool = False
+) -> torch.Tensor:
+    """The local tensor of ``x``.
+
+    Args:
+        grad_placements: placements of the gradient whose local tensors are the gradients of the result; by default those
+            of ``x``, Replicate for Partial.
+        always: pass a gradient of zeros on ranks that do not use the result, where other ranks may.
+    """
+    placements = reduced(x.placements) if grad_placements is None else tuple(grad_placements)
+    with no_torch_function():
+        return _EnterLocal.apply(x, placements, always)
+
+
+class _LeaveLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, grad_placements: Any, op: str) -> DTensor:
+        ctx.placements, ctx.grad_placements, ctx.op = spec.placements, grad_placements, op
+        ctx.set_materialize_grads(False)
+        return make_dtensor(local.detach(), spec, requires_grad=local.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return None, None, None, None
+        with no_torch_function():
+            if not torch.is_grad_enabled():
+                return local_of(bring(grad, ctx.grad_placements, ctx.op, "gradient")), None, None, None
+            # Each summand gets the whole gradient of a sum; the second derivatives of all ranks add up.
+            back = [p if g.is_replicate() else g for p, g in zip(ctx.placements, ctx.grad_placements)]
+            whole = bring_with_gradient(grad, ctx.grad_placements, ctx.op, "gradient")
+            return enter_local(whole, back), None, None, None
+
+
+def leave_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    op: str,
+    grad_placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor of global ``shape`` with the local tensor ``local``. Its gradient is redistributed to ``grad_placements``,
+    by default its own (Replicate for Partial), and the local part of that is the gradient of ``local``; ``op`` is the name
+    under which this communication is reported."""
+    spec = make_spec(mesh, placements, shape, stride_like(local, shape), local.dtype)
+    with no_torch_function():
+        grads = reduced(placements) if grad_placements is None else tuple(grad_placements)
+        return _LeaveLocal.apply(local, spec, grads, op)
+
+
+def cut(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """The local part of a tensor that every rank has; a copy unless it is the whole tensor. No communication."""
+    replicated = (Replicate(),) * mesh.ndim
+    if tuple(placements) == replicated:
+        return x
+    return move_local(x, mesh, x.shape, replicated, placements).wait()
+
+
+class _WrapGlobal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], requester: str
+    ) -> DTensor:
+        ctx.requester, ctx.mesh = requester, mesh
+        ctx.set_materialize_grads(False)
+        local = cut(x.detach(), mesh, placements)
+        stride = x.stride() if local.shape == x.shape else contiguous_stride(x.shape)
+        spec = make_spec(mesh, placements, x.shape, stride, x.dtype)
+        return make_dtensor(local, spec, requires_grad=x.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return None, None, None, None
+        replicated, requester = (Replicate(),) * ctx.mesh.ndim, f"{ctx.requester}: gradient"
+        if torch.is_grad_enabled():
+            return enter_local(convert(grad, replicated, requester=requester)), None, None, None
+        return local_of(_moved(grad, replicated, requester)), None, None, None
+
+
+def wrap_global(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], requester: str = "") -> DTensor:
+    """A DTensor with ``placements`` of a tensor that is the same on every rank. No communication in forward."""
+    with no_torch_function():
+        return _WrapGlobal.apply(x, mesh, tuple(placements), requester)

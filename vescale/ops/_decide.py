@@ -1,0 +1,127 @@
+"""The decision about an op call: that of the first rule that returns one, else to give up custom placements; cached."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from vescale.compat import DTensorSpec, TensorMeta, clear_sharding_cache, static_keywords, takes_only_tensors
+from vescale.ops._call import OpCall, Placements, placements_text
+from vescale.ops._check_decision import check_decision
+from vescale.ops._decision import Decision
+from vescale.ops._registry import is_user_rule, rules_of
+from vescale.ops.interleaved import treats_indices_alike
+from vescale.placements import CustomPlacement, contiguous_stride, has_custom, ragged_axis
+
+__all__ = ["cached", "decide", "forget_decisions", "output_specs", "runs_as_is"]
+
+# Keyword arguments that decide the format of results; others (alpha, value, ...) only do for integers.
+_FORMATS = frozenset(["dtype", "layout", "device", "pin_memory", "memory_format"])
+
+
+def cached(function: Any, *args: Any) -> Any:
+    """The result of a function with an ``lru_cache``; computed anew where an argument has no hash."""
+    try:
+        return function(*args)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        return function.__wrapped__(*args)
+
+
+@functools.lru_cache(maxsize=8192)
+def decide(call: OpCall) -> Decision:
+    """How the call runs. Raises RuntimeError for an in-place op that would have to move the tensor it writes to, and what
+    rules raise."""
+    decision = _first_decision(call) or _give_up_placements(call)
+    _check_in_place(call, decision)
+    return decision
+
+
+def _first_decision(call: OpCall) -> Decision | None:
+    for rule in rules_of(call.op):
+        decision: Decision | None = rule(call)
+        if is_user_rule(call.op, rule):
+            check_decision(rule, call, decision)
+        if decision is not None:
+            return decision
+    return None
+
+
+def forget_decisions() -> None:
+    """Decide every call anew, with rules that were added since."""
+    decide.cache_clear()
+    output_specs.cache_clear()
+    clear_sharding_cache()
+
+
+def _give_up_placements(call: OpCall) -> Decision:
+    """The decision without a rule: custom placements become Replicate, and PyTorch's own strategy decides the rest.
+
+    The stock placements of the other mesh axes stay only for ops whose strategies are known to be right on them. For the
+    rest everything is gathered, so that the op runs as on one device. Stock operands that such an op writes to are moved
+    back afterwards; custom ones are refused (``_check_in_place``).
+    """
+    if treats_indices_alike(call.op):
+        inputs = tuple(
+            tuple(Replicate() if isinstance(placement, CustomPlacement) else placement for placement in spec.placements)
+            for spec in call.operands
+        )
+        return Decision(inputs, redispatch=True, fallback=True)
+    inputs = tuple((Replicate(),) * spec.mesh.ndim for spec in call.operands)
+    written = tuple(index for index in call.mutated if not has_custom(call.operands[index].placements))
+    return Decision(inputs, redispatch=not written, write_back=written, fallback=True)
+
+
+def _check_in_place(call: OpCall, decision: Decision) -> None:
+    for index in call.mutated:
+        spec, wanted = call.operands[index], decision.inputs[index]
+        if spec.placements == wanted or index in decision.scratch or index in decision.write_back:
+            continue
+        raise RuntimeError(
+            f"{call.op} writes to {call.describe(index)}, and needs it as {placements_text(wanted)}: the write would go to "
+            "a copy and be lost; use the out-of-place op and redistribute its result, or call redistribute() first"
+        )
+
+
+def runs_as_is(call: OpCall, decision: Decision) -> bool:
+    """Whether the dispatcher can run the op on the local tensors and cache that, under the key that it uses."""
+    if decision.local is not None or decision.prepare or decision.redispatch:
+        return False
+    if any(spec.placements != wanted for spec, wanted in zip(call.operands, decision.inputs)):
+        return False
+    if call.mutated:
+        return True  # results are the written operands: nothing depends on other arguments
+    if call.schema_info is None:  # the key has the tensors alone
+        return decision.outputs is None or takes_only_tensors(call.op)
+    if call.schema_info.needs_pytree:  # the key leaves numbers out: right as long as they cannot change a dtype
+        return all(spec.tensor_meta is not None and spec.tensor_meta.dtype.is_floating_point for spec in call.operands)
+    known = static_keywords(call.schema_info)
+    others = [name for name in call.kwargs if name not in known]
+    if any(name in _FORMATS for name in others):
+        return False
+    return not others or all(spec.tensor_meta.dtype.is_floating_point for spec in call.operands if spec.tensor_meta)
+
+
+@functools.lru_cache(maxsize=8192)
+def output_specs(call: OpCall, decision: Decision) -> Any:
+    """Specs in the structure of the op's results; None for results that are not tensors. Equal calls get the same objects,
+    which the dispatcher compares faster than equal ones."""
+    if decision.outputs is None:
+        return None
+    meta = call.meta
+    metas = [meta] if isinstance(meta, TensorMeta) else list(meta)
+    specs = [
+        None if one is None or placements is None else _output_spec(call.mesh_of_result(index), placements, one)
+        for index, (one, placements) in enumerate(zip(metas, decision.outputs, strict=True))
+    ]
+    return specs[0] if isinstance(meta, TensorMeta) else tuple(specs)
+
+
+def _output_spec(mesh: DeviceMesh, placements: Placements, meta: TensorMeta) -> DTensorSpec:
+    if ragged_axis(placements) is not None:  # a flat local tensor has the elements in row-major order, whatever the op
+        meta = TensorMeta(meta.shape, contiguous_stride(meta.shape), meta.dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)

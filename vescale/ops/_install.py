@@ -1,0 +1,19 @@
+"""Installs the DTensor hooks of :class:`vescale.compat.DTensorHooks` for our placements and the ops on them."""
+
+from __future__ import annotations
+
+from vescale.compat import install as install_hooks
+from vescale.ops._dispatch import run_op, set_item
+from vescale.placements import dtensor_hooks
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """Teach DTensor our placements; does nothing when it has been done. Called by the first placement that is constructed.
+
+    Programs that use none of our placements are not affected: every hook then calls PyTorch's original.
+
+    Raises UnsupportedTorchError when this torch lacks something that the hooks build on; nothing is changed then.
+    """
+    install_hooks(dtensor_hooks(run_op, set_item))

@@ -1,0 +1,49 @@
+"""Decorators with which a file of this package registers what runs in place of its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from vescale.compat import no_torch_function
+from vescale.ops._registry import register
+
+__all__ = ["handles", "replaces"]
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def handles(
+    *ops: Any, applies: Callable[[Any, Any], bool] | None = None, communicates: Iterable[str] = ()
+) -> Callable[[Handler], Handler]:
+    """Register a function ``(op, args, kwargs) -> result`` as the handler of ATen overloads; see :class:`OpEntry`.
+
+    It runs without torch function modes: what it calls is not the model's code. ``communicates`` leaves out what moves
+    operands to other placements (:func:`vescale.ops.bring`), which is implicit communication.
+    """
+
+    def decorate(function: Handler) -> Handler:
+        def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with no_torch_function():
+                return function(op, args, kwargs)
+
+        for op in ops:
+            register(op, handler=handler, applies=applies, communicates=communicates)
+        return function
+
+    return decorate
+
+
+def replaces(
+    *functions: Any, backward: str = "autograd", communicates: Iterable[str] = ()
+) -> Callable[[Function], Function]:
+    """Register a function ``(context, function, args, kwargs) -> result`` to run in place of torch functions inside of a
+    parallelized model's forward; see :class:`OpEntry`."""
+
+    def decorate(function: Function) -> Function:
+        for replaced in functions:
+            register(replaced, function=function, backward=backward, communicates=communicates)
+        return function
+
+    return decorate

@@ -1,0 +1,57 @@
+"""``torch.cat`` on DTensors.
+
+If tensors of equal shape are sharded alike along the dim of concatenation, the result is an :class:`InterleavedShard` of the
+concatenated local tensors, and nothing moves; DTensor gathers. Tensors of different sizes are gathered here, too: no
+placement describes the concatenation of their shards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from vescale.compat import no_torch_function
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import enter_local, leave_local
+from vescale.ops._registration import replaces
+from vescale.placements import InterleavedShard
+
+__all__: list[str] = []
+
+
+@replaces(torch.cat, torch.concat, torch.concatenate)
+def _concatenate(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """DTensor's own rule, without the empty 1-D tensors that torch ignores (a key/value cache starts as one)."""
+    tensors = args[0] if args else kwargs["tensors"]
+    joined = [tensor for tensor in tensors if tensor.ndim != 1 or tensor.numel()] or list(tensors)
+    if len(joined) == 1 and isinstance(joined[0], DTensor) and "out" not in kwargs:
+        return joined[0].clone(memory_format=torch.contiguous_format)  # the rule gathers along a sharded dim
+    interleaved = _interleaved(joined, args, kwargs)
+    if interleaved is not None:
+        return interleaved
+    if args:
+        return func(joined, *args[1:], **kwargs)
+    return func(**{**kwargs, "tensors": joined})
+
+
+def _interleaved(tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
+    """The concatenation of local tensors; None where no placement describes it."""
+    first = tensors[0]
+    if "out" in kwargs or len(tensors) < 2 or not all(isinstance(tensor, DTensor) for tensor in tensors):
+        return None
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if not isinstance(dim, int) or not all((t.shape, t.placements) == (first.shape, first.placements) for t in tensors):
+        return None
+    dim %= first.ndim
+    axes = [axis for axis, p in enumerate(first.placements) if type(p) is Shard and p.dim == dim]
+    others = (p.is_replicate() or type(p) is Shard for p in first.placements)
+    if len(axes) != 1 or not all(others) or first.device_mesh.size(axes[0]) == 1:
+        return None
+    placements = list(first.placements)
+    placements[axes[0]] = InterleavedShard(dim, len(tensors))
+    shape = [*first.shape[:dim], first.shape[dim] * len(tensors), *first.shape[dim + 1 :]]
+    local = [enter_local(tensor) for tensor in tensors]
+    with no_torch_function():
+        return leave_local(torch.cat(local, dim), first.device_mesh, placements, shape, "cat")

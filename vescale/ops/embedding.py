@@ -1,0 +1,136 @@
+"""Embedding lookup in a table with sharded rows (vocabulary parallelism), and bags of embeddings over a sharded batch."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import local_of, no_torch_function
+from vescale.ops._batch_rows import local_parameter, local_rows, rows_from_local, sharded_rows
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import bring, bring_with_gradient, enter_local, leave_local
+from vescale.ops._registration import replaces
+from vescale.placements import at_dim, local_region, shard_dim
+
+__all__: list[str] = []
+
+_OP = "embedding"
+_SIGNATURE = inspect.signature(F.embedding)
+_BAG_SIGNATURE = inspect.signature(F.embedding_bag)
+
+
+@replaces(F.embedding, torch.embedding)
+def _embedding(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Each rank looks up the rows that it holds and takes zeros for the others; the result is Partial.
+
+    It is a plain ``Partial(sum)``, which every op understands; stock DTensor's result is a masked one, which only a
+    redistribution does. If the rows of the table are not sharded, DTensor's own rule is used.
+
+    Raises:
+        NotImplementedError: ``max_norm`` or ``scale_grad_by_freq`` on a table with sharded rows.
+    """
+    if func is F.embedding:
+        call = _SIGNATURE.bind(*args, **kwargs)
+        call.apply_defaults()
+        indices, weight, padding = (call.arguments[name] for name in ("input", "weight", "padding_idx"))
+        special = call.arguments["max_norm"] is not None or call.arguments["scale_grad_by_freq"]
+    else:
+        weight, indices = args[0], args[1]
+        padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
+        special = (args[3] if len(args) > 3 else kwargs.get("scale_grad_by_freq", False)) is True
+        padding = None if padding == -1 else padding
+    rows = [isinstance(weight, DTensor) and shard_dim(p) == 0 for p in getattr(weight, "placements", ())]
+    if not any(rows):
+        return func(*args, **kwargs)
+    if special:
+        raise NotImplementedError(
+            f"{_OP}: max_norm and scale_grad_by_freq with a table of placements {tuple(weight.placements)} need the rows "
+            "of other ranks; leave them out, or replicate the table"
+        )
+    padding = padding + weight.shape[0] if padding is not None and padding < 0 else padding
+    return _lookup(context, weight, indices, padding)
+
+
+def _lookup(context: OpContext, weight: DTensor, indices: DTensor, padding: int | None) -> DTensor:
+    mesh = context.mesh
+    index_target: list[Placement] = []
+    weight_target: list[Placement] = []
+    grads: list[Placement] = []
+    out: list[Placement] = []
+    for own, of_index in zip(weight.placements, indices.placements):
+        dim = shard_dim(own)
+        if dim is not None:  # a sharded table meets whole indices
+            index_target.append(Replicate())
+            weight_target.append(own)
+            grads.append(own)
+            out.append(Partial() if dim == 0 else at_dim(own, indices.ndim + dim - 1))
+        else:
+            kept = Replicate() if of_index.is_partial() else of_index
+            index_target.append(kept)
+            weight_target.append(Replicate())
+            grads.append(Replicate() if kept.is_replicate() else Partial())
+            out.append(kept)
+    with no_torch_function():
+        local_indices = local_of(bring(indices, index_target, _OP, "indices"))
+        weight = bring_with_gradient(weight, weight_target, _OP, "weight")
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        ranges = local_region(tuple(weight.shape), tuple(weight_target), tuple(mesh.shape), coordinate).intervals[0]
+        table = enter_local(weight, grads)
+        local = _local_lookup(table, local_indices, ranges, padding)
+        return leave_local(local, mesh, out, (*indices.shape, weight.shape[1]), _OP)
+
+
+def _local_lookup(
+    table: torch.Tensor, indices: torch.Tensor, ranges: tuple[tuple[int, int], ...], padding: int | None
+) -> torch.Tensor:
+    """Rows of the local table, which holds the global rows ``ranges``; zeros without a gradient for all other rows."""
+    rows = torch.full_like(indices, -1)
+    local_padding, position = None, 0
+    for start, stop in ranges:
+        inside = (indices >= start) & (indices < stop)
+        rows = torch.where(inside, indices - start + position, rows)
+        if padding is not None and start <= padding < stop:
+            local_padding = padding - start + position
+        position += stop - start
+    missing = rows < 0
+    if table.shape[0] == 0:  # more ranks than rows
+        return table.new_zeros(*indices.shape, table.shape[1]) + table.sum()
+    found = F.embedding(rows.masked_fill(missing, 0), table, local_padding)
+    return found.masked_fill(missing.unsqueeze(-1), 0)
+
+
+@replaces(F.embedding_bag)
+def _embedding_bag(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank computes its bags of equal length, ``(batch, length)``, with the whole table. Bags that are concatenated,
+    with offsets, are gathered to every rank.
+
+    Raises:
+        NotImplementedError: ``max_norm`` or ``scale_grad_by_freq`` over sharded bags, which depend on other bags.
+    """
+    call = _BAG_SIGNATURE.bind(*args, **kwargs)
+    call.apply_defaults()
+    options = call.arguments
+    bags, table = options["input"], options["weight"]
+    if not isinstance(table, DTensor):  # outside of the model's own parameters
+        return func(*args, **kwargs)
+    mesh, name = table.device_mesh, "embedding_bag"
+    rows = sharded_rows(bags, 0) if bags.ndim == 2 else [False] * mesh.ndim
+    if any(rows) and (options["max_norm"] is not None or options["scale_grad_by_freq"]):
+        raise NotImplementedError(
+            f"{name}: max_norm and scale_grad_by_freq over bags of shape {tuple(bags.shape)} with placements "
+            f"{tuple(bags.placements)} need the bags of other ranks; leave them out, or let the module's <in> be R"
+        )
+    for operand in ("input", "offsets", "per_sample_weights"):
+        if isinstance(options[operand], DTensor):
+            options[operand] = local_rows(options[operand], rows, 0, name, operand)
+    options["weight"] = local_parameter(table, rows, name)
+    with no_torch_function():
+        local = func(*call.args, **call.kwargs)
+    num_bags = bags.shape[0] if bags.ndim == 2 else local.shape[0]
+    return rows_from_local(local, 0, num_bags, mesh, rows, name)

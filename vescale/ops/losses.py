@@ -1,0 +1,244 @@
+"""Log-softmax and negative log likelihood over sharded classes and sharded rows: one device's values, no gathered logits.
+
+These are op handlers, so that they serve ``F.cross_entropy``, ``F.nll_loss`` and ``F.log_softmax`` alike, inside a model
+and outside of one, forward and backward. A loss of plain labels takes them as the labels of the whole batch.
+
+======================  ===========================================================  ================================
+op                      communication                                                placements of the result
+======================  ===========================================================  ================================
+log_softmax             all-reduce of the row maxima and of the row sums, over the   as the input
+                        axes that shard the classes
+log_softmax backward    all-reduce of the row sums of the gradient, over the same    as the input
+nll_loss mean, sum      one all-reduce of three numbers, over the axes that shard    Replicate
+                        rows or classes: ``(sum of losses, sum of weights, bad)``
+nll_loss none           all-reduce of the rows' losses, over the class axes          as the rows
+nll_loss backward       none                                                         as the input
+======================  ===========================================================  ================================
+
+Stock DTensor takes the mean of the ranks' means, which is another number where ranks ignore different counts of labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.comm import all_reduce, asking, axis_group
+from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec
+from vescale.ops._conversion import bring, cut, reduced
+from vescale.ops._registration import handles
+from vescale.placements import RaggedShard, at_dim, contiguous_stride, local_region, shard_dim
+
+__all__ = ["local_part", "without_dim"]
+
+_aten = torch.ops.aten
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+def _sum_over(mesh: DeviceMesh, axes: Sequence[int], local: torch.Tensor, op: str, requester: str) -> torch.Tensor:
+    if not axes:
+        return local
+    with asking(requester):
+        return all_reduce(local, op, axis_group(mesh, axes).group).wait()
+
+
+def _axes_on(x: DTensor | DTensorSpec, dim: int) -> list[int]:
+    """The axes along which ranks hold different parts of a dim."""
+    mesh = x.mesh if isinstance(x, DTensorSpec) else x.device_mesh
+    return [a for a, placement in enumerate(x.placements) if shard_dim(placement) == dim and mesh.size(a) > 1]
+
+
+def _classes_are_sharded(op: Any, schema: Any) -> bool:
+    """Whether ``log_softmax(x, dim, ...)`` or its backward ``(grad, output, dim, ...)`` needs sums over ranks."""
+    position = 0 if op is _aten._log_softmax.default else 1
+    x, dim = schema.args_schema[position : position + 2]
+    ragged = any(isinstance(placement, RaggedShard) for placement in x.placements)
+    return ragged or bool(_axes_on(x, dim % max(len(x.shape), 1)))
+
+
+def _with_rows(x: DTensor, op: Any) -> DTensor:
+    """Gather ``x`` along ragged axes: a ragged local tensor is flat, and may begin and end inside of a row."""
+    return bring(x, [Replicate() if isinstance(p, RaggedShard) else p for p in x.placements], str(op), "self")
+
+
+def _like(x: DTensor, local: torch.Tensor, dtype: torch.dtype) -> DTensor:
+    spec = make_spec(x.device_mesh, x.placements, x.shape, contiguous_stride(x.shape), dtype)
+    return make_dtensor(local.contiguous(), spec)
+
+
+@handles(_aten._log_softmax.default, applies=_classes_are_sharded, communicates=("all_reduce",))
+def _log_softmax(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, dim, half_to_float = args
+    x = _with_rows(x, op)
+    dim %= max(x.ndim, 1)
+    axes = _axes_on(x, dim)
+    if not axes:  # now that it is not ragged any more
+        return op(x, dim, half_to_float)
+    x = bring(x, reduced(x.placements), str(op), "self")
+    local = local_of(x).float() if half_to_float else local_of(x)
+    wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
+    rows = [*local.shape[:dim], 1, *local.shape[dim + 1 :]]
+    largest = wide.amax(dim, keepdim=True) if wide.shape[dim] else wide.new_full(rows, float("-inf"))
+    largest = _sum_over(x.device_mesh, axes, largest, "max", "log_softmax")
+    shifted = wide - largest
+    total = _sum_over(x.device_mesh, axes, shifted.exp().sum(dim, keepdim=True), "sum", "log_softmax")
+    return _like(x, (shifted - total.log()).to(local.dtype), local.dtype)
+
+
+@handles(_aten._log_softmax_backward_data.default, applies=_classes_are_sharded, communicates=("all_reduce",))
+def _log_softmax_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad, output, dim, input_dtype = args
+    dim %= max(output.ndim, 1)
+    axes = _axes_on(output, dim)
+    local_grad = local_of(bring(grad, output.placements, str(op), "grad_output"))
+    total = _sum_over(output.device_mesh, axes, local_grad.sum(dim, keepdim=True), "sum", "log_softmax: gradient")
+    return _like(output, (local_grad - local_of(output).exp() * total).to(input_dtype), input_dtype)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The local operands of a negative log likelihood.
+
+    Attributes:
+        scores: log probabilities, neither Partial nor ragged.
+        labels: as the rows of ``scores``; the same on every rank of a class axis.
+        weights: for each row the weight of its label's class, 0 where the label is ignored.
+        index: the position of the label among this rank's classes, 0 where another rank has it.
+        here: whether the label is one of this rank's classes, and not ignored.
+        num_bad: number of labels that are neither a class nor ignored.
+    """
+
+    scores: DTensor
+    class_dim: int
+    class_axes: list[int]
+    row_axes: list[int]
+    placements: tuple[Placement, ...]
+    weights: torch.Tensor
+    index: torch.Tensor
+    here: torch.Tensor
+    num_bad: torch.Tensor
+
+    @classmethod
+    def of(cls, op: Any, scores: DTensor, target: Any, weight: Any, ignore_index: int) -> _Rows:
+        mesh = scores.device_mesh
+        class_dim = 0 if scores.ndim == 1 else 1
+        scores = _with_rows(scores, op)
+        scores = bring(scores, reduced(scores.placements), str(op), "self")
+        placements = tuple(without_dim(placement, class_dim) for placement in scores.placements)
+        labels = local_part(target, mesh, placements, op, "target")
+        num_classes = scores.shape[class_dim]
+        valid = labels != ignore_index
+        bad = valid & ((labels < 0) | (labels >= num_classes))
+        in_range = labels.clamp(0, num_classes - 1)
+        if weight is None:
+            weights = valid.to(scores.dtype)
+        else:
+            whole = local_part(weight, mesh, (Replicate(),) * mesh.ndim, op, "weight")
+            weights = torch.where(valid, whole[in_range], 0).to(scores.dtype)
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        region = local_region(tuple(scores.shape), tuple(scores.placements), tuple(mesh.shape), coordinate)
+        index, here, position = torch.zeros_like(labels), torch.zeros_like(valid), 0
+        for start, stop in region.intervals[class_dim]:
+            inside = valid & (labels >= start) & (labels < stop)
+            index = torch.where(inside, labels - start + position, index)
+            here, position = here | inside, position + stop - start
+        class_axes = _axes_on(scores, class_dim)
+        row_axes = [
+            a for a, p in enumerate(scores.placements) if shard_dim(p) not in (None, class_dim) and mesh.size(a) > 1
+        ]
+        return cls(scores, class_dim, class_axes, row_axes, placements, weights, index, here, bad.sum())
+
+    @property
+    def counted_here(self) -> bool:
+        """Whether this rank adds the weights of its rows to the sum: the first of the ranks that share them does."""
+        coordinate = self.scores.device_mesh.get_coordinate()
+        return coordinate is not None and all(coordinate[axis] == 0 for axis in self.class_axes)
+
+    def losses(self) -> torch.Tensor:
+        """For each row the contribution of this rank's classes."""
+        local = local_of(self.scores)
+        if local.shape[self.class_dim] == 0:
+            return torch.zeros_like(self.weights)
+        picked = local.gather(self.class_dim, self.index.unsqueeze(self.class_dim)).squeeze(self.class_dim)
+        return torch.where(self.here, -picked * self.weights, 0)
+
+
+def without_dim(placement: Placement, dim: int) -> Placement:
+    """The placement of a tensor that lacks dim ``dim`` and is otherwise placed alike."""
+    own = shard_dim(placement)
+    if own is None:
+        return placement
+    if own == dim:
+        return Replicate()
+    return at_dim(placement, own - (own > dim))
+
+
+def local_part(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], op: Any, name: str) -> torch.Tensor:
+    """The local tensor of an operand, redistributed to ``placements``; a plain tensor is the same on every rank."""
+    if isinstance(x, DTensor):
+        return local_of(bring(x, placements, str(op), name))
+    return cut(x, mesh, placements)
+
+
+def _scalar(mesh: DeviceMesh, value: torch.Tensor) -> DTensor:
+    return make_dtensor(value, make_spec(mesh, (Replicate(),) * mesh.ndim, (), (), value.dtype))
+
+
+@handles(_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default, communicates=("all_reduce",))
+def _nll_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
+    scores, target, weight, reduction, ignore_index = args
+    if not isinstance(scores, DTensor):
+        raise ValueError(_mixed_loss(scores, target))
+    rows = _Rows.of(op, scores, target, weight, ignore_index)
+    mesh, losses = rows.scores.device_mesh, rows.losses()
+    if reduction == _NONE and rows.scores.ndim > 1:
+        _refuse_bad_labels(rows, int(rows.num_bad) if losses.device.type == "cpu" else 0)
+        losses = _sum_over(mesh, rows.class_axes, losses, "sum", "nll_loss")
+        shape = [n for dim, n in enumerate(rows.scores.shape) if dim != rows.class_dim]
+        spec = make_spec(mesh, rows.placements, shape, contiguous_stride(shape), losses.dtype)
+        return make_dtensor(losses.contiguous(), spec), _scalar(mesh, losses.new_zeros(()))
+    counts = torch.stack([rows.weights.sum(), rows.num_bad.to(losses.dtype)])
+    numbers = torch.cat([losses.sum().view(1), counts if rows.counted_here else torch.zeros_like(counts)])
+    numbers = _sum_over(mesh, sorted([*rows.row_axes, *rows.class_axes]), numbers, "sum", "nll_loss")
+    total, weights, num_bad = numbers.unbind()
+    _refuse_bad_labels(rows, int(num_bad) if losses.device.type == "cpu" else 0)
+    return _scalar(mesh, total / weights if reduction == _MEAN else total.clone()), _scalar(mesh, weights.clone())
+
+
+def _refuse_bad_labels(rows: _Rows, num_bad: int) -> None:
+    if num_bad:
+        raise IndexError(
+            f"nll_loss: {num_bad} labels are out of bounds; a label is a class 0..{rows.scores.shape[rows.class_dim] - 1} "
+            "or ignore_index: check the labels, or the model's number of classes"
+        )
+
+
+def _mixed_loss(scores: torch.Tensor, target: Any) -> str:
+    return (
+        f"nll_loss: plain scores of shape {tuple(scores.shape)} with labels placed as {tuple(target.placements)}; use the "
+        "model's own output for the scores, or plain labels"
+    )
+
+
+@handles(_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default)
+def _nll_loss_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    grad, scores, target, weight, reduction, ignore_index, total_weight = args
+    rows = _Rows.of(op, scores, target, weight, ignore_index)
+    mesh = rows.scores.device_mesh
+    replicated = (Replicate(),) * mesh.ndim
+    per_row = reduction == _NONE and rows.scores.ndim > 1
+    row_grad = local_part(grad, mesh, rows.placements if per_row else replicated, op, "grad_output")
+    if reduction == _MEAN:
+        row_grad = row_grad / local_part(total_weight, mesh, replicated, op, "total_weight")
+    local = torch.zeros_like(local_of(rows.scores), memory_format=torch.contiguous_format)
+    if local.shape[rows.class_dim]:
+        values = torch.where(rows.here, -rows.weights * row_grad, 0).to(local.dtype)
+        local.scatter_(rows.class_dim, rows.index.unsqueeze(rows.class_dim), values.unsqueeze(rows.class_dim))
+    return _like(rows.scores, local, local.dtype)

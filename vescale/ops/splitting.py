@@ -1,0 +1,136 @@
+"""``split``, ``chunk``, ``unbind`` on DTensors, also where not every part gets a gradient.
+
+Along a sharded dim, each part is on a few ranks. Equal parts are spread over all ranks by one all-to-all, to
+:class:`InterleavedShard`, where DTensor gathers everything. (A plan can give this placement to the weight that the tensor is
+computed with; then nothing moves.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, spec_of
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import bring, bring_with_gradient, reduced
+from vescale.ops._registration import replaces
+from vescale.ops._view_copies import remember_copy
+from vescale.placements import InterleavedShard, contiguous_stride
+
+__all__ = ["split"]
+
+_FUNCTIONS = tuple(
+    function
+    for name in ("split", "chunk", "unbind", "tensor_split", "split_with_sizes")
+    for function in (getattr(torch, name), getattr(torch.Tensor, name))
+) + (torch.Tensor.__iter__,)
+_UNBINDING = (torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)
+
+
+class _WholeGradients(torch.autograd.Function):
+    """Identity. The gradients of parts without one are DTensors of zeros: PyTorch would make plain tensors of zeros, which
+    DTensor cannot concatenate with the others."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: DTensor) -> tuple[DTensor, ...]:
+        ctx.specs = [spec_of(part) for part in parts]
+        ctx.locals = [local_of(part).new_empty(0) for part in parts]
+        ctx.shapes = [local_of(part).shape for part in parts]
+        ctx.set_materialize_grads(False)
+        return tuple(make_dtensor(local_of(part), spec_of(part), requires_grad=True) for part in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: DTensor | None) -> tuple[DTensor, ...]:
+        with no_torch_function():
+            return tuple(
+                make_dtensor(like.new_zeros(shape), _whole(spec)) if grad is None else grad
+                for grad, spec, like, shape in zip(grads, ctx.specs, ctx.locals, ctx.shapes)
+            )
+
+
+def _whole(spec: Any) -> Any:
+    """The spec with Replicate for Partial: a sum of zeros is zero."""
+    return make_spec(spec.mesh, reduced(spec.placements), spec.shape, spec.stride, spec.tensor_meta.dtype)
+
+
+class _Chunks(torch.autograd.Function):
+    """The chunks of an interleaved dim, each of which is sharded over all ranks. Their gradients are concatenated locally;
+    PyTorch would concatenate the global tensors, for which DTensor gathers them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, dim: int, *parts: DTensor) -> tuple[DTensor, ...]:
+        ctx.spec, ctx.dim, ctx.specs = spec_of(x), dim, [spec_of(part) for part in parts]
+        ctx.shapes = [local_of(part).shape for part in parts]
+        ctx.set_materialize_grads(False)
+        return tuple(make_dtensor(local_of(part).detach(), spec_of(part), requires_grad=True) for part in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: DTensor | None) -> tuple[Any, ...]:
+        like = next(local_of(grad) for grad in grads if grad is not None)
+        with no_torch_function():
+            found = [
+                like.new_zeros(shape)
+                if grad is None
+                else local_of(bring(grad, reduced(spec.placements), "split", "gradient"))
+                for grad, spec, shape in zip(grads, ctx.specs, ctx.shapes)
+            ]
+            shape, placements = ctx.spec.shape, reduced(ctx.spec.placements)
+            spec = make_spec(ctx.spec.mesh, placements, shape, contiguous_stride(shape), like.dtype)
+            return make_dtensor(torch.cat(found, ctx.dim), spec), None, *(None for _ in grads)
+
+
+def _interleaved_dim(x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The dim that is split, if it is interleaved."""
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    dim = dim % x.ndim if isinstance(dim, int) and x.ndim else -1
+    return dim if any(isinstance(p, InterleavedShard) and p.dim == dim for p in x.placements) else None
+
+
+def _spread(context: OpContext, x: DTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """``x`` redistributed so that each of the equal parts that it is split into is sharded, if one axis shards the dim."""
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    dim = dim % x.ndim if isinstance(dim, int) and x.ndim else -1
+    axes = [axis for axis, p in enumerate(x.placements) if type(p) is Shard and p.dim == dim]
+    if len(axes) != 1 or context.mesh.size(axes[0]) == 1:
+        return x
+    with torch.no_grad():
+        shapes = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs)
+    if len(shapes) < 2 or len({part.shape[dim] for part in shapes}) > 1:
+        return x
+    target = list(x.placements)
+    target[axes[0]] = InterleavedShard(dim, len(shapes))
+    spread = bring_with_gradient(x, target, func.__name__, "self")
+    # The parts are views, and writes to them have to reach x.
+    remember_copy(local_of(x), spec_of(x), local_of(spread), spec_of(spread))
+    return spread
+
+
+def _are_local(x: DTensor, dim: int, parts: tuple[Any, ...]) -> bool:
+    """Whether the local tensors of the parts make up the local tensor of ``x``."""
+    held = sum(local_of(part).shape[dim] for part in parts)
+    return all(len(part.placements) == len(x.placements) for part in parts) and held == local_of(x).shape[dim]
+
+
+@replaces(*_FUNCTIONS, backward="custom")
+def split(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """DTensor's own rule, with the gradients and redistributions of this module's description."""
+    iterated = func is torch.Tensor.__iter__
+    x = args[0] if args else None
+    if isinstance(x, DTensor) and func not in _UNBINDING:
+        x = _spread(context, x, func, args, kwargs)
+        args = (x, *args[1:])
+    if isinstance(x, DTensor) and x.requires_grad and torch.is_grad_enabled() and func not in _UNBINDING:
+        dim = _interleaved_dim(x, args, kwargs)
+        if dim is not None:
+            with torch.no_grad():
+                parts = tuple(func(*args, **kwargs))
+            if _are_local(x, dim, parts):
+                with no_torch_function():
+                    return _Chunks.apply(x, dim, *parts)
+    parts = torch.unbind(args[0]) if iterated else func(*args, **kwargs)
+    if parts and all(isinstance(part, DTensor) and part.requires_grad for part in parts):
+        with no_torch_function():
+            parts = type(parts)(_WholeGradients.apply(*parts))
+    return iter(parts) if iterated else parts

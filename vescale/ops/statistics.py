@@ -1,0 +1,172 @@
+"""Arithmetic on statistics: numbers that are sums over sharded dims, such as the means of a load-balancing loss.
+
+A statistic is a number or a vector that each rank has summed over its tokens, and that is Partial. Linear functions keep it
+Partial; a function that is not linear in it first reduces it, by an all-reduce of one number an element. Stock DTensor would
+keep one of two factors Partial, and with it all gradients behind the product, which would be reduced at full size.
+
+No plan could place these sums, which are computed and used inside of one forward. Their reduction is not implicit; the
+ledger's requester is ``statistic``. A Partial tensor with more than one dim larger than 1 is an activation, which an
+``<out>`` entry should place, and is left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.comm import asking
+from vescale.compat import DTensorSpec, local_of, make_dtensor, spec_of
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import bring, convert
+from vescale.ops._registration import handles, replaces
+from vescale.placements import move_local, shard_dim
+
+__all__ = ["mean"]
+
+
+def _overloads(names: str) -> list[Any]:
+    """The functions and methods of tensors with these names."""
+    return [getattr(owner, name) for name in names.split() for owner in (torch, torch.Tensor) if hasattr(owner, name)]
+
+
+# Linear in no operand; linear in each, but not in two at once; linear in the dividend alone; linear up to a constant.
+_NONLINEAR = _overloads(
+    """
+    abs exp log log1p pow rsqrt sqrt square sigmoid softmax log_softmax std tanh var norm max min clamp relu
+    __pow__ __rpow__ __rdiv__
+    """
+)
+_PRODUCTS = _overloads("mul multiply dot mul_ __mul__ __rmul__ __imul__")
+_QUOTIENTS = _overloads("div divide true_divide div_ __truediv__ __div__ __itruediv__")
+_OFFSETS = _overloads("add sub __add__ __radd__ __sub__ __rsub__") + [torch.subtract, torch.rsub]
+# In place: the left operand keeps its placement.
+_ADDITIONS = [getattr(torch.Tensor, name) for name in ("add_", "sub_", "__iadd__", "__isub__")]
+
+
+@replaces(*_ADDITIONS, communicates=("all_reduce",))
+def _addition(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    whole = isinstance(args[0], DTensor) and all(placement.is_replicate() for placement in args[0].placements)
+    return func(args[0], *(_reduced(x, func) if whole else x for x in args[1:]), **kwargs)
+
+
+@replaces(*_NONLINEAR, communicates=("all_reduce",))
+def _nonlinear(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*(_reduced(x, func) for x in args), **kwargs)
+
+
+@replaces(*_PRODUCTS, communicates=("all_reduce",))
+def _product(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if sum(_is_pending(x) for x in args) > 1:
+        args = tuple(_reduced(x, func) for x in args)
+    return func(*args, **kwargs)
+
+
+@replaces(*_OFFSETS, communicates=("all_reduce",))
+def _offset(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A number is added once, not by every rank. Zero, which Python's ``sum()`` begins with, keeps a statistic Partial."""
+    if len(args) == 2 and not kwargs:
+        for number, x in (args, args[::-1]):
+            if isinstance(number, int | float) and _is_pending(x):
+                if number == 0 and func in (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__):
+                    return x * 1
+                return func(*(_reduced(operand, func) for operand in args))
+    return func(*args, **kwargs)
+
+
+@replaces(torch.mean, torch.Tensor.mean)
+def mean(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The mean of a Partial tensor, or over sharded dims, as a Partial sum divided by the global count.
+
+    Stock DTensor reduces the former, gathers the latter if shards are uneven, and its Partial averages cannot be added to
+    Partial sums.
+    """
+    over = _reduced_dims(args, kwargs)
+    x = args[0]
+    if over is None or x.dtype not in (torch.float32, torch.float64):
+        return func(*args, **kwargs)
+    if not any(p.is_partial("sum") or shard_dim(p) in over for p in x.placements):
+        return func(*args, **kwargs)
+    keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    return _sum(context, torch.sum, (x, over, keepdim), {}) / math.prod(x.shape[dim] for dim in over)
+
+
+@replaces(torch.sum, torch.Tensor.sum)
+def _sum(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sum over unevenly sharded dims; its gradient is sharded as ``x``. DTensor's is Replicate, and is gathered with."""
+    over = _reduced_dims(args, kwargs)
+    if over is not None and any(_is_uneven(args[0], dim) for dim in over):
+        x = args[0]
+        back = [None if p.is_partial() else p for p in x.placements]
+        args = (convert(x, back, requester=func.__name__), *args[1:])
+    return func(*args, **kwargs)
+
+
+def _reduced_dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """The dims of a call ``reduction(x, dim, keepdim)``; None for other calls."""
+    x, *given = args
+    if not isinstance(x, DTensor) or not x.ndim or len(given) > 2 or kwargs.keys() - {"dim", "keepdim"}:
+        return None
+    dims = given[0] if given else kwargs.get("dim")
+    dims = range(x.ndim) if dims is None else (dims,) if isinstance(dims, int) else dims or range(x.ndim)
+    return tuple(sorted({dim % x.ndim for dim in dims}))
+
+
+def _is_uneven(x: DTensor, dim: int) -> bool:
+    num_ranks = math.prod(x.device_mesh.size(axis) for axis, p in enumerate(x.placements) if p == Shard(dim))
+    return x.shape[dim] % num_ranks != 0
+
+
+@replaces(*_QUOTIENTS, communicates=("all_reduce",))
+def _quotient(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args[:1], *(_reduced(x, func) for x in args[1:]), **kwargs)
+
+
+def _is_pending(x: Any) -> bool:
+    """Whether ``x`` is a statistic that is Partial."""
+    return (
+        isinstance(x, DTensor)
+        and any(placement.is_partial() for placement in x.placements)
+        and sum(size > 1 for size in x.shape) <= 1
+    )
+
+
+def _reduced(x: Any, func: Any) -> Any:
+    if not _is_pending(x):
+        return x
+    target: list[Placement] = [Replicate() if placement.is_partial() else placement for placement in x.placements]
+    return convert(x, target, requester=f"statistic: {func.__name__}")
+
+
+def _adds_up_shards(op: Any, schema: Any) -> bool:
+    """Whether ``scatter_add(x, dim, index, source)`` adds to a vector that is Replicate, at sharded indices."""
+    specs = [schema.args_schema[position] for position in (0, 2, 3)]
+    if not all(isinstance(spec, DTensorSpec) and len(spec.shape) == 1 for spec in specs):
+        return False
+    x, index, _ = (spec.placements for spec in specs)
+    if any(shard_dim(p) is None and not p.is_replicate() for p in index):
+        return False
+    return all(p.is_replicate() for p in x) and not all(p.is_replicate() for p in index)
+
+
+@handles(
+    torch.ops.aten.scatter_add.default,
+    torch.ops.aten.scatter_add_.default,
+    applies=_adds_up_shards,
+    communicates=("all_reduce",),
+)
+def _scatter_add(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Counts of sharded tokens, ``counts.scatter_add(0, expert of each token, number)``: each rank adds up its tokens."""
+    x, _, index, source = args
+    own = local_of(bring(source, index.placements, str(op), "src"))
+    partial = [Replicate() if p.is_replicate() else Partial() for p in index.placements]
+    added = torch.zeros_like(local_of(x)).scatter_add(0, local_of(index), own)
+    with asking("statistic: scatter_add"):
+        added = move_local(added, x.device_mesh, x.shape, partial, x.placements).wait()
+    if op is torch.ops.aten.scatter_add_.default:
+        local_of(x).add_(added)
+        return x
+    return make_dtensor(local_of(x) + added, spec_of(x))

@@ -1,0 +1,21 @@
+"""Conversions of DTensors to Python values: ``tolist`` and ``numpy`` return the global value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vescale.compat import local_of, no_torch_function
+from vescale.ops._context import OpContext
+from vescale.ops._conversion import bring
+from vescale.ops._registration import replaces
+
+__all__: list[str] = []
+
+
+@replaces(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, communicates=("all_gather", "all_reduce"))
+def _to_python(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with no_torch_function():
+        whole = local_of(bring(args[0], context.replicated, func.__name__, "self"))
+        return func(whole, *args[1:], **kwargs)

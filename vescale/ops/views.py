@@ -1,0 +1,174 @@
+"""Views that keep the row-major order of the elements."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import DTensorSpec
+from vescale.ops._call import OpCall, Placements, names, with_placements
+from vescale.ops._decision import Decision
+from vescale.ops._refit import refit_ragged, runs_of
+from vescale.ops._registry import register_aten
+from vescale.placements import (
+    InterleavedShard,
+    RaggedShard,
+    coordinates,
+    is_sharded,
+    local_region,
+    own_region,
+    ragged_axis,
+    shard_dim,
+    shift_dim,
+    split_factor,
+)
+
+__all__ = ["view_rule"]
+
+_VIEWS = "view _unsafe_view reshape view_copy unsqueeze squeeze expand flatten"
+_NAMES = names(_VIEWS + " slice")
+
+# Placements of a view are found by trial; the check enumerates contiguous runs and gives up beyond this many.
+_MAX_RUNS = 1 << 16
+
+
+def view_rule(call: OpCall) -> Decision | None:
+    """A view that keeps the elements' order and number keeps the local elements: the local tensor shares memory.
+
+    No communication. None when no placement describes the local elements in the new shape.
+    """
+    if call.name not in _NAMES or call.mutated or isinstance(call.argument("dtype"), torch.dtype):
+        return None
+    spec, shape = call.operands[0], tuple(call.meta.shape)
+    if call.name == "expand" and shape != tuple(spec.shape):
+        return _expand(spec, shape)
+    if math.prod(shape) != math.prod(spec.shape):
+        return None
+    if ragged_axis(spec.placements) is not None:
+        outputs = _ragged_view(spec, shape)
+        return None if outputs is None else Decision((spec.placements,), (outputs,), _flat)
+    viewed = next((p for p in _viewed(spec, shape) if _holds_the_same(spec, shape, p)), None)
+    if viewed is None:
+        return None
+    return Decision((spec.placements,), (viewed,), functools.partial(_local_view, spec.mesh, shape, viewed))
+
+
+def _expand(spec: DTensorSpec, shape: tuple[int, ...]) -> Decision | None:
+    """Sharded dims stay as they are; others are repeated."""
+    more = len(shape) - len(spec.shape)
+    dims = {shard_dim(placement) for placement in spec.placements} - {None}
+    if ragged_axis(spec.placements) is not None or any(
+        spec.shape[dim] != shape[dim + more] for dim in dims if dim is not None
+    ):
+        return None
+    sizes = tuple(-1 if d - more in dims else size for d, size in enumerate(shape))
+    outputs = tuple(shift_dim(placement, more) for placement in spec.placements)
+    return Decision((spec.placements,), (outputs,), functools.partial(_local_expand, sizes))
+
+
+def _local_expand(sizes: tuple[int, ...], local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return local.expand(sizes)
+
+
+def _ragged_view(spec: DTensorSpec, shape: tuple[int, ...]) -> Placements | None:
+    """The ragged runs stay the same if the view keeps the order of the elements that the other axes leave to a rank."""
+    others: Placements = tuple(Replicate() if isinstance(p, RaggedShard) else p for p in spec.placements)
+    if any(is_sharded(placement) for placement in others):
+        left = with_placements(spec, others)
+        found = next((p for p in _viewed(left, shape) if _holds_the_same(left, shape, p)), None)
+        if found is None:
+            return None
+        others = found
+    return refit_ragged(spec, shape, others, runs_of(spec))
+
+
+def _viewed(spec: DTensorSpec, shape: tuple[int, ...]) -> Iterator[Placements]:
+    """Placements that may describe the same elements in the new shape, likely and simple ones first."""
+    choices: list[list[Placement]] = []
+    for axis, placement in enumerate(spec.placements):
+        dim, pieces = shard_dim(placement), split_factor(placement)
+        if dim is None:
+            choices.append([placement])
+            continue
+        same = [d for d, size in enumerate(shape) if size == spec.shape[dim]]
+        shards: list[Placement] = [Shard(d) for d, size in enumerate(shape) if size > 1 or d in same]
+        if pieces > 1:
+            interleaved: list[Placement] = [InterleavedShard(d, pieces) for d in range(len(shape))]
+            shards = [interleaved[d] for d in same] + shards + interleaved
+        choices.append(list(dict.fromkeys([*shards, *_regrouped(spec, axis, shape)])))
+    yield from itertools.product(*choices)
+
+
+def _regrouped(spec: DTensorSpec, axis: int, shape: tuple[int, ...]) -> Iterator[Placement]:
+    """Placements for dims that are merged with dims before them, or split from them: a rank has as many pieces of the whole
+    tensor as before, so the number of pieces of the new dim follows from the sizes before both dims, of what is left of them
+    by the axes that cut them first."""
+    placement = spec.placements[axis]
+    dim, pieces = shard_dim(placement), split_factor(placement)
+    assert dim is not None
+    earlier = [i for i in range(axis) if (other := shard_dim(spec.placements[i])) is not None and other <= dim]
+    cuts = (1, math.prod(spec.mesh.size(i) for i in earlier))
+    total = math.prod(spec.shape[:dim]) * pieces
+    for d, size in enumerate(shape):
+        for before, after in itertools.product(cuts, cuts):
+            found, rest = divmod(total * after, math.prod(shape[:d]) * before)
+            if not rest and 1 < found <= size:
+                yield InterleavedShard(d, found)
+
+
+def _holds_the_same(spec: DTensorSpec, shape: tuple[int, ...], placements: Placements) -> bool:
+    """Whether every rank holds the same elements in the same order. Dims at either end that neither side shards and
+    that the view leaves alone are shrunk to size 1, which changes nothing but the cost."""
+    old, new = _shrunk(tuple(spec.shape), spec.placements, shape, placements)
+    last = max(dim for p in spec.placements if (dim := shard_dim(p)) is not None)
+    pieces = max(split_factor(p) for p in (*spec.placements, *placements))
+    if math.prod(old[:last]) * pieces > _MAX_RUNS:
+        return False
+    mesh_shape = tuple(spec.mesh.shape)
+    return all(
+        list(local_region(old, spec.placements, mesh_shape, where).runs())
+        == list(local_region(new, placements, mesh_shape, where).runs())
+        for where in coordinates(mesh_shape)
+    )
+
+
+def _shrunk(
+    old: tuple[int, ...], old_placements: Sequence[Placement], new: tuple[int, ...], new_placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    old_dims = {shard_dim(placement) for placement in old_placements}
+    new_dims = {shard_dim(placement) for placement in new_placements}
+    before, after = list(old), list(new)
+    for dim in range(min(len(old), len(new))):
+        if old[dim] != new[dim]:
+            break
+        if dim not in old_dims and dim not in new_dims:
+            before[dim] = after[dim] = 1
+    for back in range(1, min(len(old), len(new)) + 1):
+        if old[-back] != new[-back]:
+            break
+        if len(old) - back not in old_dims and len(new) - back not in new_dims:
+            before[-back] = after[-back] = 1
+    return tuple(before), tuple(after)
+
+
+def _flat(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return local.view(-1)
+
+
+def _local_view(
+    mesh: DeviceMesh, shape: tuple[int, ...], placements: Placements, local: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    region = own_region(shape, placements, mesh)
+    assert region is not None  # only ranks of the mesh run local functions
+    return local.view(region.local_shape)
+
+
+register_aten(_VIEWS, rule=view_rule)

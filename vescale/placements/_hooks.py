@@ -1,0 +1,37 @@
+"""The hooks of DTensor (:class:`vescale.compat.DTensorHooks`) for our placements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vescale.compat import DTensorHooks
+from vescale.placements._custom import CUSTOM_TYPES, has_custom
+from vescale.placements._distribute import distribute_tensor
+from vescale.placements._local import from_local, local_gradient
+from vescale.placements._redistribute import full_tensor, redistribute, redistribute_local
+
+__all__ = ["dtensor_hooks"]
+
+
+def dtensor_hooks(run_op: Callable[..., Any], set_item: Callable[..., None]) -> DTensorHooks:
+    """What runs instead of stock DTensor where one of our placements is involved; changes nothing by itself.
+
+    ``run_op`` and ``set_item`` run ops on DTensors and assign to their items, see :class:`vescale.compat.DTensorHooks`.
+    """
+    # Imported with the first placement instead of with the package: torch.distributed.checkpoint is slow to import.
+    from vescale.placements._checkpoint import HOOKS
+
+    return DTensorHooks(
+        has_custom=has_custom,
+        custom_types=CUSTOM_TYPES,
+        redistribute=redistribute,
+        redistribute_local=redistribute_local,
+        local_gradient=local_gradient,
+        full_tensor=full_tensor,
+        from_local=from_local,
+        distribute_tensor=distribute_tensor,
+        checkpoint=HOOKS,
+        run_op=run_op,
+        set_item=set_item,
+    )

@@ -1,0 +1,85 @@
+"""The models and modules whose forward a thread is running.
+
+A thread has a stack of activations, one for each parallelized model whose forward it is in. All state of a running forward
+is reached through it, so that the models of a process, and its threads, do not see each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.plans import AttentionMethod, PlanError
+from vescale.runtime._runtime import Runtime
+
+__all__ = ["Activation", "Frame", "activations", "current_activation"]
+
+
+@dataclass
+class Frame:
+    """A running module.
+
+    Attributes:
+        arguments: of its forward.
+        results: (path, data pointer) of each DTensor that a submodule returned.
+        converted: its conversions of inputs of submodules (:mod:`vescale.runtime._shared_conversion`).
+        compiler: the compiler that was about to compile it; see ``suspend_compiling``.
+    """
+
+    module: nn.Module
+    path: str
+    arguments: tuple[Any, ...]
+    results: list[tuple[str, int]] = field(default_factory=list)
+    converted: dict[Any, Any] = field(default_factory=dict)
+    compiler: Any = None
+
+
+class Activation:
+    """A forward of a model on this thread, from the call of its outermost module until that returns.
+
+    It is the :class:`vescale.ops.OpContext` of the functions that run inside of it.
+
+    Attributes:
+        frames: the running modules, outermost first; never empty while the model's code runs.
+        contexts: what is switched on during the forward.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.mesh = runtime.mesh
+        self.axis_names: Sequence[str] = runtime.axes.names
+        self.replicated = runtime.replicated
+        self.frames: list[Frame] = []
+        self.contexts = ExitStack()
+
+    def factory_placements(self) -> tuple[Placement, ...]:
+        """The placements of tensors that the running module makes."""
+        return self.runtime.factory_placements(self.frames[-1].path)
+
+    def attention_methods(self) -> tuple[AttentionMethod | None, ...]:
+        """The attention method of the running module on each axis."""
+        return self.runtime.attention_methods(self.frames[-1].path)
+
+    def plan_error(self, problem: str) -> PlanError:
+        return PlanError(problem)
+
+
+_THREAD = threading.local()
+
+
+def activations() -> list[Activation]:
+    """The activations of this thread, innermost last."""
+    if not hasattr(_THREAD, "stack"):
+        _THREAD.stack = []
+    return _THREAD.stack
+
+
+def current_activation() -> Activation | None:
+    stack = activations()
+    return stack[-1] if stack else None

@@ -1,0 +1,322 @@
+"""Expert regions: the experts of a mixture, a module whose forward takes ``(tokens, expert ids, weights)``.
+
+The role of each mesh axis follows from the placements of the experts' parameters while they run
+(:class:`vescale.ir.ExpertCut`):
+
+==========  ============  ================================================  ===============================================
+axis        parameters    tokens, ids, weights                              result
+==========  ============  ================================================  ===============================================
+experts     ``Shard(0)``  ``mask``: every rank has all tokens and           Partial if the tokens are Replicate; if they
+                          computes those of its experts                     are sharded, they are gathered first, and the
+                                                                            result is summed and sharded as they were
+experts     ``Shard(0)``  ``all_to_all``: each token is sent to the ranks   the same; if the tokens are Replicate, each
+                          of its experts, and the result back               rank sends, and adds, its share of them
+features    later dims    every rank has all tokens                         as with ``mask``
+data        Replicate     unchanged                                         as the tokens
+==========  ============  ================================================  ===============================================
+
+If the result is Partial, the gradient of the weights is summed here, and that of the tokens stays Partial, as it does before
+any column-sharded weight: the ``<in>`` entry of this module, or of one around it, reduces the sum over all of their uses.
+Gradients of parameters are Partial on axes that shard the tokens. Every rank computes all of these gradients, zeros if no
+token was routed to it, so that all ranks take part in each reduction and exchange.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.comm import axis_group
+from vescale.compat import map_tensors, no_torch_function, tensors_in
+from vescale.ir import Instruction, Local
+from vescale.ops import convert, enter_local, leave_local
+from vescale.placements import local_region, shard_dim
+from vescale.plans import PlanError
+from vescale.runtime._local_region import local_state
+from vescale.runtime._runtime import Runtime
+from vescale.runtime._token_exchange import TokenExchange
+
+__all__ = ["ExpertRegion"]
+
+
+class _Routing(NamedTuple):
+    """One of each for tokens, expert ids and weights: names of arguments, or tensors."""
+
+    tokens: Any
+    ids: Any
+    weights: Any
+
+
+class ExpertRegion:
+    """Runs a module of experts on local tensors; see the module's table.
+
+    The forward is the model's own, with any implementation (a loop, grouped or batched matmuls). On an axis of experts it is
+    called with the routed pairs of this rank's experts, one expert each, with ids counted from this rank's first expert and
+    every ``num_experts`` of the module set to the local count.
+
+    Communication, over all axes of experts together: with ``mask`` an all-gather of the tokens, if they are sharded; with
+    ``all_to_all`` one exchange of tokens and one of results, the same for their gradients, and an all-gather of the numbers
+    of rows (:class:`vescale.runtime._token_exchange.TokenExchange`).
+
+    Raises:
+        PlanError: at the first call, if experts are sharded and the forward does not take tokens, ids and weights; on every
+            rank, before any communication.
+    """
+
+    def __init__(self, runtime: Runtime, module: nn.Module, path: str, instruction: Instruction) -> None:
+        op = instruction.op
+        assert isinstance(op, Local)
+        self.runtime, self.module, self.path, self.source, self.op = runtime, module, path, instruction.source, op
+        self._requester = f"experts {path}"
+        names, mesh = runtime.axes.names, runtime.mesh
+        self._expert_axes = tuple(axis for axis, name in enumerate(names) if name in op.experts and mesh.size(axis) > 1)
+        self._feature_axes = tuple(axis for axis, name in enumerate(names) if name in op.features)
+        self._forward = module.forward
+        self._signature = inspect.signature(module.forward)
+        self._results: dict[Any, tuple[int, torch.dtype]] = {}  # features and dtype, by what they depend on
+        module.forward = self.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._signature.bind(*args, **kwargs)
+        with no_torch_function():
+            for name, value in call.arguments.items():
+                call.arguments[name] = map_tensors(lambda x: self._placed(x, self.op.inputs), value)
+            names = self._routing(call) if self._expert_axes else None
+            tokens = call.arguments[names.tokens] if names else _first(call)
+            arriving = tuple(self._arriving(axis, p, tokens.ndim) for axis, p in enumerate(tokens.placements))
+            leaving = tuple(self._leaving(axis, p) for axis, p in enumerate(arriving))
+            for name, value in call.arguments.items():
+                call.arguments[name] = map_tensors(lambda x: self._entered(x, tokens, arriving, leaving), value)
+            given = list(tensors_in(list(call.arguments.values())))
+
+            def entered(name: str, x: torch.Tensor) -> torch.Tensor:
+                return self._entered_state(name, x, arriving) if isinstance(x, DTensor) else x
+
+            with local_state(self.module, entered):
+                if names is None:
+                    result = self._forward(*call.args, **call.kwargs)
+                else:
+                    compute = self._exchanged if self.op.dispatch == "all_to_all" else self._routed
+                    result = compute(call, names, _Routing(*(call.arguments[name] for name in names)), arriving)
+                result = _joined(result, (*given, *_shown(self.module)))
+            shape = (*tokens.shape[:-1], result.shape[-1])
+            whole = leave_local(result, self.runtime.mesh, leaving, shape, self._requester)
+            gathered = [own != now and _cuts_tokens(own, tokens.ndim) for own, now in zip(tokens.placements, arriving)]
+            back = [own if was_gathered else None for own, was_gathered in zip(tokens.placements, gathered)]
+            return self._placed(self._placed(whole, back), self.op.outputs)
+
+    # Borders
+
+    def _placed(self, x: torch.Tensor, stage: Sequence[Placement | None]) -> torch.Tensor:
+        """``x`` with the placements of ``stage``; None keeps a placement."""
+        if not isinstance(x, DTensor) or all(placement is None for placement in stage):
+            return x
+        return convert(x, stage, requester=self._requester)
+
+    def _arriving(self, axis: int, placement: Placement, ndim: int) -> Placement:
+        """The placement on an axis with which the region computes on tokens, ids and weights."""
+        if not _cuts_tokens(placement, ndim) or axis in self._feature_axes:
+            return Replicate()
+        return Replicate() if axis in self._expert_axes and self.op.dispatch != "all_to_all" else placement
+
+    def _leaving(self, axis: int, arriving: Placement) -> Placement:
+        is_summed = axis in (*self._expert_axes, *self._feature_axes) and arriving.is_replicate()
+        return Partial() if is_summed else arriving
+
+    def _entered(
+        self, x: torch.Tensor, tokens: DTensor, arriving: Sequence[Placement], leaving: Sequence[Placement]
+    ) -> torch.Tensor:
+        if not isinstance(x, DTensor):
+            return x
+        if x is not tokens or tuple(x.placements) != tuple(arriving):
+            x = convert(x, arriving, requester=self._requester)
+        return enter_local(x, leaving, always=True)
+
+    def _entered_state(self, name: str, x: DTensor, arriving: Sequence[Placement]) -> torch.Tensor:
+        """This rank's part of a parameter. Its gradient: each rank adds that of its own tokens.
+
+        A bias behind the sum over features is zero on all ranks but the first. Its gradient is that of the sum, which
+        every one of them has.
+        """
+        gradient = tuple(
+            Partial() if own.is_replicate() and not of_tokens.is_replicate() else own
+            for own, of_tokens in zip(x.placements, arriving)
+        )
+        local = enter_local(x, gradient, always=True)
+        if name not in self.op.biases:
+            return local
+        coordinate = self.runtime.mesh.get_coordinate() or ()
+        first = all(coordinate[axis] == 0 for axis in self._feature_axes if x.placements[axis].is_replicate())
+        return local if first else _ZeroedBias.apply(local)
+
+    # Routing
+
+    def _routing(self, call: inspect.BoundArguments) -> _Routing:
+        """The names of the tokens, of the ids (integers) and of the weights (of the shape of the ids)."""
+        found = {name: value for name, value in call.arguments.items() if isinstance(value, torch.Tensor)}
+        ids = [
+            name for name, x in found.items() if not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        ]
+        if len(found) == 3 and len(ids) == 1:
+            first, second = (name for name in found if name not in ids)
+            shape = found[ids[0]].shape
+            tokens, weights = (second, first) if found[second].shape != shape else (first, second)
+            if found[weights].shape == shape and found[tokens].shape[:-1] == shape[:-1] and len(shape) > 1:
+                return _Routing(tokens, ids[0], weights)
+        raise PlanError(
+            f"the expert region {self.path!r} gets "
+            f"{', '.join(f'{name} {tuple(x.shape)} {x.dtype}' for name, x in found.items())}; experts that are spread over "
+            "ranks need tokens (..., features), expert ids (..., choices) and weights (..., choices): name the module "
+            "inside it that takes them, or cut the experts' features instead",
+            self.source,
+        )
+
+    def _exchanged(
+        self, call: inspect.BoundArguments, names: _Routing, given: _Routing, arriving: Sequence[Placement]
+    ) -> torch.Tensor:
+        """Send each token to the ranks of its experts, run them there, and add up the results."""
+        flat = _Routing(*(x.reshape(-1, x.shape[-1]) for x in given))
+        group = axis_group(self.runtime.mesh, self._expert_axes)
+        owner = self._owners(group.coordinates, flat.ids.device)[flat.ids]
+        goes = (owner == torch.arange(group.size, device=owner.device)[:, None, None]).any(dim=-1)
+        share, num_shares = self._share(arriving)
+        if num_shares > 1:  # other ranks have the same tokens, and send the rest of them
+            num_rows = len(flat.tokens)
+            goes &= torch.arange(num_rows, device=owner.device) * num_shares // max(num_rows, 1) == share
+        exchange = TokenExchange.plan(goes, group, self._requester)
+        tokens, ids, weights = exchange.dispatch(flat.tokens, flat.ids.int(), flat.weights)
+        leading = (1,) * (given.tokens.ndim - 2)
+        here = _Routing(*(x.view(*leading, *x.shape) for x in (tokens, ids.to(given.ids.dtype), weights)))
+        found = _joined(self._routed(call, names, here, arriving), (tokens, weights, *_shown(self.module)))
+        back = exchange.combine(found.reshape(-1, found.shape[-1]), len(flat.tokens))
+        return back.view(*given.tokens.shape[:-1], back.shape[-1])
+
+    def _routed(
+        self, call: inspect.BoundArguments, names: _Routing, given: _Routing, arriving: Sequence[Placement]
+    ) -> torch.Tensor:
+        """Run the pairs of this rank's experts and add them up by token; zero for tokens without one."""
+        flat = _Routing(*(x.reshape(-1, x.shape[-1]) for x in given))
+        first, last = self._own_experts(self.runtime.mesh.get_coordinate() or ())
+        rows, slots = ((flat.ids >= first) & (flat.ids < last)).nonzero(as_tuple=True)
+        device = flat.tokens.device.type
+        kind = (
+            flat.tokens.dtype,
+            flat.weights.dtype,
+            torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device),
+        )
+
+        def run(*pairs: torch.Tensor) -> torch.Tensor:
+            leading = (1,) * (given.tokens.ndim - 2)
+            arguments = {**call.arguments, **{n: x.view(*leading, *x.shape) for n, x in zip(names, pairs)}}
+            local = inspect.BoundArguments(self._signature, arguments)
+            with self._local_count(last - first):
+                found: torch.Tensor = self._forward(*local.args, **local.kwargs)
+            return found.reshape(-1, found.shape[-1])
+
+        if len(rows):
+            found = run(flat.tokens[rows], (flat.ids[rows, slots] - first)[:, None], flat.weights[rows, slots][:, None])
+            self._results[kind] = found.shape[-1], found.dtype
+            out = found.new_zeros(len(flat.tokens), found.shape[-1]).index_add(0, rows, found)
+        else:
+            if kind not in self._results:  # what a row of zeros gives
+                with torch.no_grad():
+                    row = run(*(x.new_zeros(1, n) for x, n in zip(flat, (flat.tokens.shape[-1], 1, 1))))
+                self._results[kind] = row.shape[-1], row.dtype
+            width, dtype = self._results[kind]
+            out = flat.tokens.new_zeros(len(flat.tokens), width, dtype=dtype)
+        return out.view(*given.tokens.shape[:-1], out.shape[-1])
+
+    @contextmanager
+    def _local_count(self, count: int) -> Iterator[None]:
+        """Set the module's number of experts to that of this rank."""
+        attributes = vars(self.module)
+        number = self.op.num_experts
+        names = [n for n, value in attributes.items() if type(value) is int and value == number and "expert" in n]
+        for name in names:
+            setattr(self.module, name, count)
+        try:
+            yield
+        finally:
+            for name in names:
+                setattr(self.module, name, number)
+
+    # Owners of experts and tokens
+
+    def _own_experts(self, coordinate: Sequence[int]) -> tuple[int, int]:
+        """(first, last + 1) of the experts of the rank at a coordinate."""
+        stage = tuple(Shard(0) if axis in self._expert_axes else Replicate() for axis in range(len(coordinate)))
+        region = local_region((self.op.num_experts,), stage, tuple(self.runtime.mesh.shape), tuple(coordinate))
+        return region.intervals[0][0] if region.intervals[0] else (0, 0)
+
+    def _owners(self, coordinates: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+        """The group rank of each expert; -1 for the ids ``num_experts`` and -1, which mask a choice."""
+        owners = [-1] * (self.op.num_experts + 1)
+        for rank, coordinate in enumerate(coordinates):
+            first, last = self._own_experts(coordinate)
+            owners[first:last] = [rank] * (last - first)
+        return torch.tensor(owners, device=device)
+
+    def _share(self, arriving: Sequence[Placement]) -> tuple[int, int]:
+        """(index, count): this rank's share of the tokens that ``count`` ranks of the group have."""
+        mesh, axes = self.runtime.mesh, [axis for axis in self._expert_axes if arriving[axis].is_replicate()]
+        share, coordinate = 0, mesh.get_coordinate() or ()
+        for axis in axes:
+            share = share * mesh.size(axis) + coordinate[axis]
+        return share, math.prod(mesh.size(axis) for axis in axes)
+
+
+def _first(call: inspect.BoundArguments) -> DTensor:
+    return next(x for x in tensors_in(list(call.arguments.values())) if isinstance(x, DTensor))
+
+
+def _cuts_tokens(placement: Placement, ndim: int) -> bool:
+    """Whether a placement shards a dim of tokens, and not their features."""
+    dim = shard_dim(placement)
+    return dim is not None and dim < ndim - 1
+
+
+def _shown(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The module's parameters as its forward sees them."""
+    for owner in module.modules():
+        for name, _ in owner.named_parameters(recurse=False):
+            yield getattr(owner, name)
+
+
+def _joined(result: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    joined: torch.Tensor = _Joined.apply(result, *(x for x in others if x.requires_grad))
+    return joined
+
+
+class _Joined(torch.autograd.Function):
+    """Identity of the first argument, with the others joined to its graph: they get no gradient through this node, but
+    backward runs the nodes that made them."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.num_others = len(others)
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad, *(None,) * ctx.num_others
+
+
+class _ZeroedBias(torch.autograd.Function):
+    """Zeros for a bias that another rank adds to the common sum; the gradient of the sum is the bias's on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad

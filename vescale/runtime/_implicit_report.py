@@ -1,0 +1,144 @@
+"""Implicit moves of operands: counted for each site, warned of once, refused in strict mode."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import local_of, tensors_in
+from vescale.placements import RaggedShard
+from vescale.plans import MeshAxes
+from vescale.runtime._activation import current_activation
+from vescale.runtime._attribution import RunningModule, locate
+from vescale.runtime._implicit_site import (
+    ImplicitCommunicationError,
+    ImplicitCommunicationWarning,
+    ImplicitSite,
+    calling_line,
+    communicates,
+    one_placement_text,
+)
+
+__all__ = ["RuntimeObserver"]
+
+# The ops by which a model's own attention uses keys and values, or a window of a cache of them.
+_OF_KEYS = ("aten.mm.", "aten.bmm.", "aten.baddbmm.", "aten.slice.")
+
+
+class RuntimeObserver:
+    """The :class:`vescale.ops.ModelObserver` of the runtime: attributes ops to models, and reports moves to them."""
+
+    def running_module(self) -> str | None:
+        running = locate()
+        return running.path if running is not None else None
+
+    def implicit_move(
+        self,
+        op: str,
+        operand: str,
+        local: torch.Tensor | None,
+        source: Sequence[Placement],
+        target: Sequence[Placement],
+        edit: str | None,
+    ) -> None:
+        """Count the move and warn of the first one at its site, if it communicates.
+
+        Raises:
+            ImplicitCommunicationError: in strict mode; on every rank of the mesh, before the communication.
+        """
+        running = locate()
+        if running is None or not communicates(source, target, tuple(running.runtime.mesh.shape)):
+            return
+        runtime = running.runtime
+        operand, usual_edit = _name_operand(running, operand, local, source, target)
+        edit = edit or _edit_of_keys(running, op, source, target) or usual_edit
+        site = ImplicitSite(running.path, running.phase, op, operand, tuple(source), tuple(target), edit)
+        if runtime.strict:
+            raise ImplicitCommunicationError(_with_line(site).message(runtime.axes))
+        count = runtime.sites.get(site, 0)
+        if count == 0:
+            site = _with_line(site)
+            if runtime.is_first_rank:
+                _warn(site, runtime.axes)
+        runtime.sites[site] = count + 1
+
+
+def _edit_of_keys(
+    running: RunningModule, op: str, source: Sequence[Placement], target: Sequence[Placement]
+) -> str | None:
+    """The plan entry for keys and values if a model attends in its own code, and the plan has a method for it."""
+    if running.phase != "forward" or not op.startswith(_OF_KEYS):
+        return None
+    planned = zip(running.runtime.axes, running.runtime.attention_methods(running.path), source, target)
+    moved = ", ".join(f"{axis}: R" for axis, method, own, wanted in planned if method is not None and own != wanted)
+    return moved and (
+        f"write `{running.path}.(k|v)_proj.<out>: {{{moved}}}`, or of whatever makes keys and values, in the plan's shard "
+        "section: attention is the model's own code here, to which no method of an attention entry applies"
+    )
+
+
+def _name_operand(
+    running: RunningModule,
+    operand: str,
+    local: torch.Tensor | None,
+    source: Sequence[Placement],
+    target: Sequence[Placement],
+) -> tuple[str, str]:
+    """(The name of the operand in the model, the plan entry that would place it before the op)."""
+    changes = [(a, t) for a, s, t in zip(running.runtime.axes, source, target) if s != t]
+    moving = (a for a, s, t in zip(running.runtime.axes, source, target) if s != t and not s.is_replicate())
+    axis = next(moving, changes[0][0])
+    placement = one_placement_text(dict(changes)[axis])
+    prefix = f"{running.path}." if running.path else ""
+    # A gradient that arrives in backward is that of the module's output.
+    name, key = f"its operand '{operand}'", f"{prefix}<{'out' if operand.startswith('grad') else 'in'}>"
+    frame = running.frame
+    if local is not None and not local.is_meta and frame is not None:
+        pointer = local.data_ptr()
+        for parameter, value in frame.module.named_parameters(recurse=False):
+            if isinstance(value, DTensor) and local_of(value).data_ptr() == pointer:
+                name, key = f"the parameter '{parameter}'", f"{prefix}{parameter}"
+                outside = _called_outside_of_its_unit() if any(isinstance(p, RaggedShard) for p in source) else None
+                if outside is not None:
+                    return name, (
+                        f"write `units: ['{outside}']` in the plan: the module is called from outside of the unit that it "
+                        "belongs to, whose parameters are whole only while it runs"
+                    )
+        for child, result in frame.results:
+            if result == pointer:
+                name, key = f"the output of '{child}'", f"{child}.<out>"
+        for index, value in enumerate(frame.arguments):
+            if any(isinstance(t, DTensor) and local_of(t).data_ptr() == pointer for t in tensors_in(value)):
+                name, key = f"its input {index}", f"{prefix}<in:{index}>"
+    return name, f"write `{key}: {{{axis}: {placement}}}` in the plan's shard section"
+
+
+def _called_outside_of_its_unit() -> str | None:
+    """The outermost running module whose parent does not run (lists of modules never do)."""
+    activation = current_activation()
+    frames = activation.frames if activation is not None else []
+    running = {frame.path for frame in frames}
+    for frame in frames[1:]:
+        parent = frame.path.rpartition(".")[0]
+        while parent and isinstance(frames[0].module.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
+            parent = parent.rpartition(".")[0]
+        if parent not in running:
+            return frame.path
+    return None
+
+
+def _with_line(site: ImplicitSite) -> ImplicitSite:
+    return replace(site, line=calling_line() if site.phase == "forward" else "")
+
+
+def _warn(site: ImplicitSite, axes: MeshAxes) -> None:
+    """A warning at the model's line; each site has its own text, so that Python's once-a-line rule hides none."""
+    file, _, line = site.line.rpartition(":")
+    message = ImplicitCommunicationWarning(site.message(axes))
+    warnings.warn_explicit(message, ImplicitCommunicationWarning, file or "<backward>", int(line or 0))

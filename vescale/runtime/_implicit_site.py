@@ -1,0 +1,91 @@
+"""Implicit communication: the site at which an op moves an operand that no plan entry moves, and its messages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.plans import MeshAxes, placement_text
+
+__all__ = ["ImplicitCommunicationError", "ImplicitCommunicationWarning", "ImplicitSite", "calling_line", "communicates"]
+
+_PACKAGE = str(Path(__file__).parent.parent)
+
+
+class ImplicitCommunicationError(RuntimeError):
+    """``parallelize(..., strict=True)``: an op needs communication that no plan entry requests."""
+
+
+class ImplicitCommunicationWarning(UserWarning):
+    """An op needed communication that no plan entry requests; issued once for each site."""
+
+
+@dataclass(frozen=True)
+class ImplicitSite:
+    """Where an op redistributes an operand without a plan entry.
+
+    Attributes:
+        module: path of the module in whose forward, or in whose backward, the op runs; "" for the model itself.
+        phase: ``forward`` or ``backward``.
+        op: the op's name, for example ``aten.mm.default``.
+        operand: a parameter, an input, the output of a submodule, or the name of the op's argument.
+        source: its placements.
+        target: the placements that the op needs.
+        edit: the plan entry that would make the communication explicit.
+        line: of the model's source; not part of the identity of the site.
+    """
+
+    module: str
+    phase: str
+    op: str
+    operand: str
+    source: tuple[Placement, ...]
+    target: tuple[Placement, ...]
+    edit: str
+    line: str = field(default="", compare=False)
+
+    def message(self, axes: MeshAxes) -> str:
+        """What was found, what the op needs, and the edit."""
+        where = f"{self.module or 'the model'} ({self.phase}{', ' + self.line if self.line else ''})"
+        return (
+            f"{where}: {self.op} got {self.operand} as {placements_text(self.source, axes)} and needs "
+            f"{placements_text(self.target, axes)}, which communicates; no plan entry asks for it. To make it explicit: "
+            f"{self.edit}"
+        )
+
+
+def placements_text(placements: Sequence[Placement], axes: MeshAxes) -> str:
+    return ",".join(f"{axis}={one_placement_text(p)}" for axis, p in zip(axes, placements))
+
+
+def one_placement_text(placement: Placement) -> str:
+    try:
+        return placement_text(placement)
+    except ValueError:  # plans cannot name it
+        return str(placement)
+
+
+def communicates(source: Sequence[Placement], target: Sequence[Placement], sizes: Sequence[int]) -> bool:
+    """Whether going from ``source`` to ``target`` moves data between ranks."""
+    for before, after, size in zip(source, target, sizes):
+        if size == 1 or before == after or before.is_replicate():
+            continue
+        if after.is_partial() and not before.is_partial():
+            continue  # each rank embeds its local tensor in zeros
+        return True
+    return False
+
+
+def calling_line() -> str:
+    """``file:line`` of the nearest caller outside torch and this library; "" when there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not (name.startswith((_PACKAGE, "<")) or "/torch/" in name):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

@@ -1,0 +1,98 @@
+"""Local regions: a module whose forward runs on plain local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import map_tensors, no_torch_function, tensors_in
+from vescale.ir import Instruction, Local
+from vescale.ops import convert, enter_local, leave_local, reduced
+from vescale.placements import shard_dim
+from vescale.runtime._runtime import Runtime
+
+__all__ = ["LocalRegion", "local_state"]
+
+
+class LocalRegion:
+    """Runs a module's forward on local tensors: its inputs, its parameters, and everything inside.
+
+    ==============  ==============================================  ===================================================
+    tensor          value                                           gradient
+    ==============  ==============================================  ===================================================
+    input           redistributed to ``inputs``; its local tensor   sharded as the input; Partial on an axis where the
+                                                                    input is Replicate and the work differs by rank
+    parameter       its local tensor                                the same
+    output          with placements ``outputs``, by default         redistributed to ``outputs`` (Replicate for Partial)
+                    Replicate
+    ==============  ==============================================  ===================================================
+
+    The work differs by rank along an axis when an input, a parameter or an output is not Replicate there.
+    """
+
+    def __init__(self, runtime: Runtime, module: nn.Module, path: str, instruction: Instruction) -> None:
+        op = instruction.op
+        assert isinstance(op, Local)
+        self.runtime, self.module, self.path = runtime, module, path
+        self.inputs, self.outputs = op.inputs, tuple(Replicate() if p is None else p for p in op.outputs)
+        self._forward = module.forward
+        module.forward = self.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with no_torch_function():
+            requester = f"local region {self.path}"
+            args, kwargs = map_tensors(
+                lambda x: convert(x, self.inputs, requester=requester) if isinstance(x, DTensor) else x, [args, kwargs]
+            )
+            found: list[DTensor] = [p for p in self.module.parameters() if isinstance(p, DTensor)]
+            found += [x for x in tensors_in([args, kwargs]) if isinstance(x, DTensor)]
+            differs = [
+                not self.outputs[axis].is_replicate() or any(not x.placements[axis].is_replicate() for x in found)
+                for axis in range(self.runtime.mesh.ndim)
+            ]
+
+            def entered(x: torch.Tensor) -> torch.Tensor:
+                return enter_local(x, _gradient(x.placements, differs)) if isinstance(x, DTensor) else x
+
+            with local_state(self.module, lambda _, x: entered(x)):
+                result = self._forward(*map_tensors(entered, args), **map_tensors(entered, kwargs))
+            return map_tensors(self._leave, result)
+
+    def _leave(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, DTensor):
+            return x
+        shape = list(x.shape)
+        for axis, placement in enumerate(self.outputs):
+            dim = shard_dim(placement)
+            if dim is not None:
+                shape[dim] *= self.runtime.mesh.size(axis)
+        return leave_local(x, self.runtime.mesh, self.outputs, shape, f"local region {self.path}")
+
+
+@contextmanager
+def local_state(module: nn.Module, entered: Callable[[str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Hide every parameter and buffer of a module and its submodules behind ``entered(name, tensor)``."""
+    with ExitStack() as undo:
+        for path, owner in module.named_modules():
+            for name, resting in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)):
+                hidden = owner.__dict__.get(name)  # a parameter shown with another placement than the one at rest
+                full_name = f"{path}.{name}" if path else name
+                owner.__dict__[name] = entered(full_name, resting if hidden is None else hidden)
+                if hidden is None:
+                    undo.callback(owner.__dict__.pop, name)
+                else:
+                    undo.callback(owner.__dict__.__setitem__, name, hidden)
+        yield
+
+
+def _gradient(placements: Sequence[Placement], differs: Sequence[bool]) -> tuple[Placement, ...]:
+    return tuple(
+        Partial() if placement.is_replicate() and apart else placement
+        for placement, apart in zip(reduced(placements), differs)
+    )

@@ -1,0 +1,38 @@
+"""Which module of a model made an autograd node, by the sequence number of the node."""
+
+from __future__ import annotations
+
+import bisect
+
+from vescale.compat import sequence_number
+
+__all__ = ["ModuleTimeline"]
+
+# Backward looks nodes up; nodes of forwards more than this many module entries ago are forgotten.
+_MAX_LENGTH = 200_000
+
+
+class ModuleTimeline:
+    """The sequence numbers at which the running module of one model changed, and to which module."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._paths: list[str | None] = []  # None: outside of the model
+
+    def mark(self, path: str | None) -> None:
+        """From now on this thread runs the module at ``path``; None: it has left the model."""
+        number = sequence_number()
+        if self._numbers and self._numbers[-1] == number:
+            self._paths[-1] = path
+            return
+        self._numbers.append(number)
+        self._paths.append(path)
+        if len(self._numbers) > _MAX_LENGTH:
+            del self._numbers[: _MAX_LENGTH // 2], self._paths[: _MAX_LENGTH // 2]
+
+    def path_of(self, number: int) -> str | None:
+        """The module whose forward made the autograd node with sequence number ``number``; None: not of this model."""
+        index = bisect.bisect_right(self._numbers, number) - 1
+        if index < 0 or (index == len(self._numbers) - 1 and self._paths[index] is None):
+            return None
+        return self._paths[index]
