@@ -47,12 +47,14 @@ def run_job(
     limit: float = 40.0,
     env: dict[str, str] | None = None,
 ) -> JobResult:
-    """Run ``fn(*args)`` on ranks of a new job. The store is kept by this process, as torchrun's agent does. Ranks
-    that have not
-    ended after ``limit`` seconds are killed, and have None as exit code."""
+    """Run ``fn(*args)`` on ranks of a new job. The store is kept by this process, as torchrun's agent does. Ranks that
+    have not ended after ``limit`` seconds are killed, and have None as exit code."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
+    loaded = context.Process(target=int)  # the server answers when it has loaded torch, which the limit does not count
+    loaded.start()
+    loaded.join()
     begin = time.monotonic()
     processes = [
         context.Process(

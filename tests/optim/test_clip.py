@@ -169,6 +169,21 @@ def several_ops() -> None:
     assert len(ledger.records) == 1
 
 
+def mixed_ops() -> None:
+    """A maximum over one axis and a sum over the other cannot be one reduction; any rank's seed of hashes gives the same."""
+    mesh, rank = make_mesh(DENSE), dist.get_rank()
+    parameter = torch.nn.Parameter(from_local(torch.zeros(3), mesh, [R(), R()]))
+    for placements in [(P("max"), P()), (P(), P("max")), (P("max"), P("min"))]:
+        parameter.grad = from_local(torch.full((3,), rank + 1.0), mesh, placements)
+        expected = parameter.grad.full_tensor()
+        clip_grad_norm_(parameter, 1e9)
+        assert torch.equal(whole(parameter.grad), expected)
+
+
+def test_pending_ops_that_do_not_mix(ranks: RankPools) -> None:
+    ranks.run(mixed_ops, world_size=8)
+
+
 def test_several_pending_ops(ranks: RankPools) -> None:
     ranks.run(several_ops, world_size=8)
 

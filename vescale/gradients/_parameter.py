@@ -15,7 +15,7 @@ from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._complete import is_marked_complete, mark_complete
 from vescale.gradients._reduction import Arrival, Contribution, Destination, Policy, contribution
-from vescale.placements import local_region, move_local
+from vescale.placements import contiguous_stride, local_region, move_local
 
 __all__ = ["GradientRule", "ReducedParameter", "local_part"]
 
@@ -248,10 +248,8 @@ class ReducedParameter:
         spec = self._spec
         if is_target and spec is not None and spec.tensor_meta is not None and spec.tensor_meta.dtype == dtype:
             return spec
-        stride = [1] * len(destination.shape)
-        for dim in range(len(stride) - 2, -1, -1):
-            stride[dim] = stride[dim + 1] * max(destination.shape[dim + 1], 1)
-        spec = make_spec(destination.mesh, placements, destination.shape, stride, dtype)
+        shape = destination.shape
+        spec = make_spec(destination.mesh, placements, shape, contiguous_stride(shape), dtype)
         if is_target:
             assert isinstance(self.parameter, DTensor)
             own = spec_of(self.parameter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,11 +12,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ir import Attention, Factory, Program
 from vescale.plans import AttentionMethod, MeshAxes
+from vescale.runtime._gradient_hooks import GradientHooks
 from vescale.runtime._implicit_site import ImplicitSite
 from vescale.runtime._timeline import ModuleTimeline
-
-if TYPE_CHECKING:
-    from vescale.runtime._gradient_hooks import GradientHooks
 
 __all__ = ["Runtime", "runtimes"]
 
