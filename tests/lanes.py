@@ -87,7 +87,7 @@ class _Lane:
 
 
 def _end_with_parent() -> None:
-    """In a child: if the driver is killed, so is the lane (and then its ranks, see tests/ranks.py)."""
+    """In a child: a killed driver leaves no lane behind, and a killed lane no ranks (tests/ranks.py)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 

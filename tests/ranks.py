@@ -9,13 +9,13 @@ after it. A pool is replaced before the next case if a case has failed, or if ca
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter, defaultdict, deque
@@ -106,7 +106,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     import torch.distributed as dist
     import torch.distributed.device_mesh as device_mesh
 
-    _end_with_parent()
+    _end_with_run()
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115
     faulthandler.enable(stacks)  # of a rank that dies
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
@@ -145,10 +145,16 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         dist.destroy_process_group()
 
 
-def _end_with_parent() -> None:
-    """A killed test run leaves no ranks behind: the fork server ends with the run, and its ranks with the server."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def _end_with_run() -> None:
+    """A killed test run leaves no ranks behind. Their parent, the fork server, lives as long as any rank does."""
+    run = multiprocessing.parent_process()
+    assert run is not None
+
+    def wait_for_end() -> None:
+        run.join()
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, daemon=True, name="end with the test run").start()
 
 
 def _stack_file(folder: str, rank: int) -> Path:

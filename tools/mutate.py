@@ -33,7 +33,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".pytest_cache"  # not in git
@@ -441,7 +441,7 @@ def failures(output: str) -> list[str]:
 
 
 def show(console: Console, outcomes: Sequence[Outcome]) -> None:
-    survivors = Table("where", "operator", "before", "after", title="survivors")
+    survivors = Table(Column("where", overflow="fold"), "operator", "before", "after", title="survivors")
     for outcome in sorted((o for o in outcomes if not o.is_killed), key=lambda o: (o.mutant.file, o.mutant.line)):
         mutant = outcome.mutant
         cells = [" ".join(text.split())[:60] for text in (mutant.before, mutant.after)]
