@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vescale.compat.deferred import tree_map
+from vescale.compat.tensor_subclasses import tree_map
 from vescale.placements import Region
 from vescale.rng._dtensor import part_of_whole
 from vescale.rng._engine import fill_region, generator_at
