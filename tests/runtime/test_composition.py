@@ -458,7 +458,11 @@ def annotated() -> None:
         plan.local("norm", inputs={"dp": Shard(0)}, outputs={"dp": Shard(0)})
         plan.annotate("norm.weight.grad", Partial(), **axes)
 
-    for write in (entries, functools.partial(entries, mesh="dp")):
+    def also_placed(plan: Plan) -> None:
+        entries(plan)
+        plan.shard("norm.weight.grad", Replicate(), mesh="dp")
+
+    for write in (entries, functools.partial(entries, mesh="dp"), also_placed):
         reference, model = pair(Outer, write, {"dp": 2})
         with record_comms() as ledger:
             assert_same_step(reference, model, data(4, 8))

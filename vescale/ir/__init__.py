@@ -6,15 +6,8 @@ from vescale.ir._findings import Finding, LoweringError
 from vescale.ir._gradient_buckets import PredictedBucket
 from vescale.ir._joint_cuts import join_placements, ragged_positions
 from vescale.ir._lower import check, lower
-from vescale.ir._ops import Annotate, Attention, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._ops import Annotate, Attention, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
 from vescale.ir._packed import Packing, packed_dims
-from vescale.ir._passes import (
-    batch_redistributions,
-    drop_noops,
-    fuse_redistributions,
-    merge_duplicates,
-    optimize,
-)
 from vescale.ir._predict import Collective, Prediction, predict
 from vescale.ir._program import Hook, Instruction, Program
 from vescale.ir._repeat import merge_repeats
@@ -24,7 +17,6 @@ from vescale.ir._unit_layouts import UnitBucket, unit_buckets
 __all__ = [
     "Annotate",
     "Attention",
-    "Batch",
     "Change",
     "Collective",
     "Coverage",
@@ -46,16 +38,11 @@ __all__ = [
     "Unit",
     "UnitBucket",
     "Wrap",
-    "batch_redistributions",
     "check",
     "coverage",
-    "drop_noops",
-    "fuse_redistributions",
     "join_placements",
     "lower",
-    "merge_duplicates",
     "merge_repeats",
-    "optimize",
     "packed_dims",
     "predict",
     "ragged_positions",

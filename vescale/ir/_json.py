@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir._ops import Annotate, Attention, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._ops import Annotate, Attention, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
 from vescale.ir._program import Hook, Instruction, Program
 from vescale.plans import (
     ATTENTION_METHODS,
@@ -35,7 +35,6 @@ _KINDS: dict[str, type[Op]] = {
     "attention": Attention,
     "local": Local,
     "unit": Unit,
-    "batch": Batch,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 # Fields of instructions that hold one placement for each axis.
@@ -78,9 +77,6 @@ def _instruction(instruction: Instruction, axes: MeshAxes) -> dict[str, Any]:
 
 def _op(op: Op, axes: MeshAxes) -> dict[str, Any]:
     data: dict[str, Any] = {"name": _NAMES[type(op)]}
-    if isinstance(op, Batch):
-        parts = [{"target": target, "index": index, "op": _op(part, axes)} for target, index, part in op.parts]
-        return {**data, "parts": parts}
     for field in fields(op):
         value = getattr(op, field.name)
         if isinstance(value, MixedPrecisionPolicy):
@@ -113,8 +109,6 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
     if name not in _KINDS:
         raise ValueError(f"op {name!r} is none of {', '.join(_KINDS)}")
     kind: type[Any] = _KINDS[name]
-    if kind is Batch:
-        return Batch(tuple(_read_part(part, axes) for part in data["parts"]))
     known = {field.name for field in fields(kind)}
     unknown = sorted(set(data) - known - {"name"})
     if unknown:
@@ -141,13 +135,6 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
         for axis in (*values["experts"], *values["features"]):
             axes.index(axis)
     return kind(**values)
-
-
-def _read_part(part: Mapping[str, Any], axes: MeshAxes) -> tuple[str, int | str | None, Redistribute]:
-    op = _read_op(part["op"], axes)
-    if not isinstance(op, Redistribute):
-        raise ValueError(f"a batch holds redistributions, not {part['op']['name']!r}")
-    return _text(part["target"]), _index(part["index"]), op
 
 
 def _read_stage(data: Mapping[str, str], axes: MeshAxes) -> tuple[Placement | None, ...]:

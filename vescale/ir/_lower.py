@@ -35,8 +35,7 @@ def lower(plan: Plan, model: nn.Module) -> Program:
     - for every parameter and buffer a :class:`Place`, Replicate on axes that no entry names;
     - for parameters that are cut over one axis at rest and whole there while they compute, a :class:`Unit` at the module
       around whose forward and backward they are gathered: the plan's units, else the model's repeated blocks;
-    - for one that lies otherwise while its module computes, a :class:`Redistribute` before that forward and one back
-      after it;
+    - for one that lies otherwise while its module computes, a :class:`Redistribute` before that forward;
     - for inputs of the model a :class:`Wrap`, Replicate on axes that no entry names;
     - for inputs and outputs of modules a :class:`Redistribute`, also where nothing moves in the forward: the gradient may
       arrive Partial, and is reduced there;
@@ -129,11 +128,9 @@ class _Emitter:
         else:
             yield Instruction(path, Hook.INIT, attribute, None, Place(resting), _source(words.init))
             if running != resting and not gathered:
-                source = _source(words.forward)
+                there = Redistribute(running, resting)
                 for reader, relative in self._readers(name):
-                    there, back = Redistribute(running, resting), Redistribute(resting, running)
-                    yield Instruction(reader, Hook.FORWARD_PRE, relative, None, there, source)
-                    yield Instruction(reader, Hook.FORWARD_POST, relative, None, back, source)
+                    yield Instruction(reader, Hook.FORWARD_PRE, relative, None, there, _source(words.forward))
         if words.grad_annotated:
             label = Annotate(words.grad_annotated.stage(self.axes))
             yield Instruction(path, Hook.BACKWARD, attribute, None, label, _source(words.grad_annotated))

@@ -27,7 +27,7 @@ from vescale.ir._flow import Flow, Lie, is_elementwise, rule_for
 from vescale.ir._flow_mode import FlowMode, tensors_of
 from vescale.ir._gradient_buckets import PartialGradient, PredictedBucket, predict_buckets
 from vescale.ir._model_index import ModelIndex
-from vescale.ir._ops import Batch, Local, Place, Redistribute, Stage, Wrap
+from vescale.ir._ops import Local, Place, Redistribute, Stage, Wrap
 from vescale.ir._program import Hook, Instruction, Program
 from vescale.ir._unit_layouts import unit_buckets
 from vescale.placements import RaggedShard, shard_dim
@@ -155,9 +155,9 @@ class _Walk:
             prefix = f"{instruction.path}." if instruction.path else ""
             if isinstance(instruction.op, Place):
                 resting[self.index.state_names[prefix + instruction.target]] = instruction.op.placements
-            for target, _, op in _redistributions(instruction.target, instruction.index, instruction.op):
-                if instruction.hook is Hook.FORWARD_PRE and target not in ("<in>", "<out>"):
-                    running[self.index.state_names[prefix + target]] = op.dst
+            elif instruction.hook is Hook.FORWARD_PRE and instruction.target != "<in>":
+                assert isinstance(instruction.op, Redistribute)
+                running[self.index.state_names[prefix + instruction.target]] = instruction.op.dst
         for bucket in self.buckets:
             for name in bucket.names:
                 whole = zip(self.axes, resting[name])
@@ -210,11 +210,8 @@ class _Walk:
                 found.setdefault(None, i.op)
             if i.hook is not hook:
                 continue
-            if isinstance(i.op, Wrap):
+            if i.target == side and isinstance(i.op, Wrap | Redistribute):
                 found[i.index] = i.op
-            for target, key, op in _redistributions(i.target, i.index, i.op):
-                if target == side:
-                    found[key] = op
         return found
 
     def _pre_hook(self, path: str, crossings: dict[int | str | None, Any]) -> Callable[..., Any]:
@@ -463,15 +460,6 @@ def _from_front(placement: Placement, ndim: int) -> Placement:
     if dim is None or dim >= 0 or type(placement) is not Shard:
         return placement
     return Shard(dim + ndim)
-
-
-def _redistributions(
-    target: str, index: int | str | None, op: Any
-) -> Iterator[tuple[str, int | str | None, Redistribute]]:
-    if isinstance(op, Redistribute):
-        yield target, index, op
-    elif isinstance(op, Batch):
-        yield from op.parts
 
 
 def _state(index: ModelIndex, name: str) -> torch.Tensor:

@@ -24,7 +24,7 @@ class Hook(enum.Enum):
     INIT = "init"  # parallelize(): parameters and buffers are placed
     FORWARD_PRE = "forward_pre"  # before the forward, on inputs and on parameters (unshard)
     FORWARD = "forward"  # around the forward: factory and local regions
-    FORWARD_POST = "forward_post"  # after it, on outputs and on parameters (reshard)
+    FORWARD_POST = "forward_post"  # after it, on outputs
     BACKWARD = "backward"  # on a parameter's gradient
 
 
