@@ -473,7 +473,9 @@ def annotated() -> None:
         each(data(4, 8)).sum().backward()
     found, expected = (each.get_parameter("norm.weight").grad for each in (model, reference))
     assert isinstance(found, DTensor) and expected is not None
-    assert torch.equal(found.full_tensor(), 2 * expected)  # both ranks have all of it, and the plan says that it is a part
+    assert torch.equal(
+        found.full_tensor(), 2 * expected
+    )  # both ranks have all of it, and the plan says that it is a part
 
 
 def regions() -> None:

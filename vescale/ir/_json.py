@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._ops import Annotate, Attention, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
-from vescale.ir._program import Hook, Instruction, Program
 from vescale.plans import (
     ATTENTION_METHODS,
     AttentionMethod,
@@ -23,7 +23,7 @@ from vescale.plans import (
     placement_text,
 )
 
-__all__ = ["program_from_json", "program_to_json"]
+__all__ = ["instructions_from_json", "instructions_to_json"]
 
 _VERSION = 1
 _KINDS: dict[str, type[Op]] = {
@@ -41,22 +41,22 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 _STAGES = {"placements", "src", "dst", "grad_src", "grad_dst", "inputs", "outputs"}
 
 
-def program_to_json(program: Program) -> str:
-    """See :meth:`Program.to_json`."""
-    lines = [json.dumps(_instruction(i, program.axes), separators=(", ", ": ")) for i in program.instructions]
-    mesh = json.dumps(dict(zip(program.axes.names, program.axes.sizes)))
+def instructions_to_json(axes: MeshAxes, instructions: Sequence[Instruction]) -> str:
+    """See :meth:`vescale.ir.Program.to_json`."""
+    lines = [json.dumps(_instruction(i, axes), separators=(", ", ": ")) for i in instructions]
+    mesh = json.dumps(dict(zip(axes.names, axes.sizes)))
     body = ",\n".join(f"    {line}" for line in lines)
     return f'{{\n  "version": {_VERSION},\n  "mesh": {mesh},\n  "instructions": [\n{body}\n  ]\n}}\n'
 
 
-def program_from_json(text: str) -> Program:
-    """See :meth:`Program.from_json`."""
+def instructions_from_json(text: str) -> tuple[MeshAxes, tuple[Instruction, ...]]:
+    """See :meth:`vescale.ir.Program.from_json`."""
     try:
         data = json.loads(text)
         if data["version"] != _VERSION:
             raise ValueError(f"version {data['version']!r}; this release reads version {_VERSION}")
         axes = MeshAxes.of({str(name): size for name, size in data["mesh"].items()})
-        return Program(axes, tuple(_read_instruction(item, axes) for item in data["instructions"]))
+        return axes, tuple(_read_instruction(item, axes) for item in data["instructions"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"not a program: {detail}; expected the text of Program.to_json()") from None
