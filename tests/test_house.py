@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -77,6 +77,61 @@ def test_imports_point_down() -> None:
             if FLOORS[other] >= FLOORS[own] and (own, other) not in SIDEWAYS:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {own} (floor {FLOORS[own]}) imports {other}")
     assert not wrong, "\n".join(wrong)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_files(path: Path, files: Collection[str]) -> set[str]:
+    """Of `from a import b` the file is a.b if there is one, else a."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            found |= {inner if (inner := f"{base}.{alias.name}") in files else base for alias in node.names}
+    return found & set(files)
+
+
+def circles() -> list[list[str]]:
+    """Sets of files that import each other, also for types alone, or inside of functions (Tarjan's algorithm)."""
+    files = {module_name(path): path for path in sources()}
+    edges = {name: imported_files(path, files) - {name} for name, path in files.items()}
+    numbers: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        numbers[name] = lowest[name] = len(numbers)
+        stack.append(name)
+        for other in sorted(edges[name]):
+            if other not in numbers:
+                visit(other)
+                lowest[name] = min(lowest[name], lowest[other])
+            elif other in stack:
+                lowest[name] = min(lowest[name], numbers[other])
+        if lowest[name] == numbers[name]:
+            circle = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for name in files:
+        if name not in numbers:
+            visit(name)
+    return found
+
+
+CIRCLES = {"vescale.fsdp"}  # packages whose circles are still to be removed
+
+
+def test_files_do_not_import_in_circles() -> None:
+    wrong = [circle for circle in circles() if {name.rpartition(".")[0] for name in circle} - CIRCLES]
+    assert not wrong, "\n".join(map(", ".join, wrong))
 
 
 def is_private(module: str) -> bool:
@@ -179,6 +234,17 @@ def test_what_runs_data_is_seen(code: str, tmp_path: Path, monkeypatch: pytest.M
         test_nothing_runs_what_it_reads()
 
 
+@pytest.mark.parametrize("late", ["    from vescale.two import b", "if TYPE_CHECKING:\n    import vescale.two"])
+def test_circles_are_seen(late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "vescale"
+    package.mkdir()
+    (package / "one.py").write_text(f"def a():\n{late}" if late.startswith(" ") else late)
+    (package / "two.py").write_text("from vescale.three import c")
+    (package / "three.py").write_text("from vescale import one")
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", package)
+    assert circles() == [["vescale.one", "vescale.three", "vescale.two"]]
+
+
 def test_modules_say_what_they_export() -> None:
     silent = []
     for path in sources():
@@ -190,10 +256,13 @@ def test_modules_say_what_they_export() -> None:
     assert not silent, f"files without __all__: {silent}"
 
 
+LONG_FILES = {"fsdp/_group.py", "fsdp/_state.py"}  # still to be split
+
+
 def test_files_are_short() -> None:
-    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources()}
-    long = {name: count for name, count in lengths.items() if count > 600}
-    assert not long, f"files over 600 lines (one noun per file, about 500 lines): {long}"
+    lengths = {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in sources()}
+    long = {name: count for name, count in lengths.items() if count > 400 and name not in LONG_FILES}
+    assert not long, f"files over 400 lines (one noun per file): {long}"
 
 
 _SNAPSHOT = """

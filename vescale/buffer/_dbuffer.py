@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.buffer._allocation import Allocation
-from vescale.buffer._layout import ShardSlice
+from vescale.buffer._local_part import LocalPart
 from vescale.buffer._tensor_group import TensorGroup
 from vescale.comm import Pending, all_gather_into, all_reduce_, axis_group, reduce_scatter_into
 from vescale.placements import RaggedShard
@@ -25,7 +24,7 @@ __all__ = ["DBuffer", "PendingBuffer"]
 Axes = Sequence[int | str]
 
 
-class DBuffer:
+class DBuffer(LocalPart):
     """One logical flat buffer of ``group.layout.buffer_size`` elements, placed on a mesh.
 
     ==================  ==================================================================================
@@ -63,141 +62,23 @@ class DBuffer:
         device: torch.device | str | None = None,
         allocation: Allocation | None = None,
     ) -> None:
-        self.group = group
         self.mesh = mesh
         self.placements = _checked(group, mesh, placements)
-        self.dtype = dtype
         self.shard_axes = tuple(a for a, p in enumerate(self.placements) if isinstance(p, RaggedShard))
         self.partial_axes = tuple(a for a, p in enumerate(self.placements) if isinstance(p, Partial))
         self.num_pieces, piece = _piece(mesh, self.shard_axes)
-        self.numel = group.layout.buffer_size // self.num_pieces
-        self.begin = piece * self.numel
-        self._allocation = allocation or Allocation(device if device is not None else mesh.device_type)
-        self._byte_offset = self._allocation.reserve(self.numel * dtype.itemsize)
-        self._local: torch.Tensor | None = None
-        self._views: list[torch.Tensor] | None = None
+        numel = group.layout.buffer_size // self.num_pieces
+        allocation = allocation or Allocation(device if device is not None else mesh.device_type)
+        super().__init__(group, piece * numel, numel, dtype, allocation, is_sharded=bool(self.shard_axes))
         self._geometry = object()
         """The same for buffers that differ in nothing but memory."""
         self._routes: dict[tuple[Any, ...], dist.ProcessGroup] = {}
         """Collectives that were found to be right before: (kind, axes, geometry of the result) -> whom with."""
 
-    # Memory -----------------------------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        return self._allocation.device
-
-    @property
-    def is_pinned(self) -> bool:
-        return self._allocation.pin_memory
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the local part, padding included."""
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def is_allocated(self) -> bool:
-        return self._allocation.is_allocated
-
-    def allocate(self) -> DBuffer:
-        """Get memory for this buffer and all that share its allocation; contents are undefined, padding is zero."""
-        if not self._allocation.is_allocated:
-            self._allocation.allocate()
-        self.zero_padding()
-        return self
-
-    def free(self) -> None:
-        """Give the memory of this buffer, and of all that share its allocation, back; ``local`` and the views stay the
-        same tensors and are usable again after :meth:`allocate`."""
-        self._allocation.free()
-
-    @property
-    def local(self) -> torch.Tensor:
-        """This rank's elements [begin, begin + numel) of the buffer, flat; RuntimeError before :meth:`allocate`."""
-        if self._local is None:
-            self._local = self.alias(0, (self.numel,))
-        return self._local
-
-    def alias(self, offset: int, shape: tuple[int, ...], *, own_storage: bool = False) -> torch.Tensor:
-        """A contiguous tensor over the memory, ``offset`` elements in, with a version counter of its own: what a collective
-        writes to the buffer does not make tensors that autograd has saved look modified.
-
-        With ``own_storage`` its storage begins and ends with it and keeps the memory alive; :meth:`free` does not reach it.
-        ``torch.save`` and ``copy.deepcopy`` act on whole storages, and fail on DTensors whose local tensor is inside of one.
-        """
-        if self.device.type == "meta":
-            return torch.empty(shape, dtype=self.dtype, device="meta")
-        storage, itemsize = self._allocation.storage, self.dtype.itemsize
-        first = self._byte_offset // itemsize + offset
-        if own_storage:
-            storage, first = storage[first * itemsize : (first + math.prod(shape)) * itemsize], 0
-        with torch.inference_mode(False):  # tensors made in inference mode could not be saved for a backward later
-            strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-            return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, first, shape, strides)
-
-    def zero_padding(self) -> None:
-        for begin, end in self._gaps:
-            self.local[begin:end].zero_()
-
-    @cached_property
-    def _gaps(self) -> list[tuple[int, int]]:
-        return self.group.gaps(self.begin, self.begin + self.numel)
-
-    # Tensors ----------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def slices(self) -> list[ShardSlice]:
-        """What the local part holds: (tensor, begin, end, local_offset), in buffer order."""
-        return self.group.slices(self.begin, self.begin + self.numel)
-
-    @property
-    def views(self) -> list[torch.Tensor]:
-        """One tensor over the local memory for each tensor of the group, in the group's order: of its whole shape where
-        no axis is sharded, else this rank's run of it, flat and maybe empty. Made once; they keep their addresses as
-        long as the buffer is allocated."""
-        if self._views is None:
-            if self.shard_axes:
-                held = {part.tensor: part for part in self.slices}
-                self._views = [
-                    self.alias(part.local_offset, (part.end - part.begin,)) if part is not None else self.alias(0, (0,))
-                    for part in (held.get(i) for i in range(len(self.group)))
-                ]
-            else:
-                offsets = self.group.layout.offsets
-                self._views = [self.alias(*at) for at in zip(offsets, self.group.shapes, strict=True)]
-        return self._views
-
-    def __len__(self) -> int:
-        return len(self.group)
-
-    def __getitem__(self, tensor: int | str) -> torch.Tensor:
-        """The view of one tensor, by index or name."""
-        return self.views[self.group.index(tensor) if isinstance(tensor, str) else tensor]
-
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return zip(self.group.names, self.views, strict=True)
-
     def placement(self, tensor: int | str, split_factor: int = 1) -> RaggedShard:
         """The ragged placement of a tensor along the (only) sharded axis; see :meth:`TensorGroup.placement`."""
         index = self.group.index(tensor) if isinstance(tensor, str) else tensor
         return self.group.placement(index, self.num_pieces, split_factor)
-
-    def load(self, tensor: int | str, whole: torch.Tensor) -> None:
-        """Copy this rank's part of a whole tensor, which it holds, into its place; casts."""
-        index = self.group.index(tensor) if isinstance(tensor, str) else tensor
-        if tuple(whole.shape) != self.group.shapes[index]:
-            raise ValueError(
-                f"{self.group.names[index]}: a tensor of shape {tuple(whole.shape)} for a place of shape "
-                f"{self.group.shapes[index]}; give the tensor that the group was planned for"
-            )
-        view = self.views[index]
-        with torch.no_grad():
-            if not self.shard_axes:
-                view.copy_(whole)
-            elif view.numel():
-                begin = max(0, self.begin - self.group.layout.offsets[index])
-                view.copy_(whole.reshape(-1)[begin : begin + view.numel()])
 
     # Group operations: one kernel on the local part, no communication unless it says so --------------------------------
 

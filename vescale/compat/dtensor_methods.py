@@ -22,11 +22,9 @@ from vescale.compat.patching import Changes
 __all__ = [
     "DTensorHooks",
     "stock",
+    "wrap_conversions",
     "wrap_distribute_tensor",
-    "wrap_from_local",
-    "wrap_full_tensor",
     "wrap_local_gradient",
-    "wrap_redistribute",
     "wrap_redistribute_local",
     "wrap_set_item",
 ]
@@ -75,7 +73,13 @@ def _again(placements: Any) -> Any:
     return placements if placements is None or isinstance(placements, list | tuple) else tuple(placements)
 
 
-def wrap_redistribute(changes: Changes, hooks: DTensorHooks) -> None:
+def wrap_conversions(changes: Changes, hooks: DTensorHooks) -> None:
+    changes.attribute(DTensor, "redistribute", _redistribute(hooks))
+    changes.attribute(DTensor, "full_tensor", _full_tensor(hooks))
+    changes.attribute(DTensor, "from_local", staticmethod(_from_local(hooks)))
+
+
+def _redistribute(hooks: DTensorHooks) -> Callable[..., Any]:
     original, has_custom, custom_types = _STOCK.redistribute, hooks.has_custom, hooks.custom_types
 
     @functools.wraps(original)
@@ -95,10 +99,10 @@ def wrap_redistribute(changes: Changes, hooks: DTensorHooks) -> None:
             return original(self, device_mesh, placements, **options)
         return hooks.redistribute(self, device_mesh, placements, **options)
 
-    changes.attribute(DTensor, "redistribute", redistribute)
+    return redistribute
 
 
-def wrap_full_tensor(changes: Changes, hooks: DTensorHooks) -> None:
+def _full_tensor(hooks: DTensorHooks) -> Callable[..., Any]:
     original, has_custom = _STOCK.full_tensor, hooks.has_custom
 
     @functools.wraps(original)
@@ -107,10 +111,10 @@ def wrap_full_tensor(changes: Changes, hooks: DTensorHooks) -> None:
             return original(self, grad_placements=grad_placements)
         return hooks.full_tensor(self, grad_placements=grad_placements)
 
-    changes.attribute(DTensor, "full_tensor", full_tensor)
+    return full_tensor
 
 
-def wrap_from_local(changes: Changes, hooks: DTensorHooks) -> None:
+def _from_local(hooks: DTensorHooks) -> Callable[..., Any]:
     original, has_custom, custom_types = _STOCK.from_local, hooks.has_custom, hooks.custom_types
 
     @functools.wraps(original)
@@ -129,7 +133,7 @@ def wrap_from_local(changes: Changes, hooks: DTensorHooks) -> None:
             return original(local_tensor, device_mesh, placements, **options)
         return hooks.from_local(local_tensor, device_mesh, placements, **options)
 
-    changes.attribute(DTensor, "from_local", staticmethod(from_local))
+    return from_local
 
 
 def wrap_set_item(changes: Changes, hooks: DTensorHooks) -> None:

@@ -19,9 +19,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vescale.compat import activation_checkpointing, checkpoint_plans, copying, dispatch, dtensor_methods, random_ops
+from vescale.compat import (
+    activation_checkpointing,
+    checkpoint_plans,
+    copying,
+    dispatch,
+    dispatch_observers,
+    dtensor_methods,
+    random_ops,
+)
 from vescale.compat.collective_kernels import register_collective_kernels
-from vescale.compat.needs import CHECKPOINTS, OBSERVATION, lacking, self_check
+from vescale.compat.exact_matches import search_only_mismatches
+from vescale.compat.needs import CHECKPOINTS, EXACT_MATCHES, OBSERVATION, lacking, self_check
 from vescale.compat.patching import HOOKS, Changes
 
 __all__ = [
@@ -82,21 +91,11 @@ PATCHES: tuple[Patch, ...] = (
         dispatch.take_over_handled_ops,
     ),
     Patch(
-        f"{_DTENSOR}.redistribute",
-        "converts vescale's placements",
+        f"{_DTENSOR}.redistribute, full_tensor, from_local",
+        "convert vescale's placements",
         _CUSTOM,
         "placements",
-        dtensor_methods.wrap_redistribute,
-    ),
-    Patch(
-        f"{_DTENSOR}.full_tensor",
-        "gathers vescale's placements",
-        _CUSTOM,
-        "placements",
-        dtensor_methods.wrap_full_tensor,
-    ),
-    Patch(
-        f"{_DTENSOR}.from_local", "accepts vescale's placements", _CUSTOM, "placements", dtensor_methods.wrap_from_local
+        dtensor_methods.wrap_conversions,
     ),
     Patch(
         f"{_DTENSOR}.__setitem__",
@@ -172,27 +171,35 @@ PATCHES: tuple[Patch, ...] = (
         dispatch.take_over_mixed_ops,
     ),
     Patch(
+        "torch.distributed.tensor._sharding_prop._expand_single_dim_strategy_to_mesh",
+        "looks up the combination that moves nothing, then searches",
+        "PyTorch searches for 0.7 s for one op on three axes",
+        "placements",
+        search_only_mismatches,
+        feature=EXACT_MATCHES,
+    ),
+    Patch(
         f"{_DISPATCHER}.redistribute_local_args",
         "reports implicit communication, then PyTorch's own",
         "PyTorch moves operands without telling anybody",
         "models",
-        dispatch.observe_redistributions,
+        dispatch_observers.observe_redistributions,
     ),
     Patch(
         "torch.distributed.tensor._dispatch.get_active_debug_mode",
         "while gathered copies are viewed, writes to them reach their originals",
         "x[0].zero_() of a tensor sharded over dim 0 is lost",
         "models",
-        dispatch.observe_writes,
+        dispatch_observers.observe_writes,
     ),
     Patch(
         f"{_DISPATCHER}._try_replicate_spec_for_scalar_tensor",
         "inside of a model, a plain tensor among DTensors is the same on every rank",
         "PyTorch refuses plain tensors that are not scalars",
         "models",
-        dispatch.accept_plain_operands,
+        dispatch_observers.accept_plain_operands,
     ),
-    Patch(f"{_DTENSOR}.__format__", 'f"{loss:.3f}"', "PyTorch refuses it", "models", dispatch.format_scalars),
+    Patch(f"{_DTENSOR}.__format__", 'f"{loss:.3f}"', "PyTorch refuses it", "models", dispatch_observers.format_scalars),
     Patch(
         "torch.utils.checkpoint: _checkpoint_without_reentrant_generator, CheckpointFunction.forward",
         "recompute a function in the module whose forward checkpointed it",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
@@ -12,7 +11,7 @@ from vescale.compat import StridedShard
 from vescale.ir._findings import Findings
 from vescale.ir._heads import Heads, heads_of
 from vescale.ir._joint_cuts import gathered_positions, join_placements, ragged_positions
-from vescale.ir._model_index import ModelIndex, StateTensor
+from vescale.ir._model_index import ModelIndex, StateTensor, enclosing
 from vescale.ir._resolve import Resolution, shown_name
 from vescale.ir._said import Said, StateWords
 from vescale.placements import InterleavedShard, normalize_placements, shard_dim
@@ -126,7 +125,9 @@ def _check_cuts(
             continue
         pieces = math.prod(_pieces(said.placement) for _, said in cuts)
         if state.shape[dim] % (num_ranks * pieces):
-            region = next((path for path in _around(state.names[0]) if path in resolution.locals), None)
+            region = next(
+                (path for path in enclosing(state.names[0].rpartition(".")[0]) if path in resolution.locals), None
+            )
             if dim == 0 and region is not None and resolution.locals[region].kind == "experts":
                 fewer = max(size for size in range(1, num_ranks) if state.shape[0] % size == 0)
                 findings.error(
@@ -146,13 +147,6 @@ def _check_cuts(
                 entry.source,
                 shown_name(state),
             )
-
-
-def _around(name: str) -> Iterator[str]:
-    """The modules that hold a tensor, innermost first."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _head_error(

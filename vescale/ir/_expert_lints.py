@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from vescale.ir._experts import ExpertTensor, expert_tensors
+from vescale.ir._experts import ExpertCut, ExpertTensor, expert_tensors
 from vescale.ir._findings import Findings
-from vescale.ir._model_index import ModelIndex
+from vescale.ir._model_index import ModelIndex, enclosing
 from vescale.ir._resolve import Resolution, shown_name
 from vescale.placements import shard_dim
-from vescale.plans import MeshAxes, Plan, placement_text
+from vescale.plans import MeshAxes, placement_text
 
 __all__ = ["lint_experts"]
 
 
-def lint_experts(plan: Plan, resolution: Resolution, index: ModelIndex, findings: Findings) -> None:
+def lint_experts(
+    axes: MeshAxes, resolution: Resolution, cuts: Mapping[str, ExpertCut], index: ModelIndex, findings: Findings
+) -> None:
     """Experts that are not spread, cut along dims that do not belong together, without a region; routers that are cut."""
-    for path, cut in resolution.expert_cuts.items():
+    for path, cut in cuts.items():
         entry = resolution.locals[path]
-        tensors = expert_tensors(path, resolution, index, plan.axes)
+        tensors = expert_tensors(path, resolution, index, axes)
         if entry.dispatch == "all_to_all" and not cut.experts:
             weights = f"{entry.path.text}.({'|'.join(tensor.name for tensor in tensors)})"
-            axis = _free_axis(plan.axes)
+            axis = _free_axis(axes)
             findings.warning(
                 "experts-whole",
                 f"local '{entry.path}' sends tokens to experts on other ranks, but no axis spreads the experts of "
@@ -30,9 +32,9 @@ def lint_experts(plan: Plan, resolution: Resolution, index: ModelIndex, findings
                 path,
             )
         for axis in cut.features:
-            _feature_dims(path, axis, tensors, plan.axes, resolution, findings)
-        _router(path, plan.axes, resolution, index, findings)
-    _missing_regions(plan.axes, resolution, index, findings)
+            _feature_dims(path, axis, tensors, axes, resolution, findings)
+        _router(path, axes, resolution, index, findings)
+    _missing_regions(axes, resolution, index, findings)
 
 
 def _feature_dims(
@@ -78,7 +80,7 @@ def _router(path: str, axes: MeshAxes, resolution: Resolution, index: ModelIndex
 
 def _missing_regions(axes: MeshAxes, resolution: Resolution, index: ModelIndex, findings: Findings) -> None:
     for path in _like_experts(index):
-        if any(around in resolution.locals for around in _around(path)):
+        if any(around in resolution.locals for around in enclosing(path)):
             continue
         tensors = expert_tensors(path, resolution, index, axes)
         cut = any(tensor.dim(axis) is not None for tensor in tensors for axis in range(len(axes.names)))
@@ -104,13 +106,6 @@ def _like_experts(index: ModelIndex) -> Iterator[str]:
         named = "expert" in type(module).__name__.lower() or "expert" in path.rpartition(".")[2].lower()
         if path in stacked and named and index.is_called(path) and len(index.inputs(path).positional) >= 3:
             yield path
-
-
-def _around(path: str) -> Iterator[str]:
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
 
 
 def _free_axis(axes: MeshAxes) -> str:

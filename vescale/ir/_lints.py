@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
-from vescale.ir._expert_lints import lint_experts
 from vescale.ir._findings import Findings
-from vescale.ir._model_index import ModelIndex
+from vescale.ir._model_index import ModelIndex, enclosing
 from vescale.ir._replicas import axes_named
 from vescale.ir._resolve import Resolution, shown_name
 from vescale.ir._said import AxisWords
@@ -20,15 +19,12 @@ __all__ = ["lint"]
 
 
 def lint(plan: Plan, resolution: Resolution, index: ModelIndex, findings: Findings) -> None:
-    """Add warnings. Those about what entries add up to are left out when there are errors: they would follow from them."""
-    if findings.has_errors:
-        return
+    """Add warnings."""
     _unused_axes(plan, findings)
     _redundant_entries(plan, resolution, index, findings)
     _ragged_while_running(plan, resolution, index, findings)
     _partial_outputs(plan, resolution, index, findings)
     _same_batch(plan, resolution, findings)
-    lint_experts(plan, resolution, index, findings)
 
 
 def _unused_axes(plan: Plan, findings: Findings) -> None:
@@ -121,9 +117,7 @@ def _summed_dim(module: nn.Module) -> int | None:
 
 def _is_settled(path: str, axis: str, resolution: Resolution) -> bool:
     """Whether an ``<out>`` entry, or a local region, at the module or around it covers the axis."""
-    around = [path]
-    while around[-1]:
-        around.append(around[-1].rpartition(".")[0])
+    around = list(enclosing(path))
     if any(module in resolution.locals for module in around):
         return True
     return any(

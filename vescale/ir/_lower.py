@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate
 
 from vescale.ir._checks import check_boundaries, check_states
+from vescale.ir._expert_lints import lint_experts
 from vescale.ir._experts import ExpertCut, find_expert_cuts
 from vescale.ir._findings import Finding, Findings, LoweringError
+from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._lints import lint
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._ops import Annotate, Attention, Factory, Local, Place, Redistribute, Stage, Unit, Wrap
 from vescale.ir._packed import lint_packed
-from vescale.ir._program import Hook, Instruction, Program
+from vescale.ir._program import Program
 from vescale.ir._replicas import check_replicas
 from vescale.ir._resolve import Resolution, resolve
 from vescale.ir._said import AxisWords, BoundaryWords, StateWords
-from vescale.ir._units import find_units
+from vescale.ir._units import GatheredUnit, find_units
 from vescale.plans import Plan, PlanError, Source
 
 __all__ = ["check", "lower"]
@@ -35,8 +37,7 @@ def lower(plan: Plan, model: nn.Module) -> Program:
     - for every parameter and buffer a :class:`Place`, Replicate on axes that no entry names;
     - for parameters that are cut over one axis at rest and whole there while they compute, a :class:`Unit` at the module
       around whose forward and backward they are gathered: the plan's units, else the model's repeated blocks;
-    - for one that lies otherwise while its module computes, a :class:`Redistribute` before that forward and one back
-      after it;
+    - for one that lies otherwise while its module computes, a :class:`Redistribute` before that forward;
     - for inputs of the model a :class:`Wrap`, Replicate on axes that no entry names;
     - for inputs and outputs of modules a :class:`Redistribute`, also where nothing moves in the forward: the gradient may
       arrive Partial, and is reduced there;
@@ -49,11 +50,11 @@ def lower(plan: Plan, model: nn.Module) -> Program:
     """
     index = _index(plan, model)
     findings = Findings()
-    resolution = _resolve(plan, index, findings)
+    analysis = _analyze(plan, index, findings)
     errors = [finding for finding in findings.collect() if finding.severity == "error"]
     if errors:
         raise LoweringError(errors)
-    return Program(plan.axes, tuple(_instructions(resolution, index, plan)))
+    return Program(plan.axes, tuple(_instructions(analysis, index, plan)))
 
 
 def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -64,13 +65,15 @@ def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None)
     index = _index(plan, model)
     findings = Findings()
     try:
-        resolution = _resolve(plan, index, findings)
+        analysis = _analyze(plan, index, findings)
     except PlanError as error:
         findings.error("hostile", error.problem, error.source)
         return findings.collect()
-    lint(plan, resolution, index, findings)
-    if inputs and not findings.has_errors:
-        lint_packed(plan, resolution, index, inputs, findings)
+    if not findings.has_errors:  # warnings would follow from the errors
+        lint(plan, analysis.resolution, index, findings)
+        lint_experts(plan.axes, analysis.resolution, analysis.expert_cuts, index, findings)
+        if inputs:
+            lint_packed(plan, analysis.resolution, index, inputs, findings)
     return findings.collect()
 
 
@@ -82,19 +85,28 @@ def _index(plan: Plan, model: nn.Module) -> ModelIndex:
     return ModelIndex(model)
 
 
-def _resolve(plan: Plan, index: ModelIndex, findings: Findings) -> Resolution:
+@dataclass(frozen=True)
+class _Analysis:
+    """What a plan means for one model: ``expert_cuts`` by region of experts."""
+
+    resolution: Resolution
+    expert_cuts: Mapping[str, ExpertCut]
+    units: tuple[GatheredUnit, ...]
+
+
+def _analyze(plan: Plan, index: ModelIndex, findings: Findings) -> _Analysis:
     resolution = resolve(plan, index, findings)
     check_states(resolution, index, plan.axes, findings)
     check_boundaries(resolution, findings)
-    resolution.expert_cuts = find_expert_cuts(resolution, index, plan.axes, findings)
-    resolution.gathered = find_units(resolution, index, plan.axes, findings)
-    check_replicas(plan, resolution, findings)
-    return resolution
+    expert_cuts = find_expert_cuts(resolution, index, plan.axes, findings)
+    units = find_units(resolution, index, plan.axes, findings)
+    check_replicas(plan, units, findings)
+    return _Analysis(resolution, expert_cuts, units)
 
 
-def _instructions(resolution: Resolution, index: ModelIndex, plan: Plan) -> Iterator[Instruction]:
+def _instructions(analysis: _Analysis, index: ModelIndex, plan: Plan) -> Iterator[Instruction]:
     """In module order, then hook order; then states before boundaries, each in the order of the model or plan."""
-    emitter = _Emitter(resolution, index, plan)
+    emitter = _Emitter(analysis, index, plan)
     found = list(emitter.all())
     modules = {path: number for number, path in enumerate(index.modules)}
     hooks = {hook: number for number, hook in enumerate(Hook)}
@@ -103,11 +115,12 @@ def _instructions(resolution: Resolution, index: ModelIndex, plan: Plan) -> Iter
 
 
 class _Emitter:
-    def __init__(self, resolution: Resolution, index: ModelIndex, plan: Plan) -> None:
-        self.resolution, self.index, self.axes = resolution, index, plan.axes
+    def __init__(self, analysis: _Analysis, index: ModelIndex, plan: Plan) -> None:
+        self.resolution, self.index, self.axes = analysis.resolution, index, plan.axes
+        self.units, self.expert_cuts = analysis.units, analysis.expert_cuts
 
     def all(self) -> Iterator[Instruction]:
-        gathered = {name for unit in self.resolution.gathered for name in unit.names}
+        gathered = {name for unit in self.units for name in unit.names}
         for name, words in self.resolution.states.items():
             yield from self._state(name, words, name in gathered)
         yield from self._units()
@@ -129,11 +142,9 @@ class _Emitter:
         else:
             yield Instruction(path, Hook.INIT, attribute, None, Place(resting), _source(words.init))
             if running != resting and not gathered:
-                source = _source(words.forward)
+                there = Redistribute(running, resting)
                 for reader, relative in self._readers(name):
-                    there, back = Redistribute(running, resting), Redistribute(resting, running)
-                    yield Instruction(reader, Hook.FORWARD_PRE, relative, None, there, source)
-                    yield Instruction(reader, Hook.FORWARD_POST, relative, None, back, source)
+                    yield Instruction(reader, Hook.FORWARD_PRE, relative, None, there, _source(words.forward))
         if words.grad_annotated:
             label = Annotate(words.grad_annotated.stage(self.axes))
             yield Instruction(path, Hook.BACKWARD, attribute, None, label, _source(words.grad_annotated))
@@ -146,7 +157,7 @@ class _Emitter:
         return list(dict.fromkeys(self.index.reader(alias) for alias in self.index.states[name].names))
 
     def _units(self) -> Iterator[Instruction]:
-        for unit in self.resolution.gathered:
+        for unit in self.units:
             prefix = f"{unit.path}." if unit.path else ""
             # A tied weight may hang elsewhere under its first name.
             names = tuple(
@@ -216,7 +227,7 @@ class _Emitter:
             yield Instruction(path, Hook.FORWARD, "<self>", None, Attention(methods), source)
         for path, entry in self.resolution.locals.items():
             inputs, outputs = dict(entry.inputs), dict(entry.outputs)
-            cut = self.resolution.expert_cuts.get(path, ExpertCut())
+            cut = self.expert_cuts.get(path, ExpertCut())
             region = Local(
                 entry.kind,
                 entry.dispatch,

@@ -18,7 +18,6 @@ from vescale.plans import AttentionMethod, MeshAxes, mp_options, placement_text
 __all__ = [
     "Annotate",
     "Attention",
-    "Batch",
     "Factory",
     "Local",
     "Op",
@@ -77,8 +76,7 @@ class Redistribute:
     ``dst == src == Replicate`` is no no-op: the gradient may arrive Partial, and is reduced here.
 
     Of a parameter or buffer (``target`` names it): at FORWARD_PRE ``src`` is where it lies at rest and ``dst`` where the
-    module computes with it, and the gradient goes back to ``src`` by the same rule; at FORWARD_POST the tensor at rest
-    takes its place again, which communicates nothing.
+    module computes with it, until its forward ends; the gradient goes back to ``src`` by the same rule.
     """
 
     dst: Stage
@@ -181,18 +179,4 @@ class Unit:
         return f"unit({';'.join([*parts, ','.join(self.names)])})"
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Redistributions of one path and hook that do not depend on each other, so that one launch can serve them all.
-
-    ``parts`` are ``(target, index, redistribution)``, as in the instructions they were made of.
-    """
-
-    parts: tuple[tuple[str, int | str | None, Redistribute], ...]
-
-    def text(self, axes: MeshAxes) -> str:
-        parts = (f"{target}:{'*' if index is None else index}:{op.text(axes)}" for target, index, op in self.parts)
-        return f"batch({' '.join(parts)})"
-
-
-Op = Place | Wrap | Redistribute | Annotate | Factory | Attention | Local | Unit | Batch
+Op = Place | Wrap | Redistribute | Annotate | Factory | Attention | Local | Unit

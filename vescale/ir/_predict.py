@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,38 +26,15 @@ from vescale.ir._expert_calls import ExpertCalls
 from vescale.ir._flow import Flow, Lie, is_elementwise, rule_for
 from vescale.ir._flow_mode import FlowMode, tensors_of
 from vescale.ir._gradient_buckets import PartialGradient, PredictedBucket, predict_buckets
+from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._model_index import ModelIndex
-from vescale.ir._ops import Batch, Local, Place, Redistribute, Stage, Wrap
-from vescale.ir._program import Hook, Instruction, Program
+from vescale.ir._move_collectives import Collective, Move, When, move_collectives
+from vescale.ir._ops import Local, Place, Redistribute, Stage, Wrap
+from vescale.ir._program import Program
 from vescale.ir._unit_layouts import unit_buckets
 from vescale.placements import RaggedShard, shard_dim
-from vescale.plans import MeshAxes
 
-__all__ = ["Collective", "Prediction", "predict"]
-
-When = Literal["forward", "backward"]
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One predicted collective of one step.
-
-    Attributes:
-        path: the module, or the parameter's name.
-        target: ``<in>``, ``<in:name>``, ``<out>``, ``weight`` (a gather) or ``weight.grad`` (a gradient's reduction);
-            ``<unit>`` and ``<unit>.grad`` of the parameters of a unit together; ``<experts>``, and ``<attention>`` of a
-            sequence that is cut and ``<statistics>`` of a batch that is, of what a region or a call does inside.
-        op: None where a collective depends on what is unknown until run.
-        num_bytes: bytes that each rank sends or receives from others, as the communication ledger counts (where it is not
-            the same on all, those of the busiest); None: unknown.
-    """
-
-    path: str
-    target: str
-    when: When
-    axis: str
-    op: str | None
-    num_bytes: int | None
+__all__ = ["Prediction", "predict"]
 
 
 @dataclass(frozen=True)
@@ -101,14 +78,6 @@ def predict(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> Pr
     return Prediction(tuple(walk.collectives()), stopped, predict_buckets(walk.partial_gradients(), walk.axes))
 
 
-@dataclass
-class _Uses:
-    """How the gradient of a replicated tensor comes back on one axis, by what its copies were used for."""
-
-    partial: bool = False
-    unknown: bool = False
-
-
 @dataclass(frozen=True)
 class _Tag:
     """What is known of a tensor on one axis; ``origins`` are the boundaries and parameters its values come from."""
@@ -117,25 +86,10 @@ class _Tag:
     origins: frozenset[int] = frozenset()
 
 
-@dataclass
-class _Move:
-    """A boundary crossing on one axis, or a parameter while it runs."""
-
-    path: str
-    target: str
-    axis: str
-    src: Lie
-    dst: Lie
-    num_bytes: int | None  # of the whole tensor along this axis: what all ranks of the axis hold together
-    is_parameter: bool
-    has_gradient: bool
-    uses: _Uses = field(default_factory=_Uses)
-
-
 class _Walk:
     def __init__(self, program: Program, index: ModelIndex) -> None:
         self.program, self.index, self.axes = program, index, program.axes
-        self.moves: list[_Move] = []
+        self.moves: list[Move] = []
         self.experts, self.attention, self.batch_norms = ExpertCalls(), AttentionCalls(program), BatchNormCalls()
         self.tags: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._by_path: dict[str, list[Instruction]] = {}
@@ -155,9 +109,9 @@ class _Walk:
             prefix = f"{instruction.path}." if instruction.path else ""
             if isinstance(instruction.op, Place):
                 resting[self.index.state_names[prefix + instruction.target]] = instruction.op.placements
-            for target, _, op in _redistributions(instruction.target, instruction.index, instruction.op):
-                if instruction.hook is Hook.FORWARD_PRE and target not in ("<in>", "<out>"):
-                    running[self.index.state_names[prefix + target]] = op.dst
+            elif instruction.hook is Hook.FORWARD_PRE and instruction.target != "<in>":
+                assert isinstance(instruction.op, Redistribute)
+                running[self.index.state_names[prefix + instruction.target]] = instruction.op.dst
         for bucket in self.buckets:
             for name in bucket.names:
                 whole = zip(self.axes, resting[name])
@@ -170,7 +124,7 @@ class _Walk:
                 num_bytes = self._bytes(tensor, axis, stage)
                 if name in self._unit_axes and axis not in self._unit_axes[name] and num_bytes is not None:
                     num_bytes //= self._num_pieces[name]  # a piece is left by the unit's reduction
-                move = _Move(name, "weight", axis, rest, run, num_bytes, True, tensor.requires_grad)
+                move = Move(name, "weight", axis, rest, run, num_bytes, True, tensor.requires_grad)
                 self.moves.append(move)
                 follow = isinstance(run, Replicate) and tensor.requires_grad
                 tags.append(_Tag(run, frozenset([len(self.moves) - 1]) if follow else frozenset()))
@@ -210,11 +164,8 @@ class _Walk:
                 found.setdefault(None, i.op)
             if i.hook is not hook:
                 continue
-            if isinstance(i.op, Wrap):
+            if i.target == side and isinstance(i.op, Wrap | Redistribute):
                 found[i.index] = i.op
-            for target, key, op in _redistributions(i.target, i.index, i.op):
-                if target == side:
-                    found[key] = op
         return found
 
     def _pre_hook(self, path: str, crossings: dict[int | str | None, Any]) -> Callable[..., Any]:
@@ -274,7 +225,7 @@ class _Walk:
                 continue
             dst = _from_front(dst, tensor.ndim)
             num_bytes = self._bytes(tensor, axis, lies)
-            self.moves.append(_Move(path, target, axis, lie, dst, num_bytes, False, tensor.requires_grad))
+            self.moves.append(Move(path, target, axis, lie, dst, num_bytes, False, tensor.requires_grad))
             # Its gradient is brought to a placement here, so nothing Partial comes back to what lies before it.
             follow = isinstance(dst, Replicate) and tensor.requires_grad
             tags.append(_Tag(dst, frozenset([len(self.moves) - 1]) if follow else frozenset()))
@@ -348,7 +299,7 @@ class _Walk:
     def partial_gradients(self) -> list[PartialGradient]:
         """Gradients that go through buckets, in about the order in which they get ready: the reverse of the model's."""
         found = []
-        moves: dict[str, list[_Move]] = {}
+        moves: dict[str, list[Move]] = {}
         for move in self.moves:
             if move.is_parameter and move.has_gradient and not self._is_settled(move):
                 moves.setdefault(move.path, []).append(move)
@@ -362,7 +313,7 @@ class _Walk:
                 found.append(PartialGradient(f"{name}.grad", axes, num_bytes, dtype, cut[0] if cut else None))
         return found
 
-    def _is_settled(self, move: _Move) -> bool:
+    def _is_settled(self, move: Move) -> bool:
         """Nothing moves along the axis, or a unit's collectives do it."""
         by_unit = move.is_parameter and move.axis in self._unit_axes.get(move.path, ())
         return self.axes.size(move.axis) == 1 or by_unit
@@ -373,12 +324,8 @@ class _Walk:
                 target = "<unit>" if op == "all_gather" else "<unit>.grad"
                 yield Collective(bucket.path, target, cast(When, when), axes, op, num_bytes)
         for move in self.moves:
-            if self._is_settled(move):
-                continue
-            if move.is_parameter:
-                yield from _parameter_collectives(move, self.axes)
-            else:
-                yield from _boundary_collectives(move, self.axes)
+            if not self._is_settled(move):
+                yield from move_collectives(move, self.axes)
         for call in self.experts.calls:
             for phase, kind, together, known_bytes in call.collectives(self.axes):
                 yield Collective(call.path, "<experts>", cast(When, phase), together, kind, known_bytes)
@@ -401,77 +348,11 @@ class _Walk:
         return lies
 
 
-def _parameter_collectives(move: _Move, axes: MeshAxes) -> Iterator[Collective]:
-    attribute = move.path.rpartition(".")[2]
-    path = move.path.rpartition(".")[0]
-    if move.src != move.dst:
-        yield from _collective(path, attribute, "forward", move, _op(move.src, move.dst), axes)
-    if not move.has_gradient or not isinstance(move.dst, Replicate):
-        return
-    op = "all_reduce" if isinstance(move.src, Replicate) else "reduce_scatter"
-    if move.uses.partial:
-        yield from _collective(path, f"{attribute}.grad", "backward", move, op, axes)
-    elif move.uses.unknown:
-        yield Collective(path, f"{attribute}.grad", "backward", move.axis, None, None)
-
-
-def _boundary_collectives(move: _Move, axes: MeshAxes) -> Iterator[Collective]:
-    if move.src is None:
-        yield Collective(move.path, move.target, "forward", move.axis, None, None)
-        if move.has_gradient:
-            yield Collective(move.path, move.target, "backward", move.axis, None, None)
-        return
-    yield from _collective(move.path, move.target, "forward", move, _op(move.src, move.dst), axes)
-    if not move.has_gradient:
-        return
-    # The boundary rule: a gradient goes back as the tensor came, whole where it came as a sum.
-    back: Placement = Replicate() if isinstance(move.src, Partial) else move.src
-    if not isinstance(move.dst, Replicate | Partial):
-        yield from _collective(move.path, move.target, "backward", move, _op(move.dst, back), axes)
-    elif move.uses.partial:
-        yield from _collective(move.path, move.target, "backward", move, _op(Partial(), back), axes)
-    elif move.uses.unknown:
-        yield Collective(move.path, move.target, "backward", move.axis, None, None)
-
-
-def _op(src: Lie, dst: Lie) -> str | None:
-    """The collective that brings ``src`` to ``dst``; ``""`` for none, None where that is unknown."""
-    if src is None or dst is None:
-        return None
-    if src == dst or isinstance(src, Replicate) or isinstance(dst, Partial):
-        return ""
-    if isinstance(src, Partial):
-        return "all_reduce" if isinstance(dst, Replicate) else "reduce_scatter"
-    return "all_gather" if isinstance(dst, Replicate) else "all_to_all"
-
-
-def _collective(
-    path: str, target: str, when: When, move: _Move, op: str | None, axes: MeshAxes
-) -> Iterator[Collective]:
-    if op == "":
-        return
-    size = axes.size(move.axis)
-    moved = None
-    if op is not None and move.num_bytes is not None:
-        moved = move.num_bytes * (size - 1) // size
-        moved = {"all_reduce": 2 * moved, "all_to_all": moved // size}.get(op, moved)
-    yield Collective(path, target, when, move.axis, op, moved)
-
-
 def _from_front(placement: Placement, ndim: int) -> Placement:
     dim = shard_dim(placement)
     if dim is None or dim >= 0 or type(placement) is not Shard:
         return placement
     return Shard(dim + ndim)
-
-
-def _redistributions(
-    target: str, index: int | str | None, op: Any
-) -> Iterator[tuple[str, int | str | None, Redistribute]]:
-    if isinstance(op, Redistribute):
-        yield target, index, op
-    elif isinstance(op, Batch):
-        yield from op.parts
 
 
 def _state(index: ModelIndex, name: str) -> torch.Tensor:

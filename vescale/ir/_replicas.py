@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.compat import root_mesh
 from vescale.ir._findings import Findings
-from vescale.ir._resolve import Resolution
+from vescale.ir._units import GatheredUnit
 from vescale.plans import AttentionEntry, Entry, LocalEntry, Plan, PlanError, RedistributeEntry, UnitEntry
 
 __all__ = ["axes_named", "check_replicas", "refuse_part_of_replicas"]
@@ -18,12 +18,12 @@ __all__ = ["axes_named", "check_replicas", "refuse_part_of_replicas"]
 _DATA_PARALLEL = regex.compile(r"(?:.*_)?(d?dp|hsdp|data|replicas?|replicate|rep|outer)(?:_.*)?")
 
 
-def check_replicas(plan: Plan, resolution: Resolution, findings: Findings) -> None:
+def check_replicas(plan: Plan, units: Sequence[GatheredUnit], findings: Findings) -> None:
     """Errors for hybrid sharding of which only the sharded axis was written: replicas that would train apart (a plan on a
     slice of the mesh), or that would repeat each other's work (an axis that no entry names)."""
-    if not resolution.gathered:
+    if not units:
         return
-    first = resolution.gathered[0]
+    first = units[0]
     source = next((entry.source for entry in plan.entries if axes_named(entry).intersection(first.shard)), None)
     if plan.mesh is not None:
         problem = _missing_axes(plan.mesh, first.shard)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -37,10 +36,6 @@ from vescale.plans import (
     placement_text,
 )
 
-if TYPE_CHECKING:
-    from vescale.ir._experts import ExpertCut
-    from vescale.ir._units import GatheredUnit
-
 __all__ = ["Boundary", "Resolution", "resolve", "shown_name"]
 
 # (module, "<in>" or "<out>", index)
@@ -58,8 +53,6 @@ class Resolution:
         attention: module -> axis -> how attention works along it, and the entry that says so.
         locals: module -> the entry that runs it on local tensors.
         units: module -> the entry that groups its parameters.
-        expert_cuts: regions of experts -> how they are cut; filled in by :func:`vescale.ir._experts.find_expert_cuts`.
-        gathered: what is gathered together; filled in by :func:`vescale.ir._units.find_units`.
         matches: ``id`` of an entry -> what it matched, as names of parameters, buffers, modules, inputs and outputs.
     """
 
@@ -71,8 +64,6 @@ class Resolution:
         self.attention: dict[str, dict[str, tuple[AttentionMethod, AttentionEntry]]] = {}
         self.locals: dict[str, LocalEntry] = {}
         self.units: dict[str, UnitEntry] = {}
-        self.expert_cuts: Mapping[str, ExpertCut] = {}
-        self.gathered: tuple[GatheredUnit, ...] = ()
         self.matches: dict[int, tuple[str, ...]] = {}
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ir._findings import Findings
 from vescale.ir._joint_cuts import gathered_positions, ragged_positions
-from vescale.ir._model_index import ModelIndex
+from vescale.ir._model_index import ModelIndex, enclosing
 from vescale.ir._repeat import name_list
 from vescale.ir._resolve import Resolution, shown_name
 from vescale.ir._said import StateWords
@@ -114,15 +114,7 @@ def _blocks(container: nn.Module) -> set[str]:
 
 def _inferred(index: ModelIndex, explicit: dict[str, UnitEntry]) -> list[str]:
     """Repeated blocks that no unit of the plan lies around."""
-    return [path for path in repeated_blocks(index) if not any(around in explicit for around in _around(path))]
-
-
-def _around(path: str) -> Iterator[str]:
-    """A module and all that hold it, innermost first."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
+    return [path for path in repeated_blocks(index) if not any(around in explicit for around in enclosing(path))]
 
 
 def _input_axes(resolution: Resolution) -> set[str]:
@@ -142,7 +134,7 @@ def _unit_of(name: str, index: ModelIndex, paths: dict[str, UnitEntry | None], f
     state = index.states[name]
     chains = []
     for alias in state.names:
-        around = (index.module_names[path] for path in _around(alias.rpartition(".")[0]))
+        around = (index.module_names[path] for path in enclosing(alias.rpartition(".")[0]))
         chains.append([path for path in around if path in paths])
     common = next(path for path in chains[0] if all(path in chain for chain in chains))
     for alias, (innermost, *_) in zip(state.names, chains):
@@ -173,7 +165,7 @@ def _check_reachable(
         _check_joint_cut(name, words, index, axes, findings)
         return
     changes = [(axis, one, other) for axis, one, other in zip(axes, rest, run) if one != other]
-    entry = next((e for path in _around(index.owner(name)[0]) if (e := paths.get(path)) is not None), None)
+    entry = next((e for path in enclosing(index.owner(name)[0]) if (e := paths.get(path)) is not None), None)
     for axis, one, other in changes:
         if isinstance(other, Replicate) and len(changes) == 1:
             continue  # its gradient has entries of its own, so that it is moved by itself
@@ -241,7 +233,7 @@ def _check_entries(units: tuple[GatheredUnit, ...], resolution: Resolution, axes
         if unit.entry is None:
             continue
         _check_reshard(unit, axes, findings)
-        region = next((path for path in _around(unit.path) if path != unit.path and path in resolution.locals), None)
+        region = next((path for path in enclosing(unit.path) if path != unit.path and path in resolution.locals), None)
         if region is not None:
             local = resolution.locals[region]
             findings.error(
@@ -254,7 +246,7 @@ def _check_entries(units: tuple[GatheredUnit, ...], resolution: Resolution, axes
 
 
 def _empty(entry: UnitEntry, matched: list[str], held: set[str], findings: Findings) -> None:
-    inner = sorted(path for path in held if any(around in matched for around in _around(path)))
+    inner = sorted(path for path in held if any(around in matched for around in enclosing(path)))
     shown = name_list(matched)
     if inner:
         problem = (

@@ -62,7 +62,6 @@ from vescale.ops._registry import (
     register_family,
 )
 from vescale.ops._ring_schedule import Meeting, RingSchedule, Runs, meetings
-from vescale.ops._strides import stride_like
 from vescale.ops._view_copies import LIVE_COPIES, remember_copy, write_through
 from vescale.ops.elementwise import is_elementwise
 
@@ -103,7 +102,6 @@ __all__ = [
     "run_interleaved",
     "running_module",
     "strict_placements",
-    "stride_like",
     "wrap_global",
     "write_through",
 ]

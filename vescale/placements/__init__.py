@@ -21,7 +21,7 @@ from vescale.placements._ragged import RaggedShard, StridedRaggedShard
 from vescale.placements._redistribute import full_tensor, redistribute
 from vescale.placements._region import Box, Interval, Region, coordinates, largest_shape, local_region, own_region
 from vescale.placements._serialization import allow_safe_load
-from vescale.placements._strides import contiguous_stride
+from vescale.placements._strides import contiguous_stride, stride_like
 
 __all__ = [
     "Box",
@@ -53,6 +53,7 @@ __all__ = [
     "shard_dim",
     "shift_dim",
     "split_factor",
+    "stride_like",
     "to_local",
     "unpack",
     "without_partials",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import regex
 from torch import nn
@@ -17,9 +17,7 @@ from vescale.plans._errors import PlanError, did_you_mean
 from vescale.plans._hf_paths import expressions, wildcard
 from vescale.plans._hf_sequence import shard_sequence
 from vescale.plans._hf_styles import STYLES, Style
-
-if TYPE_CHECKING:
-    from vescale.plans._plan import Plan
+from vescale.plans._plan_entries import PlanEntries
 
 __all__ = ["HfImportWarning", "add_hf_entries"]
 
@@ -47,7 +45,7 @@ class HfImportWarning(UserWarning):
 
 
 def add_hf_entries(
-    plan: Plan,
+    plan: PlanEntries,
     model: nn.Module,
     axis: str,
     expert_axis: str | None,
@@ -254,7 +252,7 @@ class _Draft:
 
     # To entries
 
-    def emit(self, plan: Plan, dispatch: str | None) -> None:
+    def emit(self, plan: PlanEntries, dispatch: str | None) -> None:
         """Add the entries: regions first, then in the order of the model."""
         for path in expressions(self.experts, self.modules):
             plan.local(path, kind="experts", dispatch=dispatch)

@@ -23,7 +23,7 @@ from vescale.plans._errors import PlanError, did_you_mean
 from vescale.plans._hf_import import BATCHED_INPUTS
 from vescale.plans._hf_paths import expressions
 from vescale.plans._phase import INIT, RUN
-from vescale.plans._plan import Plan
+from vescale.plans._plan_entries import PlanEntries
 
 __all__ = ["add_parallel_plan"]
 
@@ -31,7 +31,7 @@ _Patterns = Mapping[str, Any]
 
 
 def add_parallel_plan(
-    plan: Plan,
+    plan: PlanEntries,
     model: nn.Module,
     axes: Mapping[str, str],
     dispatch: str,
@@ -60,7 +60,7 @@ def add_parallel_plan(
 
 
 class _Reader:
-    def __init__(self, plan: Plan, model: nn.Module, dispatch: str) -> None:
+    def __init__(self, plan: PlanEntries, model: nn.Module, dispatch: str) -> None:
         self.plan, self.model, self.dispatch = plan, model, dispatch
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.cut: dict[int, dict[str, None]] = {}  # by ``id`` of a parameter, the axes that cut it

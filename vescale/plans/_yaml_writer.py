@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import regex
 import yaml
@@ -21,10 +20,8 @@ from vescale.plans._entries import (
 )
 from vescale.plans._phase import ALL, phase_text
 from vescale.plans._placement_text import placement_text
+from vescale.plans._plan_entries import PlanEntries
 from vescale.plans._unit_policies import mp_options
-
-if TYPE_CHECKING:
-    from vescale.plans._plan import Plan
 
 __all__ = ["plan_text"]
 
@@ -34,7 +31,7 @@ _LAYERS = regex.compile(r"([A-Za-z0-9_.]+\.\\d\+)\.")
 _MIN_USES = 3  # of a variable
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: PlanEntries) -> str:
     """See :meth:`Plan.to_yaml`."""
     sizes = ", ".join(f"{name}: {size}" for name, size in zip(plan.axes.names, plan.axes.sizes))
     variables = _variables(plan)
@@ -56,7 +53,7 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _variables(plan: Plan) -> dict[str, str]:
+def _variables(plan: PlanEntries) -> dict[str, str]:
     """The beginnings of paths that a file is easier to read without, and their names: ``layer`` when there is one."""
     uses: dict[str, int] = {}
     for entry in plan.entries:

@@ -25,8 +25,8 @@ from vescale.compat import (
     no_torch_function,
     stock_dispatch,
 )
-from vescale.ops import bring, stride_like
-from vescale.placements import contiguous_stride, without_partials
+from vescale.ops import bring
+from vescale.placements import contiguous_stride, stride_like, without_partials
 
 __all__ = ["DERIVATIVE_HANDLERS", "accumulated", "derivative", "where"]
 

@@ -25,7 +25,7 @@ from vescale.fsdp import (
     is_extended,
     state_of,
 )
-from vescale.ir import Hook, Place, Program, Unit
+from vescale.ir import Place, Program, Unit
 from vescale.placements import RaggedShard, contiguous_stride, local_region, shard_dim
 from vescale.rng import is_deferred
 from vescale.runtime._tensor_placement import TensorSlots, place_tensor
@@ -52,9 +52,7 @@ class Units:
         self._groups: dict[str, list[tuple[Unit, ParameterGroup]]] = {}
         if mesh.get_coordinate() is None:
             return
-        resting = {
-            _full(i.path, i.target): i.op.placements for i in program if i.hook is Hook.INIT and isinstance(i.op, Place)
-        }
+        resting = {_full(i.path, i.target): i.op.placements for i in program if isinstance(i.op, Place)}
         first_names = {id(self._slots[name]): name for name in reversed(resting)}
         for instruction in program:
             if isinstance(instruction.op, Unit):

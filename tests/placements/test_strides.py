@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from vescale.ops import stride_like
+from vescale.placements import stride_like
 from vescale.rng._spans import stream_order
 
 
