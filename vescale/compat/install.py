@@ -24,6 +24,7 @@ from vescale.compat.checkpoint import CheckpointHooks, wrap_checkpoint
 from vescale.compat.copying import wrap_copying
 from vescale.compat.dispatch import wrap_dispatch
 from vescale.compat.exact_matches import install_exact_matches
+from vescale.compat.meta_shapes import install_meta_shapes
 from vescale.compat.needs import self_check
 
 __all__ = ["DTensorHooks", "install", "is_installed", "stock"]
@@ -104,6 +105,7 @@ def install(hooks: DTensorHooks) -> None:
         wrap_copying()
         wrap_dispatch(hooks.has_custom, hooks.run_op)
         install_exact_matches()
+        install_meta_shapes()
 
 
 def _again(placements: Any) -> Any:
