@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir._flow import Lie
-from vescale.ir._ops import Attention
+from vescale.ir._module_stack import Running
+from vescale.ir._operations import Attention
+from vescale.ir._placement_flow import Lie
 from vescale.ir._program import Program
-from vescale.ir._running import Running
 from vescale.ops import RingSchedule, Runs
 from vescale.placements import local_region, shard_dim
 from vescale.plans import AttentionMethod, MeshAxes

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from vescale.ir._findings import Findings
+from vescale.ir._merged_names import merge_repeats
 from vescale.ir._model_index import ModelIndex, enclosing
-from vescale.ir._repeat import merge_repeats
 from vescale.ir._resolve import resolve
 from vescale.plans import Plan
 

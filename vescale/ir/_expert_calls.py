@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from vescale.ir._flow import Lie
-from vescale.ir._ops import Local
+from vescale.ir._operations import Local
+from vescale.ir._placement_flow import Lie
 from vescale.plans import MeshAxes
 
 __all__ = ["ExpertCall", "ExpertCalls"]

@@ -9,20 +9,20 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from vescale.ir._checks import check_boundaries, check_states
-from vescale.ir._expert_lints import lint_experts
-from vescale.ir._experts import ExpertCut, find_expert_cuts
+from vescale.ir._expert_sharding import ExpertCut, find_expert_cuts
+from vescale.ir._expert_warnings import lint_experts
 from vescale.ir._findings import Finding, Findings, LoweringError
 from vescale.ir._instruction import Hook, Instruction
-from vescale.ir._lints import lint
 from vescale.ir._model_index import ModelIndex
-from vescale.ir._ops import Annotate, Attention, Factory, Local, Place, Redistribute, Stage, Unit, Wrap
-from vescale.ir._packed import lint_packed
+from vescale.ir._operations import Annotate, Attention, Factory, Local, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._packed_weights import lint_packed
+from vescale.ir._placement_checks import check_boundaries, check_states
+from vescale.ir._planned_placements import AxisWords, BoundaryWords, StateWords
 from vescale.ir._program import Program
-from vescale.ir._replicas import check_replicas
+from vescale.ir._replica_checks import check_replicas
 from vescale.ir._resolve import Resolution, resolve
-from vescale.ir._said import AxisWords, BoundaryWords, StateWords
 from vescale.ir._units import GatheredUnit, find_units
+from vescale.ir._warnings import lint
 from vescale.plans import Plan, PlanError, Source
 
 __all__ = ["check", "lower"]

@@ -9,7 +9,7 @@ from typing import Literal
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir._flow import Lie
+from vescale.ir._placement_flow import Lie
 from vescale.plans import MeshAxes
 
 __all__ = ["Collective", "Move", "When", "move_collectives"]

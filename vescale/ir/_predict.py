@@ -1,8 +1,8 @@
 """Which collectives a program causes in one training step, found by walking the model's forward on meta tensors.
 
-A simple model, honest about what it does not know: placements are followed through the ops for which no choice is needed
-(:mod:`vescale.ir._flow`); where one is, what follows is unknown until run. Collectives inside ops (a loss over a sharded
-vocabulary, redistributions that no entry asks for) are not predicted. No rank is started.
+Placements are followed through the ops that leave DTensor no choice (:mod:`vescale.ir._placement_flow`), and are unknown
+after any other op. Collectives inside of ops (a loss over a sharded vocabulary, redistributions that no entry requests) are
+not predicted. No rank is started.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale.ir._attention_calls import AttentionCalls
-from vescale.ir._channels import BATCH_NORM, CHANNEL_RULES, BatchNormCalls, cuts_operand
+from vescale.ir._channel_rules import BATCH_NORM, CHANNEL_RULES, BatchNormCalls, cuts_operand
 from vescale.ir._expert_calls import ExpertCalls
-from vescale.ir._flow import Flow, Lie, is_elementwise, rule_for
 from vescale.ir._flow_mode import FlowMode, tensors_of
 from vescale.ir._gradient_buckets import PartialGradient, PredictedBucket, predict_buckets
 from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._move_collectives import Collective, Move, When, move_collectives
-from vescale.ir._ops import Local, Place, Redistribute, Stage, Wrap
+from vescale.ir._operations import Local, Place, Redistribute, Stage, Wrap
+from vescale.ir._placement_flow import Flow, Lie, is_elementwise, rule_for
 from vescale.ir._program import Program
 from vescale.ir._unit_layouts import unit_buckets
 from vescale.placements import RaggedShard, shard_dim

@@ -11,9 +11,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import StridedShard
 from vescale.ir._findings import Findings
-from vescale.ir._match import Matcher
 from vescale.ir._model_index import ModelIndex, StateTensor
-from vescale.ir._said import AxisWords, BoundaryWords, StateWords
+from vescale.ir._path_matcher import Matcher
+from vescale.ir._planned_placements import AxisWords, BoundaryWords, StateWords
 from vescale.placements import InterleavedShard, shard_dim
 from vescale.plans import (
     ALL,

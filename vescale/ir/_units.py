@@ -11,11 +11,11 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ir._findings import Findings
-from vescale.ir._joint_cuts import gathered_positions, ragged_positions
+from vescale.ir._joint_sharding import gathered_positions, ragged_positions
+from vescale.ir._merged_names import name_list
 from vescale.ir._model_index import ModelIndex, enclosing
-from vescale.ir._repeat import name_list
+from vescale.ir._planned_placements import StateWords
 from vescale.ir._resolve import Resolution, shown_name
-from vescale.ir._said import StateWords
 from vescale.placements import RaggedShard, shard_dim
 from vescale.plans import MeshAxes, Source, UnitEntry, placement_text
 

@@ -21,9 +21,9 @@ import torch
 
 from vescale import csrc
 from vescale.compat.kernels import compile_kernel
-from vescale.rng._ops import DROPOUT_MASK, RandomOp
 from vescale.rng._philox import ChunkedRule, GridStride, Launch, PhiloxRule, PhiloxState, Vectors
-from vescale.rng._spans import Piece, Span
+from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
+from vescale.rng._stream_spans import Piece, Span
 
 __all__ = [
     "Kernels",

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from vescale.placements import Region
-from vescale.rng import _cpu
-from vescale.rng._fill import Fill
+from vescale.rng import _cpu_engine
+from vescale.rng._fill_request import Fill
 from vescale.rng._mt19937 import Mt19937State
-from vescale.rng._ops import RandomOp
+from vescale.rng._random_ops import RandomOp
 
 __all__ = ["advance", "default_generator", "fill_region", "generator_at", "saved_state"]
 
@@ -32,7 +32,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 def fill_region(
     local: torch.Tensor, fill: Fill, generator: torch.Generator | None = None, parameter: torch.Tensor | None = None
 ) -> None:
-    """Fill ``local`` with its part of a fill of a whole tensor; see :func:`vescale.rng._cpu.fill_region`."""
+    """Fill ``local`` with its part of a fill of a whole tensor; see :func:`vescale.rng._cpu_engine.fill_region`."""
     generator = default_generator(local.device) if generator is None else generator
     if local.device.type != generator.device.type:
         raise ValueError(
@@ -40,11 +40,11 @@ def fill_region(
             f"pass a torch.Generator({str(local.device)!r})"
         )
     if local.device.type == "cpu":
-        _cpu.fill_region(local, fill, generator, parameter)
+        _cpu_engine.fill_region(local, fill, generator, parameter)
     else:
-        from vescale.rng import _cuda  # compiles nothing, but programs without a GPU need not read it
+        from vescale.rng import _cuda_engine  # compiles nothing, but programs without a GPU need not read it
 
-        _cuda.fill_region(local, fill, generator, parameter)
+        _cuda_engine.fill_region(local, fill, generator, parameter)
 
 
 def advance(

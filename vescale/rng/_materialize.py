@@ -17,11 +17,11 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import DTensorSpec, make_dtensor, make_spec
 from vescale.compat.deferred import tree_leaves, without_modes
 from vescale.placements import Region, local_region, normalize_placements
-from vescale.rng._deferred import DeferredTensor, view_of
-from vescale.rng._dtensor import part_of_whole
-from vescale.rng._graph import Constant, Record, View, needed_ops, next_time
-from vescale.rng._ops import RandomOp
-from vescale.rng._replay import part_values, whole_values
+from vescale.rng._deferred_graph import Constant, Record, View, needed_ops, next_time
+from vescale.rng._deferred_replay import part_values, whole_values
+from vescale.rng._deferred_tensor import DeferredTensor, view_of
+from vescale.rng._dtensor_fill import part_of_whole
+from vescale.rng._random_ops import RandomOp
 
 __all__ = [
     "PlacementFn",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vescale.rng._jump import BLOCK_WORDS, Block, advance_blocks
+from vescale.rng._mt19937_jump import BLOCK_WORDS, Block, advance_blocks
 
 __all__ = ["Mt19937State"]
 

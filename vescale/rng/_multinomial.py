@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.compat import local_of, make_dtensor, make_spec, spec_of
-from vescale.rng._dtensor import empty_like, fill, outside_mesh, region_of, whole_of
-from vescale.rng._ops import RandomOp
+from vescale.rng._dtensor_fill import empty_like, fill, outside_mesh, region_of, whole_of
+from vescale.rng._random_ops import RandomOp
 
 __all__ = ["multinomial"]
 

@@ -2,7 +2,7 @@
 
 A CUDA generator is a seed and an offset. Thread ``t`` of a launch reads the stream of subsequence ``t`` from block
 ``offset / 4`` on; a block is four 32-bit words. Element numbers are those of the stream (memory order of the tensor).
-From ATen's ``DistributionTemplates.h`` and ``Dropout.cu``; :mod:`vescale.rng._cuda` checks each rule on the device.
+From ATen's ``DistributionTemplates.h`` and ``Dropout.cu``; :mod:`vescale.rng._cuda_engine` checks each rule on the device.
 :func:`philox` is the generator itself, one block at a time in numpy: the reference of the tests.
 """
 
