@@ -161,10 +161,10 @@ def test_the_import_names_what_is_missing() -> None:
 _CHECK_AFTER_EVERY_ORDER = """
 import itertools, os, sys
 
-from vescale import compat, placements, rng
+from vescale import compat, ops, rng
 from vescale.runtime._handlers import install_handlers
 
-steps = {"placements": placements.install, "runtime": install_handlers, "rng": rng.enable}
+steps = {"ops": ops.install, "runtime": install_handlers, "rng": rng.enable}
 for order in itertools.permutations(steps):
     child = os.fork()
     if child == 0:

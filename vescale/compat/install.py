@@ -23,6 +23,7 @@ from torch.distributed.tensor import _redistribute as tensor_redistribute
 from vescale.compat.checkpoint import CheckpointHooks, wrap_checkpoint
 from vescale.compat.copying import wrap_copying
 from vescale.compat.dispatch import wrap_dispatch
+from vescale.compat.exact_matches import install_exact_matches
 from vescale.compat.needs import self_check
 
 __all__ = ["DTensorHooks", "install", "is_installed", "stock"]
@@ -102,6 +103,7 @@ def install(hooks: DTensorHooks) -> None:
         wrap_checkpoint(hooks.has_custom, hooks.checkpoint)
         wrap_copying()
         wrap_dispatch(hooks.has_custom, hooks.run_op)
+        install_exact_matches()
 
 
 def _again(placements: Any) -> Any:

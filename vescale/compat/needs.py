@@ -228,6 +228,10 @@ NEEDS: tuple[Need, ...] = (
 OPTIONAL: tuple[Need, ...] = (
     Need("torch.cuda._utils", "_cuda_load_module"),
     Need("torch.cuda._utils", "_get_gpu_rtc_library|_get_nvrtc_library"),
+    Need(
+        f"{_TENSOR}._sharding_prop", "_expand_single_dim_strategy_to_mesh", ("mesh", "op_schema", "output_tensor_meta")
+    ),
+    Need(f"{_TENSOR}._ops.single_dim_strategy", "_PreparedSingleDimStrategy.try_propagate"),
 )
 
 
