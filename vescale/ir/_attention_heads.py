@@ -1,4 +1,4 @@
-"""Where the attention heads of a model lie in its weights, found by names and sizes alone."""
+"""The positions of attention heads in the weights of a model, found by names and sizes alone."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def heads_of(index: ModelIndex, names: Sequence[str], shape: Sequence[int], dim:
     if count < 1 or shape[dim] % count:
         return None
     size = shape[dim] // count
-    said = _number(parent, _HEAD_DIM)
-    if said is not None and said[1] != size:  # heads of another make (latent attention, packed projections)
+    head_dim = _number(parent, _HEAD_DIM)
+    if head_dim is not None and head_dim[1] != size:  # heads of another make (latent attention, packed projections)
         return None
     return Heads(count, size, kind, attribute)
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from vescale.ir._module_stack import Running
-from vescale.ir._placement_flow import Flow, Lie, Rule
+from vescale.ir._placement_flow import AxisPlacement, Flow, Rule
 from vescale.placements import shard_dim
 from vescale.plans import MeshAxes
 
@@ -36,36 +36,36 @@ def _num_groups(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     return int(kwargs.get("groups", args[6] if len(args) > 6 else 1))  # the seventh, of both kinds
 
 
-def _convolution(output_dim: int, flow: Flow) -> Lie:
+def _convolution(output_dim: int, flow: Flow) -> AxisPlacement:
     """Over a part of the batch, of the output channels (which the weight has in ``output_dim``), of the groups, or of the
     channels that are summed over."""
-    x, weight, *bias = flow.lies
+    x, weight, *bias = flow.placements
     whole = isinstance(x, Replicate)
     if x == Shard(0):
-        return x if all(isinstance(lie, Replicate) for lie in (weight, *bias)) else None
+        return x if all(isinstance(placement, Replicate) for placement in (weight, *bias)) else None
     if (num_groups := _num_groups(flow.args, flow.kwargs)) > 1:
         fits = (x == Shard(1) and weight in (Shard(0), Replicate())) or (whole and weight == Shard(0))
         return Shard(1) if fits and num_groups % flow.size == 0 and _fit(bias) else None
     if weight == Shard(output_dim):
         return Shard(1) if whole and _fit(bias) else None
     if weight == Shard(1 - output_dim) and (whole or x == Shard(1)):
-        return Partial() if all(isinstance(lie, Replicate) for lie in bias) else None
+        return Partial() if all(isinstance(placement, Replicate) for placement in bias) else None
     return None
 
 
-def _fit(bias: Sequence[Lie]) -> bool:
-    """Whether a bias lies as channels that are cut, or is whole and can be cut."""
-    return all(lie in (Shard(0), Replicate()) for lie in bias)
+def _fit(bias: Sequence[AxisPlacement]) -> bool:
+    """Whether a bias is sharded like the channels, or is replicated and can be sharded."""
+    return all(placement in (Shard(0), Replicate()) for placement in bias)
 
 
-def _batch_norm(flow: Flow) -> Lie:
+def _batch_norm(flow: Flow) -> AxisPlacement:
     """As the input: over a part of what statistics are made of, or of the channels."""
-    x, *others = flow.lies
+    x, *others = flow.placements
     if len(flow.args) > len(_SIGNATURE.parameters):
         return None
     if x == Shard(1):
         return x if _fit(others) else None
-    return x if shard_dim(x) is not None and all(isinstance(lie, Replicate) for lie in others) else None  # type: ignore[arg-type]
+    return x if shard_dim(x) is not None and all(isinstance(placement, Replicate) for placement in others) else None  # type: ignore[arg-type]
 
 
 CHANNEL_RULES: dict[str, Rule] = {
@@ -75,9 +75,9 @@ CHANNEL_RULES: dict[str, Rule] = {
 }
 
 
-def cuts_operand(name: str, flow: Flow, lie: Lie, position: int) -> bool:
-    """Whether an op whose result lies so takes this rank's channels of a whole operand, whose gradient is cut as well."""
-    if lie != Shard(1) or name not in (*_CONVOLUTIONS, BATCH_NORM):
+def cuts_operand(name: str, flow: Flow, placement: AxisPlacement, position: int) -> bool:
+    """Whether an op with such a result takes this rank's channels of a replicated operand; its gradient is then sharded."""
+    if placement != Shard(1) or name not in (*_CONVOLUTIONS, BATCH_NORM):
         return False
     grouped = name in _CONVOLUTIONS and position < 2 and _num_groups(flow.args, flow.kwargs) > 1
     return grouped or flow.tensors[position].ndim == 1
@@ -86,7 +86,7 @@ def cuts_operand(name: str, flow: Flow, lie: Lie, position: int) -> bool:
 @dataclass(frozen=True)
 class _Call:
     path: str
-    lies: tuple[Lie, ...]
+    placements: tuple[AxisPlacement, ...]
     num_channels: int
     element_bytes: int
     has_gradient: bool
@@ -94,13 +94,13 @@ class _Call:
     def collectives(self, axes: MeshAxes) -> Iterator[Found]:
         """Means and deviations of each channel, over the axes that cut the batch, or rows, or columns, together."""
         channels, over = self.num_channels, []
-        for axis, lie in zip(axes, self.lies):
-            if axes.size(axis) == 1 or isinstance(lie, Replicate):
+        for axis, placement in zip(axes, self.placements):
+            if axes.size(axis) == 1 or isinstance(placement, Replicate):
                 continue
-            if lie is None or shard_dim(lie) is None:
+            if placement is None or shard_dim(placement) is None:
                 yield "forward", None, axis, None
                 return
-            if lie == Shard(1):
+            if placement == Shard(1):
                 channels //= axes.size(axis)
             else:
                 over.append(axis)
@@ -124,9 +124,12 @@ class BatchNormCalls:
         return self._running.watched(module, lambda _: path)
 
     def called(
-        self, args: Sequence[Any], kwargs: dict[str, Any], lies_of: Callable[[torch.Tensor], tuple[Lie, ...]]
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        placements_of: Callable[[torch.Tensor], tuple[AxisPlacement, ...]],
     ) -> None:
-        """``lies_of(tensor)``: where it lies on each axis."""
+        """``placements_of(tensor)``: its placement on each axis."""
         if len(args) > len(_SIGNATURE.parameters):
             return  # torch.batch_norm, whose result is unknown
         call = _SIGNATURE.bind(*args, **kwargs)
@@ -138,7 +141,7 @@ class BatchNormCalls:
         has_gradient = any(
             t is not None and t.requires_grad for t in (x, *(call.arguments[n] for n in ("weight", "bias")))
         )
-        self._calls.append(_Call(self._running.innermost, lies_of(x), x.shape[1], size, has_gradient))
+        self._calls.append(_Call(self._running.innermost, placements_of(x), x.shape[1], size, has_gradient))
 
     def collectives(self, axes: MeshAxes) -> Iterator[tuple[str, Found]]:
         """With the module that called."""

@@ -1,4 +1,4 @@
-"""What each mesh axis does in a region of experts, by how the parameters of the module lie while it runs."""
+"""The role of each mesh axis in a region of experts, by the placements of the parameters while the module runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ExpertCut:
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """One parameter of a module of experts, as it lies while the module runs."""
+    """One parameter of a module of experts, with its placements while the module runs."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,11 +52,11 @@ def expert_tensors(path: str, resolution: Resolution, index: ModelIndex, axes: M
     """The parameters of a module and of all in it; names relative to it."""
     prefix = f"{path}." if path else ""
     found = []
-    for name, words in resolution.states.items():
+    for name, planned in resolution.states.items():
         state = index.states[name]
         alias = next((alias for alias in state.names if alias.startswith(prefix)), None)
         if alias is not None and state.is_parameter and state.shape is not None:
-            found.append(ExpertTensor(alias.removeprefix(prefix), state.shape, words.running(axes)))
+            found.append(ExpertTensor(alias.removeprefix(prefix), state.shape, planned.running(axes)))
     return found
 
 

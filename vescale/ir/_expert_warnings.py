@@ -66,14 +66,14 @@ def _router(path: str, axes: MeshAxes, resolution: Resolution, index: ModelIndex
             for axis, placement in zip(axes, tensor.running):
                 if len(numbers) == 1 and tensor.shape[0] in numbers and shard_dim(placement) == 0:
                     full = f"{name}.{tensor.name}"
-                    words = resolution.states[index.state_names[full]]
-                    said = words.forward.get(axis) or words.init.get(axis)
+                    planned = resolution.states[index.state_names[full]]
+                    choice = planned.running_at(axis)
                     findings.warning(
                         "router",
                         f"{{names}}, the router of {path}, is cut {placement_text(placement)} over '{axis}': a rank would "
                         "see the scores of some experts only, and choosing the best gathers them; leave it whole "
                         f"({{{axis}: R}})",
-                        said.entry.source if said is not None else None,
+                        choice.entry.source if choice is not None else None,
                         shown_name(index.states[index.state_names[full]]),
                     )
 

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class Running(Generic[_T]):
-    """A stack of notes, of which each watched module puts one up while its forward runs; ``outside`` lies below all."""
+    """A stack with one value for each watched module whose forward runs; ``outside`` is the value outside of all."""
 
     def __init__(self, outside: _T) -> None:
         self._notes = [outside]

@@ -75,8 +75,8 @@ class Redistribute:
     Partial; else to what arrived); on an axis where ``dst`` is None too, the gradient is left as it arrives.
     ``dst == src == Replicate`` is no no-op: the gradient may arrive Partial, and is reduced here.
 
-    Of a parameter or buffer (``target`` names it): at FORWARD_PRE ``src`` is where it lies at rest and ``dst`` where the
-    module computes with it, until its forward ends; the gradient goes back to ``src`` by the same rule.
+    Of a parameter or buffer (``target`` names it): at FORWARD_PRE ``src`` is its placement at rest and ``dst`` the one that
+    the module computes with until its forward ends; the gradient goes back to ``src`` by the same rule.
     """
 
     dst: Stage
@@ -115,13 +115,14 @@ class Factory:
 
 @dataclass(frozen=True)
 class Attention:
-    """How attention inside the module's forward works along axes over which the sequence is cut; None: nothing is said."""
+    """How attention inside the module's forward works along axes over which the sequence is cut; None: the plan gives no
+    method."""
 
     methods: tuple[AttentionMethod | None, ...]
 
     def text(self, axes: MeshAxes) -> str:
-        said = (f"{axis}={method}" for axis, method in zip(axes, self.methods) if method is not None)
-        return f"attention({','.join(said)})"
+        parts = (f"{axis}={method}" for axis, method in zip(axes, self.methods) if method is not None)
+        return f"attention({','.join(parts)})"
 
 
 @dataclass(frozen=True)

@@ -53,20 +53,22 @@ def lint_packed(
 ) -> None:
     """Warn of packed dims that are cut as one: a rank would have some of the parts, and the model takes all of each."""
     for packing in packed_dims(index.model, inputs):
-        words = resolution.states[packing.name]
-        for axis, placement in zip(plan.axes, words.running(plan.axes)):
+        planned = resolution.states[packing.name]
+        for axis, placement in zip(plan.axes, planned.running(plan.axes)):
             if type(placement) is not Shard or placement.dim != packing.dim or plan.axes.size(axis) == 1:
                 continue
-            said = words.forward.get(axis) or words.init.get(axis)
-            if said is None or _is_gathered(packing.name, axis, resolution, index):
+            choice = planned.running_at(axis)
+            if choice is None or _is_gathered(packing.name, axis, resolution, index):
                 continue
-            write = f"'{said.entry.path}': {{{axis}: Interleaved({packing.dim}, {packing.num_parts})}}, which cuts each"
+            write = (
+                f"'{choice.entry.path}': {{{axis}: Interleaved({packing.dim}, {packing.num_parts})}}, which cuts each"
+            )
             findings.warning(
                 "packed",
                 f"{{names}} is cut S({packing.dim}) over '{axis}', but the model takes what it makes apart along that dim, "
                 f"into {packing.num_parts or 'unequal'} parts, of which each rank would have some: the others are "
                 f"communicated; write {write if packing.num_parts else f'{{{axis}: R}}, or give each part a weight'}",
-                said.entry.source,
+                choice.entry.source,
                 shown_name(index.states[packing.name]),
             )
 
@@ -74,9 +76,9 @@ def lint_packed(
 def _is_gathered(name: str, axis: str, resolution: Resolution, index: ModelIndex) -> bool:
     """Whether the module's own ``<out>`` entry brings all parts to every rank."""
     path = index.owner(name)[0]
-    outputs = (words for (at, side, _), words in resolution.boundaries.items() if (at, side) == (path, "<out>"))
-    found = [said for words in outputs if (said := words.dst.get(axis)) is not None]
-    return any(isinstance(said.placement, Replicate) for said in found)
+    outputs = (planned for (at, side, _), planned in resolution.boundaries.items() if (at, side) == (path, "<out>"))
+    found = [choice for planned in outputs if (choice := planned.dst.get(axis)) is not None]
+    return any(isinstance(choice.placement, Replicate) for choice in found)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Whether each parameter and buffer can lie as the plan says: whole heads, even cuts, values where values are needed."""
+"""Checks of the placements of parameters and buffers: whole heads, even shards, values instead of partial sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vescale.ir._attention_heads import Heads, heads_of
 from vescale.ir._findings import Findings
 from vescale.ir._joint_sharding import gathered_positions, join_placements, ragged_positions
 from vescale.ir._model_index import ModelIndex, StateTensor, enclosing
-from vescale.ir._planned_placements import Said, StateWords
+from vescale.ir._planned_placements import PlannedPlacement, PlannedState
 from vescale.ir._resolve import Resolution, shown_name
 from vescale.placements import InterleavedShard, normalize_placements, shard_dim
 from vescale.plans import Entry, MeshAxes, placement_text
@@ -26,78 +26,78 @@ def check_states(resolution: Resolution, index: ModelIndex, axes: MeshAxes, find
     A cut that is there while the module computes must be even: local shapes then follow from the global ones by division,
     on every rank alike, which views and reshapes inside models rely on. At rest any cut is fine.
     """
-    for name, words in resolution.states.items():
+    for name, planned in resolution.states.items():
         state = index.states[name]
         if state.shape is None:
             continue
-        _check_phases(words, state, axes, findings)
-        _check_partial(words, state, findings)
-        _check_annotated(words, state, findings)
-        running = {axis: said for axis in axes if (said := words.forward.get(axis) or words.init.get(axis))}
+        _check_phases(planned, state, axes, findings)
+        _check_partial(planned, state, findings)
+        _check_annotated(planned, state, findings)
+        running = {axis: choice for axis in axes if (choice := planned.running_at(axis))}
         _check_cuts(running, state, resolution, index, axes, findings)
-        _check_ragged(words, state, axes, findings)
+        _check_ragged(planned, state, axes, findings)
 
 
 def check_boundaries(resolution: Resolution, findings: Findings) -> None:
     """Errors in the placements of the model's inputs."""
-    for (path, side, _), words in resolution.boundaries.items():
+    for (path, side, _), planned in resolution.boundaries.items():
         if path or side != "<in>":
             continue
-        arriving = words.src if words.src else words.dst
-        for axis, said in arriving.items().items():
-            if isinstance(said.placement, Partial):
+        arriving = planned.src if planned.src else planned.dst
+        for axis, choice in arriving.items().items():
+            if isinstance(choice.placement, Partial):
                 findings.error(
                     "partial",
-                    f"'{said.entry.path}' gives an input of the model as {placement_text(said.placement)} on {axis}: a "
+                    f"'{choice.entry.path}' gives an input of the model as {placement_text(choice.placement)} on {axis}: a "
                     "tensor that the caller passes holds values, not summands; use R, or S(dim)",
-                    said.entry.source,
+                    choice.entry.source,
                 )
 
 
-def _check_phases(words: StateWords, state: StateTensor, axes: MeshAxes, findings: Findings) -> None:
-    running = dict(zip(axes, words.running(axes)))
-    for axis, said in words.backward.items().items():
+def _check_phases(planned: PlannedState, state: StateTensor, axes: MeshAxes, findings: Findings) -> None:
+    running = dict(zip(axes, planned.running(axes)))
+    for axis, choice in planned.backward.items().items():
         forward = running[axis]
-        if said.placement != forward:
+        if choice.placement != forward:
             findings.error(
                 "phase",
-                f"'{said.entry.path}' places {{names}} as {placement_text(said.placement)} on {axis} in the backward "
+                f"'{choice.entry.path}' places {{names}} as {placement_text(choice.placement)} on {axis} in the backward "
                 f"and {placement_text(forward)} in the forward; a parameter has one placement while it runs: write "
                 "phase=run; for its gradient, name .grad",
-                said.entry.source,
+                choice.entry.source,
                 shown_name(state),
             )
 
 
-def _check_partial(words: StateWords, state: StateTensor, findings: Findings) -> None:
-    for role in (words.init, words.forward, words.annotated):
-        for axis, said in role.items().items():
-            if isinstance(said.placement, Partial):
+def _check_partial(planned: PlannedState, state: StateTensor, findings: Findings) -> None:
+    for role in (planned.init, planned.forward, planned.annotated):
+        for axis, choice in role.items().items():
+            if isinstance(choice.placement, Partial):
                 findings.error(
                     "partial",
-                    f"'{said.entry.path}' makes {{names}} {placement_text(said.placement)} on {axis}: parameters and "
+                    f"'{choice.entry.path}' makes {{names}} {placement_text(choice.placement)} on {axis}: parameters and "
                     "buffers hold values, not summands; use R or S(dim); for a gradient, annotate name.grad",
-                    said.entry.source,
+                    choice.entry.source,
                     shown_name(state),
                 )
                 return
 
 
-def _check_annotated(words: StateWords, state: StateTensor, findings: Findings) -> None:
-    for axis, said in words.annotated.items().items():
-        placed = words.init.get(axis) or words.forward.get(axis)
+def _check_annotated(planned: PlannedState, state: StateTensor, findings: Findings) -> None:
+    for axis, choice in planned.annotated.items().items():
+        placed = planned.init.get(axis) or planned.forward.get(axis)
         if placed is not None:
             findings.error(
                 "conflict",
-                f"{{names}} on axis {axis!r}: annotate '{said.entry.path}' says that it lies so already, but shard "
+                f"{{names}} on axis {axis!r}: annotate '{choice.entry.path}' says that it is placed so already, but shard "
                 f"'{placed.entry.path}' ({placed.entry.source}) places it; keep one of the two",
-                said.entry.source,
+                choice.entry.source,
                 shown_name(state),
             )
 
 
 def _check_cuts(
-    running: dict[str, Said],
+    running: dict[str, PlannedPlacement],
     state: StateTensor,
     resolution: Resolution,
     index: ModelIndex,
@@ -106,11 +106,11 @@ def _check_cuts(
 ) -> None:
     """Each dim is cut into equal parts, and between heads, by all the axes that cut it together."""
     assert state.shape is not None
-    by_dim: dict[int, list[tuple[str, Said]]] = {}
-    for axis, said in running.items():
-        dim = shard_dim(said.placement)
+    by_dim: dict[int, list[tuple[str, PlannedPlacement]]] = {}
+    for axis, choice in running.items():
+        dim = shard_dim(choice.placement)
         if dim is not None:
-            by_dim.setdefault(dim, []).append((axis, said))
+            by_dim.setdefault(dim, []).append((axis, choice))
     for dim, cuts in by_dim.items():
         num_ranks = math.prod(axes.size(axis) for axis, _ in cuts)
         entry = cuts[-1][1].entry
@@ -119,11 +119,11 @@ def _check_cuts(
         if (
             heads is not None
             and heads.count % num_ranks
-            and not any(_is_interleaved(said.placement) for _, said in cuts)
+            and not any(_is_interleaved(choice.placement) for _, choice in cuts)
         ):
             _head_error(heads, num_ranks, sizes, cuts, state, entry, findings)
             continue
-        pieces = math.prod(_pieces(said.placement) for _, said in cuts)
+        pieces = math.prod(_pieces(choice.placement) for _, choice in cuts)
         if state.shape[dim] % (num_ranks * pieces):
             region = next(
                 (path for path in enclosing(state.names[0].rpartition(".")[0]) if path in resolution.locals), None
@@ -153,7 +153,7 @@ def _head_error(
     heads: Heads,
     num_ranks: int,
     sizes: str,
-    cuts: list[tuple[str, Said]],
+    cuts: list[tuple[str, PlannedPlacement]],
     state: StateTensor,
     entry: Entry,
     findings: Findings,
@@ -174,10 +174,10 @@ def _head_error(
     )
 
 
-def _check_ragged(words: StateWords, state: StateTensor, axes: MeshAxes, findings: Findings) -> None:
+def _check_ragged(planned: PlannedState, state: StateTensor, axes: MeshAxes, findings: Findings) -> None:
     """What the placements themselves refuse: several ragged axes, units that do not cover the tensor."""
     assert state.shape is not None
-    resting, running = words.init.complete(axes), words.running(axes)
+    resting, running = planned.init.complete(axes), planned.running(axes)
     joint = gathered_positions(resting, running)
     if state.is_parameter and not joint and len(ragged_positions(resting)) > 1:
         return  # told with the units
@@ -186,8 +186,10 @@ def _check_ragged(words: StateWords, state: StateTensor, axes: MeshAxes, finding
         try:
             normalize_placements(placements, state.shape, sizes)
         except ValueError as error:
-            role = words.init if stage == resting else words.forward
-            entries = [said.entry for said in role.items().values()] or [s.entry for s in words.init.items().values()]
+            role = planned.init if stage == resting else planned.forward
+            entries = [choice.entry for choice in role.items().values()] or [
+                s.entry for s in planned.init.items().values()
+            ]
             findings.error(
                 "placement", f"{{names}}: {error}", entries[-1].source if entries else None, shown_name(state)
             )

@@ -19,13 +19,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.placements import InterleavedShard, at_dim, shard_dim
 
-__all__ = ["Flow", "Lie", "Rule", "indexed_dims", "is_elementwise", "rule_for"]
+__all__ = ["AxisPlacement", "Flow", "Rule", "indexed_dims", "is_elementwise", "rule_for"]
 
 # A placement on one axis; None: unknown.
-Lie = Placement | None
+AxisPlacement = Placement | None
 
 # (arguments, result) -> placement of the result on one axis of `size` ranks, by the placements of the tensor arguments.
-Rule = Callable[["Flow"], Lie]
+Rule = Callable[["Flow"], AxisPlacement]
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Flow:
     """One call of an op, seen on one axis.
 
     Attributes:
-        lies: the placement of each tensor argument, in order.
+        placements: the placement of each tensor argument, in order.
         tensors: the tensor arguments.
         result: what the op returned.
         args, kwargs: all its arguments.
         size: ranks on the axis.
     """
 
-    lies: Sequence[Lie]
+    placements: Sequence[AxisPlacement]
     tensors: Sequence[torch.Tensor]
     result: torch.Tensor
     args: Sequence[Any]
@@ -48,20 +48,20 @@ class Flow:
     size: int
 
 
-def rule_for(name: str, flow: Flow, others: Mapping[str, Rule]) -> Lie:
+def rule_for(name: str, flow: Flow, others: Mapping[str, Rule]) -> AxisPlacement:
     """The placement of the result of the op called ``name``, or None; ``others``: rules for ops that have none here."""
-    if all(isinstance(lie, Replicate) for lie in flow.lies):
+    if all(isinstance(placement, Replicate) for placement in flow.placements):
         return Replicate()
     rule = _RULES.get(name.strip("_")) or others.get(name)
-    return rule(flow) if rule is not None and None not in flow.lies else None
+    return rule(flow) if rule is not None and None not in flow.placements else None
 
 
 def is_elementwise(name: str) -> bool:
     return name.strip("_") in _ELEMENTWISE | _SUMS
 
 
-def _linear(flow: Flow) -> Lie:
-    x, weight = flow.lies[:2]
+def _linear(flow: Flow) -> AxisPlacement:
+    x, weight = flow.placements[:2]
     last = flow.tensors[0].ndim - 1
     if _cuts(weight, 0):
         return Shard(last) if isinstance(x, Replicate) else None
@@ -72,8 +72,8 @@ def _linear(flow: Flow) -> Lie:
     return None
 
 
-def _embedding(flow: Flow) -> Lie:
-    indices, weight = flow.lies[:2]
+def _embedding(flow: Flow) -> AxisPlacement:
+    indices, weight = flow.placements[:2]
     if isinstance(indices, Replicate):
         if _cuts(weight, 0):
             return Partial()  # indices of other ranks' rows give zero here
@@ -81,35 +81,35 @@ def _embedding(flow: Flow) -> Lie:
     return indices if isinstance(weight, Replicate) else None
 
 
-def _elementwise(flow: Flow) -> Lie:
+def _elementwise(flow: Flow) -> AxisPlacement:
     """The common placement; replicated and one-element operands follow it."""
     found: set[Placement] = set()
-    for lie, tensor in zip(flow.lies, flow.tensors):
-        if tensor.ndim == 0 and isinstance(lie, Replicate):
+    for placement, tensor in zip(flow.placements, flow.tensors):
+        if tensor.ndim == 0 and isinstance(placement, Replicate):
             continue
-        dim = shard_dim(lie) if lie is not None else None
+        dim = shard_dim(placement) if placement is not None else None
         if dim is not None:
-            if not _is_cut(lie) or tensor.shape[dim] != flow.result.shape[dim - tensor.ndim]:
+            if not _is_cut(placement) or tensor.shape[dim] != flow.result.shape[dim - tensor.ndim]:
                 return None
-            found.add(at_dim(lie, flow.result.ndim + dim - tensor.ndim))
-        elif lie is not None:
-            found.add(lie)
+            found.add(at_dim(placement, flow.result.ndim + dim - tensor.ndim))
+        elif placement is not None:
+            found.add(placement)
     shards = found - {Replicate()}
     only = next(iter(shards)) if len(shards) == 1 else None
     return only if _is_cut(only) else None
 
 
-def _sum_like(flow: Flow) -> Lie:
+def _sum_like(flow: Flow) -> AxisPlacement:
     """Addition also keeps Partial, where every operand is."""
-    if all(isinstance(lie, Partial) and lie == flow.lies[0] for lie in flow.lies):
-        return flow.lies[0]
+    if all(isinstance(placement, Partial) and placement == flow.placements[0] for placement in flow.placements):
+        return flow.placements[0]
     return _elementwise(flow)
 
 
-def _along_dims(flow: Flow) -> Lie:
+def _along_dims(flow: Flow) -> AxisPlacement:
     """Reductions, softmax and normalization: kept on a dim that they do not go along."""
-    x, tensor = flow.lies[0], flow.tensors[0]
-    if any(not isinstance(lie, Replicate) for lie in flow.lies[1:]) or not _is_cut(x):
+    x, tensor = flow.placements[0], flow.tensors[0]
+    if any(not isinstance(placement, Replicate) for placement in flow.placements[1:]) or not _is_cut(x):
         return None
     if flow.result.ndim != tensor.ndim:
         return None
@@ -120,18 +120,22 @@ def _along_dims(flow: Flow) -> Lie:
     return None if x.dim in {dim % tensor.ndim for dim in dims} else x
 
 
-def _normalize(flow: Flow) -> Lie:
+def _normalize(flow: Flow) -> AxisPlacement:
     """``layer_norm`` and ``rms_norm`` go along the last dims; their weights are replicated."""
-    x, tensor = flow.lies[0], flow.tensors[0]
+    x, tensor = flow.placements[0], flow.tensors[0]
     shape = flow.kwargs.get("normalized_shape", flow.args[1] if len(flow.args) > 1 else None)
-    if any(not isinstance(lie, Replicate) for lie in flow.lies[1:]) or not _is_cut(x) or shape is None:
+    if (
+        any(not isinstance(placement, Replicate) for placement in flow.placements[1:])
+        or not _is_cut(x)
+        or shape is None
+    ):
         return None
     return x if x.dim < tensor.ndim - len(shape) else None
 
 
-def _view(flow: Flow) -> Lie:
+def _view(flow: Flow) -> AxisPlacement:
     """A cut dim that opens a group of dims stays cut when the group is merged or split, if its new dim divides evenly."""
-    x, tensor = flow.lies[0], flow.tensors[0]
+    x, tensor = flow.placements[0], flow.tensors[0]
     if not _is_cut(x):
         return None
     before = math.prod(tensor.shape[: x.dim])
@@ -143,20 +147,20 @@ def _view(flow: Flow) -> Lie:
     return None
 
 
-def _transpose(flow: Flow) -> Lie:
-    x, ndim = flow.lies[0], flow.tensors[0].ndim
+def _transpose(flow: Flow) -> AxisPlacement:
+    x, ndim = flow.placements[0], flow.tensors[0].ndim
     first, second = (int(dim) % ndim for dim in flow.args[1:3])
     return at_dim(x, {first: second, second: first}.get(x.dim, x.dim)) if _is_cut(x) else None
 
 
-def _unsqueeze(flow: Flow) -> Lie:
-    x, dim = flow.lies[0], int(flow.args[1] if len(flow.args) > 1 else flow.kwargs["dim"]) % flow.result.ndim
+def _unsqueeze(flow: Flow) -> AxisPlacement:
+    x, dim = flow.placements[0], int(flow.args[1] if len(flow.args) > 1 else flow.kwargs["dim"]) % flow.result.ndim
     return at_dim(x, x.dim + 1 if x.dim >= dim else x.dim) if _is_cut(x) else None
 
 
-def _item(flow: Flow) -> Lie:
+def _item(flow: Flow) -> AxisPlacement:
     """``x[:, None, 3]``: a cut dim that is taken whole stays cut."""
-    x, tensor = flow.lies[0], flow.tensors[0]
+    x, tensor = flow.placements[0], flow.tensors[0]
     if not _is_cut(x):
         return None
     for dim, item, after in indexed_dims(flow.args[1], tensor.ndim):
@@ -180,32 +184,32 @@ def indexed_dims(index: Any, ndim: int) -> Iterator[tuple[int, Any, int]]:
         before, after = before + (item is not None), after + (not isinstance(item, int))
 
 
-def _same_shape_dim(flow: Flow) -> Lie:
+def _same_shape_dim(flow: Flow) -> AxisPlacement:
     """Splits and concatenations along other dims."""
-    x, tensor = flow.lies[0], flow.tensors[0]
-    if not _is_cut(x) or any(lie != x for lie in flow.lies) or flow.result.ndim != tensor.ndim:
+    x, tensor = flow.placements[0], flow.tensors[0]
+    if not _is_cut(x) or any(placement != x for placement in flow.placements) or flow.result.ndim != tensor.ndim:
         return None
     return x if flow.result.shape[x.dim] == tensor.shape[x.dim] else None
 
 
-def _attention(flow: Flow) -> Lie:
+def _attention(flow: Flow) -> AxisPlacement:
     """Attention over a part of the batch or of the heads: the query's, whether keys and values are cut alike or whole. Over
     a part of the sequence: the query's, whatever is exchanged for it."""
-    query, *others = flow.lies[:3]
+    query, *others = flow.placements[:3]
     if shard_dim(query) == flow.tensors[0].ndim - 2:  # type: ignore[arg-type]
         return query
     if type(query) is not Shard or query.dim > 1:
         return None
-    return query if all(lie == query or isinstance(lie, Replicate) for lie in others) else None
+    return query if all(placement == query or isinstance(placement, Replicate) for placement in others) else None
 
 
-def _is_cut(lie: Lie) -> TypeGuard[Shard | InterleavedShard]:
+def _is_cut(placement: AxisPlacement) -> TypeGuard[Shard | InterleavedShard]:
     """In contiguous parts, or in interleaved pieces."""
-    return type(lie) in (Shard, InterleavedShard)
+    return type(placement) in (Shard, InterleavedShard)
 
 
-def _cuts(lie: Lie, dim: int) -> bool:
-    return type(lie) is Shard and lie.dim == dim
+def _cuts(placement: AxisPlacement, dim: int) -> bool:
+    return type(placement) is Shard and placement.dim == dim
 
 
 # fmt: off

@@ -1,4 +1,4 @@
-"""What the entries of a plan say of each tensor, axis by axis, with the entry that said it; disagreements are findings."""
+"""The placements that a plan gives each tensor, axis by axis, each with its entry; entries that disagree become findings."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from vescale.ir._findings import Findings
 from vescale.ir._operations import Stage
 from vescale.plans import ALL, Entry, MeshAxes, Source, placement_text
 
-__all__ = ["AxisWords", "BoundaryWords", "Said", "StateWords"]
+__all__ = ["PlannedAxes", "PlannedBoundary", "PlannedPlacement", "PlannedState"]
 
 
 @dataclass(frozen=True)
-class Said:
+class PlannedPlacement:
     """A placement on one axis and the entry that asks for it."""
 
     placement: Placement
     entry: Entry
 
 
-class AxisWords:
-    """For each axis what was said of one tensor in one role (at rest, arriving, leaving, ...)."""
+class PlannedAxes:
+    """The planned placement of one tensor on each axis, in one role (at rest, arriving, leaving, ...)."""
 
     def __init__(self, role: str = "", *, is_phase: bool = False) -> None:
         self._role = role
         self._is_phase = is_phase
-        self._said: dict[str, Said] = {}
+        self._by_axis: dict[str, PlannedPlacement] = {}
 
-    def say(self, axis: str, placement: Placement, entry: Entry, name: str, findings: Findings) -> bool:
-        """Record it; a different placement said before is a conflict (False), and the first one stays."""
-        before = self._said.setdefault(axis, Said(placement, entry))
+    def record(self, axis: str, placement: Placement, entry: Entry, name: str, findings: Findings) -> bool:
+        """Record a placement. If another one is recorded already, it stays, a finding is added, and False is returned."""
+        before = self._by_axis.setdefault(axis, PlannedPlacement(placement, entry))
         if before.placement == placement:
             return True
         in_every_phase = self._is_phase and all(getattr(one, "phase", ALL) == ALL for one in (entry, before.entry))
@@ -48,26 +48,26 @@ class AxisWords:
         )
         return False
 
-    def adopt(self, other: AxisWords, name: str, findings: Findings) -> None:
-        """Take over what ``other`` says too."""
-        for axis, said in other._said.items():
-            self.say(axis, said.placement, said.entry, name, findings)
+    def adopt(self, other: PlannedAxes, name: str, findings: Findings) -> None:
+        """Record the placements of ``other``, too."""
+        for axis, choice in other._by_axis.items():
+            self.record(axis, choice.placement, choice.entry, name, findings)
 
-    def get(self, axis: str) -> Said | None:
-        return self._said.get(axis)
+    def get(self, axis: str) -> PlannedPlacement | None:
+        return self._by_axis.get(axis)
 
-    def items(self) -> Mapping[str, Said]:
-        return self._said
+    def items(self) -> Mapping[str, PlannedPlacement]:
+        return self._by_axis
 
     def __bool__(self) -> bool:
-        return bool(self._said)
+        return bool(self._by_axis)
 
     def stage(self, axes: MeshAxes) -> Stage:
-        """None on axes nobody spoke of."""
-        return tuple(self._said[axis].placement if axis in self._said else None for axis in axes)
+        """None on axes without a placement."""
+        return tuple(self._by_axis[axis].placement if axis in self._by_axis else None for axis in axes)
 
     def complete(self, axes: MeshAxes) -> tuple[Placement, ...]:
-        """Replicate on axes nobody spoke of."""
+        """Replicate on axes without a placement."""
         return tuple(placement if placement is not None else Replicate() for placement in self.stage(axes))
 
 
@@ -76,40 +76,43 @@ def _at(source: Source | None) -> str:
 
 
 @dataclass
-class StateWords:
-    """Of one parameter or buffer: at rest, while its module computes, while its backward runs, its gradient."""
+class PlannedState:
+    """The planned placements of a parameter or buffer at rest, in forward and in backward, and of its gradient."""
 
-    init: AxisWords = field(default_factory=lambda: AxisWords("at rest", is_phase=True))
-    forward: AxisWords = field(default_factory=lambda: AxisWords("while it runs", is_phase=True))
-    backward: AxisWords = field(default_factory=lambda: AxisWords("in the backward", is_phase=True))
-    annotated: AxisWords = field(default_factory=AxisWords)
-    grad: AxisWords = field(default_factory=lambda: AxisWords("for the gradient"))
-    grad_annotated: AxisWords = field(default_factory=lambda: AxisWords("for the gradient"))
+    init: PlannedAxes = field(default_factory=lambda: PlannedAxes("at rest", is_phase=True))
+    forward: PlannedAxes = field(default_factory=lambda: PlannedAxes("while it runs", is_phase=True))
+    backward: PlannedAxes = field(default_factory=lambda: PlannedAxes("in the backward", is_phase=True))
+    annotated: PlannedAxes = field(default_factory=PlannedAxes)
+    grad: PlannedAxes = field(default_factory=lambda: PlannedAxes("for the gradient"))
+    grad_annotated: PlannedAxes = field(default_factory=lambda: PlannedAxes("for the gradient"))
+
+    def running_at(self, axis: str) -> PlannedPlacement | None:
+        """The planned placement on one axis while the module computes."""
+        return self.forward.get(axis) or self.init.get(axis)
 
     def running(self, axes: MeshAxes) -> tuple[Placement, ...]:
-        """Complete placements while the module computes: as at rest where nothing else was said."""
+        """Complete placements while the module computes: those at rest unless the plan gives others."""
         return tuple(
-            said.placement if (said := self.forward.get(axis) or self.init.get(axis)) is not None else Replicate()
-            for axis in axes
+            choice.placement if (choice := self.running_at(axis)) is not None else Replicate() for axis in axes
         )
 
 
 @dataclass
-class BoundaryWords:
-    """Of one input or output of a module."""
+class PlannedBoundary:
+    """The planned placements of an input or output of a module."""
 
-    dst: AxisWords = field(default_factory=AxisWords)
-    src: AxisWords = field(default_factory=lambda: AxisWords("as source"))
-    grad_src: AxisWords = field(default_factory=lambda: AxisWords("as source of the gradient"))
-    grad_dst: AxisWords = field(default_factory=lambda: AxisWords("for the gradient"))
-    annotated: AxisWords = field(default_factory=AxisWords)
+    dst: PlannedAxes = field(default_factory=PlannedAxes)
+    src: PlannedAxes = field(default_factory=lambda: PlannedAxes("as source"))
+    grad_src: PlannedAxes = field(default_factory=lambda: PlannedAxes("as source of the gradient"))
+    grad_dst: PlannedAxes = field(default_factory=lambda: PlannedAxes("for the gradient"))
+    annotated: PlannedAxes = field(default_factory=PlannedAxes)
     entries: list[Entry] = field(default_factory=list)
 
-    def adopt(self, other: BoundaryWords, name: str, findings: Findings) -> None:
-        """Take over what is said of all inputs (or outputs) of the module."""
-        for mine, theirs in zip(self._words(), other._words()):
+    def adopt(self, other: PlannedBoundary, name: str, findings: Findings) -> None:
+        """Record what the plan gives for all inputs (or outputs) of the module."""
+        for mine, theirs in zip(self._roles(), other._roles()):
             mine.adopt(theirs, name, findings)
         self.entries += [entry for entry in other.entries if entry not in self.entries]
 
-    def _words(self) -> tuple[AxisWords, ...]:
+    def _roles(self) -> tuple[PlannedAxes, ...]:
         return self.dst, self.src, self.grad_src, self.grad_dst, self.annotated

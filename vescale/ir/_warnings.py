@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from vescale.ir._findings import Findings
 from vescale.ir._model_index import ModelIndex, enclosing
-from vescale.ir._planned_placements import AxisWords
+from vescale.ir._planned_placements import PlannedAxes
 from vescale.ir._replica_checks import axes_named
 from vescale.ir._resolve import Resolution, shown_name
 from vescale.placements import RaggedShard, shard_dim
@@ -40,8 +40,8 @@ def _unused_axes(plan: Plan, findings: Findings) -> None:
 
 
 def _redundant_entries(plan: Plan, resolution: Resolution, index: ModelIndex, findings: Findings) -> None:
-    used = {id(said.entry) for words in _all_words(resolution) for said in words.items().values()}
-    used |= {id(entry) for said in resolution.attention.values() for _, entry in said.values()}
+    used = {id(choice.entry) for planned in _all_roles(resolution) for choice in planned.items().values()}
+    used |= {id(entry) for methods in resolution.attention.values() for _, entry in methods.values()}
     used |= {id(entry) for entry in (*resolution.locals.values(), *resolution.units.values())}
     for entry in plan.entries:
         states = [index.states.get(name) for name in resolution.matches.get(id(entry), ())]
@@ -54,7 +54,7 @@ def _redundant_entries(plan: Plan, resolution: Resolution, index: ModelIndex, fi
             )
 
 
-def _all_words(resolution: Resolution) -> Iterator[AxisWords]:
+def _all_roles(resolution: Resolution) -> Iterator[PlannedAxes]:
     for state in resolution.states.values():
         yield from (state.init, state.forward, state.backward, state.annotated, state.grad, state.grad_annotated)
     for boundary in resolution.boundaries.values():
@@ -63,15 +63,15 @@ def _all_words(resolution: Resolution) -> Iterator[AxisWords]:
 
 
 def _ragged_while_running(plan: Plan, resolution: Resolution, index: ModelIndex, findings: Findings) -> None:
-    for name, words in resolution.states.items():
-        for axis, placement in zip(plan.axes, words.running(plan.axes)):
-            said = words.forward.get(axis) or words.init.get(axis)
-            if isinstance(placement, RaggedShard) and said is not None:
+    for name, planned in resolution.states.items():
+        for axis, placement in zip(plan.axes, planned.running(plan.axes)):
+            choice = planned.running_at(axis)
+            if isinstance(placement, RaggedShard) and choice is not None:
                 findings.warning(
                     "ragged-running",
                     f"{{names}} on axis '{axis}': ragged while the module computes, which few ops can read; add what it is "
-                    f"then, usually '{said.entry.path}': {{{axis}: {{init: Ragged, run: R}}}}",
-                    said.entry.source,
+                    f"then, usually '{choice.entry.path}': {{{axis}: {{init: Ragged, run: R}}}}",
+                    choice.entry.source,
                     shown_name(index.states[name]),
                 )
 
@@ -81,30 +81,30 @@ def _partial_outputs(plan: Plan, resolution: Resolution, index: ModelIndex, find
 
     Of the modules that share a tied weight some may only hold it, and never run: one that is settled is enough.
     """
-    for name, words in resolution.states.items():
+    for name, planned in resolution.states.items():
         owners = [index.owner(tied) for tied in index.states[name].names]
         summed = {path: _summed_dim(index.modules[path]) for path, attribute in owners if attribute == "weight"}
-        for axis, placement in zip(plan.axes, words.running(plan.axes)):
+        for axis, placement in zip(plan.axes, planned.running(plan.axes)):
             dim = shard_dim(placement)
             paths = [path for path, of_module in summed.items() if dim is not None and of_module == dim]
             if not paths or any(_is_settled(path, axis, resolution) for path in paths):
                 continue
-            said = words.forward.get(axis) or words.init.get(axis)
+            choice = planned.running_at(axis)
             findings.warning(
                 "partial-output",
                 f"{{names}} is cut along the dim that is summed over, so the output is a partial sum on '{axis}', and no "
                 f"<out> entry of its module or one around it says what becomes of it; add <out>: {{{axis}: R}}, or S(dim)",
-                said.entry.source if said is not None else None,
+                choice.entry.source if choice is not None else None,
                 shown_name(index.states[name]),
             )
     for (path, side, _), boundary in resolution.boundaries.items():
         if path == "" and side == "<out>":
-            for axis, said in boundary.dst.items().items():
-                if isinstance(said.placement, Partial):
+            for axis, choice in boundary.dst.items().items():
+                if isinstance(choice.placement, Partial):
                     findings.warning(
                         "partial-output",
-                        f"'{said.entry.path}' leaves the model's output a partial sum on '{axis}'; write R, or S(dim)",
-                        said.entry.source,
+                        f"'{choice.entry.path}' leaves the model's output a partial sum on '{axis}'; write R, or S(dim)",
+                        choice.entry.source,
                     )
 
 
@@ -121,8 +121,8 @@ def _is_settled(path: str, axis: str, resolution: Resolution) -> bool:
     if any(module in resolution.locals for module in around):
         return True
     return any(
-        module in around and side == "<out>" and words.dst.get(axis) is not None
-        for (module, side, _), words in resolution.boundaries.items()
+        module in around and side == "<out>" and planned.dst.get(axis) is not None
+        for (module, side, _), planned in resolution.boundaries.items()
     )
 
 
@@ -131,15 +131,15 @@ def _same_batch(plan: Plan, resolution: Resolution, findings: Findings) -> None:
     batch nor, between modules, a sequence."""
     for position, axis in enumerate(plan.axes):
         gathered = [
-            said
-            for words in resolution.states.values()
-            if (said := words.init.get(axis)) is not None
-            and not isinstance(said.placement, Replicate)
-            and isinstance(words.running(plan.axes)[position], Replicate)
+            choice
+            for planned in resolution.states.values()
+            if (choice := planned.init.get(axis)) is not None
+            and not isinstance(choice.placement, Replicate)
+            and isinstance(planned.running(plan.axes)[position], Replicate)
         ]
         cut = any(
-            (s := words.dst.get(axis) or words.src.get(axis)) and shard_dim(s.placement) is not None
-            for words in resolution.boundaries.values()
+            (s := planned.dst.get(axis) or planned.src.get(axis)) and shard_dim(s.placement) is not None
+            for planned in resolution.boundaries.values()
         )
         if gathered and not cut and plan.axes.size(axis) > 1:
             findings.warning(
