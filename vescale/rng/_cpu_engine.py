@@ -1,4 +1,4 @@
-"""The CPU engine: a rank's part of a random fill, and the generator state that one device would be left with."""
+"""The CPU engine: fills a rank's part of a tensor, and leaves the generator as one device would."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vescale.rng._stream_spans import spans
 
 __all__ = ["fill_region"]
 
-# The longest stretch that goes through scratch memory: a stretch costs 30 us in Python, and longer ones leave the caches.
+# The longest span that is copied from scratch memory: a span costs 30 us in Python, and longer ones do not fit the caches.
 SCRATCH_ELEMENTS = 1 << 18
-# Gaps up to this many elements are generated and dropped: skipping costs about 20 us, an element 4 to 40 ns.
+# Gaps of at most this many elements are generated and dropped: a skip costs about 20 us, an element 4 to 40 ns.
 GAP_ELEMENTS = 1 << 12
 
 _warned: set[tuple[str, torch.dtype]] = set()  # one warning for each op and dtype
@@ -29,9 +29,9 @@ def fill_region(
 ) -> None:
     """Fill ``local`` with its part of a fill of a whole tensor.
 
-    ``local`` gets the bits that one device would put there, and ``generator`` the state that one device would leave,
-    also when ``local`` is empty. ``parameter``: this rank's part of a tensor argument, of the shape of ``local``.
-    The generator is left alone when an error is raised. Memory: O(1) beyond ``local``. Communication: none.
+    ``local`` gets the bits that one device would compute there, and ``generator`` the state that one device would leave,
+    also if ``local`` is empty. ``parameter`` is this rank's part of a tensor argument, of the shape of ``local``. If an
+    error is raised, the generator is unchanged. Memory: O(1) beyond ``local``. Communication: none.
     """
     local = local.detach()
     parameter_dtype = None if parameter is None else parameter.dtype
@@ -52,7 +52,7 @@ def fill_region(
 
 
 def _check_arguments(op: RandomOp, local: torch.Tensor, parameter_dtype: torch.dtype | None) -> None:
-    """Raise what the native op raises for bad arguments, on every rank, also one with an empty shard."""
+    """Raise what the native op raises for bad arguments; on every rank, also on one with an empty shard."""
     parameter = None if parameter_dtype is None else torch.zeros(1, dtype=parameter_dtype)
     op.fill(torch.empty(1, dtype=local.dtype), torch.Generator(), parameter)
 
@@ -85,7 +85,7 @@ def _generate(
 def _replay(
     local: torch.Tensor, fill: Fill, generator: torch.Generator, parameter: torch.Tensor | None
 ) -> Mt19937State:
-    """The slow way, for a torch whose draws are not known: the whole tensor on every rank, then this rank's part."""
+    """The fallback for a torch whose draws are not known: every rank fills the whole tensor and keeps its part."""
     if (fill.op.name, local.dtype) not in _warned:
         _warned.add((fill.op.name, local.dtype))
         warnings.warn(

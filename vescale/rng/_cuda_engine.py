@@ -1,10 +1,10 @@
-"""The CUDA engine: a rank's part of a random fill, made by the native op on whole chunks, or by a kernel of our own.
+"""The CUDA engine: fills a rank's part of a tensor with the native op on whole chunks, or with a kernel of this package.
 
-A chunk is one pass of all threads of the device. The native op on some whole chunks, with the generator's offset moved
-on, makes the very elements of those chunks, so that nothing about the distribution has to be known
-(:mod:`vescale.rng._philox` says which chunks). Inner-dim shards, whose pieces lie in every chunk, and fills of fewer
-elements than the device has threads are made element by element by :mod:`vescale.rng._cuda_kernel`, once that has shown
-on this device that it gives the native bits. What the probes do not recognize is generated whole.
+A chunk is what all threads of the device write in one pass. If the generator's offset is advanced to a chunk, the native op
+writes exactly the elements of the chunks that follow, so that nothing has to be known about the distribution;
+:mod:`vescale.rng._philox` computes the chunks. Shards of inner dims have pieces in every chunk: these, and fills of fewer
+elements than the device has threads, are written element by element by :mod:`vescale.rng._cuda_kernel` after it has given
+the native bits on this device. If the checks recognize neither, the whole tensor is generated.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from vescale.rng._stream_spans import Span, spans
 
 __all__ = ["Device", "device_at", "fill_region", "find_rule", "generate", "read_state", "write_state"]
 
-# Gaps up to this many elements are generated and dropped, and spans up to so many go through scratch memory.
+# Gaps of at most this many elements are generated and dropped; spans of at most this many are copied from scratch memory.
 GAP_ELEMENTS = 1 << 22
 SCRATCH_CHUNKS = 8
-# An element of our kernel in elements of the native op, where a rank owns all elements of few blocks or few of many:
-# from instructions counted, not measured.
+# The cost of an element of our kernel in elements of the native op, if a rank owns all elements of few blocks, or a few of
+# many blocks. From counted instructions, not measured.
 KERNEL_COST = 1.5
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the engine asks of a GPU; the tests put an emulation in its place.
+    """The engine's interface to a GPU; tests replace it by an emulation.
 
-    ``native(op, out, state, parameter, final)`` runs the native op from a generator state, and appends the state after it
-    to the list ``final`` where one is given; ``kernel(native_fill, local, spans, parameter)`` fills the spans' pieces, or
-    returns False when it cannot.
+    ``native(op, out, state, parameter, final)`` runs the native op from a generator state and, if ``final`` is a list,
+    appends the state after the op to it. ``kernel(native_fill, local, spans, parameter)`` fills the pieces of the spans, or
+    returns False if it cannot.
     """
 
     launch: Launch
@@ -90,7 +90,7 @@ def generate(
     rule: PhiloxRule | None,
     parameter: torch.Tensor | None = None,
 ) -> PhiloxState:
-    """Fills ``local``; returns the state that one device would be left with. ``rule`` None: not known."""
+    """Fill ``local`` and return the state that one device would leave. ``rule`` is None if it is not known."""
     n, op, region = fill.numel, fill.op, fill.region
     fill.check(local)
     if n == 0:
@@ -128,7 +128,7 @@ def generate(
 
 
 def _prefers_kernel(rule: PhiloxRule, fill: Fill, local: torch.Tensor, launch: Launch) -> bool:
-    """Whether making a rank's elements one by one costs less than sweeping over all whole chunks that hold some."""
+    """Whether writing a rank's elements one by one costs less than generating all whole chunks that contain some of them."""
     if not isinstance(rule, ChunkedRule) or fill.numel < launch.max_threads:
         return True
     swept = owned = 0
@@ -156,7 +156,7 @@ def _leaves(rule: PhiloxRule, n: int, itemsize: int, state: PhiloxState, launch:
     if not isinstance(rule, GridStride):  # dropout and tensor bernoulli count in 64 bits
         return [_Leaf(0, n, state)]
     cuts = list(leaves(n, itemsize))
-    # The op first takes what one launch would need, then splits, and each part takes its own.
+    # The op first advances the offset as for one launch; then it splits, and each part advances it again.
     offset = state.offset + (rule.increment(launch, n) if len(cuts) > 1 else 0)
     found = []
     for start, stop in cuts:
@@ -190,7 +190,7 @@ def _fill_stretch(out: torch.Tensor, start: int, leaf: _Leaf, op: RandomOp, rule
         offset = leaf.state.offset + chunk * rule.chunk_increment()
         device.native(op, target, PhiloxState(leaf.state.seed, offset), None)
 
-    if launch.threads(n) < launch.max_threads:  # one pass at most, and less than a chunk: all of it costs less
+    if launch.threads(n) < launch.max_threads:  # less than a chunk: generating all of it costs less
         whole = torch.empty(n, dtype=out.dtype, device=out.device)
         native(whole, 0)
         out.copy_(whole[start : start + out.numel()])
@@ -215,7 +215,7 @@ def _fill_stretch(out: torch.Tensor, start: int, leaf: _Leaf, op: RandomOp, rule
 def _whole(
     local: torch.Tensor, fill: Fill, state: PhiloxState, device: Device, parameter: torch.Tensor | None
 ) -> PhiloxState:
-    """The slow way: the whole tensor on every rank, then this rank's part."""
+    """The fallback: every rank fills the whole tensor and keeps its part."""
     _warn_once(fill.op.name, local.dtype)
     final: list[PhiloxState] = []
     fill_from_whole(
@@ -233,7 +233,7 @@ def _warn_once(name: str, dtype: torch.dtype) -> None:
     )
 
 
-# --- the real device
+# --- Real devices
 
 
 @functools.lru_cache(maxsize=16)
@@ -275,14 +275,14 @@ def write_state(generator: torch.Generator, state: PhiloxState) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _check_arguments(op: RandomOp, dtype: torch.dtype, parameter_dtype: torch.dtype | None, index: int) -> None:
-    """Raise what the native op raises for bad arguments, on every rank, also one with an empty shard."""
+    """Raise what the native op raises for bad arguments; on every rank, also on one with an empty shard."""
     device = torch.device("cuda", index)
     parameter = None if parameter_dtype is None else torch.zeros(1, dtype=parameter_dtype, device=device)
     op.fill(torch.empty(1, dtype=dtype, device=device), torch.Generator(device), parameter)
 
 
 class _RuleKey:
-    """Caches per (op, dtype, whether 64-bit draws, device) while keeping the arguments of the first use at hand."""
+    """A cache key of (op, dtype, whether draws have 64 bits, device) that carries the arguments of the first use."""
 
     def __init__(self, op: RandomOp, dtype: torch.dtype, has_parameter: bool, index: int) -> None:
         self.op, self.dtype, self.has_parameter, self.index = op, dtype, has_parameter, index
@@ -305,7 +305,7 @@ def probed_rule(key: _RuleKey) -> PhiloxRule | None:
 def find_rule(
     op: RandomOp, dtype: torch.dtype, has_parameter: bool, device: Device, where: torch.device
 ) -> PhiloxRule | None:
-    """The rule by which an op draws on a device, found by trying; None when no known rule explains the native bits."""
+    """The rule by which an op draws on a device, found by comparison; None if no known rule gives the native bits."""
     if has_parameter:
         return Quads()  # checked by the kernel's own comparison with the native op
     state = PhiloxState(2**40 + 7, 8)
@@ -313,12 +313,12 @@ def find_rule(
     if op.name == DROPOUT_MASK:
         assert op.dtype is not None
         widest = 16 // op.dtype.itemsize
-        # The narrower first: two of its chunks are one of the wider, which would seem to fit.
+        # The narrower vector first: two of its chunks look like one chunk of the wider vector.
         rules = tuple(Vectors(width) for width in sorted({min(widest, 4), widest}))
         rules = (Vectors(1),) if op.arguments[1] else rules
     op = op.telling(dtype)
     for rule in rules:
-        # Two whole chunks and a little, compared from the middle on.
+        # Two whole chunks and some elements, compared from the middle on.
         n = 2 * rule.chunk(device.launch) + 8 * 37  # the widest vector divides it
         whole = torch.empty(n, dtype=dtype, device=where)
         final: list[PhiloxState] = []

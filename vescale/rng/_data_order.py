@@ -112,17 +112,17 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
 
 class SampleSeeds(Dataset[Sample], Generic[Sample]):
-    """A dataset whose random transforms depend on (seed, epoch, index) alone: not on the mesh, the order or the worker.
+    """A dataset whose random transforms depend on (seed, epoch, index) only: not on the mesh, the order or the worker.
 
-    While a sample is read, the generators of torch (CPU), numpy and Python are seeded for it; afterwards they are where
-    they were. Call :meth:`set_epoch` before each epoch to draw other numbers in it.
+    While a sample is read, the generators of torch (CPU), numpy and Python are seeded for it; afterwards they are restored.
+    Call :meth:`set_epoch` before each epoch to draw other numbers.
     """
 
     def __init__(self, dataset: Dataset[Sample], seed: int) -> None:
         self.dataset, self.seed, self.epoch = dataset, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the numbers of this epoch from now on (worker processes that are kept alive do not hear of it)."""
+        """Draw the numbers of this epoch from now on. Persistent worker processes do not see the change."""
         self.epoch = epoch
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
-"""What was recorded about tensors that have no values yet: which ops write which storage, in which order.
+"""The record of ops on tensors that have no values yet: which op writes which storage, in program order.
 
-Every deferred storage has a :class:`Record`: the ops that wrote it, in program order. A tensor is a :class:`View` of a
-record; taking a view is not an op. The values of a view at a time are those after the writes before that time, most of
-which may be dead: a write that fills the whole storage makes all earlier ones irrelevant. Graphs die with their tensors.
+Every deferred storage has a :class:`Record`, the list of ops that write it. A tensor is a :class:`View` of a record; taking
+a view is not an op. The values of a view at a time are those after all writes before that time. Writes whose values are
+overwritten are dead: a write that fills the whole storage makes all earlier ones dead. A graph is freed with its tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Record:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor on a record, by geometry (in elements of its dtype)."""
+    """A tensor as the geometry of its view of a record, in elements of its dtype."""
 
     record: Record
     shape: tuple[int, ...]
@@ -55,13 +55,13 @@ class View:
         return math.prod(self.shape)
 
     def covers(self) -> bool:
-        """Whether the view is the whole storage, each element once."""
+        """Whether the view contains every element of the storage exactly once."""
         order = sorted(range(len(self.shape)), key=lambda dim: -self.strides[dim])
         dense = is_contiguous([self.shape[dim] for dim in order], [self.strides[dim] for dim in order])
         return dense and self.offset == 0 and self.numel * self.dtype.itemsize == self.record.num_bytes
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor of this geometry on a real storage."""
+        """The tensor with this geometry on a real storage."""
         tensor: Any = torch.empty(0, dtype=self.dtype, device=storage.device)
         result: torch.Tensor = tensor.set_(storage, self.offset, self.shape, self.strides)
         return result
@@ -69,7 +69,7 @@ class View:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A tensor with values that an op reads; they must not change until they are used."""
+    """A tensor with values that an op reads; its values must not change until the op is replayed."""
 
     tensor: torch.Tensor
     version: int
@@ -86,7 +86,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Initializer:
-    """An initializer that is elementwise but for its random fills: ``function(tensor, *arguments, generator)``."""
+    """An initializer that consists of elementwise ops and random fills: ``function(tensor, *arguments, generator)``."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -115,11 +115,11 @@ class Op:
 
     @property
     def overwrites(self) -> bool:
-        """Whether the values that ``written`` held before do not matter."""
+        """Whether the op ignores the values that ``written`` held before."""
         return self.draws is not None or self.func in _OVERWRITES
 
     def replaces(self, record: Record) -> bool:
-        """Whether nothing that the record held before matters after."""
+        """Whether the op makes all earlier values of the record dead."""
         if any(result is not None and result.record is record for result in self.results):
             return True
         return self.overwrites and self.written[0].record is record and self.written[0].covers()
@@ -144,8 +144,8 @@ def live_writes(record: Record, time: int) -> list[Op]:
 def needed_ops(record: Record, time: int) -> list[Op]:
     """All ops on which the values of the record at ``time`` depend, in program order.
 
-    Executing them in order gives every storage the right values whenever one of them reads it: whatever else they write
-    to a storage before it is read is overwritten before, too.
+    If they run in this order, every storage has the right values whenever one of them reads it: an op that writes other
+    values to a storage is followed by the op that overwrites them before they are read.
     """
     found: dict[int, Op] = {}
     seen: set[tuple[int, int]] = set()
@@ -159,7 +159,7 @@ def needed_ops(record: Record, time: int) -> list[Op]:
             if op.time not in found:
                 found[op.time] = op
                 todo += [(view.record, op.time) for view in op.reads()]
-                # What an op writes only in part must hold its earlier values, whoever asks. (Those of this record are
+                # A storage that an op writes in part must have its earlier values. (Those of this record are
                 # among its live writes already.)
                 partial = (view.record for view in op.written if not op.replaces(view.record))
                 todo += [(other, op.time) for other in partial if other is not record]

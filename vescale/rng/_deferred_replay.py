@@ -1,8 +1,8 @@
-"""Computes the values of deferred tensors: whole, or only a rank's part of them.
+"""Computes the values of deferred tensors: whole tensors, or only a rank's part of them.
 
-A part is computed from the same part of what it depends on, through every op that works element by element; what does
-not (a factorization, a scatter) is computed whole for the moment and cut. The generators of the process are not touched:
-each random op is replayed from the state it was recorded with.
+A part is computed from the same part of its operands through every elementwise op. The result of an op that is not
+elementwise (a factorization, a scatter) is computed whole for the moment, and cut. The generators of the process are not
+changed: each random op is replayed from its recorded state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EMPTY = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
-# Ops whose result for an element does not depend on where the element lies in memory. Exponentials and powers are not
+# Ops whose result for an element does not depend on the position of the element in memory. Exponentials and powers are not
 # among them: their vector kernels and the scalar tails of these round differently.
 _EXACT_NAMES = """
     abs add bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clone copy div eq fill floor
@@ -46,7 +46,7 @@ _FACTORIES |= {aten.full_like.default, aten.new_zeros.default, aten.new_ones.def
 
 
 def whole_numel(view: View, time: int) -> int:
-    """Elements that :func:`whole_values` has to compute: those of the ops' results, and those written in place."""
+    """The number of elements that :func:`whole_values` computes: those of the ops' results, and those written in place."""
     numel = 0
     for op in needed_ops(view.record, time):
         numel += sum(result.numel for result in op.results if result is not None)
@@ -55,7 +55,7 @@ def whole_numel(view: View, time: int) -> int:
 
 
 def whole_values(view: View, time: int) -> torch.Tensor:
-    """The values of a view at a time; fresh memory, of its shape and strides. Exact: the recorded ops, replayed."""
+    """The values of a view at a time, in new memory with the view's shape and strides: the recorded ops, replayed."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def storage_of(record: Record) -> torch.UntypedStorage:
@@ -96,7 +96,7 @@ def _draw(op: Op, args: tuple[Any, ...]) -> None:
 
 
 def _storage_as_recorded(result: View, output: torch.Tensor) -> torch.UntypedStorage:
-    """The storage of an op's output, laid out as recorded (a real kernel may choose other strides than a meta one)."""
+    """The storage of an op's output with the recorded strides; a real kernel may choose others than a meta kernel."""
     storage = output.untyped_storage()
     same = output.stride() == result.strides and output.storage_offset() == result.offset
     if same and storage.nbytes() >= result.record.num_bytes:
@@ -107,10 +107,10 @@ def _storage_as_recorded(result: View, output: torch.Tensor) -> torch.UntypedSto
 
 
 def part_values(view: View, time: int, region: Region, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The region's part of the values of a view at a time, with the shape of its local tensor. Fresh memory, or ``out``
-    (of that shape and dtype, contiguous) where nothing is computed whole.
+    """The region's part of the values of a view at a time, with the shape of its local tensor. In new memory, or in ``out``
+    (of that shape and dtype, contiguous) if nothing is computed whole.
 
-    Memory: the part, and what the ops that are not elementwise need whole. Communication: none.
+    Memory: the part, and the whole results of ops that are not elementwise. Communication: none.
     """
     with torch.no_grad():
         return _part(view, time, region, out)
@@ -132,7 +132,7 @@ def _part(view: View, time: int, region: Region, out: torch.Tensor | None = None
 
 
 def _base(view: View, time: int) -> View | None:
-    """The tensor that created the view's storage, if it is row-major and covers it."""
+    """The tensor that created the view's storage, if it is row-major and covers the storage."""
     writes = live_writes(view.record, time)
     created = [result for op in view.record.writes[:1] for result in op.results if result is not None]
     base = next((result for result in created if result.record is view.record), None)
@@ -142,7 +142,7 @@ def _base(view: View, time: int) -> View | None:
 
 
 def _into(view: View, base: View, region: Region) -> Region | None:
-    """The same elements as a region of the base tensor; None when they are no product of ranges of it."""
+    """The same elements as a region of the base tensor; None if they are not a product of ranges."""
     if view == base:
         return region
     box = _box(view, base)
@@ -159,9 +159,9 @@ def _into(view: View, base: View, region: Region) -> Region | None:
 
 
 def _box(view: View, base: View) -> tuple[list[int], list[int | None]] | None:
-    """A view as a block of a row-major base: the block's start, and for each dim of the view the base's dim.
+    """A view as a block of a row-major base: the block's start, and the base's dim for each dim of the view.
 
-    None when it is something else (transposed, strided, expanded). Dims of size 1 may have no base dim.
+    None for other views (transposed, strided, expanded). Dims of size 1 may have no base dim.
     """
     starts, rest = [], view.offset
     for size, stride in zip(base.shape, base.strides, strict=True):
@@ -184,12 +184,12 @@ def _box(view: View, base: View) -> tuple[list[int], list[int | None]] | None:
 
 
 def _replay_part(base: View, writes: list[Op], region: Region, out: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Replays the writes of one storage on its part of the base tensor; None when one of them is not elementwise."""
+    """Replay the writes of one storage on its part of the base tensor; None if one of them is not elementwise."""
     local: torch.Tensor | None = None
     for op in writes:
         if any(result is not None and result.record is base.record for result in op.results):
             local = _create(op, base, region, out)
-        elif local is None and op.overwrites:  # the first live write: nothing before it matters
+        elif local is None and op.overwrites:  # the first live write: earlier values are dead
             local = _allocate(base, region, out)
         if local is None or (op.written and not _write(op, base, local, region)):
             return None
@@ -231,7 +231,7 @@ def _is_exact(op: Op) -> bool:
 
 
 def _write(op: Op, base: View, local: torch.Tensor, region: Region) -> bool:
-    """Applies an in-place op to the part of its target that lies in the region. False: not element by element."""
+    """Apply an in-place op to the part of its target in the region. False: the op is not elementwise."""
     target = op.written[0]
     if len(op.written) != 1 or op.args[:1] != (target,) or (op.draws is None and not _is_exact(op)):
         return False
@@ -301,7 +301,7 @@ def _views(tree: Any) -> list[View]:
 
 
 def _operands(op: Op, tree: Any, shape: tuple[int, ...], region: Region) -> Any:
-    """The operands of an elementwise op on a region of its result: each tensor's own part. None: cannot be cut so."""
+    """The operands of an elementwise op on a region of its result: each tensor's own part. None: they have no such parts."""
     impossible = False
 
     def part(leaf: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Tensors whose values are computed later: what every op on them does while a constructor runs.
+"""Tensors whose values are computed later, and what ops on them do while a constructor runs.
 
-Inside :func:`vescale.deferred_init` factories return :class:`DeferredTensor`: right shape, strides, dtype and device, no
-memory. Ops on them are recorded (:mod:`vescale.rng._deferred_graph`); random ops move the generator as if they had drawn.
+Inside :func:`vescale.deferred_init` factories return a :class:`DeferredTensor`, which has a shape, strides, a dtype and a
+device, but no memory. Ops on it are recorded (:mod:`vescale.rng._deferred_graph`); random ops advance the generator as if
+they had drawn.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _UNSUPPORTED = {aten.set_.source_Tensor, aten.set_.source_Storage, aten.resize_.
 
 
 class DeferredValueError(RuntimeError):
-    """Code inside ``deferred_init()`` needs the values of a tensor that is too large to be computed on the way."""
+    """Code inside ``deferred_init()`` reads the values of a tensor that is too large to be computed there."""
 
 
 class DeferredTensor(MemorylessTensor):
-    """A tensor with everything but values."""
+    """A tensor without values."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -90,7 +91,7 @@ def _view(tensor: torch.Tensor, record: Record) -> View:
 
 
 class Recorder(TorchDispatchMode):
-    """While active, factories return deferred tensors. Ops on tensors with values run as ever."""
+    """While active, factories return deferred tensors. Ops on tensors with values run normally."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -107,7 +108,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One op with a deferred argument, or a factory: its result, deferred, unless the code asks for values."""
+    """One op with a deferred argument, or a factory. The result is deferred unless the code reads values."""
     if func in _VALUE_QUESTIONS:
         return func(*tree_map(_now(func), args), **tree_map(_now(func), kwargs))
     if func in _UNSUPPORTED:
@@ -305,7 +306,7 @@ def record_initializer(
     arguments: tuple[Any, ...],
     generator: torch.Generator | None,
 ) -> None:
-    """Record an elementwise initializer as one op, and move the generator as it would (the time of one device)."""
+    """Record an elementwise initializer as one op and advance the generator as it would (in the time of one device)."""
     generator = default_generator(tensor.device) if generator is None else generator
     view, state = view_of(tensor), saved_state(generator)
     with without_modes():  # its scratch tensors have values
@@ -318,7 +319,7 @@ def record_initializer(
 
 
 def _run_now(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs an op that cannot wait on real values; the result has values, too."""
+    """Run an op that needs real values; the result has values, too."""
     return func(*tree_map(_now(func), args), **tree_map(_now(func), kwargs))
 
 
@@ -344,7 +345,7 @@ _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 
 def _where() -> str:
-    """The innermost line of the caller's own code (or of the model library): file, line number, function."""
+    """The innermost line of the caller's code (or of the model library): file, line number, function."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

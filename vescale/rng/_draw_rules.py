@@ -1,8 +1,8 @@
-"""How the native CPU ops consume the generator: which words of the stream make which elements.
+"""How native CPU ops consume the generator: the words of the stream from which each element is computed.
 
-A :class:`DrawRule` generates any stretch of a fill of ``n`` elements with the native op itself, called on a small
-contiguous tensor and a generator placed at the right word, so that the bits are the native ones on every processor.
-Measured on torch 2.13 and checked at first use by :mod:`vescale.rng._self_checks`; the table is in docs/rng.md.
+A *word* is a 32-bit output of the generator. A :class:`DrawRule` generates any range of a fill of ``n`` elements: it calls
+the native op on a small contiguous tensor, with a generator advanced to the right word, so that the bits are the native
+ones on every processor. Measured with torch 2.13, and checked on first use by :mod:`vescale.rng._self_checks`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vescale.rng._mt19937 import Mt19937State
 
 __all__ = ["Cursor", "DrawRule", "NativeFill", "NormalBlocks", "NormalPairs", "WordsPerElement"]
 
-# Up to so many words drawing them costs less than reading the generator's state, skipping and writing it back.
+# Drawing at most this many words costs less than reading the generator's state, skipping and writing it back.
 DISCARDED_WORDS = 1 << 14
 
 # The native op: fills a contiguous 1-D tensor from a generator.
@@ -25,17 +25,17 @@ NativeFill = Callable[[torch.Tensor, torch.Generator], object]
 
 
 class Cursor:
-    """A generator of its own that moves along the words that follow a state."""
+    """A private generator that is moved along the words after a state."""
 
     def __init__(self, start: Mt19937State) -> None:
         self.start = start
         self._generator = torch.Generator()
-        self._word = 0  # where the generator is
-        self._found = (0, start)  # the last state asked for: a short way back starts from there
+        self._word = 0  # the position of the generator
+        self._found = (0, start)  # the last state returned, from which a short skip starts
         start.write_to(self._generator)
 
     def at(self, word: int, drawing: int) -> torch.Generator:
-        """The generator, ``word`` words after the start; the caller draws ``drawing`` words from it."""
+        """The generator ``word`` words after the start; the caller draws ``drawing`` words from it."""
         ahead = word - self._word
         if 0 < ahead <= DISCARDED_WORDS:
             torch.empty(ahead, dtype=torch.uint8).random_(generator=self._generator)  # a word each
@@ -55,7 +55,7 @@ class Cursor:
 
 
 class DrawRule(ABC):
-    """How one fill of ``n`` elements draws. Elements are those of the stream, in memory order."""
+    """How a fill of ``n`` elements draws. Elements are numbered in memory order."""
 
     @abstractmethod
     def generate(self, cursor: Cursor, n: int, start: int, out: torch.Tensor, fill: NativeFill) -> None:
@@ -68,7 +68,7 @@ class DrawRule(ABC):
 
 @dataclass(frozen=True)
 class WordsPerElement(DrawRule):
-    """Element ``i`` is made of the words ``words * i .. words * (i + 1)``."""
+    """Element ``i`` is computed from the words ``words * i .. words * (i + 1)``."""
 
     words: int
 
@@ -83,7 +83,7 @@ class WordsPerElement(DrawRule):
 class NormalBlocks(DrawRule):
     """``normal_`` on 16 or more contiguous elements: Box-Muller within blocks of 16 elements.
 
-    When ``n`` is no multiple of 16, the last 16 elements are then made again of 16 fresh uniforms, which follow those
+    If ``n`` is not a multiple of 16, the last 16 elements are then computed again from 16 more uniforms, which follow those
     of the incomplete block (float32, float64) or of the last whole block (``half_tail``: bfloat16, float16).
     """
 
@@ -122,10 +122,10 @@ class NormalBlocks(DrawRule):
 
 @dataclass(frozen=True)
 class NormalPairs(DrawRule):
-    """``log_normal_``, and ``normal_`` on few or non-contiguous elements: pairs of double normals, four words each.
+    """``log_normal_``, and ``normal_`` on few or non-contiguous elements: pairs of double normals, of four words each.
 
-    The second value of a pair waits in the generator state for the next such op, whichever it is. ``strided``: the op
-    does this on non-contiguous tensors only.
+    The generator state keeps the second value of a pair for the next op of this kind. ``strided``: the op does this on
+    non-contiguous tensors only.
     """
 
     strided: bool
@@ -142,7 +142,7 @@ class NormalPairs(DrawRule):
 
     def generate(self, cursor: Cursor, n: int, start: int, out: torch.Tensor, fill: NativeFill) -> None:
         waiting = int(cursor.start.normal_waits)
-        if start == 0 and waiting:  # the first element is the value that waits: no words
+        if start == 0 and waiting:  # the first element is the kept value: no words
             out[:1] = self._fill(1, out.dtype, self._generator(cursor.start), fill)
             out, start = out[1:], 1
         if not out.numel():

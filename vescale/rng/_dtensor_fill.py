@@ -1,4 +1,4 @@
-"""Random fills of DTensors: the region of this rank, and what becomes of replicated, Partial and absent ones."""
+"""Random fills of DTensors: the region of this rank; replicated, Partial and absent local tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def region_of(spec: DTensorSpec, what: str) -> Region | None:
-    """What this rank holds of a DTensor, or None when the rank is outside of its mesh.
+    """The region of a DTensor that this rank holds, or None on a rank outside of its mesh.
 
     Raises RuntimeError for a Partial placement: its local tensors are terms of a sum, not parts of a tensor.
     """
@@ -56,11 +56,11 @@ def outside_mesh(spec: DTensorSpec) -> bool:
 def fill(
     dtensor: DTensor, op: RandomOp, generator: torch.Generator | None = None, parameter: DTensor | None = None
 ) -> None:
-    """``op`` on a DTensor: this rank's part of the bits of one device. No communication.
+    """Fill a DTensor with ``op``: each rank with its part of the bits of one device. No communication.
 
-    The generator (``generator``, or the default one of the local tensor's device) moves as on one device on every rank
-    that calls this, also where the shard is empty and outside of the mesh. ``parameter``: of the shape and placements
-    of ``dtensor``. Raises RuntimeError for Partial placements.
+    On every rank that calls this, the generator (``generator``, or the default one of the local tensor's device) advances
+    as on one device; also if the shard is empty, and outside of the mesh. ``parameter`` has the shape and placements of
+    ``dtensor``. Raises RuntimeError for Partial placements.
     """
     spec = spec_of(dtensor)
     region = region_of(spec, op.name)
@@ -69,7 +69,7 @@ def fill(
     assert spec.tensor_meta is not None
     strides = tuple(spec.tensor_meta.stride)
     if region is None:
-        # The placeholder local tensor of a rank outside: an empty region, on the mesh's kind of device.
+        # The local tensor of a rank outside of the mesh: an empty region on the mesh's device type.
         device = torch.device(spec.mesh.device_type)
         region = Region(tuple(spec.shape), tuple(((0, size),) for size in spec.shape), (0, 0))
         local = torch.empty(0, dtype=local.dtype, device=device)
@@ -93,9 +93,9 @@ def empty(
     placements: Sequence[Placement] | None,
     strides: Sequence[int] | None = None,
 ) -> DTensor:
-    """An uninitialized DTensor of global ``shape`` and ``strides`` (None: row-major); each rank allocates its own part.
+    """An uninitialized DTensor with global ``shape`` and ``strides`` (None: row-major). Each rank allocates its own part.
 
-    ``placements`` None: replicated. The local tensor lies in memory in the order of the global one.
+    ``placements`` None: replicated. The dims of the local tensor have the memory order of the global one.
     """
     placements = tuple(placements or (Replicate(),) * mesh.ndim)
     if len(placements) != mesh.ndim:
@@ -117,7 +117,7 @@ def empty(
 def empty_like(
     source: DTensor, dtype: torch.dtype | None = None, memory_format: torch.memory_format = torch.preserve_format
 ) -> DTensor:
-    """``torch.empty_like`` with the strides of one device. DTensor's own forgets ``memory_format`` after the first call.
+    """``torch.empty_like`` with the strides of one device; DTensor's own ignores ``memory_format`` after the first call.
 
     Raises RuntimeError for a Partial source.
     """
@@ -142,11 +142,11 @@ def part_of_whole(whole: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def replicated(dtensor: DTensor) -> DTensor:
-    """The same tensor, whole on every rank of the mesh (all-gather or all-reduce where it is not)."""
+    """The same tensor replicated on the mesh (by an all-gather or all-reduce, if needed)."""
     mesh = dtensor.device_mesh
     return dtensor.redistribute(mesh, [Replicate()] * mesh.ndim)
 
 
 def whole_of(value: Any) -> Any:
-    """The whole plain tensor behind a DTensor (communication as :func:`replicated`); anything else as it is."""
+    """The whole plain tensor of a DTensor (communication as in :func:`replicated`); other values unchanged."""
     return local_of(replicated(value)) if isinstance(value, DTensor) else value

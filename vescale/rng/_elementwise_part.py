@@ -1,8 +1,8 @@
-"""A part of a whole tensor that native code may treat as the whole: elementwise, with random fills and decisions.
+"""A part of a tensor on which elementwise code with random fills runs as if it were the whole tensor.
 
-``nn.init.trunc_normal_`` rejects and draws again until no element is pending. Running PyTorch's own function on a
-:class:`Part` gives this rank the elements of one device, whatever the algorithm of the installed version, as long as it
-is made of elementwise ops, in-place random fills and yes-or-no questions about all elements.
+``nn.init.trunc_normal_`` draws again until no element is rejected. If PyTorch's own function runs on a :class:`Part`, this
+rank gets the elements of one device, with the algorithm of the installed version, provided that it consists of elementwise
+ops, in-place random fills and conditions on all elements.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _FILLS = {
 
 
 class Part(WrapperTensor):
-    """``local`` is the region's part of a row-major whole (or one of ``global_strides``).
+    """``local`` is the region's part of a whole tensor with ``global_strides``.
 
-    ``anywhere(flag)``: whether a flag is set on any part of the whole; the answer to every ``bool()`` of a Part.
+    ``anywhere(flag)`` returns whether a flag is set on any part of the whole tensor; it answers every ``bool()`` of a Part.
     """
 
     local: torch.Tensor

@@ -1,4 +1,4 @@
-"""What turns this package on: for random ops on DTensors, and for constructors that should not allocate."""
+"""``enable``, ``disable`` and ``deferred_init``: the switches of this package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Leave PyTorch as :func:`enable` found it; idempotent."""
+    """Restore PyTorch as it was before :func:`enable`; idempotent."""
     detach()
 
 
@@ -35,13 +35,13 @@ def is_enabled() -> bool:
 def deferred_init() -> Iterator[None]:
     """Construct modules without memory: ``with deferred_init(): model = Model(config)``.
 
-    Tensors made inside have a shape, a dtype and a device, and remember how they are computed. Random ops draw nothing
-    but leave the generator where it would be, so that code after the constructor draws what it would on one device.
-    :func:`materialize` (or ``parallelize``) then computes the values, on each rank only its own part; they are bit-equal
-    to those of a constructor without ``deferred_init``, whichever were overwritten, tied or computed on the way.
+    Tensors that are made inside have a shape, a dtype and a device, and record how their values are computed. Random ops
+    draw nothing, but advance the generator, so that code after the constructor draws what it would on one device.
+    :func:`materialize` (or ``parallelize``) later computes the values, on each rank those of its part only. They are
+    bit-equal to the values without ``deferred_init``, including overwritten, tied and derived tensors.
 
-    Reading values inside (``item()``, ``tolist()``, ``numpy()``) computes small tensors on the spot, and raises
-    :class:`DeferredValueError`, naming the line, for large ones. Also calls :func:`enable`. Communication: none.
+    Code inside that reads values (``item()``, ``tolist()``, ``numpy()``) gets those of small tensors; for large ones,
+    :class:`DeferredValueError` names the line. Also calls :func:`enable`. Communication: none.
     """
     enable()
     with Recorder():

@@ -1,4 +1,4 @@
-"""Chooses the engine by the device that the numbers are generated on."""
+"""Selects the engine for the device on which numbers are generated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["advance", "default_generator", "fill_region", "generator_at", "saved
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that random ops on a device use unless told otherwise."""
+    """The generator that random ops on a device use by default."""
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "cuda":
@@ -42,7 +42,7 @@ def fill_region(
     if local.device.type == "cpu":
         _cpu_engine.fill_region(local, fill, generator, parameter)
     else:
-        from vescale.rng import _cuda_engine  # compiles nothing, but programs without a GPU need not read it
+        from vescale.rng import _cuda_engine  # programs without a GPU do not load it
 
         _cuda_engine.fill_region(local, fill, generator, parameter)
 
@@ -55,7 +55,7 @@ def advance(
     generator: torch.Generator,
     parameter_dtype: torch.dtype | None = None,
 ) -> None:
-    """Move ``generator`` as ``op`` on a whole tensor would, generating nothing."""
+    """Advance ``generator`` as ``op`` on a whole tensor would, without generating numbers."""
     nothing = Region(tuple(shape), tuple(((0, size),) for size in shape), (0, 0))
     parameter = None if parameter_dtype is None else torch.empty(0, dtype=parameter_dtype, device=generator.device)
     local = torch.empty(0, dtype=dtype, device=generator.device)
@@ -63,14 +63,14 @@ def advance(
 
 
 def saved_state(generator: torch.Generator) -> bytes:
-    """The state of a generator, in half the bytes on a CPU."""
+    """The state of a generator; on a CPU in half the bytes."""
     if generator.device.type == "cpu":
         return Mt19937State.of(generator).packed()
     return generator.get_state().numpy().tobytes()
 
 
 def generator_at(state: bytes, device: torch.device) -> torch.Generator:
-    """A generator of its own at a saved state."""
+    """A new generator in a saved state."""
     generator = torch.Generator(device)
     if device.type == "cpu":
         Mt19937State.unpacked(state).write_to(generator)

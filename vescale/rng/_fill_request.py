@@ -1,4 +1,4 @@
-"""What an engine is asked for: a rank's part of one random fill of a whole tensor."""
+"""``Fill``: the request to an engine to generate a rank's part of one random fill of a whole tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Fill:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dims from slowest to fastest, as one device fills them."""
+        """The dims from slowest to fastest in memory, the order in which one device fills them."""
         return stream_order(self.shape, self.strides)
 
     @property
@@ -44,12 +44,12 @@ class Fill:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the whole tensor has no holes, in whichever order of its dims."""
+        """Whether the whole tensor has no holes in memory, in any order of its dims."""
         return is_contiguous([self.shape[dim] for dim in self.order], [self.strides[dim] for dim in self.order])
 
     @property
     def extent(self) -> int:
-        """Elements of memory from the first to the last of the whole tensor."""
+        """The distance in memory from the first to the last element of the whole tensor, in elements."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
     def check(self, local: torch.Tensor) -> None:
@@ -62,8 +62,8 @@ class Fill:
             )
 
     def as_real(self, local: torch.Tensor) -> tuple[Fill, torch.Tensor]:
-        """The same fill for the real view of a complex ``local``: torch fills twice as many elements, and ``normal_``
-        with half the variance."""
+        """The same fill for the real view of a complex ``local``: twice as many elements and, for ``normal_``, half the
+        variance."""
         op, flat = self.op, self.region.flat
         if op.name == "normal_":
             mean, std = _normal_arguments(*op.arguments)

@@ -1,4 +1,4 @@
-"""The initializers of ``torch.nn.init`` and the DTensor factories that need more than their ops' handlers."""
+"""The initializers of ``torch.nn.init`` and the DTensor factories for which handlers of single ops do not suffice."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _trunc_normal_(
 ) -> torch.Tensor:
     """``nn.init.trunc_normal_`` on a DTensor: PyTorch's own algorithm on this rank's part.
 
-    Communication: an all-reduce of one flag over the mesh for each round of rejections. A rank outside of the mesh
-    learns the number of rounds by generating the whole tensor, a chunk at a time, without communication.
+    Communication: an all-reduce of one flag over the mesh for each round of rejections. A rank outside of the mesh finds
+    the number of rounds without communication, by generating the whole tensor in chunks.
     """
     if is_deferred(tensor):
         record_initializer(original, tensor, (mean, std, a, b), generator)
@@ -68,7 +68,7 @@ def _orthogonal_(
     gain: float = 1,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """``nn.init.orthogonal_`` on a DTensor: the factorization needs the whole matrix, so every rank computes it."""
+    """``nn.init.orthogonal_`` on a DTensor: every rank computes it, because the factorization needs the whole matrix."""
     if not isinstance(tensor, DTensor) or is_symbolic(local_of(tensor)):
         return original(tensor, gain=gain, generator=generator)
     return _whole_on_every_rank(tensor, "orthogonal_", lambda whole: original(whole, gain=gain, generator=generator))
@@ -81,7 +81,7 @@ def _sparse_(
     std: float = 0.01,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """``nn.init.sparse_`` on a DTensor: it writes one column at a time, so every rank computes the whole matrix."""
+    """``nn.init.sparse_`` on a DTensor: every rank computes it, because it writes one column at a time."""
     if not isinstance(tensor, DTensor) or is_symbolic(local_of(tensor)):
         return original(tensor, sparsity, std=std, generator=generator)
     return _whole_on_every_rank(

@@ -1,4 +1,4 @@
-"""Random ops on plain local tensors that are a rank's part of a larger one: for kernels that run on local tensors."""
+"""Random ops on plain local tensors that are parts of a global tensor: for kernels that run on local tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ __all__ = ["drawing_part_of"]
 
 
 class drawing_part_of(TorchDispatchMode):
-    """Inside, random ops on plain tensors draw this rank's part of a whole tensor of ``shape``, placed on a mesh.
+    """Inside this context, random ops on plain tensors draw this rank's part of a tensor of global ``shape`` on a mesh.
 
-    ``with drawing_part_of(mesh, placements, shape) as draws: ...``: a random op must be on a tensor of the local shape,
-    laid out row-major as the whole; what it returns is plain, too. ``draws.count`` counts them: code that skips empty
-    tensors must :meth:`advance` there, so that generators stay equal. Autograd is not affected. Communication: none.
+    ``with drawing_part_of(mesh, placements, shape) as draws: ...``: a random op must be called on a tensor of the local
+    shape with row-major strides; its result is plain, too. ``draws.count`` is the number of random ops: code that skips
+    empty tensors must call :meth:`advance` for them, so that generators stay equal. Autograd is not affected.
+    Communication: none.
 
-    Raises NotImplementedError for a random op on a tensor of another shape, and what the op raises on a DTensor.
+    Raises NotImplementedError for a random op on a tensor of another shape, and the errors of the op on a DTensor.
     """
 
     def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> None:
@@ -51,7 +52,7 @@ class drawing_part_of(TorchDispatchMode):
         return tree_map(lambda leaf: local_of(leaf) if isinstance(leaf, DTensor) else leaf, result)
 
     def advance(self, function: Callable[[Any], Any], dtype: torch.dtype, device: torch.device) -> None:
-        """Move the generator as ``function`` of the whole tensor does; for a part without elements, after the context."""
+        """Advance the generator as ``function`` of the whole tensor does. For empty parts; called after the context."""
         function(self._placed(torch.empty(self._local_shape(), dtype=dtype, device=device), "advance"))
 
     def _local_shape(self) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""Skipping words of the 32-bit Mersenne Twister: by computing the blocks between, or by a jump over any distance.
+"""Skips words of the 32-bit Mersenne Twister: by computing the blocks in between, or by a jump over any distance.
 
 A block is the 624 untempered words that the generator reads. The words obey a linear recurrence over GF(2) whose
-characteristic polynomial ``phi`` has degree 19937 and 135 terms, so that word ``n + i`` is the sum of the words
-``j + i`` with ``t^j`` in ``t^n mod phi`` (Haramoto, Matsumoto, Nishimura, Panneton, L'Ecuyer: "Efficient jump ahead for
-F2-linear random number generators", 2008). Polynomials over GF(2) are Python ints, bit j the coefficient of t^j. The
-C++ helper ``vescale/csrc/mt19937.cpp`` does the same twenty times faster; both are exact.
+characteristic polynomial ``phi`` has degree 19937 and 135 terms, so that word ``n + i`` is the sum of the words ``j + i``
+with ``t^j`` in ``t^n mod phi`` (Haramoto, Matsumoto, Nishimura, Panneton, L'Ecuyer: "Efficient jump ahead for F2-linear
+random number generators", 2008). Polynomials over GF(2) are Python ints; bit j is the coefficient of t^j. The C++ helper
+``vescale/csrc/mt19937.cpp`` computes the same twenty times faster.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MATRIX = 0x9908B0DF
 _DEGREE = 19937
 _RESIDUE_LIMBS = (_DEGREE + 63) // 64
 
-# Blocks from where a jump is faster than computing the blocks on the way. A jump whose polynomial is cached costs a
-# fifth, and shapes repeat in a model, so a jump is worth it a little before that. Measured; see docs/rng.md.
+# From this number of blocks on, a jump is used. It is a little below the measured break-even: a jump whose polynomial is
+# cached costs a fifth, and shapes repeat in a model.
 _JUMP_FROM_NATIVE = 6_000
 _JUMP_FROM_NUMPY = 10_000
 
@@ -71,7 +71,7 @@ def _power(base: int, exponent: int) -> int:
 
 @functools.cache
 def _spread_bytes() -> npt.NDArray[np.uint16]:
-    """For each byte, its bits moved to the even positions: the square of the polynomial."""
+    """A table: for each byte, its bits moved to the even positions (the square of the polynomial)."""
     return np.array([sum((byte >> bit & 1) << 2 * bit for bit in range(8)) for byte in range(256)], dtype="<u2")
 
 
@@ -104,7 +104,7 @@ def power_of_t(distance: int) -> int:
 
 
 def _following_block(block: Block) -> Block:
-    """The next block: three vector steps, each of words that do not depend on one another."""
+    """The next block, in three vector steps, each of words that do not depend on each other."""
     split = BLOCK_WORDS - _MIDDLE_WORD
     following = np.empty_like(block)
 
@@ -121,7 +121,7 @@ def _following_block(block: Block) -> Block:
 
 
 def _apply(residue: int, block: Block) -> Block:
-    """The block ``residue``'s distance of words further on. All bits of ``block`` must obey the recurrence."""
+    """The block at the distance of ``residue``. All bits of ``block`` must obey the recurrence."""
     blocks = [block]
     for _ in range(_DEGREE // BLOCK_WORDS + 1):
         blocks.append(_following_block(blocks[-1]))
@@ -136,7 +136,7 @@ def _apply(residue: int, block: Block) -> Block:
 
 
 def _skip_by_numpy(block: Block, num_blocks: int) -> Block:
-    """Every block on the way, by numpy's own loop over the same generator (no output, no memory)."""
+    """Compute every block in between, with numpy's own loop over the same generator (no output, no memory)."""
     bits = np.random.MT19937()
     state: Any = bits.state
     state["state"] = {"key": block.copy(), "pos": BLOCK_WORDS}
@@ -165,15 +165,15 @@ def _native_power_of_t(library: ctypes.CDLL, distance: int) -> npt.NDArray[np.ui
 
 
 def advance_blocks(block: Block, num_blocks: int) -> Block:
-    """The block ``num_blocks >= 0`` blocks after ``block``; ``block`` is left alone.
+    """The block ``num_blocks >= 0`` blocks after ``block``, which is not changed.
 
-    Costs 0.1 us a block, 2 ms at most, with the C++ helper (1 us a block, 30 ms at most, without).
+    Costs 0.1 us a block, at most 2 ms, with the C++ helper (without it 1 us a block, at most 30 ms).
     """
     library = csrc.load("mt19937")
     if library is None:
         if num_blocks < _JUMP_FROM_NUMPY:
             return _skip_by_numpy(block, num_blocks) if num_blocks else block.copy()
-        # The first word of a seeded block has 31 bits outside of the recurrence: leave it behind by one real step.
+        # 31 bits of the first word of a seeded block are outside of the recurrence: advance by one real step.
         return _apply(power_of_t((num_blocks - 1) * BLOCK_WORDS), _following_block(block))
     library = _helper(library)
     block = block.copy()

@@ -1,7 +1,7 @@
-"""Random ops on DTensors: what each overload of ATen does instead of running on the local tensor.
+"""Random ops on DTensors: the handler of each ATen overload, which runs instead of the op on the local tensor.
 
-In-place fills go to the engine. Ops that return a tensor are what they are on one device: an allocation, a fill, and
-arithmetic. Ops whose draws depend on values are replayed whole on every rank. What none of these can do raises.
+In-place fills call the engine. Ops that return a tensor are composed as on one device: an allocation, a fill, and
+arithmetic. Ops whose number of draws depends on values run whole on every rank. All other random ops raise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _Kwargs = dict[str, Any]
 
 
 def _numbers_only(handler: Callable[..., Any]) -> Handler:
-    """Leaves fake, meta and traced tensors, which hold no numbers, to DTensor's own rules."""
+    """Pass calls on fake, meta and traced tensors, which hold no numbers, to DTensor's own rules."""
 
     def handle(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
         dtensors = [value for value in (*args, *kwargs.values()) if isinstance(value, DTensor)]
@@ -69,7 +69,7 @@ def _bernoulli_tensor_(op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
 
 
 def _bernoulli_from(target: DTensor, probabilities: Any, generator: torch.Generator | None) -> None:
-    """``target.bernoulli_(probabilities)``: probabilities are brought to the shape and placements of the target."""
+    """``target.bernoulli_(probabilities)``: probabilities are expanded and redistributed to the target's placements."""
     spec = spec_of(target)
     region = region_of(spec, "bernoulli_")
     if not isinstance(probabilities, DTensor):  # the same on every rank
@@ -142,8 +142,8 @@ def _native_dropout(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _native_dropout_cuda(source: Any, p: float) -> Any:
-    """There the kernel depends on how the input lies in memory: element by element in the order of the dims where it
-    cannot take neighbours together, else in memory order."""
+    """On CUDA the kernel depends on the strides of the input: element by element in the order of the dims if it cannot read
+    adjacent elements together, otherwise in memory order."""
     if p == 1:  # draws nothing
         return torch.zeros_like(source), empty_like(source, torch.bool).fill_(False)
     spec = spec_of(source)
@@ -162,7 +162,7 @@ def _native_dropout_cuda(source: Any, p: float) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _cuda_dropout_scale(p: float, dtype: torch.dtype, device: torch.device) -> float:
-    """What the kernel multiplies kept elements by: 1 / (1 - p), with the device's roundings."""
+    """The factor for kept elements, 1 / (1 - p), with the device's rounding."""
     ones = torch.ones(4096, dtype=dtype, device=device)
     kept, _ = fused_dropout(ones, 1.0 - p, torch.Generator(device).manual_seed(0))
     return float(kept.max().item()) or 1.0 / (1.0 - p)
@@ -170,7 +170,7 @@ def _cuda_dropout_scale(p: float, dtype: torch.dtype, device: torch.device) -> f
 
 @functools.cache
 def _dropout_mask_keeps_strides() -> bool:
-    """Whether the mask of ``native_dropout`` on a CPU lies in memory as its input, or is row-major: versions differ."""
+    """Whether the mask of ``native_dropout`` on a CPU has the strides of its input; else it is row-major (by version)."""
     state = torch.get_rng_state()
     mask = torch.native_dropout(torch.zeros(2, 3).t(), 0.5, True)[1]
     torch.set_rng_state(state)
@@ -185,7 +185,7 @@ def _normal_out_of_place(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
         fill(result, RandomOp("normal_", (0.0, float(std))), kwargs.get("generator"))
         return result.add_(mean)
     if isinstance(mean, torch.Tensor):
-        # DTensor's own rule decides how the broadcast result lies.
+        # DTensor's own rule decides the placements of the broadcast result.
         added: Any = torch.add(mean, std)
         result = empty_like(added, memory_format=torch.contiguous_format)
     else:
@@ -196,7 +196,7 @@ def _normal_out_of_place(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _replayed(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    """Runs the op whole on every rank (communication: all-gather of sharded arguments), then keeps this rank's part."""
+    """Run the op whole on every rank (communication: all-gather of sharded arguments) and keep this rank's part."""
     first = next(value for value in args if isinstance(value, DTensor))
     spec = spec_of(first)
     if outside_mesh(spec):
@@ -217,7 +217,7 @@ def _replayed(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _rrelu_with_noise(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    """Draws for the elements that are not positive only: replayed whole when training."""
+    """In training it draws for the elements that are not positive, so that every rank runs it whole."""
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if not given.get("training", False):
@@ -238,7 +238,7 @@ def _rrelu_with_noise(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _fused_attention(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    """Fused kernels number their dropout by batch and head of the local tensor: right only where that is everything."""
+    """Fused kernels number dropout by batch and head of the local tensor: allowed only if that is the whole tensor."""
     names = [argument.name for argument in op._schema.arguments]
     dropout_p = {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0)
     query: DTensor = args[0]
@@ -266,7 +266,7 @@ def _decomposed(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
 def _local_scalar_dense(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     """``item()``, ``bool()``, ``int()``: the value of the whole tensor (an all-reduce on Partial axes).
 
-    DTensor's own gives each rank its local term, so that ``if mask.any()`` would send ranks different ways.
+    DTensor's own returns each rank's local term: ranks would take different branches at ``if mask.any()``.
     """
     dtensor: DTensor = args[0]
     if outside_mesh(spec_of(dtensor)):
@@ -283,13 +283,13 @@ def _local_scalar_dense(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _t_(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    """``t_()``, which DTensor has no rule for: ``nn.init.orthogonal_`` needs it."""
+    """``t_()``, for which DTensor has no rule; ``nn.init.orthogonal_`` needs it."""
     transposed = args[0].t()
     return correct_inplace_view(op, args, kwargs, local_of(transposed), spec_of(transposed))
 
 
 def _eye_out(op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
-    """``torch.eye(..., out=dtensor)``: DTensor's own writes every rank's rows as those of rank 0."""
+    """``torch.eye(..., out=dtensor)``: DTensor's own writes the rows of rank 0 on every rank."""
     out: DTensor = kwargs["out"]
     spec = spec_of(out)
     region = region_of(spec, str(op))
@@ -309,7 +309,7 @@ def _eye_out(op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
 
 
 def handlers() -> dict[Any, Handler]:
-    """The table: overload -> handler. Every seeded op of ATen is in it, the unknown ones to be refused."""
+    """The table of handlers by overload. It contains every random op of ATen; unknown ones are refused."""
     table: dict[Any, Handler] = {
         aten.bernoulli_.Tensor: _bernoulli_tensor_,
         aten.empty_like.default: _empty_like,
@@ -347,7 +347,7 @@ def handlers() -> dict[Any, Handler]:
         "_scaled_dot_product_flash_attention_for_cpu",
     )
     table.update((getattr(aten, name).default, _fused_attention) for name in attention if hasattr(aten, name))
-    # Inference mode shows composite ops whole, and DTensor has rules of its own for some: they must fall into parts.
+    # Inference mode does not decompose composite ops, and DTensor has rules for some of them: they must be decomposed.
     composite = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu")
     table.update((getattr(aten, name + end).default, _decomposed) for name in composite for end in ("", "_"))
     table.update((op, _decomposed) for op in (aten.item.default, aten.is_nonzero.default))

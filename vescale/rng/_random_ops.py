@@ -1,4 +1,4 @@
-"""The in-place random ops of ATen, and the rule by which each draws on the CPU."""
+"""The in-place random ops of ATen, and the rules by which they draw on the CPU."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FULL_RANGE_DRAWS_64 = (torch.int64, torch.float64, torch.float32, torch.bfloat1
 
 @dataclass(frozen=True)
 class RandomOp:
-    """One in-place random op with its scalar arguments, say ``RandomOp("normal_", (0.0, 0.02))``.
+    """One in-place random op with its scalar arguments, for example ``RandomOp("normal_", (0.0, 0.02))``.
 
-    ``name`` is the method of ``torch.Tensor``. ``bernoulli_`` with a tensor of probabilities takes it at each call, as
-    ``parameter``, of the shape of the filled tensor. ``DROPOUT_MASK`` fills a boolean tensor with the elements that
-    ``native_dropout`` on CUDA keeps, for an input of ``dtype``; its arguments are the probability to drop, and whether
-    the input has holes between its elements in memory (its kernel then takes one element at a time).
+    ``name`` is the method of ``torch.Tensor``. ``bernoulli_`` with a tensor of probabilities takes it at each call as
+    ``parameter``, with the shape of the filled tensor. ``DROPOUT_MASK`` fills a boolean tensor with the elements that
+    ``native_dropout`` on CUDA keeps, for an input of ``dtype``; its arguments are the probability of dropping, and whether
+    the input has holes in memory (its kernel then processes one element at a time).
     """
 
     name: str
@@ -45,7 +45,7 @@ class RandomOp:
         return result
 
     def telling(self, dtype: torch.dtype) -> RandomOp:
-        """The op with arguments at which it shows when an element is made of other draws, or rounded otherwise."""
+        """The op with arguments for which a difference in draws or rounding shows in the result."""
         general: dict[str, tuple[float, ...]] = {
             "uniform_": (-0.37, 1.91),
             "normal_": (0.3, 1.7),
@@ -79,7 +79,7 @@ class RandomOp:
 
     @classmethod
     def of_call(cls, overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RandomOp:
-        """The op of a call of an in-place overload of ATen, say ``aten.normal_.default(x, 0.0, std=0.02)``."""
+        """The op of a call of an in-place ATen overload, for example ``aten.normal_.default(x, 0.0, std=0.02)``."""
         scalars = list(args[1:])
         for argument in overload._schema.arguments[len(args) :]:
             if not argument.kwarg_only:
@@ -89,7 +89,7 @@ class RandomOp:
     def cpu_rule(
         self, dtype: torch.dtype, n: int, contiguous: bool, parameter_dtype: torch.dtype | None = None
     ) -> DrawRule | None:
-        """How a fill of ``n`` elements draws, or None when that is not known."""
+        """How a fill of ``n`` elements draws; None if that is not known."""
         match self.name:
             case "uniform_":
                 return WordsPerElement(2 if dtype == torch.float64 else 1)
@@ -124,7 +124,7 @@ class RandomOp:
 
 
 def inplace_overloads() -> list[Any]:
-    """The overloads of ATen that :meth:`RandomOp.of_call` understands."""
+    """The ATen overloads that :meth:`RandomOp.of_call` accepts."""
     aten = torch.ops.aten
     names = ("uniform_", "normal_", "log_normal_", "exponential_", "cauchy_", "geometric_")
     fills = [getattr(aten, name).default for name in names]
@@ -148,7 +148,7 @@ def _integers_up_to(dtype: torch.dtype) -> int:
 
 
 def words_drawn(fill: RandomOp, out: torch.Tensor, limit: int = 4096) -> int | None:
-    """How many words the native op draws to fill ``out``, if ``limit`` at most."""
+    """The number of words that the native op draws to fill ``out``, if at most ``limit``."""
     generator = torch.Generator().manual_seed(0)
     before = Mt19937State.of(generator)
     fill.fill(out, generator)
@@ -157,6 +157,6 @@ def words_drawn(fill: RandomOp, out: torch.Tensor, limit: int = 4096) -> int | N
 
 @functools.cache
 def half_normal_tail_follows_last_block() -> bool:
-    """Where ``normal_`` on 16-bit floats takes its last 16 uniforms: after the last whole block (torch 2.13), or after
-    the last element as for float32 (2.11)."""
+    """Whether ``normal_`` on 16-bit floats takes its last 16 uniforms after the last whole block (torch 2.13), or after the
+    last element as for float32 (2.11)."""
     return words_drawn(RandomOp("normal_"), torch.empty(17, dtype=torch.bfloat16)) == 32

@@ -1,4 +1,4 @@
-"""Initializers that draw again until no element is rejected, on a part of a tensor or for their draws only."""
+"""Initializers that draw again until no element is rejected: on a part of a tensor, or for their draws only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vescale.rng._elementwise_part import Part
 
 __all__ = ["fill_part", "replay_draws"]
 
-# A stretch of a whole tensor that is generated for its rejections only.
+# The size of the ranges of a whole tensor that are generated only to find rejections.
 _CHUNK_ELEMENTS = 1 << 20
 
 
@@ -26,10 +26,11 @@ def fill_part(
     generator: torch.Generator | None,
     anywhere: Callable[[bool], bool] = bool,
 ) -> None:
-    """Run an elementwise initializer, as ``nn.init``'s ``trunc_normal_``, on one part of a whole tensor.
+    """Run an initializer of elementwise ops, such as ``nn.init``'s ``trunc_normal_``, on one part of a whole tensor.
 
-    The values are those of one device. ``anywhere(flag)``: whether a flag is set on any part of the whole. Without it
-    the rounds end when this part is done: the values are the same, the generator is left behind.
+    The values are those of one device. ``anywhere(flag)`` returns whether a flag is set on any part of the tensor. Without
+    it, the rounds end when this part has no rejected element: the values are the same, but the generator is not advanced as
+    far.
     """
     initializer(Part.of(local, region, global_strides, anywhere), *arguments, generator)
 
@@ -42,7 +43,7 @@ def replay_draws(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> None:
-    """Move ``generator`` as the initializer on a whole tensor would: O(chunk) memory, the time of one device."""
+    """Advance ``generator`` as the initializer on a whole tensor would: with O(chunk) memory, in the time of one device."""
     start = generator.get_state()
     furthest, most = start, 0
     for region in _stretches(shape):
@@ -62,7 +63,7 @@ def replay_draws(
 
 
 def _stretches(shape: tuple[int, ...]) -> Iterator[Region]:
-    """Cuts a shape into row-major stretches; at least one, be it empty."""
+    """Split a shape into row-major ranges; at least one, which may be empty."""
     whole = tuple(((0, size),) for size in shape)
     numel = math.prod(shape)
     for start in range(0, max(numel, 1), _CHUNK_ELEMENTS):

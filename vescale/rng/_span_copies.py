@@ -1,4 +1,4 @@
-"""Moving elements between a span of the stream and a local tensor; and the slow way to fill one, from the whole tensor."""
+"""Copies between a span of the stream and a local tensor, and the fallback that fills one from the whole tensor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["copy_out", "fill_from_whole", "gathered", "laid_out_as"]
 
 
 def copy_out(span: Span, generated: torch.Tensor, local: torch.Tensor) -> None:
-    """The span's pieces, from the generated elements of the span to their places in ``local``."""
+    """Copy the span's pieces from the generated elements of the span to ``local``."""
     for piece in span.pieces:
         source = generated.as_strided(piece.sizes, piece.span_strides, generated.storage_offset() + piece.span_offset)
         local.as_strided(piece.sizes, piece.local_strides, local.storage_offset() + piece.local_offset).copy_(source)
 
 
 def gathered(span: Span, local: torch.Tensor) -> torch.Tensor:
-    """A local tensor's elements at their places in the span; the gaps hold zeros."""
+    """The elements of a local tensor at their positions in the span; gaps are zero."""
     found = torch.zeros(span.stop - span.start, dtype=local.dtype, device=local.device)
     for piece in span.pieces:
         source = local.as_strided(piece.sizes, piece.local_strides, local.storage_offset() + piece.local_offset)
@@ -29,7 +29,7 @@ def gathered(span: Span, local: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out_as(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``parameter`` in the memory layout of ``local``, so that pieces address both."""
+    """``parameter`` with the strides of ``local``, so that pieces address both."""
     made = torch.empty_strided(local.shape, local.stride(), dtype=parameter.dtype, device=local.device)
     return made.copy_(parameter)
 
@@ -40,9 +40,9 @@ def fill_from_whole(
     parameter: torch.Tensor | None,
     native: Callable[[torch.Tensor, torch.Tensor | None], object],
 ) -> None:
-    """``native(whole, parameter)`` fills the whole tensor; this rank's part of it is kept. Memory: the whole tensor.
+    """Call ``native(whole, parameter)`` on the whole tensor and keep this rank's part. Memory: the whole tensor.
 
-    ``parameter``: laid out as ``local``; what other ranks hold of it is taken as zero.
+    ``parameter`` has the strides of ``local``; the other ranks' elements of it are zero.
     """
     order = fill.order
     inverse = sorted(range(len(order)), key=order.__getitem__)

@@ -1,9 +1,9 @@
-"""Which stretches of a random stream a rank must generate, and where each generated element goes.
+"""The parts of a random stream that a rank generates, and where each generated element goes.
 
 One device fills a tensor in memory order: element ``e`` of the *stream* is the e-th element of the global tensor in the
-order of descending strides. A rank needs the elements of its :class:`~vescale.placements.Region`; it generates *spans*,
-contiguous stretches of the stream, and copies out the *pieces* that it owns. Short gaps between owned elements are
-generated and dropped; long ones are skipped. Pure index arithmetic, shared by the engines.
+order of descending strides. A rank needs the elements of its :class:`~vescale.placements.Region`. It generates *spans*,
+contiguous ranges of the stream, and copies the *pieces* that it owns out of them. Short gaps between owned elements are
+generated and dropped; long ones are skipped. Index arithmetic only; both engines use it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Piece", "Span", "is_contiguous", "spans", "stream_order"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Generated elements to copy: a strided view of the span, and one of the local tensor, of the same sizes."""
+    """Generated elements to copy: strided views of the span and of the local tensor, with the same sizes."""
 
     sizes: tuple[int, ...]
     span_offset: int
@@ -39,7 +39,7 @@ class Span:
 
     @property
     def direct(self) -> int | None:
-        """The local offset at which the span can be generated in place, or None when it must be copied out."""
+        """The local offset at which the span can be generated in place; None if it must be copied."""
         if len(self.pieces) != 1:
             return None
         piece = self.pieces[0]
@@ -50,7 +50,8 @@ class Span:
 
 @dataclass(frozen=True)
 class _Run:
-    """``length`` consecutive indices of one dim, from ``start`` in the global tensor and ``local`` in the local one."""
+    """``length`` consecutive indices of one dim, which start at ``start`` in the global tensor and at ``local`` in the
+    local one."""
 
     start: int
     length: int
@@ -63,7 +64,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Dim:
-    """One dim of a box, in stream order: its global size, the local stride, and the runs the rank owns (ascending)."""
+    """One dim of a box, in stream order: its global size, the local stride, and the ranges that a rank owns."""
 
     size: int
     local_stride: int
@@ -88,12 +89,12 @@ def is_contiguous(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 def stream_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The dims of a global tensor from slowest to fastest in the order in which one device fills it."""
-    # Dims of size 1 take no part; Python's sort is stable, so equal strides keep the order of the dims.
+    # Dims of size 1 do not matter. Python's sort is stable, so that equal strides keep the order of the dims.
     return tuple(sorted(range(len(shape)), key=lambda dim: 0 if shape[dim] == 1 else -strides[dim]))
 
 
 def _boxes(region: Region, local_strides: Sequence[int]) -> Iterator[tuple[int, list[_Dim]]]:
-    """(local offset, dims) of rectangular parts that make up the region, dims in tensor order."""
+    """(local offset, dims) of the rectangular parts of the region, with dims in tensor order."""
 
     def dim(index: int, low: int, high: int, stride: int) -> _Dim:
         runs = []
@@ -121,7 +122,7 @@ def _boxes(region: Region, local_strides: Sequence[int]) -> Iterator[tuple[int, 
 
 
 def _cut(begin: int, end: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """Cuts the row-major range ``begin .. end`` of ``shape`` into boxes ``prefix x (low .. high) x everything``."""
+    """Split the row-major range ``begin .. end`` of ``shape`` into boxes ``prefix x (low .. high) x everything``."""
     if begin >= end:
         return
     if len(shape) == 1:
@@ -144,7 +145,7 @@ def _cut(begin: int, end: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int
 
 
 def _merged(dims: Sequence[_Dim]) -> list[_Dim]:
-    """Folds each whole dim into the one before it where the local strides allow: fewer, longer runs."""
+    """Merge each whole dim into the one before it where the local strides allow it: fewer and longer runs."""
     merged: list[_Dim] = []
     for dim in dims:
         if dim.size == 1:
@@ -154,7 +155,7 @@ def _merged(dims: Sequence[_Dim]) -> list[_Dim]:
             if outer.local_stride == dim.local_stride * dim.size or sum(run.length for run in outer.runs) == 1:
                 scale = dim.size
                 runs = tuple(_Run(run.start * scale, run.length * scale, run.local * scale) for run in outer.runs)
-                # A lone outer index leaves its (single) place to the inner dim, whatever its stride was.
+                # A single outer index is merged into the inner dim, whatever its stride is.
                 merged[-1] = _Dim(outer.size * scale, dim.local_stride, runs)
                 continue
         merged.append(dim)
@@ -185,7 +186,7 @@ def _box_spans(local_offset: int, dims: list[_Dim], max_elements: int, max_gap: 
     row = rows[level]
     first = sum(d.runs[0].start * r for d, r in zip(inner, rows[level + 1 :], strict=True))
     last = sum((d.runs[-1].stop - 1) * r for d, r in zip(inner, rows[level + 1 :], strict=True))
-    # What each row contributes, relative to its first owned element.
+    # The pieces of each row, relative to its first owned element.
     parts = []
     for runs in itertools.product(*(d.runs for d in inner)):
         source = sum(run.start * r for run, r in zip(runs, rows[level + 1 :], strict=True)) - first
@@ -213,7 +214,7 @@ def _box_spans(local_offset: int, dims: list[_Dim], max_elements: int, max_gap: 
 
 
 def _level(dims: list[_Dim], rows: list[int], max_elements: int, max_gap: int) -> int:
-    """The outermost dim whose consecutive indices may share a span: rows short enough, gaps too short to skip."""
+    """The outermost dim whose consecutive indices may share a span: its rows are short and its gaps too short to skip."""
     level = len(dims) - 1
     for i in range(len(dims) - 2, -1, -1):
         first = sum(d.runs[0].start * r for d, r in zip(dims[i + 1 :], rows[i + 1 :], strict=True))
@@ -228,9 +229,9 @@ def _level(dims: list[_Dim], rows: list[int], max_elements: int, max_gap: int) -
 
 
 def _groups(dim: _Dim, row: int, max_elements: int, max_gap: int) -> Iterator[list[_Run]]:
-    """The runs of a dim, cut to spans: neighbours with a short gap together, never more than ``max_elements``.
+    """The runs of a dim, grouped into spans: neighbours with a short gap together, at most ``max_elements``.
 
-    With one element per index and no neighbour, a run stays whole: it may be generated in place.
+    With one element per index and no neighbour, a run stays whole, because it may be generated in place.
     """
     limit = max(1, max_elements // row)
     group: list[_Run] = []
