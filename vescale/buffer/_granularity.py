@@ -14,7 +14,7 @@ from typing import Protocol
 
 import regex
 
-from vescale.buffer._checks import integers
+from vescale.buffer._integer_arguments import integers
 
 __all__ = ["FFN_WEIGHTS", "Elements", "GranularityTable", "Rows", "Tile"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from vescale.buffer._checks import integers
+from vescale.buffer._integer_arguments import integers
 
 __all__ = ["Layout", "LocalUnits", "ShardSlice"]
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from vescale.buffer._checks import integers
+from vescale.buffer._integer_arguments import integers
 from vescale.buffer._layout import Layout, ShardSlice
 from vescale.buffer._planner import Effort, plan_layout
 from vescale.placements import RaggedShard, StridedRaggedShard

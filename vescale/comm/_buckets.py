@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
-from vescale.comm._cost import Link
+from vescale.comm._ring_cost import Link
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "FIRST_BUCKET_BYTES", "BucketBytes", "bucket_limits", "plan_buckets"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.comm._observe import name_group
+from vescale.comm._observation import name_group
 from vescale.compat import make_group, without_modes
 
 __all__ = ["AxisGroup", "axis_group", "group_of_ranks", "label_axes"]

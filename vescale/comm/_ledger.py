@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from vescale.comm._observe import AS_PART, Part, axes_of, is_observed
+from vescale.comm._observation import AS_PART, Part, axes_of, is_observed
 
 __all__ = ["CommRecord", "Ledger", "asking", "record", "record_comms", "who_asks"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale.comm._observe import wait_for_message
+from vescale.comm._observation import wait_for_message
 
 __all__ = [
     "GLOO_REDUCES",

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from vescale.debug._console import Console, SocketConsole, TerminalConsole, terminal_of_this_process
-from vescale.debug._front import Front
 from vescale.debug._inspection import Inspector
-from vescale.debug._session import JobEnded, Session
+from vescale.debug._prompt import Front
+from vescale.debug._prompt_console import Console, SocketConsole, TerminalConsole, terminal_of_this_process
+from vescale.debug._stopped_ranks import JobEnded, Session
 
 __all__ = ["breakpoint", "on_exception"]
 

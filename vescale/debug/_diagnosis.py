@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vescale.comm import Operation
-from vescale.debug._places import Place
-from vescale.debug._processes import ProcessIdentity
+from vescale.debug._job_processes import ProcessIdentity
+from vescale.debug._locations import Place
 
 __all__ = ["RankReport", "StartedCollective", "diagnose"]
 

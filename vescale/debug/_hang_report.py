@@ -7,7 +7,7 @@ import threading
 from types import TracebackType
 
 from vescale.comm import wait_limit
-from vescale.debug._watch import HangWatch
+from vescale.debug._watchdog import HangWatch
 
 __all__ = ["HangReport", "hang_report", "start_from_environment", "the_watch"]
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import local_of, no_torch_function
 from vescale.debug._hang_report import the_watch
-from vescale.debug._places import place_of_frames
+from vescale.debug._locations import place_of_frames
 
 __all__ = ["Inspector"]
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm import Observer, Operation, axes_of, name_group, observe, who_asks
 from vescale.compat import default_store, is_alone
-from vescale.debug._places import running_place
+from vescale.debug._locations import running_place
 
 __all__ = ["CommBudgetError", "CommTrace", "assert_comms", "comm_trace"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vescale.ir._repeat import name_list
+from vescale.ir._merged_names import name_list
 from vescale.plans import PlanError, Source
 
 __all__ = ["Finding", "Findings", "LoweringError", "Severity"]

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.buffer import Layout, TensorGroup
 from vescale.ir._model_index import ModelIndex
-from vescale.ir._ops import Place, Unit
+from vescale.ir._operations import Place, Unit
 from vescale.ir._program import Program
 from vescale.placements import RaggedShard, local_region, shard_dim
 from vescale.plans import MeshAxes

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.plans._errors import MissingMeshError, PlanError, did_you_mean
-from vescale.plans._expression import MAX_EXPRESSION
 from vescale.plans._mesh_axes import MeshAxes
+from vescale.plans._path_expression import MAX_EXPRESSION
 from vescale.plans._placement_text import parse_placement, shown_text
 from vescale.plans._plan_entries import PlanEntries
 from vescale.plans._yaml_include import PlanFile, read_files
