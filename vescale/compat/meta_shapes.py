@@ -17,7 +17,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-__all__ = ["install_meta_shapes", "meta_of_result"]
+from vescale.compat.patching import Changes
+
+__all__ = ["meta_of_result", "run_on_meta"]
 
 _aten = torch.ops.aten
 
@@ -46,7 +48,7 @@ _OTHERS = frozenset(
 )
 
 
-def install_meta_shapes() -> None:
+def run_on_meta(changes: Changes, hooks: Any) -> None:
     """Let DTensor ask :func:`meta_of_result` first."""
     original: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -56,7 +58,7 @@ def install_meta_shapes() -> None:
             return original(self, op_schema)
         return meta_of_result(op_schema.op, op_schema.args_schema, op_schema.kwargs_schema)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate_tensor_meta  # type: ignore[method-assign]
+    changes.attribute(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_tensor_meta)
 
 
 @functools.cache
