@@ -110,6 +110,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     _end_with_run()
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115
     faulthandler.enable(stacks)  # of a rank that dies
+    os.dup2(stacks.fileno(), 2)  # what C++ says before it ends the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     torch.set_num_threads(1)
     gc.freeze()  # what the fork server has loaded is never searched for garbage

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale.compat import CollectiveKernels, group_description, on_completion
+from vescale.compat import OBSERVATION, group_description, install_part, on_completion, require, uninstall_part
 
 __all__ = [
     "AS_PART",
@@ -128,7 +128,6 @@ _SILENT = ("send", "recv")
 _THREAD = threading.local()
 _LOCK = threading.Lock()
 _OBSERVERS: list[Observer] = []
-_KERNELS: list[CollectiveKernels] = []
 _COUNTS: dict[str, int] = {}
 _UNTOLD: list[Operation] = []
 """Operations made of silent works, or mute, that may be running."""
@@ -144,9 +143,10 @@ def observe(observer: Observer) -> Callable[[], None]:
     """Pass every collective of this process to ``observer`` from now on; the returned function ends that."""
     with _LOCK:
         if not _OBSERVERS:
+            require(OBSERVATION)
             _COUNTS.clear()
             _UNTOLD.clear()
-            _KERNELS.append(CollectiveKernels(_run))
+            install_part("observation", _run)
         _OBSERVERS.append(observer)
 
     def end() -> None:
@@ -154,7 +154,7 @@ def observe(observer: Observer) -> Callable[[], None]:
             if observer in _OBSERVERS:
                 _OBSERVERS.remove(observer)
                 if not _OBSERVERS:
-                    _KERNELS.pop().close()
+                    uninstall_part("observation")
                     for operation in _UNTOLD:  # works hold tensors
                         operation.parts = []
                     _UNTOLD.clear()

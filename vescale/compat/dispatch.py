@@ -1,140 +1,169 @@
-"""DTensor's op dispatch: native sharding propagation, results and the two places where an op can be taken over.
+"""DTensor's op dispatcher: where an op is taken over, and where vescale is told of redistributions and writes.
 
-The C++ dispatcher looks for a handler (``_custom_op_handlers``), then in its cache of sharding decisions, and on a miss
-calls ``_propagate_op_sharding_dispatch_slow_path``. That method may answer with a sharding decision, which the C++ side
-caches and never asks for again, or with the op's finished result, which it returns as it is.
+In C++, PyTorch looks for a handler of the op (``_custom_op_handlers``), then in the thread's cache of sharding decisions.
+On a miss it calls ``_propagate_op_sharding_dispatch_slow_path``. That method returns a sharding decision, which is cached
+and followed, or the op's result. Ops that PyTorch runs without Python are therefore taken over on a miss: where stock
+DTensor's decision is kept, it is cached, and the next call does not reach Python.
+
+What is told and asked is decided by the hooks, which look up the model that the running op belongs to.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, _clear_DTensor_sharding_propagator_cache, _dispatch_has_kernel_for_dispatch_key
-from torch.distributed.tensor import DTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import _dispatch as tensor_dispatch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
-from torch.distributed.tensor._utils import ExplicitRedistributionContext
-from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
+from vescale.compat.op_info import (
+    OutputSharding,
+    clear_sharding_cache,
+    is_view,
+    iterate_specs,
+    with_aliasing,
+)
+from vescale.compat.patching import HOOKS, Changes
 
 __all__ = [
-    "PACKING",
-    "OpSchema",
-    "OutputSharding",
-    "clear_sharding_cache",
-    "decompose",
-    "has_results",
-    "is_view",
-    "iterate_specs",
-    "native_sharding",
-    "observe_redistribution",
-    "output_meta",
-    "schema_arguments",
-    "schema_of",
-    "static_keywords",
-    "takes_only_tensors",
-    "with_aliasing",
-    "wrap_dispatch",
+    "DispatchListener",
+    "ModelHooks",
+    "OpHandler",
+    "accept_plain_operands",
+    "format_scalars",
+    "handlers_of_dtensor",
+    "no_torch_function",
+    "observe_redistributions",
+    "observe_writes",
+    "stock_dispatch",
+    "take_over_handled_ops",
+    "take_over_mixed_ops",
+    "take_over_undecided_ops",
+    "tell_move",
+    "telling",
 ]
+
+# Switches __torch_function__ off for modes and subclasses alike: DTensor's ops (which use __torch_dispatch__) still run.
+no_torch_function = torch._C.DisableTorchFunction
 
 _aten = torch.ops.aten
 
-# What torch.nn.utils.rnn makes a packed sequence with, and padded sequences of it.
-PACKING = (torch._C._VariableFunctions._pack_padded_sequence, torch._C._VariableFunctions._pad_packed_sequence)
 
-# Ops that a handler takes before propagation is asked; these must not see a placement they do not know.
-HANDLED_OPS = (
-    _aten.argmax.default,
-    _aten.argmin.default,
-    _aten.convolution.default,
-    _aten.convolution_backward.default,
-)
+@dataclass(frozen=True)
+class OpHandler:
+    """What runs in place of an op on DTensors.
+
+    Attributes:
+        run: ``(op, args, kwargs)`` to the op's result, or to an ``OutputSharding`` that PyTorch caches and follows.
+        applies: ``(op, schema) -> bool``, whether it takes the call. It must follow from what PyTorch's cache is keyed by,
+            the specs of the operands and the arguments that a placement can depend on: a call that it does not take is
+            decided by PyTorch, and ``applies`` is not asked again.
+        takes_plain: whether plain tensors among the operands are global ones, the same on every rank. PyTorch refuses them
+            before it asks for a decision, so that all calls of the op go through Python.
+    """
+
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    applies: Callable[[Any, Any], bool] = lambda op, schema: True
+    takes_plain: bool = False
 
 
-def schema_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpSchema:
-    """The op's arguments with specs in place of tensors; plain one-element tensors count as replicated."""
-    schema = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs).schema
-    assert schema is not None  # it was asked for
-    return schema
+class DispatchListener:
+    """What the dispatcher tells, and asks."""
 
+    def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, DTensorSpec, DTensorSpec]]) -> None:
+        """Before an op brings operands (position, local tensor, from, to) to other placements on its own account."""
 
-def native_sharding(
-    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], schema_info: Any
-) -> OutputSharding | None:
-    """PyTorch's own sharding decision for stock placements, or None when it has no strategy for the op."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    try:
-        return propagator.propagate_op_sharding_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
-    except NotImplementedError:
+    def placement_move(
+        self, op: Any, operand: str, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec
+    ) -> None:
+        """The same, for an op on vescale's placements, operand by operand."""
+
+    def viewed_copies(
+        self, op: Any, moves: Sequence[tuple[torch.Tensor, DTensorSpec, torch.Tensor, DTensorSpec]]
+    ) -> None:
+        """After operands of a view were brought elsewhere (local tensor and spec, before and now): the result is a view of
+        the new ones, and what is written to it does not reach the old ones by itself."""
+
+    def wrote(self, tensor: DTensor) -> None:
+        """After an op has written to ``tensor`` in place."""
+
+    def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stock DTensor has no rule for ``op``, or one that refuses: return its result, or NotImplemented to let the error
+        out."""
+        return NotImplemented
+
+    def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
+        """Stock DTensor would move operands of ``op``, of which one is a ``_StridedShard``: return a sharding decision
+        that does not, for it to cache, or the op's result, or None."""
         return None
 
+    def moves_nothing(self, op: Any, schema: Any, sharding: Any) -> Any:
+        """Stock DTensor would move operands of ``op`` by the decision ``sharding``: return one that does not, for it to
+        cache, or None."""
+        return None
 
-def output_meta(
-    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], schema_info: Any
-) -> TensorMeta | Sequence[TensorMeta | None] | None:
-    """Global shape, stride and dtype of the op's results, from a run on fake tensors."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    return propagator._propagate_tensor_meta_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
-
-
-def clear_sharding_cache() -> None:
-    """Forget the C++ side's sharding decisions of this thread."""
-    _clear_DTensor_sharding_propagator_cache()
+    def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor among DTensors is the global one, the same on every rank; False: stock refuses it."""
+        return False
 
 
-def static_keywords(schema_info: Any) -> Sequence[str]:
-    """The keyword arguments that the C++ cache distinguishes."""
-    return (schema_info.static_kwargkey or ()) if schema_info is not None else ()
+@dataclass(frozen=True)
+class ModelHooks:
+    """What runs and listens for parallelized models.
+
+    Attributes:
+        handlers: by overload.
+        listener: what the dispatcher tells and asks.
+        view_copies: what writes have to be followed for; the listener's ``wrote`` is called while it is not empty.
+        checkpointed: what runs in place of a function that is checkpointed (:mod:`torch.utils.checkpoint`).
+    """
+
+    handlers: Mapping[Any, OpHandler]
+    listener: DispatchListener
+    view_copies: AbstractSet[int]
+    checkpointed: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def schema_arguments(op: Any) -> tuple[tuple[str, bool], ...]:
-    """``(name, whether the op writes to it)`` of each argument of the op."""
-    return tuple((a.name, a.alias_info is not None and a.alias_info.is_write) for a in op._schema.arguments)
+# From so many mesh axes on, stock DTensor takes half a minute and more for one op with a _StridedShard among its operands:
+# it searches the cheapest way from it to every candidate placement.
+_LONG_SEARCH = 3
 
 
-def takes_only_tensors(op: Any) -> bool:
-    """Whether the op has no other arguments, so that what it is called on decides all."""
-    return all(isinstance(a.type, torch.TensorType) for a in op._schema.arguments)
+def handlers_of_dtensor() -> dict[Any, Any]:
+    """PyTorch's table of op handlers; asked for each time, because context parallelism puts another one in its place."""
+    table: Any = DTensor._op_dispatcher._custom_op_handlers
+    return table
 
 
-def has_results(op: Any) -> bool:
-    return bool(op._schema.returns)
+def _taken_over(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
+    """What a handler, or the rules for custom placements, make of the op; NotImplemented where they leave it to
+    PyTorch."""
+    models: ModelHooks | None = HOOKS.get("models")
+    handler = models.handlers.get(op) if models is not None else None
+    if handler is not None and handler.applies(op, schema):
+        return telling(op, handler.run)(op, args, kwargs)
+    return _on_placements(op, args, kwargs, schema)
 
 
-def is_view(op: Any) -> bool:
-    return bool(op._schema._is_view_op())
-
-
-def decompose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op as its composite implementation, or NotImplemented when it has none."""
-    if _dispatch_has_kernel_for_dispatch_key(op.name(), DispatchKey.CompositeImplicitAutograd):
-        return op.decompose(*args, **kwargs)
+def _on_placements(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
+    placements = HOOKS.get("placements")
+    if placements is None:
+        return NotImplemented
+    for spec in iterate_specs((*schema.args_schema, *schema.kwargs_schema.values())):
+        if placements.has_custom(spec.placements):
+            return placements.run_op(op, args, kwargs, schema)
+    if op is _aten.stack.default and _are_numbers_of_several_meshes(schema.args_schema[0]):
+        return placements.run_op(op, args, kwargs, schema)  # PyTorch refuses it
     return NotImplemented
-
-
-def with_aliasing(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """The result with the storage relations that the op's schema promises (views share their base's)."""
-    return return_and_correct_aliasing(op, args, kwargs, result)
-
-
-def observe_redistribution(source: DTensorSpec, target: DTensorSpec, op: Any) -> None:
-    """Let ``ExplicitRedistributionContext`` refuse or report an implicit redistribution."""
-    if getattr(ExplicitRedistributionContext._local, "_active", None) is not None:
-        message: Any = f"implicit redistribution in {op}: {source} -> {target}"
-        ExplicitRedistributionContext.observe_redistribution(source, target, message)
-
-
-def iterate_specs(args: Any) -> Iterator[DTensorSpec]:
-    """The specs among arguments, in order; tensor lists may be nested one level."""
-    for arg in args:
-        if isinstance(arg, DTensorSpec):
-            yield arg
-        elif isinstance(arg, list | tuple):
-            for item in arg:
-                if isinstance(item, DTensorSpec):
-                    yield item
 
 
 def _are_numbers_of_several_meshes(specs: Any) -> bool:
@@ -143,35 +172,288 @@ def _are_numbers_of_several_meshes(specs: Any) -> bool:
     return any(spec.mesh != specs[0].mesh for spec in specs)
 
 
-def wrap_dispatch(has_custom: Callable[..., bool], run_op: Callable[..., Any]) -> None:
-    """Send ops on custom placements to ``run_op(op, args, kwargs, schema)``, and ``stack`` of replicated numbers on several
-    meshes, which PyTorch refuses; all others run as before."""
+def take_over_handled_ops(changes: Changes, _: Any) -> None:
+    """Ops that PyTorch has a handler of its own for, which would meet placements that it does not know."""
+    table = handlers_of_dtensor()
+    for op in (
+        _aten.argmax.default,
+        _aten.argmin.default,
+        _aten.as_strided.default,
+        _aten.convolution.default,
+        _aten.convolution_backward.default,
+    ):
+        if op in table:
+            changes.entry(handlers_of_dtensor, op, functools.partial(_handle, table[op]))
+
+
+def take_over_mixed_ops(changes: Changes, hooks: ModelHooks) -> None:
+    """Ops that take plain tensors among DTensors, which C++ refuses before it asks for a decision."""
+    table = handlers_of_dtensor()
+    for op, handler in hooks.handlers.items():
+        if handler.takes_plain and op not in table:
+            changes.entry(handlers_of_dtensor, op, functools.partial(_handle, _on_replicas))
+
+
+def _handle(otherwise: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    specs = tuple(x._spec if isinstance(x, DTensor) else x for x in args)
+    found = _taken_over(op, args, kwargs, SimpleNamespace(args_schema=specs, kwargs_schema=kwargs, schema_info=None))
+    return otherwise(op, args, kwargs) if found is NotImplemented else found
+
+
+def _on_replicas(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op on operands that are Replicate: on each rank's local tensors, without asking for a decision."""
+    mesh: Any = None
+    locals_ = []
+    for x in args:
+        if isinstance(x, DTensor):
+            spec = x._spec
+            if not spec.is_replicated() or (mesh is not None and spec.mesh is not mesh):
+                return stock_dispatch(op, args, kwargs)
+            mesh, x = spec.mesh, x._local_tensor
+        elif isinstance(x, torch.Tensor | list | tuple):
+            return stock_dispatch(op, args, kwargs)
+        locals_.append(x)
+    if op._schema.is_mutable or mesh.get_coordinate() is None:
+        return stock_dispatch(op, args, kwargs)
+    with no_torch_function():
+        result = op(*locals_, **kwargs)
+    replicate = (Replicate(),) * mesh.ndim
+
+    def wrapped(x: torch.Tensor) -> DTensor:
+        return make_dtensor(x, make_spec(mesh, replicate, x.shape, x.stride(), x.dtype))
+
+    return tuple(map(wrapped, result)) if isinstance(result, tuple) else wrapped(result)
+
+
+def take_over_undecided_ops(changes: Changes, _: Any) -> None:
     dispatcher: Any = DTensor._op_dispatcher
     original = dispatcher._propagate_op_sharding_dispatch_slow_path
 
     @functools.wraps(original)
-    def slow_path(op: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
-        schema = op_info.schema
-        for spec in iterate_specs((*schema.args_schema, *schema.kwargs_schema.values())):
-            if has_custom(spec.placements):
-                return run_op(op, args, kwargs, schema)
-        if op is _aten.stack.default and _are_numbers_of_several_meshes(schema.args_schema[0]):
-            return run_op(op, args, kwargs, schema)
-        return original(op, args, kwargs, op_info, try_cache)
+    def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
+        found = _taken_over(op_call, args, kwargs, op_info.schema)
+        if found is not NotImplemented:
+            return found
+        models: ModelHooks | None = HOOKS.get("models")
+        return decided(
+            models.handlers.get(op_call) if models is not None else None, op_call, args, kwargs, op_info, try_cache
+        )
 
-    dispatcher._propagate_op_sharding_dispatch_slow_path = slow_path
+    def without_handlers(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
+        found = _on_placements(op_call, args, kwargs, op_info.schema)
+        return decided(None, op_call, args, kwargs, op_info, try_cache) if found is NotImplemented else found
 
-    def guarded(handler: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(handler)
-        def handle(op: Any, args: Any, kwargs: Any) -> Any:
-            for arg in (*args, *kwargs.values()):
-                if isinstance(arg, DTensor) and has_custom(arg._spec.placements):
-                    return run_op(op, args, kwargs, schema_of(op, args, kwargs))
-            return handler(op, args, kwargs)
+    def decided(handler: OpHandler | None, *call: Any) -> Any:
+        models: ModelHooks | None = HOOKS.get("models")
+        if models is None:
+            return original(*call)
+        # A function mode may be on where no torch function leads here (torch.vmap views its results): none of a model's is
+        # for the tensors that shapes are found with.
+        with no_torch_function():
+            return _decided(original, models.listener, handler, *call)
 
-        return handle
+    propagate.without_handlers = without_handlers  # type: ignore[attr-defined]
+    changes.attribute(dispatcher, "_propagate_op_sharding_dispatch_slow_path", propagate)
+    clear_sharding_cache()  # of decisions made without the hooks; on undo, of those made by them
+    changes.on_undo(clear_sharding_cache)
 
-    handlers = dispatcher._custom_op_handlers
-    for op in HANDLED_OPS:
-        if op in handlers:
-            handlers[op] = guarded(handlers[op])
+
+def _decided(
+    original: Any,
+    listener: DispatchListener,
+    handler: OpHandler | None,
+    op_call: Any,
+    args: Any,
+    kwargs: Any,
+    op_info: Any,
+    try_cache: bool,
+) -> Any:
+    """PyTorch's decision, or what ``handler`` and the listener make of an op that PyTorch has no rule for, or moves operands
+    for."""
+    # The C++ caller takes anything that is no OutputSharding as the op's own result.
+    has_strided = _has_strided(op_info.schema)
+    if has_strided and op_info.compute_mesh.ndim >= _LONG_SEARCH:
+        kept = listener.interleaved(op_call, args, kwargs, op_info.schema)
+        if kept is not None:
+            return kept
+    try:
+        sharding = original(op_call, args, kwargs, op_info, try_cache)
+    except RuntimeError as error:
+        if not _lacks_rule(error):
+            raise
+        if has_strided and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
+            return kept
+        if handler is not None:
+            return telling(op_call, handler.run)(op_call, args, kwargs)
+        result = listener.no_strategy(op_call, args, kwargs)
+        if result is NotImplemented:
+            raise
+        return result
+    if getattr(sharding, "needs_redistribute", False):
+        if has_strided and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
+            return kept
+        if (kept := listener.moves_nothing(op_call, op_info.schema, sharding)) is not None:
+            return kept
+    if op_call._schema.is_mutable and _moves_written(sharding, op_info.schema):
+        result = listener.no_strategy(op_call, args, kwargs)
+        # A decision that is returned is cached, and the listener not asked again, where it may answer otherwise.
+        return _follow(op_call, args, kwargs, op_info, sharding) if result is NotImplemented else result
+    return sharding
+
+
+def _follow(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op_info: Any, sharding: Any) -> Any:
+    """The result of an op by a sharding decision, as the C++ code computes it."""
+    dispatcher, mesh = DTensor._op_dispatcher, op_info.compute_mesh
+    op_info.output_sharding = sharding
+    local = dispatcher._dispatch_get_local_results_slow_path(op, args, op_info)
+    is_inplace = op._schema.name.endswith("_")
+    is_out = not is_inplace and "out" in op._schema.overload_name
+    if is_inplace or is_out:
+        participating = mesh.get_coordinate() is not None
+        return dispatcher._dispatch_fast_path_python_tail(
+            op, args, kwargs, mesh, sharding, local, participating, is_inplace, is_out
+        )
+    result = dispatcher.wrap(local, sharding.output_spec)
+    return with_aliasing(op, args, kwargs, result) if is_view(op) else result
+
+
+def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op on DTensors by DTensor's own rule, or by those of custom placements; for handlers that decline."""
+    dispatcher: Any = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
+    sharding = getattr(propagate, "without_handlers", propagate)(op, args, kwargs, info, True)
+    return _follow(op, args, kwargs, info, sharding) if isinstance(sharding, OutputSharding) else sharding
+
+
+def _has_strided(schema: Any) -> bool:
+    specs = iterate_specs((*schema.args_schema, *schema.kwargs_schema.values()))
+    return any(isinstance(placement, StridedShard) for spec in specs for placement in spec.placements)
+
+
+def _moves_written(sharding: Any, schema: Any) -> bool:
+    """Whether a rule wants what an in-place op writes to elsewhere: stock DTensor would write to a copy, and label the
+    tensor, which stays where it is, with the copy's placements."""
+    wanted = getattr(sharding, "redistribute_schema", None)
+    if wanted is None or not isinstance(schema.args_schema[0], DTensorSpec):
+        return False
+    written = schema.op._schema.arguments[0].alias_info
+    if written is None or not written.is_write or not isinstance(wanted.args_schema[0], DTensorSpec):
+        return False
+    return schema.args_schema[0].placements != wanted.args_schema[0].placements
+
+
+def _lacks_rule(error: BaseException | None) -> bool:
+    """Whether propagation failed for want of a rule, and not because of the operands: there is none, the result's shape
+    depends on the data (``nonzero``), or the rule refuses to redistribute (``unbind`` of a sharded dim)."""
+    while error is not None:
+        if isinstance(error, DynamicOutputShapeException | DataDependentOutputException | NotImplementedError):
+            return True
+        if any(
+            text in str(error) for text in ("without redistribution", "redistribute the tensor", "placement changes")
+        ):
+            return True
+        error = error.__cause__
+    return False
+
+
+def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
+    dispatcher, listener = DTensor._op_dispatcher, hooks.listener
+    original = dispatcher.redistribute_local_args
+
+    @functools.wraps(original)
+    def redistribute_local_args(op_info: Any, schema: Any, use_val: bool) -> None:
+        wanted = schema.args_schema
+        if op_info.args_tree_spec is not None:
+            wanted = tensor_dispatch.pytree.tree_leaves(wanted)
+        moves = [
+            (position, op_info.local_args[position], found, wanted[position])
+            for position, found in enumerate(op_info.flat_args_schema)
+            if type(found) is DTensorSpec and found.placements != wanted[position].placements
+        ]
+        if not moves:
+            return original(op_info, schema, use_val)
+        listener.redistribution(schema.op, moves)
+        original(op_info, schema, use_val)
+        if is_view(schema.op):
+            copies = [(local, found, op_info.local_args[position], to) for position, local, found, to in moves]
+            listener.viewed_copies(schema.op, copies)
+
+    changes.attribute(dispatcher, "redistribute_local_args", redistribute_local_args)
+
+
+def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
+    """Tell the listener of in-place ops and those with ``out=``.
+
+    C++ looks up what it calls at the end of such an op once in a process, so that another attribute would not be found. The
+    function that it keeps calls ``get_active_debug_mode`` first, when the local tensors have been written to.
+    """
+    original = tensor_dispatch.get_active_debug_mode
+    tail = type(DTensor._op_dispatcher)._dispatch_fast_path_python_tail.__code__
+    copies, listener = hooks.view_copies, hooks.listener
+
+    @functools.wraps(original)
+    def get_active_debug_mode() -> Any:
+        if copies:
+            frame = sys._getframe(1)
+            if frame.f_code is tail:
+                for tensor in _written(frame.f_locals):
+                    listener.wrote(tensor)
+        return original()
+
+    changes.attribute(tensor_dispatch, "get_active_debug_mode", get_active_debug_mode)
+
+
+def _written(call: Mapping[str, Any]) -> list[DTensor]:
+    """What the op wrote to, of which these are the local variables of PyTorch's function."""
+    found: list[Any] = []
+    if call["participating"] and call["is_inplace_op"]:
+        found = [call["args"][0]]
+    elif call["participating"] and call["is_out_variant_op"]:
+        found = [call["kwargs"].get(a.name) for a in call["op_call"]._schema.arguments if a.is_out]
+    return [tensor for tensor in found if isinstance(tensor, DTensor)]
+
+
+def telling(op: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler that tells the listener when an in-place op has been handled."""
+    if not op._schema.is_mutable or op._schema.name.startswith("aten::_foreach"):
+        return handler
+
+    @functools.wraps(handler)
+    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = handler(op, args, kwargs)
+        models: ModelHooks | None = HOOKS.get("models")
+        if models is not None and args and isinstance(args[0], DTensor):
+            models.listener.wrote(args[0])
+        return result
+
+    return handle
+
+
+def accept_plain_operands(changes: Changes, hooks: ModelHooks) -> None:
+    dispatcher, listener = DTensor._op_dispatcher, hooks.listener
+    original = dispatcher._try_replicate_spec_for_scalar_tensor
+
+    @functools.wraps(original)
+    def replicate_spec(op_call: Any, tensor_arg: torch.Tensor, compute_mesh: Any) -> DTensorSpec:
+        if tensor_arg.ndim and listener.plain_operand(op_call, tensor_arg):
+            meta = TensorMeta(tensor_arg.shape, tensor_arg.stride(), tensor_arg.dtype)
+            return DTensorSpec(compute_mesh, (Replicate(),) * compute_mesh.ndim, tensor_meta=meta)
+        return original(op_call, tensor_arg, compute_mesh)
+
+    changes.attribute(dispatcher, "_try_replicate_spec_for_scalar_tensor", replicate_spec)
+
+
+def format_scalars(changes: Changes, _: Any) -> None:
+    def __format__(self: DTensor, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else repr(self) if not spec else self, spec)
+
+    if "__format__" not in vars(DTensor):
+        changes.attribute(DTensor, "__format__", __format__)
+
+
+def tell_move(op: Any, operand: str, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:
+    """A rule of ours, not DTensor's own, brings an operand elsewhere; called before anything is communicated."""
+    models: ModelHooks | None = HOOKS.get("models")
+    if models is not None:
+        models.listener.placement_move(op, operand, local, source, target)

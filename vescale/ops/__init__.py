@@ -61,11 +61,12 @@ from vescale.ops._registry import (
     register_family,
 )
 from vescale.ops._ring_schedule import Meeting, RingSchedule, Runs, meetings
-from vescale.ops._view_copies import remember_copy, write_through
+from vescale.ops._view_copies import LIVE_COPIES, remember_copy, write_through
 from vescale.ops.elementwise import is_elementwise
 
 __all__ = [
     "FAMILY_FILES",
+    "LIVE_COPIES",
     "Decision",
     "Meeting",
     "ModelObserver",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vescale import csrc
-from vescale.compat.kernels import compile_kernel
+from vescale.compat.cuda_kernels import compile_kernel
 from vescale.rng._philox import ChunkedRule, GridStride, Launch, PhiloxRule, PhiloxState, Vectors
 from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
 from vescale.rng._stream_spans import Piece, Span
@@ -143,7 +143,7 @@ def source(kind: Kind) -> str:
 
 
 def build(kind: Kind) -> Launcher:
-    """Compile a kernel for the current device. Raises what :func:`vescale.compat.kernels.compile_kernel` raises."""
+    """Compile a kernel for the current device. Raises what :func:`vescale.compat.cuda_kernels.compile_kernel` raises."""
     kernel = compile_kernel(source(kind), "vescale_fill")
 
     def launch(out: torch.Tensor, parameter: torch.Tensor, plan: Plan, blocks: int, threads: int) -> None:

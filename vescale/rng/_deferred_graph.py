@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vescale.compat.deferred import tree_leaves
+from vescale.compat.tensor_subclasses import tree_leaves
 from vescale.rng._random_ops import RandomOp
 from vescale.rng._stream_spans import is_contiguous
 

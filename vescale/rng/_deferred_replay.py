@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vescale.compat.deferred import tree_map
+from vescale.compat.tensor_subclasses import tree_map
 from vescale.placements import Region
 from vescale.rng._deferred_graph import Constant, Initializer, Op, Record, View, live_writes, needed_ops
 from vescale.rng._dtensor_fill import part_of_whole

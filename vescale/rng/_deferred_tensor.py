@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vescale.compat.deferred import MemorylessTensor, TorchDispatchMode, tree_leaves, tree_map, without_modes
+from vescale.compat.tensor_subclasses import MemorylessTensor, TorchDispatchMode, tree_leaves, tree_map, without_modes
 from vescale.rng._deferred_graph import Constant, Initializer, Op, Record, View, next_time
 from vescale.rng._deferred_replay import whole_numel, whole_values
 from vescale.rng._engine import advance, default_generator, saved_state

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vescale.compat.random import WrapperTensor, tree_leaves, tree_map_only
+from vescale.compat.tensor_subclasses import WrapperTensor, tree_leaves, tree_map_only
 from vescale.placements import Region
 from vescale.rng._engine import fill_region
 from vescale.rng._fill_request import Fill

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from vescale.compat.random import RandomHooks, attach, attached, detach
+from vescale.compat import install_part, is_installed, uninstall_part
+from vescale.compat.random_ops import RandomHooks
 from vescale.rng._deferred_tensor import Recorder
 from vescale.rng._initializers import INITIALIZERS, dtensor_factory
 from vescale.rng._op_handlers import handlers
@@ -18,17 +19,17 @@ def enable() -> None:
 
     Programs without DTensors are not affected. All ranks must be seeded alike; nothing is communicated.
     """
-    if not attached():
-        attach(RandomHooks(handlers(), dtensor_factory, INITIALIZERS))
+    if not is_enabled():
+        install_part("random", RandomHooks(handlers(), dtensor_factory, INITIALIZERS))
 
 
 def disable() -> None:
     """Restore PyTorch as it was before :func:`enable`; idempotent."""
-    detach()
+    uninstall_part("random")
 
 
 def is_enabled() -> bool:
-    return attached()
+    return is_installed("random")
 
 
 @contextlib.contextmanager

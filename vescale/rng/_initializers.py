@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, local_of, spec_of
-from vescale.compat.random import is_symbolic
+from vescale.compat.random_ops import is_symbolic
 from vescale.rng._deferred_tensor import is_deferred, record_initializer
 from vescale.rng._dtensor_fill import empty, fill, part_of_whole, region_of
 from vescale.rng._engine import default_generator

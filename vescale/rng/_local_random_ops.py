@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, make_spec
-from vescale.compat.deferred import TorchDispatchMode, tree_map
+from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_map
 from vescale.placements import contiguous_stride, local_region
 from vescale.rng._op_handlers import handlers
 

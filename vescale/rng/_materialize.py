@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, make_dtensor, make_spec
-from vescale.compat.deferred import tree_leaves, without_modes
+from vescale.compat.tensor_subclasses import tree_leaves, without_modes
 from vescale.placements import Region, local_region, normalize_placements
 from vescale.rng._deferred_graph import Constant, Record, View, needed_ops, next_time
 from vescale.rng._deferred_replay import part_values, whole_values

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale.compat import local_of, make_dtensor, make_spec, spec_of
-from vescale.compat.kernels import fused_dropout
-from vescale.compat.random import (
+from vescale.compat import local_of, make_dtensor, make_spec, spec_of, stock_dispatch
+from vescale.compat.cuda_kernels import fused_dropout
+from vescale.compat.random_ops import (
     Handler,
-    call_stock,
     correct_inplace_view,
     has_composite_kernel,
     is_symbolic,
@@ -50,7 +49,7 @@ def _numbers_only(handler: Callable[..., Any]) -> Handler:
     def handle(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
         dtensors = [value for value in (*args, *kwargs.values()) if isinstance(value, DTensor)]
         if any(is_symbolic(local_of(dtensor)) for dtensor in dtensors):
-            return call_stock(op, args, kwargs)
+            return stock_dispatch(op, args, kwargs)
         return handler(op, args, kwargs)
 
     return handle
@@ -82,15 +81,6 @@ def _bernoulli_from(target: DTensor, probabilities: Any, generator: torch.Genera
         expanded: Any = probabilities.expand(target.shape)
         probabilities = expanded.redistribute(spec.mesh, spec.placements)
     fill(target, RandomOp("bernoulli_"), generator, probabilities)
-
-
-def _empty_like(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    source: DTensor = args[0]
-    device = kwargs.get("device")
-    elsewhere = device is not None and torch.device(device).type != source.device.type
-    if elsewhere or any(placement.is_partial() for placement in source.placements):
-        return call_stock(op, args, kwargs)
-    return empty_like(source, kwargs.get("dtype"), kwargs.get("memory_format") or torch.preserve_format)
 
 
 def _like(op: RandomOp, source: DTensor, kwargs: _Kwargs) -> DTensor:
@@ -221,7 +211,7 @@ def _rrelu_with_noise(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if not given.get("training", False):
-        return call_stock(op, args, kwargs)
+        return stock_dispatch(op, args, kwargs)
     source, noise = given["self"], given["noise"]
     source_region, noise_region = region_of(spec_of(source), str(op)), region_of(spec_of(noise), str(op))
     if source_region is None or noise_region is None:
@@ -248,7 +238,7 @@ def _fused_attention(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
             f"{query.placements}: fused kernels draw by local index, so that shards would repeat each other's dropout; "
             "expected the math kernel: wrap the call in torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
-    return call_stock(op, args, kwargs)
+    return stock_dispatch(op, args, kwargs)
 
 
 def _refused(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
@@ -312,7 +302,6 @@ def handlers() -> dict[Any, Handler]:
     """The table of handlers by overload. It contains every random op of ATen; unknown ones are refused."""
     table: dict[Any, Handler] = {
         aten.bernoulli_.Tensor: _bernoulli_tensor_,
-        aten.empty_like.default: _empty_like,
         aten.rand_like.default: _rand_like,
         aten.randn_like.default: _randn_like,
         aten.randint_like.default: _randint_like,

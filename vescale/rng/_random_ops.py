@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vescale.compat.kernels import fused_dropout
+from vescale.compat.cuda_kernels import fused_dropout
 from vescale.rng._draw_rules import DrawRule, NormalBlocks, NormalPairs, WordsPerElement
 from vescale.rng._mt19937 import Mt19937State
 

@@ -16,7 +16,16 @@ from typing import Any
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed.tensor import DTensor
 
-__all__ = ["CheckpointHooks", "wrap_checkpoint"]
+from vescale.compat.needs import CHECKPOINTS, require
+from vescale.compat.patching import Changes
+
+__all__ = [
+    "CheckpointHooks",
+    "refuse_lossy_safetensors",
+    "wrap_full_state_dicts",
+    "wrap_planning",
+    "wrap_protocol",
+]
 
 
 @dataclass(frozen=True)
@@ -42,20 +51,21 @@ class CheckpointHooks:
     fill: Callable[..., Any]
 
 
-def wrap_checkpoint(has_custom: Callable[..., bool], hooks: CheckpointHooks) -> None:
-    """Put the wrappers in place; called once, by :func:`vescale.compat.install`."""
+def _is_custom(hooks: Any) -> Callable[[Any], bool]:
+    """What tells whether a value is a DTensor with a custom placement."""
+    return lambda value: isinstance(value, DTensor) and hooks.has_custom(value._spec.placements)
+
+
+def wrap_protocol(changes: Changes, dtensor_hooks: Any) -> None:
+    """DTensor's side of DCP's ``_Checkpointable`` protocol."""
+    hooks = dtensor_hooks.checkpoint
 
     def is_custom(value: Any) -> bool:
-        return isinstance(value, DTensor) and has_custom(value._spec.placements)
+        if not dtensor_hooks.has_custom(value._spec.placements):
+            return False
+        require(CHECKPOINTS)  # PyTorch's own plans would leave blocks out
+        return True
 
-    _wrap_protocol(is_custom, hooks)
-    _wrap_planning(is_custom, hooks)
-    _wrap_full_state_dicts(is_custom, hooks)
-    _refuse_lossy_safetensors()
-
-
-def _wrap_protocol(is_custom: Callable[[Any], bool], hooks: CheckpointHooks) -> None:
-    """DTensor's side of DCP's ``_Checkpointable`` protocol."""
     write_items = DTensor.__create_write_items__
     chunk_list = DTensor.__create_chunk_list__
     tensor_shard = DTensor.__get_tensor_shard__
@@ -73,14 +83,15 @@ def _wrap_protocol(is_custom: Callable[[Any], bool], hooks: CheckpointHooks) -> 
         return hooks.tensor_shard(self, index) if is_custom(self) else tensor_shard(self, index)
 
     for method in (__create_write_items__, __create_chunk_list__, __get_tensor_shard__):
-        setattr(DTensor, method.__name__, method)
+        changes.attribute(DTensor, method.__name__, method)
 
 
-def _wrap_planning(is_custom: Callable[[Any], bool], hooks: CheckpointHooks) -> None:
+def wrap_planning(changes: Changes, dtensor_hooks: Any) -> None:
     # Loaded with the first placement rather than with vescale.compat: it costs more than all of vescale.placements.
     from torch.distributed.checkpoint import default_planner, planner_helpers
     from torch.distributed.checkpoint.planner import SavePlan
 
+    is_custom, hooks = _is_custom(dtensor_hooks), dtensor_hooks.checkpoint
     metadata_only_plan = planner_helpers._create_default_metadata_only_plan
     load_plan = default_planner.create_default_local_load_plan
 
@@ -100,15 +111,15 @@ def _wrap_planning(is_custom: Callable[[Any], bool], hooks: CheckpointHooks) -> 
                 hooks.check_load(fqn, value, metadata.state_dict_metadata[fqn])
         return load_plan(state_dict, metadata, strict)
 
-    for module in (planner_helpers, default_planner):  # each has bound the name
-        setattr(module, "_create_default_metadata_only_plan", _create_default_metadata_only_plan)  # noqa: B010
-    default_planner.create_default_local_load_plan = create_default_local_load_plan
+    changes.function(metadata_only_plan, _create_default_metadata_only_plan)
+    changes.function(load_plan, create_default_local_load_plan)
 
 
-def _wrap_full_state_dicts(is_custom: Callable[[Any], bool], hooks: CheckpointHooks) -> None:
+def wrap_full_state_dicts(changes: Changes, dtensor_hooks: Any) -> None:
     """``set_*_state_dict`` from full tensors, held by every rank or broadcast by rank 0."""
-    from torch.distributed.checkpoint import state_dict as checkpoint_state_dict
+    import torch.distributed.checkpoint.state_dict  # noqa: F401  # which binds these names
 
+    is_custom, hooks = _is_custom(dtensor_hooks), dtensor_hooks.checkpoint
     distribute_tensors = state_dict_utils._distribute_tensors
 
     @functools.wraps(distribute_tensors)
@@ -139,14 +150,13 @@ def _wrap_full_state_dicts(is_custom: Callable[[Any], bool], hooks: CheckpointHo
 
         return wrapper
 
-    state_dict_utils._distribute_tensors = _distribute_tensors
+    changes.function(distribute_tensors, _distribute_tensors)
     for name, every_rank_has_full in (("_broadcast_state_dict", False), ("_distribute_state_dict", True)):
-        wrapper = keeping_scalars_placed(getattr(state_dict_utils, name), every_rank_has_full)
-        for module in (state_dict_utils, checkpoint_state_dict):  # each has bound the name
-            setattr(module, name, wrapper)
+        original = getattr(state_dict_utils, name)
+        changes.function(original, keeping_scalars_placed(original, every_rank_has_full))
 
 
-def _refuse_lossy_safetensors() -> None:
+def refuse_lossy_safetensors(changes: Changes, _: Any) -> None:
     """The safetensors format names a file's tensors by their FQN, so of several blocks of a tensor in one file PyTorch's
     writer keeps the last only, without a word. Raise instead, on every rank, before anything is written."""
     from torch.distributed.checkpoint.filesystem import SerializationFormat, _FileSystemWriter
@@ -171,4 +181,4 @@ def _refuse_lossy_safetensors() -> None:
         return prepare_global_plan
 
     for writer in (_FileSystemWriter, HuggingFaceStorageWriter):
-        setattr(writer, "prepare_global_plan", checked(writer.prepare_global_plan))  # noqa: B010
+        changes.attribute(writer, "prepare_global_plan", checked(writer.prepare_global_plan))

@@ -1,15 +1,12 @@
-"""The one place that changes PyTorch: DTensor's entry points learn about placements they do not know.
+"""DTensor's methods and functions learn of placements that stock DTensor does not know.
 
-Every wrapper's first act is to look for a custom placement and, finding none, to call the original unchanged. What
-happens otherwise is given by :class:`DTensorHooks`, which ``vescale.ops`` fills: this module knows where to hook,
-not what to do there.
+Each wrapper first looks for a custom placement and calls the original if there is none. What happens otherwise is given by
+:class:`DTensorHooks`, which ``vescale.placements`` and ``vescale.ops`` fill in.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
-import types
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,16 +14,20 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as tensor_api
-from torch.distributed.tensor import _dispatch as tensor_dispatch
 from torch.distributed.tensor import _redistribute as tensor_redistribute
 
-from vescale.compat.checkpoint import CheckpointHooks, wrap_checkpoint
-from vescale.compat.copying import wrap_copying
-from vescale.compat.dispatch import wrap_dispatch
-from vescale.compat.exact_matches import install_exact_matches
-from vescale.compat.needs import self_check
+from vescale.compat.checkpoint_plans import CheckpointHooks
+from vescale.compat.patching import Changes
 
-__all__ = ["DTensorHooks", "install", "is_installed", "stock"]
+__all__ = [
+    "DTensorHooks",
+    "stock",
+    "wrap_conversions",
+    "wrap_distribute_tensor",
+    "wrap_local_gradient",
+    "wrap_redistribute_local",
+    "wrap_set_item",
+]
 
 
 @dataclass(frozen=True)
@@ -53,27 +54,12 @@ class DTensorHooks:
     set_item: Callable[..., None]
 
 
-_LOCK = threading.Lock()
-_INSTALLED: list[DTensorHooks] = []
-
-
-def _copy_of(function: Any) -> Any:
-    twin = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    functools.update_wrapper(twin, function)
-    twin.__kwdefaults__ = function.__kwdefaults__
-    del twin.__wrapped__  # type: ignore[attr-defined]
-    return twin
-
-
-# The originals, whether or not install() has run.
+# PyTorch's own, whether or not anything is installed.
 _STOCK = SimpleNamespace(
     redistribute=DTensor.redistribute,
     full_tensor=DTensor.full_tensor,
     from_local=DTensor.from_local,
-    distribute_tensor=_copy_of(tensor_api.distribute_tensor),
-    redistribute_local_tensor=tensor_redistribute.redistribute_local_tensor,
+    distribute_tensor=tensor_api.distribute_tensor,
 )
 
 
@@ -82,40 +68,21 @@ def stock() -> Any:
     return _STOCK
 
 
-def is_installed() -> bool:
-    return bool(_INSTALLED)
-
-
-def install(hooks: DTensorHooks) -> None:
-    """Put the wrappers in place, once in a process; later calls do nothing.
-
-    Raises UnsupportedTorchError when this torch lacks something that the wrappers build on; nothing is changed then.
-    """
-    with _LOCK:
-        if _INSTALLED:
-            return
-        self_check()
-        _INSTALLED.append(hooks)
-        _wrap_methods(hooks)
-        _wrap_local_gradient(hooks)
-        _wrap_redistribute_local(hooks)
-        _wrap_distribute_tensor(hooks)
-        wrap_checkpoint(hooks.has_custom, hooks.checkpoint)
-        wrap_copying()
-        wrap_dispatch(hooks.has_custom, hooks.run_op)
-        install_exact_matches()
-
-
 def _again(placements: Any) -> Any:
     """Placements that can be looked at and passed on, also when they come from a generator, as stock entry points allow."""
     return placements if placements is None or isinstance(placements, list | tuple) else tuple(placements)
 
 
-def _wrap_methods(hooks: DTensorHooks) -> None:
-    stock_redistribute, stock_from_local = _STOCK.redistribute, _STOCK.from_local
-    has_custom, custom_types = hooks.has_custom, hooks.custom_types
+def wrap_conversions(changes: Changes, hooks: DTensorHooks) -> None:
+    _wrap_redistribute(changes, hooks)
+    _wrap_full_tensor(changes, hooks)
+    _wrap_from_local(changes, hooks)
 
-    @functools.wraps(_STOCK.redistribute)
+
+def _wrap_redistribute(changes: Changes, hooks: DTensorHooks) -> None:
+    original, has_custom, custom_types = _STOCK.redistribute, hooks.has_custom, hooks.custom_types
+
+    @functools.wraps(original)
     def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
         if type(placements) is list or type(placements) is tuple:  # the loops are has_custom, whose calls would show
             for placement in self._spec.placements:
@@ -126,49 +93,62 @@ def _wrap_methods(hooks: DTensorHooks) -> None:
                     if type(placement) in custom_types:
                         break
                 else:
-                    return stock_redistribute(self, device_mesh, placements, **options)
+                    return original(self, device_mesh, placements, **options)
         placements = _again(placements)
         if placements is None or not (has_custom(self._spec.placements) or has_custom(placements)):
-            return stock_redistribute(self, device_mesh, placements, **options)
+            return original(self, device_mesh, placements, **options)
         return hooks.redistribute(self, device_mesh, placements, **options)
 
-    @functools.wraps(_STOCK.full_tensor)
+    changes.attribute(DTensor, "redistribute", redistribute)
+
+
+def _wrap_full_tensor(changes: Changes, hooks: DTensorHooks) -> None:
+    original, has_custom = _STOCK.full_tensor, hooks.has_custom
+
+    @functools.wraps(original)
     def full_tensor(self: Any, *, grad_placements: Any = None) -> Any:
         if not (has_custom(self._spec.placements) or (grad_placements and has_custom(grad_placements))):
-            return _STOCK.full_tensor(self, grad_placements=grad_placements)
+            return original(self, grad_placements=grad_placements)
         return hooks.full_tensor(self, grad_placements=grad_placements)
 
-    @functools.wraps(_STOCK.from_local)
+    changes.attribute(DTensor, "full_tensor", full_tensor)
+
+
+def _wrap_from_local(changes: Changes, hooks: DTensorHooks) -> None:
+    original, has_custom, custom_types = _STOCK.from_local, hooks.has_custom, hooks.custom_types
+
+    @functools.wraps(original)
     def from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
         if not options and type(placements) is list:  # most calls
             for placement in placements:
                 if type(placement) in custom_types:
                     break
             else:
-                return stock_from_local(local_tensor, device_mesh, placements)
+                return original(local_tensor, device_mesh, placements)
         placements = _again(placements)
         gradient = _again(options.get("grad_placements"))
         if "grad_placements" in options:  # before 2.12 there is none
             options["grad_placements"] = gradient
         if not ((placements and has_custom(placements)) or (gradient and has_custom(gradient))):
-            return stock_from_local(local_tensor, device_mesh, placements, **options)
+            return original(local_tensor, device_mesh, placements, **options)
         return hooks.from_local(local_tensor, device_mesh, placements, **options)
 
-    set_item = DTensor.__setitem__
+    changes.attribute(DTensor, "from_local", staticmethod(from_local))
 
-    @functools.wraps(set_item)
+
+def wrap_set_item(changes: Changes, hooks: DTensorHooks) -> None:
+    original = DTensor.__setitem__
+
+    @functools.wraps(original)
     def __setitem__(self: Any, index: Any, value: Any) -> None:
-        if not has_custom(self._spec.placements):
-            return set_item(self, index, value)
-        return hooks.set_item(set_item, self, index, value)
+        if not hooks.has_custom(self._spec.placements):
+            return original(self, index, value)
+        return hooks.set_item(original, self, index, value)
 
-    DTensor.__setitem__ = __setitem__  # type: ignore[method-assign]
-    DTensor.redistribute = redistribute  # type: ignore[method-assign]
-    DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
-    DTensor.from_local = staticmethod(from_local)  # type: ignore[method-assign]
+    changes.attribute(DTensor, "__setitem__", __setitem__)
 
 
-def _wrap_local_gradient(hooks: DTensorHooks) -> None:
+def wrap_local_gradient(changes: Changes, hooks: DTensorHooks) -> None:
     """``to_local`` itself does what it should for every placement, and is too cheap to be wrapped; only its backward
     asks what the placements mean."""
     original, has_custom = tensor_api._ToTorchTensor.backward, hooks.has_custom
@@ -180,11 +160,11 @@ def _wrap_local_gradient(hooks: DTensorHooks) -> None:
             return original(ctx, grad_output)
         return hooks.local_gradient(grad_output, spec, wanted), None
 
-    tensor_api._ToTorchTensor.backward = staticmethod(backward)  # type: ignore[method-assign]
+    changes.attribute(tensor_api._ToTorchTensor, "backward", staticmethod(backward))
 
 
-def _wrap_redistribute_local(hooks: DTensorHooks) -> None:
-    original, custom_types = _STOCK.redistribute_local_tensor, hooks.custom_types
+def wrap_redistribute_local(changes: Changes, hooks: DTensorHooks) -> None:
+    original, custom_types = tensor_redistribute.redistribute_local_tensor, hooks.custom_types
 
     @functools.wraps(original)
     def redistribute_local_tensor(local_tensor: Any, current_spec: Any, target_spec: Any, **options: Any) -> Any:
@@ -207,30 +187,23 @@ def _wrap_redistribute_local(hooks: DTensorHooks) -> None:
             local_tensor, current_spec, target_spec, async_op=options.get("async_op", False)
         )
 
-    for module in (tensor_redistribute, tensor_dispatch, tensor_api):  # each has bound the name
-        setattr(module, "redistribute_local_tensor", redistribute_local_tensor)  # noqa: B010
+    changes.function(original, redistribute_local_tensor)
 
 
 def _becomes_summand(source: Any, target: Any) -> bool:
     return any(before.is_shard() and after.is_partial() for before, after in zip(source, target))
 
 
-def _wrap_distribute_tensor(hooks: DTensorHooks) -> None:
-    """The function itself gets other code, and not its module another function: whoever imported it before has it, too."""
+def wrap_distribute_tensor(changes: Changes, hooks: DTensorHooks) -> None:
     original = _STOCK.distribute_tensor
 
-    def entry(tensor: Any, device_mesh: Any, placements: Any, src_data_rank: int | None) -> Any:
+    @functools.wraps(original)
+    def distribute_tensor(
+        tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: int | None = 0
+    ) -> Any:
         placements = _again(placements)
         if not placements or not hooks.has_custom(placements):
             return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
         return hooks.distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
 
-    tensor_api._vescale_distribute_tensor = entry  # type: ignore[attr-defined]
-    tensor_api.distribute_tensor.__code__ = _distribute_tensor.__code__
-
-
-def _distribute_tensor(
-    tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: int | None = 0
-) -> Any:
-    """Its code runs in the namespace, and with the defaults, of PyTorch's module."""
-    return _vescale_distribute_tensor(tensor, device_mesh, placements, src_data_rank)  # type: ignore[name-defined]  # noqa: F821
+    changes.function(original, distribute_tensor)

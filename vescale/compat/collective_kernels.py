@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import library
-from torch._C._distributed_c10d import Work
 
-__all__ = ["CollectiveKernels", "group_description", "on_completion"]
+from vescale.compat.patching import Changes
 
-# Behind the key at which the kernel stands. BackendSelect is passed by every call, with tensors of any device or none.
+__all__ = ["group_description", "on_completion", "register_collective_kernels"]
+
+# The key at which the kernels stand. BackendSelect is passed by every call, with tensors of any device or none.
 _KEY = "BackendSelect"
-_BEHIND = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 # How an operator is called in PyTorch's public functions.
 _NAMES = {
@@ -51,50 +51,44 @@ Handler = Callable[
 returns (what the operator returns, its Work or None). The handler returns the former."""
 
 
-class CollectiveKernels:
-    """The kernels, from construction until :meth:`close`."""
+def register_collective_kernels(changes: Changes, handler: Handler) -> None:
+    registered = library.Library("c10d", "IMPL")
+    changes.on_undo(registered._destroy)
+    behind = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
+    for name in _NAMES:
+        packet = getattr(torch.ops.c10d, name, None)
+        if packet is not None:
+            registered.impl(name, _kernel(name, packet.default, behind, handler), _KEY, with_keyset=True)
 
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
-        self._registered: library.Library | None = library.Library("c10d", "IMPL")
-        for name in _NAMES:
-            packet = getattr(torch.ops.c10d, name, None)
-            if packet is not None:
-                self._registered.impl(name, self._kernel(name, packet.default), _KEY, with_keyset=True)
 
-    def close(self) -> None:
-        if self._registered is not None:
-            self._registered._destroy()
-            self._registered = None
+def _kernel(name: str, op: Any, behind: Any, handler: Handler) -> Any:
+    arguments = [argument.name for argument in op._schema.arguments]
+    place = arguments.index("process_group")
+    timeout_place = arguments.index("timeout") if "timeout" in arguments else None
+    defaults = [argument.default_value for argument in op._schema.arguments]
+    sides = _sides(name, arguments)
 
-    def _kernel(self, name: str, op: Any) -> Any:
-        arguments = [argument.name for argument in op._schema.arguments]
-        place = arguments.index("process_group")
-        timeout_place = arguments.index("timeout") if "timeout" in arguments else None
-        defaults = [argument.default_value for argument in op._schema.arguments]
-        sides = _sides(name, arguments)
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        args = (*args, *(kwargs[a] for a in arguments[len(args) :] if a in kwargs))
+        group = args[place]
+        if not isinstance(group, dist.ProcessGroup):
+            group = dist.ProcessGroup.unbox(group)
+        inputs, outputs = ([t for s in side for t in _tensors(args[s])] for side in sides)
 
-        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            args = (*args, *(kwargs[a] for a in arguments[len(args) :] if a in kwargs))
-            group = args[place]
-            if not isinstance(group, dist.ProcessGroup):
-                group = dist.ProcessGroup.unbox(group)
-            inputs, outputs = ([t for s in side for t in _tensors(args[s])] for side in sides)
+        def call(seconds: float | None) -> tuple[Any, dist._Work | None]:
+            given = args
+            if seconds is not None and timeout_place is not None:
+                given = (*args, *defaults[len(args) :])
+                if given[timeout_place] in (-1, None):
+                    changed = list(given)
+                    changed[timeout_place] = int(1000 * seconds)
+                    given = tuple(changed)
+            result = op.redispatch(keyset & behind, *given)
+            return result, _work_of(result)
 
-            def call(seconds: float | None) -> tuple[Any, Work | None]:
-                given = args
-                if seconds is not None and timeout_place is not None:
-                    given = (*args, *defaults[len(args) :])
-                    if given[timeout_place] in (-1, None):
-                        changed = list(given)
-                        changed[timeout_place] = int(1000 * seconds)
-                        given = tuple(changed)
-                result = op.redispatch(keyset & _BEHIND, *given)
-                return result, _work_of(result)
+        return handler(_NAMES[name], group, inputs, outputs, call)
 
-            return self._handler(_NAMES[name], group, inputs, outputs, call)
-
-        return kernel
+    return kernel
 
 
 def _sides(name: str, arguments: Sequence[str]) -> tuple[list[int], list[int]]:
@@ -119,14 +113,14 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for item in value for t in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
-def _work_of(result: Any) -> Work | None:
+def _work_of(result: Any) -> dist._Work | None:
     last = result[-1] if isinstance(result, tuple) else result
     if last is None:
         return None
-    return last if isinstance(last, Work) else Work.unbox(last)
+    return last if isinstance(last, dist._Work) else dist._Work.unbox(last)
 
 
-def on_completion(work: Work, done: Callable[[], None]) -> bool:
+def on_completion(work: dist._Work, done: Callable[[], None]) -> bool:
     """Call ``done`` when a collective on CPU tensors has ended, also with an error, on the thread that ends it. False for
     works that tell nobody: messages, and gloo's reduce-scatter, which never counts as completed."""
     try:

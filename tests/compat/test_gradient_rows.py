@@ -10,7 +10,7 @@ from torch import nn
 
 from vescale import csrc
 from vescale.compat import ParameterRow, TensorRow, num_storage_users
-from vescale.compat import grads as grads_module
+from vescale.compat import gradient_rows as grads_module
 
 native = pytest.mark.helper("grads")
 SHAPES = [(3, 4), (5,), (), (2, 1, 2)]

@@ -1,4 +1,4 @@
-"""Tensors with a shape, a device and no memory: the private parts that ``vescale.rng``'s deferred tensors stand on."""
+"""Bases of tensor subclasses without memory of their own, and the dispatch modes and trees that go with them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 __all__ = [
     "MemorylessTensor",
     "TorchDispatchMode",
+    "WrapperTensor",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -41,6 +42,24 @@ class MemorylessTensor(torch.Tensor):
         with torch.no_grad():
             alias = torch.empty(0, dtype=self.dtype, device="meta")
             return alias.set_(self.untyped_storage(), self.storage_offset(), self.size(), self.stride())
+
+
+class WrapperTensor(torch.Tensor):
+    """Base of tensors without storage of their own, whose subclass says in ``__torch_dispatch__`` what each op does."""
+
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def with_looks_of(cls, tensor: torch.Tensor) -> Self:
+        wrapper: Self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            tensor.size(),
+            strides=tensor.stride(),
+            storage_offset=tensor.storage_offset(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+        )
+        return wrapper
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:

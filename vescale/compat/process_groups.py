@@ -1,14 +1,15 @@
-"""Process groups made by their members alone, under a name that only the members' ranks decide."""
+"""Process groups made by their members alone, and the key-value store that the ranks met in."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["make_group"]
+__all__ = ["default_store", "default_timeout", "is_alone", "make_group", "own_connection"]
 
 
 def make_group(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
@@ -44,3 +45,25 @@ def _timeout_of(group: dist.ProcessGroup, backend: str) -> timedelta:
         if found is not None:
             return timedelta(seconds=found.total_seconds())
     return c10d._get_default_timeout(dist.Backend(backend))
+
+
+def default_store() -> dist.Store:
+    """The default process group's store."""
+    return c10d._world.pg_map[c10d._get_default_group()][1]
+
+
+def own_connection() -> dist.Store:
+    """The same store over a connection of its own: a thread that waits for a key keeps others from using its connection."""
+    store: Any = default_store()
+    return store.clone()
+
+
+def default_timeout() -> timedelta:
+    """How long the default group's backend waits for other ranks."""
+    backend = c10d._world.pg_map[c10d._get_default_group()][0]
+    return c10d._get_default_timeout(dist.Backend(backend))
+
+
+def is_alone() -> bool:
+    """Whether the other ranks do not exist: one rank of a large job is tried out on the ``fake`` backend."""
+    return dist.get_backend() == "fake"
