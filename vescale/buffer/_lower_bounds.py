@@ -1,4 +1,4 @@
-"""Conditions that every layout of a problem meets, whatever the order; they give a proven lower bound in O(n log n)."""
+"""Necessary conditions of every layout of a problem, for any order. They give a proven lower bound in O(n log n)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Bounds"]
 
 
 def _threshold(numel: int, block: int) -> int:
-    """The shard size from which a tensor can lie without containing a whole shard: in one shard, or cut once."""
+    """The smallest shard size with which a tensor fits into one shard, or two, and contains no whole shard."""
     if numel <= block:
         return numel
     heads = {max(1, numel // (2 * block)) * block, (numel // (2 * block) + 1) * block}

@@ -1,14 +1,15 @@
-"""Placing one tensor after another: the whole state of a fixed order is the position where the last tensor ends.
+"""Offsets of tensors in a fixed order, each as early as possible. The only state is the position where the last tensor
+ends.
 
-A tensor may be cut by a shard boundary only between two of its blocks. Three facts follow for the tensor placed next,
-``room`` elements before the next boundary:
+A shard boundary may cut a tensor only between two of its blocks. For the next tensor, with ``room`` elements before the
+next boundary:
 
-* it fits in the room, or its first blocks fill the end of the room (its ``head``) and the rest goes on behind;
+* it fits in the room, or its first blocks (its ``head``) fill the end of the room and the rest follows;
 * a tensor that contains a whole shard needs ``shard % block == 0``, and then every boundary is legal;
-* otherwise it crosses one boundary only, so ``numel - head <= shard``, and the longest head is the best one.
+* otherwise it crosses one boundary only, so that ``numel - head <= shard``, and the longest head is the best one.
 
-The earliest legal start never decreases when the position does, so placing each tensor as early as possible is optimal
-for an order, in O(1) a tensor and whatever the number of shards.
+The earliest legal start is monotone in the position. Therefore placing each tensor as early as possible is optimal for an
+order, and costs O(1) a tensor for any number of shards.
 """
 
 from __future__ import annotations

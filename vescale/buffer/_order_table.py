@@ -1,13 +1,12 @@
 """The best order of tensors at one shard size, by a table over multisets.
 
-Tensors of one kind are interchangeable, and all that matters of a prefix of the buffer is where it ends. So for every
-"c_1 tensors of kind 1, c_2 of kind 2, ... are placed" it is enough to know the smallest possible end, kept as *slack*:
-the elements that may still be left empty when everything else is packed without a gap. A table of prod(count_i + 1)
-entries decides over all orders. Entries without slack are dead. Among the kinds that explain an entry the first one is
-taken.
+Tensors of one kind are interchangeable, and of a prefix of the buffer only its end matters. So for every "c_1 tensors of
+kind 1, c_2 of kind 2, ... are placed" the table holds the smallest possible end, as *slack*: the elements that may still
+be left empty if everything else is packed without a gap. A table of prod(count_i + 1) entries covers all orders. Entries
+without slack are dead. If several kinds lead to an entry, the first one is taken.
 
-The C++ helper and the numpy form fill the same table, so that the answer does not depend on whether a compiler was
-present. Where positions do not fit in its words numpy counts in Python integers.
+The C++ helper and numpy fill the same table, so that the result does not depend on a compiler. If positions exceed 64
+bits, Python integers are used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Planning one buffer: from checked arguments to a ``Layout``, once for all groups with the same arguments."""
+"""Plans one buffer: from checked arguments to a ``Layout``, once for all groups with the same arguments."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The planning problem in its normal form.
 
-``tensor_alignment`` is divided out: when tensors start at multiples of A and the shard size is one too, nothing is lost
-by rounding each size up to A and each block to ``lcm(block, A)`` and counting in units of A. Empty tensors are dropped,
-and a block larger than its tensor is cut to the tensor, which says the same (never cut) and makes more tensors equal.
+``tensor_alignment`` is divided out: if tensors start at multiples of A, and the shard size is a multiple, too, then
+rounding each size up to A and each block to ``lcm(block, A)``, and counting in units of A, loses nothing. Empty tensors
+are dropped. A block larger than its tensor is reduced to the tensor's size, which has the same meaning (never cut) and
+makes more tensors equal.
 """
 
 from __future__ import annotations

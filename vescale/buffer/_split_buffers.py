@@ -1,7 +1,7 @@
 """Several buffers for one group: tensors whose blocks do not go together stop paying for each other.
 
 One buffer's shard size must suit every tensor that contains a whole shard, often the least common multiple of unlike
-row sizes. Two buffers, each still contiguous and sent as it lies, need not agree.
+row sizes. Two buffers, each still contiguous and sent without copies, need not agree.
 """
 
 from __future__ import annotations

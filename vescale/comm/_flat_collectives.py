@@ -1,14 +1,14 @@
-"""Collectives over equal pieces that write where they are told to: what buffers of whole groups of tensors are moved by.
+"""Collectives over equal pieces that write to a given tensor: they move the buffers of groups of tensors.
 
-All tensors are flat and contiguous. Nothing is allocated for a result and, where the backend reduces by itself, nothing
-at all. Other backends are asked for their all-gather, and for an all-to-all before a local sum. On gloo, whose own
-versions go through buffers as large as the result,
+All tensors are flat and contiguous. No memory is allocated for a result and, if the backend can reduce, none at all. For
+other backends, an all-gather of the backend, or an all-to-all and a local sum, is used. gloo's own versions use buffers
+as large as the result; on gloo therefore
 
-* an all-gather of few ranks is an exchange between each and each, in place (no second buffer, and less time);
-* a reduce-scatter sends each contribution to where it belongs and adds up on the receiver, in pairs of ranks, and half
-  precision in float32 (a third of the time). One contribution comes to the place of the result; the others need memory
-  while it runs, or (``at_once``) come rank by rank, each to what has been sent before; that takes no memory, but each step
-  waits for the one before, so that the call returns when all is done.
+* an all-gather of few ranks is an exchange between every two ranks, in place (no second buffer, and less time);
+* a reduce-scatter sends each contribution to its destination and adds them there, in pairs of ranks, half precision in
+  float32 (a third of the time). One contribution is received in place of the result; the others need memory while it runs.
+  With ``at_once``, they are received one rank after the other, each in the memory of a piece that has been sent. That needs
+  no memory, but each step waits for the one before, and the call returns when all steps are done.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ _TAG = 0x5CA1E
 
 
 def _exchange(out: torch.Tensor, source: int, send: torch.Tensor, target: int, group: dist.ProcessGroup) -> Any:
-    """``send`` to one rank of the group, and as much from another to ``out``: on gloo two messages, which start on this
-    thread. Of two ranks a collective: where large messages cross, those cost more of the kernel's time."""
+    """Send ``send`` to one rank of the group, and receive as much from another in ``out``: on gloo two messages, which
+    start on this thread. Between two ranks a collective is used, because large messages in both directions cost more time
+    in the kernel."""
     if group.size() > 2 and is_gloo(out, group):
         return Messages(out, [group.recv([out], source, _TAG), group.send([send], target, _TAG)])
     num_bytes, ranks = out.numel() * out.element_size(), range(group.size())
@@ -81,7 +82,7 @@ def _exchange(out: torch.Tensor, source: int, send: torch.Tensor, target: int, g
 
 
 def _others(rank: int, num_ranks: int) -> list[tuple[int, int]]:
-    """(source, target) step by step, so that in each all ranks are busy."""
+    """(source, target) of each step, such that all ranks are busy in every step."""
     return [((rank - step) % num_ranks, (rank + step) % num_ranks) for step in range(1, num_ranks)]
 
 
@@ -96,7 +97,7 @@ def reduce_scatter_into(
 ) -> Pending:
     """``out``: this rank's piece of the elementwise reduction of the ranks' ``send``. Sends ``(n - 1) / n`` of it.
 
-    ``op`` is ``sum``, ``avg``, ``max``, ``min`` or ``product``. ``out`` is memory of its own or this rank's piece of
+    ``op`` is ``sum``, ``avg``, ``max``, ``min`` or ``product``. ``out`` has its own memory or is this rank's piece of
     ``send``, the rest of which is undefined afterwards. ``at_once`` must be the same on all ranks.
     """
     if send.numel() == 0:
@@ -119,8 +120,8 @@ def reduce_scatter_into(
 def _reduce_scatter_by_exchanges(
     out: torch.Tensor, pieces: list[torch.Tensor], op: str, group: dist.ProcessGroup
 ) -> Pending:
-    """All contributions at once: one comes to ``out``, if that is apart, the others to memory that they have while it runs;
-    this rank's own stays where it is."""
+    """All contributions at once: one is received in ``out`` if that has its own memory, the others in memory that is
+    allocated for the call; this rank's own is not moved."""
     rank, num_ranks = group.rank(), len(pieces)
     is_apart = num_ranks > 1 and out.data_ptr() != pieces[rank].data_ptr()
     places = [*([out] if is_apart else []), *out.new_empty(num_ranks - 1 - is_apart, out.numel())]
@@ -133,8 +134,8 @@ def _reduce_scatter_by_exchanges(
 def _reduce_scatter_in_steps(
     out: torch.Tensor, pieces: list[torch.Tensor], op: str, group: dist.ProcessGroup
 ) -> Pending:
-    """One contribution a step: the first comes to ``out``, the others to where the piece was that the step before has sent.
-    Only the last step is still running on return."""
+    """One contribution a step: the first is received in ``out``, the others in the memory of the piece that the previous
+    step has sent. Only the last step is still running on return."""
     rows = list(pieces)
     free, running = out, None
     for source, target in _others(group.rank(), len(pieces)):
@@ -152,7 +153,7 @@ def _options(op: Any) -> dist.AllreduceOptions:
     return options
 
 
-# For calls of the group itself, which cost less than dist.all_reduce's checks: this one runs for every small bucket.
+# The group is called directly, without the checks of dist.all_reduce, because this runs for every small bucket.
 _REDUCE_OPTIONS = {name: _options(op) for name, op in REDUCE_OPS.items()}
 
 
@@ -176,7 +177,7 @@ def all_reduce_(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, *, aske
 
 
 def _reduce_and_gather(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, asker: str) -> Pending:
-    """What gloo does not reduce, or would add up in half precision."""
+    """For types that gloo does not reduce, or would add in half precision."""
     num_ranks = group.size()
     size = -(-tensor.numel() // num_ranks)
     padded = tensor if size * num_ranks == tensor.numel() else tensor.new_zeros(size * num_ranks)

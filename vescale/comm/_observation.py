@@ -1,8 +1,7 @@
-"""Collectives as they run: every one that this process starts, by whatever code, while somebody observes.
+"""Observes collectives while they run: all that this process starts, from any code.
 
-One :class:`Operation` is what somebody asked for: a reduce-scatter of ``vescale.comm`` that gloo carries out as an
-all-to-all and a local sum is one, and so is each call of ``torch.distributed`` that belongs to no such. Off, nothing is
-installed.
+An :class:`Operation` is one request: a reduce-scatter of ``vescale.comm`` that runs on gloo as an all-to-all and a local
+sum is one operation, and so is each other call of ``torch.distributed``. Without an observer, nothing is installed.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ class Operation:
 
     Attributes:
         op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``send``, ...
-        number: how many operations of the group this rank has started before while somebody observed; ranks that have the
-            same number wait for each other.
+        number: how many operations of the group this rank started before, while observed; ranks with equal numbers wait for
+            each other.
         group: the process group's name, the same on all its ranks; ranks: its global ranks; axes: the mesh axes it spans,
             joined with ``,``, or "".
-        bytes: what this rank receives from others, as in :class:`CommRecord`.
-        asker: who asked, where that is known.
+        bytes: the bytes that this rank receives from others, as in :class:`CommRecord`.
+        asker: the requester, if known.
         began, ended: in seconds of ``time.time()``; ``ended`` is None while it runs.
-        module, phase, line: whose forward or backward started it, and the line of the program; filled in by observers.
+        module, phase, line: the module whose forward or backward started it, and the line of the program; set by observers.
     """
 
     op: str
@@ -69,12 +68,12 @@ class Operation:
     """Its works never tell that they have ended. They count as ended when this rank starts another collective."""
 
     def work_ended(self, work: Any) -> None:
-        """One of its works has, told by the thread that ended it."""
+        """Called by the thread that ended one of its works."""
         self.parts = [other for other in self.parts if other is not work]
         self.has_ended()
 
     def has_ended(self) -> bool:
-        """Looks at the works, and lets go of them: they may hold tensors."""
+        """Check the works and release those that have ended: they may hold tensors."""
         if self.ended is None and self.is_issued:
             self.parts = [work for work in self.parts if not work.is_completed()]
             if not self.parts:
@@ -112,16 +111,16 @@ AS_PART = _Outside()
 
 
 class Observer:
-    """Told of operations; its methods run on the thread that starts them.
+    """Receives operations; its methods run on the thread that starts them.
 
     Attributes:
-        timeout: seconds that collectives are given instead of their group's timeout; None: theirs.
+        timeout: in seconds, used for collectives instead of their group's timeout; None: no change.
     """
 
     timeout: float | None = None
 
     def started(self, operation: Operation) -> None:
-        """Before it runs. What is written into the operation here, all observers see."""
+        """Called before the operation runs. All observers see the fields that are set here."""
 
 
 _SILENT = ("send", "recv")
@@ -141,7 +140,7 @@ def is_observed() -> bool:
 
 
 def observe(observer: Observer) -> Callable[[], None]:
-    """Tell ``observer`` of every collective of this process from now on; the returned function ends that."""
+    """Pass every collective of this process to ``observer`` from now on; the returned function ends that."""
     with _LOCK:
         if not _OBSERVERS:
             require(OBSERVATION)
@@ -164,7 +163,7 @@ def observe(observer: Observer) -> Callable[[], None]:
 
 
 def wait_for_message(work: Any) -> None:
-    """``work.wait()`` for a message, of whose end nobody learns otherwise, for as long as observers say."""
+    """``work.wait()`` for a message, whose end is not observable otherwise, with the observers' timeout."""
     if not _OBSERVERS:
         work.wait()
         return
@@ -188,12 +187,12 @@ def _time_limit(observers: Sequence[Observer]) -> float | None:
 
 
 def name_group(group: dist.ProcessGroup, axes: str) -> None:
-    """Remember which mesh axes a process group spans."""
+    """Record the mesh axes that a process group spans."""
     _AXES[group.group_name] = axes
 
 
 def axes_of(group: dist.ProcessGroup) -> str:
-    """The mesh axes that a group spans, joined with ``,``; "" when nobody has said."""
+    """The mesh axes that a group spans, joined with ``,``; "" if they are not known."""
     known = _AXES.get(group.group_name)
     return known if known is not None else group_description(group).partition("mesh_")[2]
 
@@ -253,7 +252,7 @@ def _new(
 
 
 def _received(name: str, num_ranks: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
-    """Bytes that a rank receives from others by the usual algorithm."""
+    """The bytes that a rank receives from others by the usual algorithm."""
     given, got = (sum(t.numel() * t.element_size() for t in side) for side in (inputs, outputs))
     others = (num_ranks - 1) / num_ranks
     if name == "all_reduce":

@@ -1,4 +1,4 @@
-"""What differs between ranks, named: descriptions compared through the store before the first collective."""
+"""Compares descriptions of all ranks through the store before the first collective, and names the first difference."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NOTHING = "nothing"
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that ranks do not have in common.
+    """The first entry that differs between ranks.
 
     Attributes:
         section: of the description.
         name: of the entry in it.
-        found: each text, with the global ranks that have it; most ranks first. "nothing" where a rank has no such entry.
+        found: each text, with the global ranks that have it; most ranks first. "nothing" if a rank has no such entry.
     """
 
     section: str
@@ -33,7 +33,7 @@ class Difference:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that differ from most, in order; of halves that differ, those that do not hold the first rank."""
+        """The ranks that differ from the majority, in order; if two halves differ, the half without the first rank."""
         return tuple(sorted(rank for _, ranks in self.found[1:] for rank in ranks))
 
     def text(self) -> str:
@@ -45,9 +45,9 @@ class Difference:
 def compare_descriptions(own: Description, consensus: Consensus, about: Callable[[], str]) -> Difference | None:
     """The first difference between the ranks' descriptions, the same on every rank; None: all are equal.
 
-    One round of ``consensus``: no collective. Descriptions travel only when they differ.
+    One round of ``consensus``, without a collective. Descriptions are transferred only if they differ.
 
-    Raises ConsensusError when a rank does not come in time.
+    Raises ConsensusError if a rank does not come in time.
     """
     message = zlib.compress(json.dumps([[section, list(map(list, own[section]))] for section in own]).encode(), 1)
     messages = consensus.exchange(message, about)

@@ -1,4 +1,4 @@
-"""What collectives cost by the ring algorithm: bytes that one rank sends, and seconds over a link."""
+"""The cost of collectives by the ring algorithm: bytes that one rank sends, and seconds over a link."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A coarse model of the way from one rank to the next: what a step costs, and what a byte costs.
+    """A coarse model of the link from one rank to the next: the cost of a step, and of a byte.
 
-    It decides between ways to do the same, so its order of magnitude is what counts.
+    It is used to choose between algorithms with the same result, so that only its order of magnitude matters.
     """
 
     latency_seconds: float
@@ -44,7 +44,7 @@ _PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 
 def ring_bytes(op: str, num_bytes: int, num_ranks: int) -> int:
-    """Bytes that each of ``num_ranks`` sends for a tensor of ``num_bytes``; as the ledger counts."""
+    """The bytes that each of ``num_ranks`` sends for a tensor of ``num_bytes``, as the ledger counts."""
     return math.ceil(_PASSES[op] * (num_ranks - 1) / num_ranks * num_bytes)
 
 
@@ -54,12 +54,12 @@ def ring_seconds(op: str, num_bytes: int, num_ranks: int, link: Link) -> float:
 
 
 def fused_bytes(num_bytes: int, axis_sizes: Sequence[int]) -> int:
-    """One all-reduce over the union of the axes: ``2 S (N - 1) / N``, N the product of their sizes."""
+    """The bytes of one all-reduce over the union of the axes: ``2 S (N - 1) / N``, N the product of their sizes."""
     return ring_bytes("all_reduce", num_bytes, math.prod(axis_sizes))
 
 
 def per_axis_bytes(num_bytes: int, axis_sizes: Sequence[int]) -> int:
-    """An all-reduce for each axis: the sum of ``2 S (n - 1) / n``."""
+    """The bytes of an all-reduce for each axis: the sum of ``2 S (n - 1) / n``."""
     return sum(ring_bytes("all_reduce", num_bytes, size) for size in axis_sizes)
 
 
@@ -68,11 +68,11 @@ class ReductionCost:
     """One reduction of a buffer over a group.
 
     Attributes:
-        scatters: a reduce-scatter along one axis, and an all-reduce of the piece along the others if there are any; else
-            one all-reduce of everything.
-        num_collectives: how many that makes.
-        num_bytes: what each rank sends, as the ledger counts.
-        rest_bytes: of these, for the all-reduce of the piece.
+        scatters: whether it is a reduce-scatter along one axis and an all-reduce of the piece along the others, if any;
+            otherwise it is one all-reduce of the whole.
+        num_collectives: their number.
+        num_bytes: the bytes that each rank sends, as the ledger counts.
+        rest_bytes: of these, those of the all-reduce of the piece.
         seconds: by the ring model.
     """
 
@@ -84,7 +84,7 @@ class ReductionCost:
 
 
 def reduction_cost(num_bytes: int, num_ranks: int, num_pieces: int, link: Link) -> ReductionCost:
-    """The faster way to reduce ``num_bytes`` over ``num_ranks`` when each needs one of ``num_pieces``; 1: everything."""
+    """The faster way to reduce ``num_bytes`` over ``num_ranks`` if each needs one of ``num_pieces``; 1: all of it."""
     whole = ReductionCost(
         False,
         1,

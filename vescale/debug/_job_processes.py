@@ -1,4 +1,4 @@
-"""The processes of a job as their ranks describe them: is one alive, stopped, gone; and how one is ended."""
+"""The processes of a job: whether one is running, stopped or gone, and how to end it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["ProcessIdentity"]
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process, unmistakably: numbers of processes are used again, and mean something else in another container.
+    """Identifies a process even though process numbers are reused, and differ between containers.
 
     Attributes:
         pid: its number.
-        started: when, in the kernel's ticks.
-        machine: host name, boot and namespace in which ``pid`` means it.
+        started: its start time, in the kernel's ticks.
+        machine: the host name, boot and namespace in which ``pid`` is valid.
     """
 
     pid: int
@@ -34,7 +34,7 @@ class ProcessIdentity:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process can see it, if it is there."""
+        """Whether this process could see it, if it exists."""
         return self.machine == _machine()
 
     @property
@@ -42,7 +42,7 @@ class ProcessIdentity:
         return self.machine.partition(" ")[0]
 
     def state(self) -> str:
-        """``running``, ``stopped`` (by a signal or a debugger), ``ended``; ``unknown`` for one elsewhere."""
+        """``running``, ``stopped`` (by a signal or a debugger), ``ended``; ``unknown`` for a process on another host."""
         if not self.is_here:
             return "unknown"
         letter, started = _stat(self.pid)
@@ -51,7 +51,7 @@ class ProcessIdentity:
         return "stopped" if letter in "Tt" else "running"
 
     def kill(self) -> bool:
-        """End it at once, if it is here and has not ended."""
+        """End it at once, if it is on this host and has not ended."""
         if self.state() in ("unknown", "ended"):
             return False
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -64,7 +64,7 @@ class ProcessIdentity:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """(state, start time) from /proc; empty when there is no such process, or no /proc."""
+    """(state, start time) from /proc; empty if there is no such process, or no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

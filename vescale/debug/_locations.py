@@ -1,4 +1,4 @@
-"""Where a rank is: module, phase and line, from the stack of a thread, of a collective that starts, or of a traceback."""
+"""Where a rank is: module, phase and line, from the stack of a thread, of a starting collective, or of a traceback."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Place:
 
 
 def running_place() -> Place:
-    """Of the code that this thread runs."""
+    """The location of the code that this thread runs."""
     where = None
     if "vescale.runtime" in sys.modules:
         from vescale.runtime import locate
@@ -68,7 +68,7 @@ def running_place() -> Place:
 
 
 def place_of_traceback(trace: types.TracebackType | None) -> Place:
-    """Of the innermost frame of a traceback."""
+    """The location of the innermost frame of a traceback."""
     frames = []
     while trace is not None:
         frames.append((trace.tb_frame, trace.tb_lineno))
@@ -77,7 +77,7 @@ def place_of_traceback(trace: types.TracebackType | None) -> Place:
 
 
 def main_thread_stack() -> tuple[Place, str]:
-    """Where the main thread is now, and its stack as text; to be called on another thread."""
+    """The location of the main thread, and its stack as text; call it on another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return Place(None, "", ""), ""
@@ -85,7 +85,7 @@ def main_thread_stack() -> tuple[Place, str]:
 
 
 def main_thread_waits() -> bool:
-    """Whether the main thread is in a call of ``torch.distributed``, or of a ``wait()``; to be called on another thread."""
+    """Whether the main thread is in a call of ``torch.distributed``, or in a ``wait()``; call it on another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return False
@@ -102,7 +102,7 @@ def _frames(frame: types.FrameType | None) -> list[tuple[types.FrameType, int]]:
 
 
 def place_of_frames(frames: list[tuple[types.FrameType, int]]) -> Place:
-    """``frames``: innermost first, with the line that each is at."""
+    """``frames``: innermost first, with their current lines."""
     line, phase, module = "", "", None
     owners: list[nn.Module] = []
     for frame, number in frames:
@@ -133,7 +133,7 @@ def place_of_frames(frames: list[tuple[types.FrameType, int]]) -> Place:
 
 
 def _is_program(code: types.CodeType) -> bool:
-    """Neither Python's own code nor a launcher."""
+    """Whether a file is neither Python's own nor a launcher's."""
     return not code.co_filename.startswith(_STDLIB) or "site-packages" in code.co_filename
 
 

@@ -1,4 +1,4 @@
-"""The prompt: one rank reads commands, and has the stopped ranks carry them out."""
+"""The prompt: one rank reads commands and requests the stopped ranks to execute them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from vescale.debug._prompt_console import Console
 from vescale.debug._stopped_ranks import Session
 
-__all__ = ["Front"]
+__all__ = ["Prompt"]
 
 HELP = """vescale: the job is stopped. Beside pdb's own commands, which apply to the rank in the prompt:
   rank R        put another rank into the prompt; rank all: every command applies to each
@@ -28,11 +28,11 @@ _GOES_ON = frozenset({"c", "cont", "continue"})
 _QUITS = frozenset({"q", "quit", "exit", "EOF"})
 _FORBIDDEN = frozenset(
     {"interact", "debug", "run", "restart", "j", "jump"}
-)  # they would part this rank from the others
+)  # they would separate this rank from the others
 _GATHER_SECONDS = 1.0
 
 
-class Front:
+class Prompt:
     """Reads commands on the rank that was elected."""
 
     def __init__(self, session: Session, console: Console, rank: int | None) -> None:
@@ -44,8 +44,8 @@ class Front:
         self._says_help = True
 
     def run(self, local: Callable[[str, str], Any]) -> str:
-        """Reads and does commands until one makes this rank go on: that one is returned. ``local(kind, text)`` answers for
-        this rank."""
+        """Read and execute commands until one resumes this rank, and return that command. ``local(kind, text)`` answers
+        for this rank."""
         self._local = local
         self._await_others()
         if self._says_help:
@@ -136,7 +136,7 @@ class Front:
         return ("".join(lines) or f"equal on all ranks: {next(iter(answers.values()))['text']}\n") + self._absent()
 
     def _diff_values(self, expression: str, tensors: dict[int, dict[str, Any]]) -> list[str]:
-        """Against the first rank that has the same part: the first element that differs."""
+        """Compared with the first rank that has the same part: the first element that differs."""
         lines: list[str] = []
         firsts: dict[tuple[str, tuple[int, ...]], int] = {}
         for rank, summary in tensors.items():
@@ -192,7 +192,7 @@ class Front:
         return self._session.stopped() if self.current is None else [self.current]
 
     def _ask(self, kind: str, text: str, ranks: list[int]) -> dict[int, Any]:
-        """Answers by rank; this rank's own comes while the others are at it."""
+        """Answers by rank; this rank computes its own while it waits for the others."""
         others = [rank for rank in ranks if rank != self._session.rank]
         number = self._session.send(others, kind, text) if others else -1
         found = {}
@@ -212,7 +212,7 @@ class Front:
         return f"(not stopped here: ranks {absent})\n" if absent else ""
 
     def _await_others(self) -> None:
-        """Ranks that came to the same line, or go on in the same step, arrive at about the same time."""
+        """Wait for ranks that come to the same line, or finish the same step, at about the same time."""
         deadline = time.monotonic() + _GATHER_SECONDS
         while len(self._session.stopped()) < self._session.size and time.monotonic() < deadline:
             self._poll()

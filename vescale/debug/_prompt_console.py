@@ -1,4 +1,4 @@
-"""Where a person types: a terminal, or a socket that ``vescale attach`` connects to."""
+"""The console of a prompt: a terminal, or a socket to which ``vescale attach`` connects."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _POLL_SECONDS = 0.1
 
 
 class Console(abc.ABC):
-    """Lines in, text out. ``read_line`` calls ``poll`` again and again while it waits, which may raise."""
+    """Reads lines and writes text. While ``read_line`` waits, it calls ``poll`` repeatedly, which may raise."""
 
     def __init__(self) -> None:
         self._typed = b""
 
     @abc.abstractmethod
     def write(self, text: str) -> None:
-        """Show ``text``; nothing happens when the other end is gone."""
+        """Show ``text``; ignored if the other end is gone."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Leave everything as it was found."""
+        """Restore the terminal, or remove the socket."""
 
     @abc.abstractmethod
     def _ready(self) -> bool:
@@ -38,10 +38,10 @@ class Console(abc.ABC):
 
     @abc.abstractmethod
     def _read(self) -> bytes:
-        """What was typed; nothing when the other end is gone."""
+        """The input so far; empty if the other end is gone."""
 
     def read_line(self, prompt: str, poll: Callable[[], None]) -> str | None:
-        """The next line; None when no more will come."""
+        """The next line; None at the end of input."""
         self.write(prompt)
         while b"\n" not in self._typed:
             poll()
@@ -59,8 +59,8 @@ class Console(abc.ABC):
 
 
 class TerminalConsole(Console):
-    """A terminal, in the mode that it is found in: the kernel edits lines and makes Ctrl-C a signal. Reads what was typed
-    there, also where standard input or output are something else."""
+    """A terminal, whose mode is not changed: the kernel edits lines and turns Ctrl-C into a signal. It is used even if
+    standard input or output are redirected."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class TerminalConsole(Console):
 
 
 class SocketConsole(Console):
-    """A Unix socket in a folder that only this user can enter. One person at a time; a lost connection is a dead
-    terminal."""
+    """A Unix socket in a folder that only this user can enter. It serves one connection at a time; a lost connection
+    counts as a lost terminal."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class SocketConsole(Console):
 
 
 def terminal_of_this_process() -> str | None:
-    """The path of the terminal that was handed to this process, or that controls it."""
+    """The path of the terminal that was passed to this process, or that controls it."""
     candidates: list[Any] = [0, 2, 1]
     for fd in candidates:
         with contextlib.suppress(OSError):
@@ -148,7 +148,7 @@ def terminal_of_this_process() -> str | None:
 
 
 def newest_socket() -> str | None:
-    """Of this user's stopped jobs on this machine the one that stopped last."""
+    """The socket of this user's job on this machine that stopped last."""
     if sys.platform == "win32":
         return None
     found = Path(tempfile.gettempdir()).glob(f"vescale-{os.getuid()}-*/breakpoint")

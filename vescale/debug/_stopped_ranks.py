@@ -1,4 +1,4 @@
-"""What stopped ranks tell each other, through the store: who has stopped where, what is to be done, what came of it."""
+"""The protocol of stopped ranks through the store: where each rank stopped, commands, and replies."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from vescale.debug._job_processes import ProcessIdentity
 __all__ = ["JobEnded", "Session"]
 
 EXIT_CODE = 70
-_FRONT_IS_SILENT = 60.0  # seconds, where its process cannot be looked at
+_PROMPT_TIMEOUT = 60.0  # seconds, where its process cannot be looked at
 
 
 class JobEnded(BaseException):
-    """Somebody ends the job."""
+    """Another rank has ended the job."""
 
 
 class Session:
-    """One stop of a job, from the first rank that arrives until all go on: the ranks' keys in the store.
+    """One stop of a job, from the first rank that arrives until all resume: the ranks' keys in the store.
 
     ============  ====================================================================================================
-    key           written by
+    key           value, and the rank that writes it
     ============  ====================================================================================================
     status r      rank r: whether it is stopped, where, its process, whether it has a terminal
-    front         the one rank that reads commands, first come
-    command k     the front: what the ranks named in it are to do, one after the other
-    reply k r     rank r: what came of it
-    end           whoever ends the job: why
-    closed        the front, when the ranks go on for good: who arrives later does not stop
+    prompt        the rank that reads commands; written by the first one
+    command k     the prompt's rank: the command, and the ranks that execute it in turn
+    reply k r     rank r: its result
+    end           the rank that ends the job: the reason
+    closed        the prompt's rank, when all ranks resume: ranks that arrive later do not stop
     ============  ====================================================================================================
     """
 
@@ -47,8 +47,7 @@ class Session:
         self._name = f"vescale breakpoint {name}"
         self._done = int(self._store.add(f"{self._name} commands", 0))
         self._is_paused = False
-        self._heard = time.monotonic()
-        self.front: int | None = None
+        self.prompt_rank: int | None = None
 
     # Keys
 
@@ -66,7 +65,7 @@ class Session:
         return self._get("closed") is not None
 
     def vote(self, stops: bool, seconds: float = 10.0) -> bool:
-        """Whether any rank wants to stop; waits for all to say so, for a while."""
+        """Whether any rank wants to stop; waits a while for the answers of all ranks."""
         self._set(f"vote {self.rank}", stops)
         deadline = time.monotonic() + seconds
         while True:
@@ -100,12 +99,12 @@ class Session:
         return [rank for rank, status in self.statuses().items() if status["stopped"]]
 
     def elect(self, wanted: int, seconds: float = 2.0) -> int:
-        """The rank that reads commands: ``wanted`` if it has a terminal, else the first that has arrived and has one; else
-        ``wanted``, or the first that has arrived."""
+        """The rank that reads commands: ``wanted`` if it has a terminal; else the first rank that has arrived and has
+        one; else ``wanted``, or the first rank that has arrived."""
         begin = time.monotonic()
-        while self.front is None:
+        while self.prompt_rank is None:
             self.look()
-            self.front = self._get("front")
+            self.prompt_rank = self._get("prompt")
             statuses = self.statuses()
             waited = time.monotonic() - begin > seconds
             with_terminal = [
@@ -119,12 +118,12 @@ class Session:
                 choice = wanted if wanted in statuses else min(statuses)
             else:
                 choice = -1
-            if self.front is None and choice == self.rank:
-                key = f"{self._name} front"
-                self.front = int(json.loads(self._store.compare_set(key, "", json.dumps(self.rank))))
-            if self.front is None:
+            if self.prompt_rank is None and choice == self.rank:
+                key = f"{self._name} prompt"
+                self.prompt_rank = int(json.loads(self._store.compare_set(key, "", json.dumps(self.rank))))
+            if self.prompt_rank is None:
                 time.sleep(0.02)
-        return self.front
+        return self.prompt_rank
 
     # Commands
 
@@ -134,7 +133,7 @@ class Session:
         return number
 
     def replies(self, number: int, ranks: Iterable[int]) -> dict[int, Any]:
-        """What ``ranks`` answer; of those that have died, nothing."""
+        """The replies of ``ranks``; none for ranks that have died."""
         waiting, found = set(ranks), {}
         while waiting:
             self.look()
@@ -152,7 +151,7 @@ class Session:
         return ProcessIdentity(**self.statuses()[rank]["process"])
 
     def next_command(self) -> tuple[int, Mapping[str, Any]] | None:
-        """The next one that is not done, if there is one yet."""
+        """The next command that is not executed yet, if there is one."""
         self.look()
         command = self._get(f"command {self._done}")
         if command is None:
@@ -164,16 +163,16 @@ class Session:
         self._set(f"reply {number} {self.rank}", value)
 
     def beat(self) -> None:
-        """The front is there."""
+        """Announce that the prompt's rank is running."""
         self._set("beat", time.time())
 
     # The end
 
     def look(self) -> None:
-        """Raises JobEnded when somebody has ended the job, or the front is gone."""
+        """Raises JobEnded if a rank has ended the job, or if the prompt's rank is gone."""
         try:
             reason = self._get("end")
-            if reason is None and self.front not in (None, self.rank):
+            if reason is None and self.prompt_rank not in (None, self.rank):
                 reason = self._loss_of_front()
         except RuntimeError as error:
             raise JobEnded("the store of the job is gone, with its launcher") from error
@@ -181,22 +180,22 @@ class Session:
             raise JobEnded(str(reason))
 
     def _loss_of_front(self) -> str | None:
-        assert self.front is not None
-        state = self.process(self.front).state()
+        assert self.prompt_rank is not None
+        state = self.process(self.prompt_rank).state()
         if state == "ended":
-            return f"rank {self.front}, which had the prompt, is dead"
+            return f"rank {self.prompt_rank}, which had the prompt, is dead"
         if state == "unknown":
             beat = self._get("beat")
-            if beat is not None and time.time() - beat > _FRONT_IS_SILENT:
-                return f"rank {self.front}, which had the prompt, does not answer"
+            if beat is not None and time.time() - beat > _PROMPT_TIMEOUT:
+                return f"rank {self.prompt_rank}, which had the prompt, does not answer"
         return None
 
     def end(self, reason: str) -> None:
-        """End every rank, this one too: those that have stopped end themselves; who does not is killed. Does not return."""
+        """End every rank, including this one: stopped ranks end themselves, others are killed. Does not return."""
         with contextlib.suppress(RuntimeError):
             self._set("end", reason)
             self._set(f"gone {self.rank}", True)
-            if self.front in (None, self.rank):
+            if self.prompt_rank in (None, self.rank):
                 deadline = time.monotonic() + 3.0
                 others = [rank for rank in self.statuses() if rank != self.rank]
                 while others and time.monotonic() < deadline:

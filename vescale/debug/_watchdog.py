@@ -1,4 +1,4 @@
-"""The thread that watches a rank's collectives, and what the ranks tell each other through the store when one hangs."""
+"""The thread that watches a rank's collectives, and the ranks' reports through the store if one hangs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["EXIT_CODE", "HangWatch"]
 
 EXIT_CODE = 70  # of every rank that a report ends: EX_SOFTWARE
 
-# Collectives of a watched job have no timeout of their own: the watch ends the job, and knows when to wait (breakpoints).
+# Collectives of a watched job have no timeout of their own: the watchdog ends the job, and suspends it at breakpoints.
 _NO_TIMEOUT = 7 * 24 * 3600.0
 _STACK_BYTES = 20_000
 
@@ -36,19 +36,19 @@ class HangWatch(Observer):
     """Watches one rank.
 
     ===================  =============================================================================================
-    moment               what a rank's thread does
+    event                action of a rank's thread
     ===================  =============================================================================================
-    every beat           reports (last collective of each group, where the main thread is) under its key; looks whether
-                         there is an alarm, or a breakpoint, during which no time passes
+    every beat           reports (last collective of each group, location of the main thread) under its key; checks for an
+                         alarm, and for a breakpoint, which suspends the timeout
     a collective runs    raises the alarm, once for the job
     for ``timeout``
     an exception leaves  reports it, and raises the alarm
     the program
-    an alarm             all report anew; who raised it waits for that, makes the sentence, prints and writes it
+    an alarm             all ranks report; the rank that raised it collects the reports, and prints and writes the sentence
     after the sentence   ends its process, and those on its host that are stopped or do not answer
     ===================  =============================================================================================
 
-    Nothing of it is a collective. One request to the store for each rank and beat, and two that only look.
+    No collective is used. Each rank makes one request to the store a beat, and two that only read.
     """
 
     def __init__(self, timeout: float, folder: str | os.PathLike[str] | None = None, *, exits: bool = True) -> None:
@@ -61,14 +61,14 @@ class HangWatch(Observer):
         self._last: dict[str, Operation] = {}
         self._ending = ""
         self._place = Place(None, "", "")
-        self._resumed = 0.0  # no time has passed before it, for any collective
+        self._resumed = 0.0  # collectives count time from here on
         self._sentence = ""
         self._stops = threading.Event()
         self._excepthook = sys.excepthook
         self._unobserve: Callable[[], None] = observe(self)
         sys.excepthook = self._on_exception
         self._channel: _Channel | None = None
-        if dist.is_initialized():  # others know this process from now on, even if it does nothing more
+        if dist.is_initialized():  # other ranks know this process from now on
             self._channel = _Channel(dist.get_rank(), dist.get_world_size())
             self._channel.write("beat", self._report(dist.get_rank(), stack=False))
         atexit.register(self._at_exit)
@@ -106,18 +106,18 @@ class HangWatch(Observer):
         self._ending = f"with {kind.__name__}: {summary} (at {self._place.text()})"
         sys.stdout.flush()
         sys.stderr.flush()
-        if self._channel is not None and not self._stops.is_set():  # this rank's thread will end the process
+        if self._channel is not None and not self._stops.is_set():  # the watchdog's thread will end the process
             self._stops.wait(self._beat * 4 + 10.0)
 
     def _at_exit(self) -> None:
-        """The program has come to its end: others that wait for this rank are told so."""
+        """The end of the program: ranks that wait for this rank are notified."""
         if self._channel is not None and not self._stops.is_set():
             self._stops.set()
             self._ending = self._ending or "normally"
             with contextlib.suppress(RuntimeError):
                 self._channel.write("beat", self._report(self._channel.rank, stack=False))
 
-    # On the watch's own thread
+    # On the watchdog's thread
 
     def _watch(self) -> None:
         while not dist.is_initialized():
@@ -129,7 +129,7 @@ class HangWatch(Observer):
             try:
                 self._step(channel)
                 lost = 0
-            except RuntimeError as error:  # the store is gone, with the rank or the launcher that kept it
+            except RuntimeError as error:  # the store is gone with its host, a rank or the launcher
                 lost += 1
                 if lost >= 3 and (self._hung() is not None or self._ending):
                     self._end(f"the store of the job is gone ({error}), and rank {channel.rank} waits", channel, {})
@@ -157,13 +157,13 @@ class HangWatch(Observer):
             print(f"vescale: {sentence}", file=sys.stderr, flush=True)
         verdict = channel.verdict(10.0)
         if verdict is None:
-            sentence = f"rank {leader} found a collective hanging, and has not said more"
+            sentence = f"rank {leader} found a hanging collective, and has reported nothing else"
             verdict = {"sentence": sentence, "silent": [leader]}
             print(f"vescale: {sentence}", file=sys.stderr, flush=True)
         self._end(verdict["sentence"], channel, {rank: channel.read("beat", rank) for rank in verdict["silent"]})
 
     def _hung(self) -> Operation | None:
-        """The oldest collective that runs for longer than is allowed."""
+        """The oldest collective that has run for longer than the timeout."""
         while self._running and self._running[0].has_ended():
             self._running.popleft()
         now = time.time()
@@ -206,13 +206,13 @@ class HangWatch(Observer):
             if report is not None and report.rank != channel.rank:
                 report.process.kill()
         if channel.rank == channel.alarmed_by:
-            time.sleep(0.2)  # others read what this rank may be keeping for them: the store
+            time.sleep(0.2)  # this rank may host the store that others are reading
         sys.stdout.flush()
         os._exit(EXIT_CODE)
 
 
 class _Channel:
-    """The ranks' keys in the store, over a connection of its own: another thread may be waiting on the default one."""
+    """The ranks' keys in the store, over a separate connection: another thread may be waiting on the default one."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -237,13 +237,13 @@ class _Channel:
         self._store.compare_set("vescale watch alarm", "", str(self.rank))
 
     def alarm(self) -> int | None:
-        """The rank that has raised it."""
+        """The rank that has raised the alarm."""
         if self.alarmed_by is None and self._store.check(["vescale watch alarm"]):
             self.alarmed_by = int(self._store.get("vescale watch alarm"))
         return self.alarmed_by
 
     def collect(self, seconds: float) -> tuple[dict[int, RankReport], list[int]]:
-        """Reports of all ranks, older ones of those that do not answer; and the ranks of which there is none."""
+        """Reports of all ranks, older ones of ranks that do not answer; and the ranks without any report."""
         deadline = time.monotonic() + seconds
         found: dict[int, RankReport] = {}
         while len(found) < self.size and time.monotonic() < deadline:

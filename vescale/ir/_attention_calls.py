@@ -1,4 +1,4 @@
-"""Attention over a cut sequence in a walk on the meta device: what its method communicates."""
+"""Attention over a sharded sequence in a forward on the meta device: the communication of each method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regions of experts in a walk on the meta device: what they communicate, without running code that depends on data."""
+"""Regions of experts in a forward on the meta device: their communication, without running data-dependent code."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ExpertCalls:
 
     @contextlib.contextmanager
     def replaced(self, module: nn.Module, path: str, op: Local, walk: _Walk) -> Iterator[None]:
-        """Inside, the module returns something of its result's shape, where it is called with tokens, ids and weights."""
+        """Inside, the module returns a tensor of its result's shape if it is called with tokens, ids and weights."""
         original, own = module.forward, vars(module).get("forward")
         signature = inspect.signature(original)
 

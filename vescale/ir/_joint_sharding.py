@@ -1,9 +1,10 @@
-"""One cut over several axes: what a parameter that rests sharded over all of them, and runs whole on each, is to a unit.
+"""Sharding over several axes at once, for parameters of units that are sharded over these axes at rest and whole on each
+while they run.
 
-A ragged cut comes last, so that a DTensor can have one only. The same ragged cut on several axes at rest therefore is a
-single one over all their ranks together, in the order of the mesh; the parameter then rests on a mesh that has one axis in
-their place, behind the others (:func:`vescale.comm.join_axes`). The same ``Shard(dim)`` on several axes, too, is one
-``Shard(dim)`` over all their ranks.
+A ragged shard comes last, so that a DTensor can have one only. The same ragged placement on several axes at rest
+therefore means one shard over all their ranks together, in the order of the mesh; the parameter is then on a mesh in
+which one axis, behind the others, takes their place (:func:`vescale.comm.join_axes`). The same ``Shard(dim)`` on several
+axes also is one ``Shard(dim)`` over all their ranks.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ def lower(plan: Plan, model: nn.Module) -> Program:
 
 
 def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> tuple[Finding, ...]:
-    """Everything wrong or doubtful in ``plan`` for ``model``: the errors that :func:`lower` raises, then warnings.
+    """All errors that :func:`lower` raises for ``plan`` and ``model``, then warnings.
 
-    With ``inputs``, and a model on the meta device, its forward is walked, too, for dims that it takes apart.
+    With ``inputs``, and a model on the meta device, its forward is traced, too, for dims that it splits.
     """
     index = _index(plan, model)
     findings = Findings()

@@ -1,4 +1,4 @@
-"""Names of repeated layers as one: ``layers.0.fc`` and ``layers.1.fc`` become ``layers.0-1.fc``."""
+"""Merged names of repeated layers: ``layers.0.fc`` and ``layers.1.fc`` become ``layers.0-1.fc``."""
 
 from __future__ import annotations
 

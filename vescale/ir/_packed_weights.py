@@ -1,8 +1,8 @@
-"""Which dims of a model's weights hold several things one after the other (fused query, key and value; gate and up).
+"""Finds dims of a model's weights that hold several things one after the other (fused query, key and value; gate and up).
 
-Found by walking the forward on meta tensors: the features that a weight makes are followed through elementwise ops and views
-until the code takes them apart. No names are looked at. Features that are seen as heads first and taken apart inside of each
-are not packed: an ordinary cut goes between heads.
+The forward runs on meta tensors, and the features that a weight produces are followed through elementwise ops and views
+until the code splits them. Names do not matter. Features that are first viewed as heads, and then split inside of each
+head, are not packed: an ordinary shard ends between heads.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Packing:
 
 
 def packed_dims(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Packing, ...]:
-    """What ``model(**inputs)`` takes apart, in the order of the forward; model and inputs are on the meta device.
+    """The dims that ``model(**inputs)`` splits, in the order of the forward; model and inputs are on the meta device.
 
-    A forward that stops on meta tensors gives what was found until then.
+    If the forward raises on meta tensors, the dims found until then are returned.
     """
     walk = _Walk(ModelIndex(model))
     with FlowMode(walk), contextlib.suppress(Exception):  # data-dependent code, for which there are no values

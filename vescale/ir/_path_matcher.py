@@ -1,4 +1,4 @@
-"""Which tensors and modules a path names, within a time budget, and what to say when it names none."""
+"""Matches paths with the tensors and modules of a model within a time budget, and explains paths without a match."""
 
 from __future__ import annotations
 

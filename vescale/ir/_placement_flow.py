@@ -1,8 +1,8 @@
-"""How placements flow through the ops between two planned boundaries, as far as it is certain; unknown otherwise.
+"""How placements flow through ops between two planned boundaries, if that is certain; unknown otherwise.
 
-The rules are those that need no choice: replicated in, replicated out; elementwise ops keep a common placement; ``linear``
-and ``embedding`` follow from their weight; views move a dim. Whatever DTensor would have to choose is unknown, and so is all
-that follows from it until the plan says a placement again.
+These rules leave no choice: replicated operands give a replicated result; elementwise ops keep a common placement; the
+results of ``linear`` and ``embedding`` follow from their weights; views move a dim. If DTensor has a choice, the result
+is unknown, and so is all that follows from it up to the next planned placement.
 """
 
 from __future__ import annotations

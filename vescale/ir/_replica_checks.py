@@ -1,4 +1,4 @@
-"""Sharding over the inner axis of a mesh where the outer one holds replicas: do the replicas take part?"""
+"""Checks of hybrid sharding: replicas on the outer axis of a mesh must take part in the plan."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def axes_named(entry: Entry) -> set[str]:
-    """The axes that an entry says something of."""
+    """The axes that an entry names."""
     if isinstance(entry, UnitEntry):
         return set()
     if isinstance(entry, AttentionEntry):

@@ -1,4 +1,4 @@
-"""Entries of a plan to what they say of each tensor and module of one model."""
+"""Matches the entries of a plan with the tensors and modules of one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The buffers that a program's units are gathered in: planned with what the engine plans them with, without a rank."""
+"""The buffers in which a program's units are gathered: planned without a rank, with the functions that the engine uses."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Regular expressions of bounded size: compiling one must not take the memory of the machine.
+"""Regular expressions of bounded size, so that compiling one cannot exhaust the memory of the machine.
 
-Matching is bounded in time (:mod:`vescale.ir`), but a compiler cannot be interrupted, and ``((a{1000}){1000}){1000}`` is
-compiled into a thousand million nodes. So the size is estimated from the text first: never too low, and exact where an
-expression uses no more than paths need.
+Matching is bounded in time (:mod:`vescale.ir`), but a compilation cannot be interrupted, and ``((a{1000}){1000}){1000}``
+compiles to a thousand million nodes. Therefore the size is estimated from the text first. The estimate is an upper bound,
+and exact for the syntax that paths need.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ __all__ = ["DROPOUT_MASK", "RandomOp", "half_normal_tail_follows_last_block", "i
 
 DROPOUT_MASK = "native_dropout's mask"
 _HALVES = (torch.bfloat16, torch.float16)
-_FULL_RANGE_DRAWS_64 = (torch.int64, torch.float64, torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ _UNRULED = "elu hardshrink hardsigmoid hardswish hardtanh leaky_relu mish softpl
 
 
 def derivative(op: Any, schema: Any, stock: OutputSharding) -> OutputSharding | None:
-    """How the derivative of an activation function goes on with a gradient that is a pending sum: it is one, too, where the
-    other operands are whole. None when this is not what is asked, or the operands do not lie so."""
+    """The placements of the derivative of an activation function for a gradient that is a pending sum: it is one, too, if
+    the other operands are replicated. None for other calls and other placements of the operands."""
     grad = schema.args_schema[0]
     if op._schema.name not in _DERIVATIVES or not isinstance(grad, DTensorSpec):
         return None
@@ -56,15 +56,15 @@ def derivative(op: Any, schema: Any, stock: OutputSharding) -> OutputSharding | 
 
 
 def _unruled_derivative(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """The derivative of an activation function of elements, as :func:`derivative` goes on; any other operands are brought
-    to where the first of those lies that the activation was taken of."""
+    """The derivative of an activation function of elements, as in :func:`derivative`; other operands are redistributed to
+    the placements of the first one, the activation's input."""
     grad, *others = (x for x in args if isinstance(x, torch.Tensor))
     mesh = next(x for x in (grad, *others) if isinstance(x, DTensor)).device_mesh
     own = others[0].placements if isinstance(others[0], DTensor) else (Replicate(),) * mesh.ndim
-    lies = grad.placements if isinstance(grad, DTensor) else (Replicate(),) * mesh.ndim
+    arriving = grad.placements if isinstance(grad, DTensor) else (Replicate(),) * mesh.ndim
     target = [
         g if p.is_replicate() and (g.is_partial("sum") or g.is_partial("avg")) else r
-        for g, p, r in zip(lies, own, without_partials(own))
+        for g, p, r in zip(arriving, own, without_partials(own))
     ]
     wanted = {id(x): [t if x is grad or not t.is_partial() else Replicate() for t in target] for x in (grad, *others)}
     with no_torch_function():
@@ -99,7 +99,7 @@ def where(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _where_placement(args: Sequence[torch.Tensor], axis: int, shape: Sequence[int]) -> Placement | None:
-    """Where the result lies on an axis; None when its operands do not lie alike."""
+    """The placement of the result on an axis; None if those of its operands differ."""
     found: set[Placement] = set()
     for position, x in enumerate(args):
         own = x.placements[axis] if isinstance(x, DTensor) else Replicate()
@@ -125,8 +125,8 @@ def _of_operand(x: torch.Tensor, out: Placement, shape: Sequence[int], summed: b
 
 
 def accumulated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
-    """``x.index_put(indices, values, accumulate=True)``: what the values of each rank add is a summand; values sharded on
-    a dim that is not indexed shard the result. None when this is not what is asked, or the operands do not lie so."""
+    """``x.index_put(indices, values, accumulate=True)``: the values that each rank adds are a term of a sum; values that
+    are sharded on a dim that is not indexed shard the result. None for other calls and other placements of the operands."""
     x, indices, values = args[:3]
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     plain = not isinstance(values, DTensor) or any(index is None for index in indices)
