@@ -14,8 +14,8 @@ from tests.ir.models import build, llama
 from tests.ir.test_lower import tensor_parallel, zero_3
 from vescale import lower, plan_zoo
 from vescale.ir import Collective, Prediction, predict
-from vescale.ir._channels import CHANNEL_RULES
-from vescale.ir._flow import Flow, rule_for
+from vescale.ir._channel_rules import CHANNEL_RULES
+from vescale.ir._placement_flow import Flow, rule_for
 from vescale.plans import Plan
 
 

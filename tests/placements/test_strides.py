@@ -8,7 +8,7 @@ import random
 import torch
 
 from vescale.placements import stride_like
-from vescale.rng._spans import stream_order
+from vescale.rng._stream_spans import stream_order
 
 
 def test_all_ranks_tell_the_memory_order_of_the_whole() -> None:

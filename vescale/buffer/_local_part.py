@@ -18,9 +18,9 @@ __all__ = ["LocalPart"]
 
 
 class LocalPart:
-    """The elements [begin, begin + numel) of a group's buffer in local memory, which lies in an ``allocation``.
+    """The elements [begin, begin + numel) of a group's buffer in local memory, in an ``allocation``.
 
-    ``is_sharded``: views are runs of the tensors, flat and maybe empty, and not whole tensors.
+    ``is_sharded``: views are runs of the tensors, flat and maybe empty, instead of whole tensors.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class LocalPart:
         return self
 
     def free(self) -> None:
-        """Give the memory of this buffer, and of all that share its allocation, back; ``local`` and the views stay the
-        same tensors and are usable again after :meth:`allocate`."""
+        """Free the memory of this buffer and of all that share its allocation; ``local`` and the views stay the same
+        tensors and are usable again after :meth:`allocate`."""
         self._allocation.free()
 
     @property
@@ -78,11 +78,12 @@ class LocalPart:
         return self._local
 
     def alias(self, offset: int, shape: tuple[int, ...], *, own_storage: bool = False) -> torch.Tensor:
-        """A contiguous tensor over the memory, ``offset`` elements in, with a version counter of its own: what a collective
-        writes to the buffer does not make tensors that autograd has saved look modified.
+        """A contiguous tensor over the memory, ``offset`` elements in, with its own version counter: when a collective
+        writes to the buffer, tensors that autograd has saved do not count as modified.
 
-        With ``own_storage`` its storage begins and ends with it and keeps the memory alive; :meth:`free` does not reach it.
-        ``torch.save`` and ``copy.deepcopy`` act on whole storages, and fail on DTensors whose local tensor is inside of one.
+        With ``own_storage``, its storage begins and ends with it and keeps the memory alive; :meth:`free` does not affect
+        it. ``torch.save`` and ``copy.deepcopy`` act on whole storages, and fail on DTensors whose local tensor is a part
+        of one.
         """
         if self.device.type == "meta":
             return torch.empty(shape, dtype=self.dtype, device="meta")
@@ -104,14 +105,14 @@ class LocalPart:
 
     @cached_property
     def slices(self) -> list[ShardSlice]:
-        """What the local part holds: (tensor, begin, end, local_offset), in buffer order."""
+        """The parts of tensors in the local part: (tensor, begin, end, local_offset), in buffer order."""
         return self.group.slices(self.begin, self.begin + self.numel)
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """One tensor over the local memory for each tensor of the group, in the group's order: of its whole shape where
-        no axis is sharded, else this rank's run of it, flat and maybe empty. Made once; they keep their addresses as
-        long as the buffer is allocated."""
+        """One tensor over the local memory for each tensor of the group, in the group's order: the whole tensor in its
+        shape if no axis is sharded, else this rank's run of it, flat and maybe empty. Made once; they keep their
+        addresses while the buffer is allocated."""
         if self._views is None:
             if self.is_sharded:
                 held = {part.tensor: part for part in self.slices}

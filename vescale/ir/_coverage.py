@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from vescale.ir._findings import Findings
+from vescale.ir._merged_names import merge_repeats
 from vescale.ir._model_index import ModelIndex, enclosing
-from vescale.ir._repeat import merge_repeats
 from vescale.ir._resolve import resolve
 from vescale.plans import Plan
 
@@ -46,12 +46,12 @@ def coverage(plan: Plan, model: nn.Module) -> Coverage:
     resolution = resolve(plan, index, Findings())
     cut = whole = 0
     sizes: list[tuple[str, int]] = []
-    for name, words in resolution.states.items():
+    for name, own in resolution.states.items():
         state = index.states[name]
         if not state.is_parameter or state.shape is None:
             continue
         size = math.prod(state.shape)
-        if all(placement.is_replicate() for placement in words.running(plan.axes)):
+        if all(placement.is_replicate() for placement in own.running(plan.axes)):
             whole += size
             sizes.append((name, size))
         else:

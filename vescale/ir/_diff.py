@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from vescale.ir._instruction import Hook, Instruction
-from vescale.ir._repeat import merge_repeats
+from vescale.ir._merged_names import merge_repeats
 from vescale.plans import MeshAxes
 
 __all__ = ["Change", "ProgramDiff", "diff_instructions"]

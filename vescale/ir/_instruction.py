@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from vescale.ir._ops import Op
+from vescale.ir._operations import Op
 from vescale.plans import MeshAxes, Source
 
 __all__ = ["Hook", "Instruction"]

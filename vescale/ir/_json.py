@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ir._instruction import Hook, Instruction
-from vescale.ir._ops import Annotate, Attention, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._operations import Annotate, Attention, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
 from vescale.plans import (
     ATTENTION_METHODS,
     AttentionMethod,

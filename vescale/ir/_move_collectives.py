@@ -9,7 +9,7 @@ from typing import Literal
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir._flow import Lie
+from vescale.ir._placement_flow import AxisPlacement
 from vescale.plans import MeshAxes
 
 __all__ = ["Collective", "Move", "When", "move_collectives"]
@@ -54,8 +54,8 @@ class Move:
     path: str
     target: str
     axis: str
-    src: Lie
-    dst: Lie
+    src: AxisPlacement
+    dst: AxisPlacement
     num_bytes: int | None  # of the whole tensor along this axis: what all ranks of the axis hold together
     is_parameter: bool
     has_gradient: bool
@@ -100,7 +100,7 @@ def _of_boundary(move: Move, axes: MeshAxes) -> Iterator[Collective]:
         yield Collective(move.path, move.target, "backward", move.axis, None, None)
 
 
-def _op(src: Lie, dst: Lie) -> str | None:
+def _op(src: AxisPlacement, dst: AxisPlacement) -> str | None:
     """The collective that brings ``src`` to ``dst``; ``""`` for none, None where that is unknown."""
     if src is None or dst is None:
         return None

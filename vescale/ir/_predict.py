@@ -1,8 +1,8 @@
 """Which collectives a program causes in one training step, found by walking the model's forward on meta tensors.
 
-A simple model, honest about what it does not know: placements are followed through the ops for which no choice is needed
-(:mod:`vescale.ir._flow`); where one is, what follows is unknown until run. Collectives inside ops (a loss over a sharded
-vocabulary, redistributions that no entry asks for) are not predicted. No rank is started.
+Placements are followed through the ops that leave DTensor no choice (:mod:`vescale.ir._placement_flow`), and are unknown
+after any other op. Collectives inside of ops (a loss over a sharded vocabulary, redistributions that no entry requests) are
+not predicted. No rank is started.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale.ir._attention_calls import AttentionCalls
-from vescale.ir._channels import BATCH_NORM, CHANNEL_RULES, BatchNormCalls, cuts_operand
+from vescale.ir._channel_rules import BATCH_NORM, CHANNEL_RULES, BatchNormCalls, cuts_operand
 from vescale.ir._expert_calls import ExpertCalls
-from vescale.ir._flow import Flow, Lie, is_elementwise, rule_for
 from vescale.ir._flow_mode import FlowMode, tensors_of
 from vescale.ir._gradient_buckets import PartialGradient, PredictedBucket, predict_buckets
 from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._move_collectives import Collective, Move, When, move_collectives
-from vescale.ir._ops import Local, Place, Redistribute, Stage, Wrap
+from vescale.ir._operations import Local, Place, Redistribute, Stage, Wrap
+from vescale.ir._placement_flow import AxisPlacement, Flow, is_elementwise, rule_for
 from vescale.ir._program import Program
 from vescale.ir._unit_layouts import unit_buckets
 from vescale.placements import RaggedShard, shard_dim
@@ -82,7 +82,7 @@ def predict(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> Pr
 class _Tag:
     """What is known of a tensor on one axis; ``origins`` are the boundaries and parameters its values come from."""
 
-    lie: Lie
+    placement: AxisPlacement
     origins: frozenset[int] = frozenset()
 
 
@@ -217,16 +217,16 @@ class _Walk:
     def _moved(self, path: str, target: str, tensor: torch.Tensor, op: Redistribute) -> tuple[_Tag, ...]:
         arriving = self.tags_of(tensor)
         declared = op.src or (None,) * len(op.dst)
-        lies = [said if said is not None else tag.lie for said, tag in zip(declared, arriving)]
+        placements = [choice if choice is not None else tag.placement for choice, tag in zip(declared, arriving)]
         tags = []
-        for axis, lie, tag, dst in zip(self.axes, lies, arriving, op.dst):
+        for axis, placement, tag, dst in zip(self.axes, placements, arriving, op.dst):
             if dst is None:
-                tags.append(_Tag(lie, tag.origins))
+                tags.append(_Tag(placement, tag.origins))
                 continue
             dst = _from_front(dst, tensor.ndim)
-            num_bytes = self._bytes(tensor, axis, lies)
-            self.moves.append(Move(path, target, axis, lie, dst, num_bytes, False, tensor.requires_grad))
-            # Its gradient is brought to a placement here, so nothing Partial comes back to what lies before it.
+            num_bytes = self._bytes(tensor, axis, placements)
+            self.moves.append(Move(path, target, axis, placement, dst, num_bytes, False, tensor.requires_grad))
+            # Its gradient is brought to a placement here, so nothing Partial flows back beyond it.
             follow = isinstance(dst, Replicate) and tensor.requires_grad
             tags.append(_Tag(dst, frozenset([len(self.moves) - 1]) if follow else frozenset()))
         return tuple(tags)
@@ -240,7 +240,7 @@ class _Walk:
         """Tag what an op returned, and note what replicated tensors were used for."""
         for op, calls in ((F.scaled_dot_product_attention.__name__, self.attention), (BATCH_NORM, self.batch_norms)):
             if name == op:
-                calls.called(args, kwargs, lambda x: tuple(tag.lie for tag in self.tags_of(x)))
+                calls.called(args, kwargs, lambda x: tuple(tag.placement for tag in self.tags_of(x)))
         tensors = list(tensors_of((args, kwargs)))
         tags = [self.tags_of(tensor) for tensor in tensors]
         results = list(tensors_of(result))
@@ -250,12 +250,12 @@ class _Walk:
             merged = []
             for position, axis in enumerate(self.axes):
                 on_axis = [tag[position] for tag in tags]
-                flow = Flow([t.lie for t in on_axis], tensors, output, args, kwargs, self.axes.size(axis))
-                lie = rule_for(name, flow, CHANNEL_RULES)
-                merged.append(_Tag(lie, self._use(name, flow, on_axis, lie)))
+                flow = Flow([t.placement for t in on_axis], tensors, output, args, kwargs, self.axes.size(axis))
+                placement = rule_for(name, flow, CHANNEL_RULES)
+                merged.append(_Tag(placement, self._use(name, flow, on_axis, placement)))
             self.tags[output] = tuple(merged)
 
-    def _use(self, name: str, flow: Flow, arguments: Iterable[_Tag], lie: Lie) -> frozenset[int]:
+    def _use(self, name: str, flow: Flow, arguments: Iterable[_Tag], placement: AxisPlacement) -> frozenset[int]:
         """Origins that the result still carries.
 
         A replicated argument of a result that is cut is used for different parts on different ranks: its gradient is a
@@ -266,31 +266,31 @@ class _Walk:
             return frozenset()
         carried: set[int] = set()
         for position, (argument, tensor) in enumerate(zip(arguments, flow.tensors)):
-            if isinstance(lie, Replicate):
+            if isinstance(placement, Replicate):
                 carried |= argument.origins
                 continue
-            dim = shard_dim(lie) if lie is not None else None
+            dim = shard_dim(placement) if placement is not None else None
             own_dim = dim - flow.result.ndim + tensor.ndim if dim is not None else -1
             cut_alike = is_elementwise(name) and own_dim >= 0 and tensor.shape[own_dim] > 1
-            cut_alike = cut_alike or cuts_operand(name, flow, lie, position)
-            if isinstance(lie, Partial) and tensor.ndim == 1:
+            cut_alike = cut_alike or cuts_operand(name, flow, placement, position)
+            if isinstance(placement, Partial) and tensor.ndim == 1:
                 continue  # a bias added to a partial sum: the gradient of the sum is whole, and so is the bias's
             for origin in argument.origins:
-                if lie is None or cut_alike or isinstance(lie, Partial):
+                if placement is None or cut_alike or isinstance(placement, Partial):
                     self.moves[origin].uses.unknown = True
                 else:
                     self.moves[origin].uses.partial = True
         return frozenset(carried)
 
-    def _bytes(self, tensor: torch.Tensor, axis: str, lies: Iterable[Lie]) -> int | None:
+    def _bytes(self, tensor: torch.Tensor, axis: str, placements: Iterable[AxisPlacement]) -> int | None:
         """Bytes of the part that the ranks along ``axis`` hold together."""
         total = tensor.numel() * tensor.element_size()
-        for other, lie in zip(self.axes, lies):
+        for other, placement in zip(self.axes, placements):
             if other == axis or self.axes.size(other) == 1:
                 continue
-            if lie is None:
+            if placement is None:
                 return None
-            if shard_dim(lie) is not None or isinstance(lie, RaggedShard):
+            if shard_dim(placement) is not None or isinstance(placement, RaggedShard):
                 total //= self.axes.size(other)
         return total
 
@@ -333,19 +333,19 @@ class _Walk:
             for path, (phase, kind, together, known_bytes) in calls.collectives(self.axes):
                 yield Collective(path, target, cast(When, phase), together, kind, known_bytes)
 
-    def tokens_met(self, path: str, tokens: torch.Tensor) -> tuple[Lie, ...]:
-        """Where the tokens of a region of experts lie; its parameters' gradients are sums over axes that cut them."""
-        lies = tuple(tag.lie for tag in self.tags_of(tokens))
+    def tokens_met(self, path: str, tokens: torch.Tensor) -> tuple[AxisPlacement, ...]:
+        """The placements of the tokens of a region of experts; axes that shard them make gradients of parameters partial."""
+        placements = tuple(tag.placement for tag in self.tags_of(tokens))
         for move in self.moves:
             if (
                 move.is_parameter
                 and move.path.startswith(f"{path}." if path else "")
                 and isinstance(move.dst, Replicate)
             ):
-                lie = lies[self.axes.index(move.axis)]
-                move.uses.partial |= lie is not None and shard_dim(lie) is not None
-                move.uses.unknown |= lie is None
-        return lies
+                placement = placements[self.axes.index(move.axis)]
+                move.uses.partial |= placement is not None and shard_dim(placement) is not None
+                move.uses.unknown |= placement is None
+        return placements
 
 
 def _from_front(placement: Placement, ndim: int) -> Placement:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vescale.ir._diff import ProgramDiff, diff_instructions
 from vescale.ir._instruction import Instruction
 from vescale.ir._json import instructions_from_json, instructions_to_json
-from vescale.ir._repeat import merge_repeats
+from vescale.ir._merged_names import merge_repeats
 from vescale.plans import MeshAxes
 
 __all__ = ["Program"]

@@ -31,7 +31,6 @@ __all__ = [
     "OpEntry",
     "OpFamily",
     "entries",
-    "entry_of",
     "families",
     "register",
     "register_aten",
@@ -129,10 +128,6 @@ def register_user_rule(op: Any, rule: Callable[..., Any]) -> None:
     """Add a rule that is called before all others; :func:`vescale.ops.register_rule` checks the arguments."""
     known = _ENTRIES.get(op, OpEntry())
     _ENTRIES[op] = replace(known, user_rules=(rule, *known.user_rules))
-
-
-def entry_of(op: Any) -> OpEntry | None:
-    return _ENTRIES.get(op)
 
 
 def entries() -> Mapping[Any, OpEntry]:

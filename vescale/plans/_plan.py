@@ -73,15 +73,16 @@ class Plan(PlanEntries):
         Args:
             model: a transformers model, on any device, also the meta device; only names and shapes are read.
             axis: the mesh axis of tensor parallelism.
-            expert_axis: the axis over which whole experts are spread (``ep_plan``), which may be ``axis`` itself or the
-                one of the batch; None: experts are cut as ``tp_plan`` says.
-            dispatch: how tokens meet experts on other ranks, with ``expert_axis``.
-            batch_axis: the axis over which the batch of the model's inputs is cut, when the mesh has it.
-            sequence_parallel: shard the sequence over ``axis`` between the parts of each layer (transformers' plans do
-                not): derived from where the plan sums.
+            expert_axis: the axis over which whole experts are distributed (``ep_plan``), which may be ``axis`` itself or the
+                one of the batch; None: experts are sharded by ``tp_plan``.
+            dispatch: how tokens are sent to experts on other ranks, with ``expert_axis``.
+            batch_axis: the axis that shards the batch of the model's inputs, if the mesh has it.
+            sequence_parallel: shard the sequence over ``axis`` between the parts of each layer, which transformers' plans do
+                not: derived from the sums of the plan.
 
-        Rules that match nothing in this model say nothing. What ``axis`` cannot cut evenly, or only inside attention
-        heads, stays whole, with one :class:`HfImportWarning`; ``vescale.ir.coverage`` tells how much is cut.
+        Rules that match nothing in this model are ignored. Parameters that ``axis`` cannot shard evenly, or only inside
+        attention heads, stay whole, with one :class:`HfImportWarning`; ``vescale.ir.coverage`` returns the share that is
+        sharded.
 
         Raises:
             PlanError: a model without a plan, an unknown style, an axis that the mesh does not have.
@@ -112,18 +113,18 @@ class Plan(PlanEntries):
 
         Args:
             model: on any device; only names and shapes are read.
-            axes: ``{name in the parallel plan: axis of the mesh}``, for those that are called otherwise.
-            dispatch: how tokens meet experts on other ranks.
-            batch_axes: axes over which the batch of the model's inputs is cut; None: ``dp``, ``shard_axis``, and the axes of
-                the parallel plan, which share the ranks of data parallelism.
-            shard_axis: the axis of sharded data parallelism, when the mesh has it: at rest, parameters are sharded over it
-                and those axes of the parallel plan that cut the batch, in one cut, apart from those that already cut them.
+            axes: ``{name in the parallel plan: axis of the mesh}``, if they differ.
+            dispatch: how tokens are sent to experts on other ranks.
+            batch_axes: axes that shard the batch of the model's inputs; None: ``dp``, ``shard_axis``, and the axes of the
+                parallel plan, which share the ranks of data parallelism.
+            shard_axis: the axis of sharded data parallelism, if the mesh has it: at rest, parameters are sharded once over
+                it and those axes of the parallel plan that shard the batch, without axes that shard them already.
 
-        Experts get a region, embeddings the entries that sum what the ranks look up. Patterns that match nothing in this
-        model say nothing, as long as one of each axis matches.
+        Experts get a region, and embeddings the entries that sum the looked-up rows over ranks. Patterns that match
+        nothing in this model are ignored, as long as one pattern of each axis matches.
 
         Raises:
-            PlanError: no parallel plan, an axis that the mesh does not have, a placement or parameter whose cut has no
+            PlanError: no parallel plan, an axis that the mesh does not have, a placement or parameter whose sharding has no
                 known meaning, sizes that do not divide.
         """
         plan = cls(mesh)

@@ -129,7 +129,7 @@ class PlanEntries:
         *,
         source: Source | None = None,
     ) -> Self:
-        """Say how a local tensor is placed already; nothing moves."""
+        """Declare the placements that a local tensor has already; nothing moves."""
         source = source or calling_line()
         return self._add(AnnotateEntry(self._path(path, source), self._placements(placement, mesh, source), source))
 
@@ -141,7 +141,7 @@ class PlanEntries:
         *,
         source: Source | None = None,
     ) -> Self:
-        """Say how tensors made inside the forward of the modules that ``path`` matches are placed."""
+        """Give placements to tensors that are made inside the forward of the modules that ``path`` matches."""
         source = source or calling_line()
         parsed = self._module(path, "factory", source)
         return self._add(FactoryEntry(parsed, self._placements(placement, mesh, source), source))
@@ -154,19 +154,19 @@ class PlanEntries:
         *,
         source: Source | None = None,
     ) -> Self:
-        """Say how attention in the modules that ``path`` matches works along axes over which its *sequence* is cut (context
-        parallelism); :class:`AttentionEntry`. Along axes that cut the batch or heads it needs nothing.
+        """Choose the method of attention in the modules that ``path`` matches, on axes that shard its *sequence* (context
+        parallelism); see :class:`AttentionEntry`. Axes that shard the batch or heads need no method.
 
         ==============  ==========================================================================  ====================
-        method          what is communicated, forward (backward: the same, the other way)           fits
+        method          communication in forward (backward: the same in the other direction)        restriction
         ==============  ==========================================================================  ====================
         ``all_gather``  one all-gather of keys and values: ``2 (n-1)/n`` of their size              any number of heads
         ``ring``        keys and values, a block at a time: ``(n-1)/n`` of their size (backward:    any number of heads,
-                        ``2 - 1/n`` of it); at most so, where blocks that are masked stay away       the longest sequences
+                        ``2 - 1/n`` of it), or less, because masked blocks are not sent             the longest sequences
         ``ulysses``     an all-to-all each of q, k, v and the result: ``(n-1)/n**2`` of their size  heads that n divides
         ==============  ==========================================================================  ====================
 
-        ``method`` may be a mapping from axis to method; else it holds for the axes of ``mesh``.
+        ``method`` may be a mapping from axis to method; otherwise it holds for the axes of ``mesh``.
         """
         source = source or calling_line()
         parsed = self._module(path, "attention", source)
@@ -359,7 +359,7 @@ class PlanEntries:
     __hash__ = None  # type: ignore[assignment]
 
     def _by_path(self) -> list[Entry]:
-        """Entries by kind and path: entries never override each other, so no other order has a meaning."""
+        """Entries by kind and path. Their order has no other meaning, because entries never override each other."""
         return sorted(self._entries, key=lambda entry: (type(entry).__name__, entry.path.text))
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""YAML to :class:`Plan`: schema, variables, entries, each error with its line and column."""
+"""YAML to :class:`Plan`: schema, variables and entries; each error has its line and column."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.plans._errors import MissingMeshError, PlanError, did_you_mean
-from vescale.plans._expression import MAX_EXPRESSION
 from vescale.plans._mesh_axes import MeshAxes
+from vescale.plans._path_expression import MAX_EXPRESSION
 from vescale.plans._placement_text import parse_placement, shown_text
 from vescale.plans._plan_entries import PlanEntries
 from vescale.plans._yaml_include import PlanFile, read_files
@@ -204,7 +204,8 @@ def _items(value: Any, place: Place) -> list[tuple[Any, Place]]:
 
 
 def _mesh(files: Sequence[PlanFile], mesh: DeviceMesh | Mapping[str, int] | MeshAxes | None) -> DeviceMesh | MeshAxes:
-    """The mesh given by the caller, checked against the files'; or that of the file, else of the first it includes."""
+    """The mesh given by the caller, checked against the files'; otherwise that of the file, or of the first include with
+    one."""
     with_mesh = [file for file in (files[-1], *files[:-1]) if file.data.get("mesh")]
     if mesh is None:
         sizes: dict[str, int | None] = with_mesh[0].data["mesh"] if with_mesh else {}
@@ -243,7 +244,7 @@ def _check_schema(data: Any, document: Document) -> None:
 
 
 def _deepest(error: Any) -> Any:
-    """Of an alternative's errors, the one that got furthest: it belongs to what the user meant."""
+    """The error of an alternative that is deepest in the data: its alternative is the one that the user meant."""
     while error.context:
         error = max(error.context, key=lambda e: (len(e.absolute_path), e.validator != "type"))
     return error

@@ -1,4 +1,4 @@
-""":class:`Plan` to YAML text that people edit and the reader reads back equal."""
+""":class:`Plan` to YAML text, for people to edit, which reads back equal."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plan_text(plan: PlanEntries) -> str:
 
 
 def _variables(plan: PlanEntries) -> dict[str, str]:
-    """The beginnings of paths that a file is easier to read without, and their names: ``layer`` when there is one."""
+    """Common beginnings of paths that become variables, and their names: ``layer`` if there is one."""
     uses: dict[str, int] = {}
     for entry in plan.entries:
         match = None if isinstance(entry, UnitEntry) else _LAYERS.match(entry.path.text)
@@ -110,8 +110,8 @@ def _unit(entry: UnitEntry) -> str:
     }
     options = [f"{name}: {json.dumps(value)}" for name, value in named.items() if value is not None]
     if entry.mp_policy is not None:
-        said = mp_options(entry.mp_policy).items()
-        options.append("mp_policy: " + _braces(f"{name}: {json.dumps(value)}" for name, value in said))
+        values = mp_options(entry.mp_policy).items()
+        options.append("mp_policy: " + _braces(f"{name}: {json.dumps(value)}" for name, value in values))
     if entry.offload_pinned is not None:
         options.append(f"offload_policy: {{pin_memory: {json.dumps(entry.offload_pinned)}}}")
     path = _scalar(entry.path.text)
@@ -143,6 +143,6 @@ def _quoted(text: str) -> str:
 
 
 def _is_text(text: str) -> bool:
-    """Whether YAML reads the plain word as text: not ``on``, ``no``, ``null``."""
+    """Whether YAML reads the plain scalar as text: not ``on``, ``no``, ``null``."""
     tag = yaml.SafeLoader("").resolve(yaml.ScalarNode, text, (True, False))
     return bool(tag == "tag:yaml.org,2002:str")

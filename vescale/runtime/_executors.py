@@ -14,7 +14,7 @@ class Executor(enum.Enum):
     """A part of the runtime; the value is what it executes."""
 
     STATE = "placing parameters and buffers"  # vescale.runtime._tensor_placement
-    UNIT = "gathering the parameters of a unit"  # vescale.runtime._units
+    UNIT = "gathering the parameters of a unit"  # vescale.runtime._plan_units
     INPUT = "placing inputs"  # vescale.runtime._module_hooks
     PARAMETER = "placing a parameter for the forward"  # vescale.runtime._module_hooks
     OUTPUT = "placing outputs"  # vescale.runtime._module_hooks

@@ -18,7 +18,7 @@ from vescale.ir import Annotate, Instruction, Program, Redistribute
 from vescale.ops import convert, wrap_global
 from vescale.placements import contiguous_stride, without_partials
 from vescale.runtime._executors import Executor, executor_of
-from vescale.runtime._units import accumulating, managed_parameters, states_in
+from vescale.runtime._plan_units import accumulating, managed_parameters, states_in
 
 __all__ = ["GradientHooks", "full_name"]
 

@@ -38,9 +38,9 @@ from vescale.ops import (
     write_through,
 )
 from vescale.placements import move_local
-from vescale.runtime._forward import checkpointed
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
-from vescale.runtime._sums import DERIVATIVE_HANDLERS, accumulated, derivative, where
+from vescale.runtime._linear_on_partial import DERIVATIVE_HANDLERS, accumulated, derivative, where
+from vescale.runtime._module_calls import checkpointed
 
 __all__ = ["install_handlers"]
 

@@ -17,8 +17,8 @@ from vescale.ops import convert, enter_local, wrap_global
 from vescale.placements import at_dim, from_local, shard_dim
 from vescale.plans import PlanError
 from vescale.runtime._executors import Executor, executor_of
-from vescale.runtime._forward import enter, leave, warn_of_compiler
 from vescale.runtime._implicit_site import placements_text
+from vescale.runtime._module_calls import enter, leave, warn_of_compiler
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._shared_conversion import convert_once
 

@@ -39,10 +39,10 @@ from vescale.runtime._implicit_report import RuntimeObserver
 from vescale.runtime._implicit_site import ImplicitSite
 from vescale.runtime._local_region import LocalRegion
 from vescale.runtime._module_hooks import ModuleHooks
+from vescale.runtime._plan_units import Units
 from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._tensor_placement import TensorSlots, load_plain, place_tensor
-from vescale.runtime._units import Units
 
 __all__ = ["gradient_reducer", "implicit_communication", "install", "no_sync", "parallelize"]
 

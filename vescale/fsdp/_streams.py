@@ -1,0 +1,52 @@
+"""``SideStream``: a stream beside the computation's, and nothing at all on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+__all__ = ["SideStream"]
+
+
+class SideStream:
+    """Work that a device does beside its computation.
+
+    On the CPU there are no streams: collectives run on the backend's threads, and the methods do nothing.
+    """
+
+    def __init__(self, device: torch.device, *, urgent: bool = True) -> None:
+        self._module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device.type)
+        self.stream: Any = self._module.Stream(priority=-1 if urgent else 0) if self._module else None
+
+    @property
+    def is_real(self) -> bool:
+        """Whether there is a stream."""
+        return self.stream is not None
+
+    def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        """Run what follows on this stream."""
+        return self._module.stream(self.stream) if self._module else contextlib.nullcontext()
+
+    def wait_for_compute(self) -> None:
+        """Start later work only after all that the current stream has been given."""
+        if self._module:
+            self.stream.wait_stream(self._module.current_stream())
+
+    def wait_event(self, event: Any) -> None:
+        if self._module and event is not None:
+            self.stream.wait_event(event)
+
+    def done(self) -> Any:
+        """An event after all that this stream has been given; None on the CPU."""
+        return self.stream.record_event() if self._module else None
+
+    def compute_done(self) -> Any:
+        """An event after all that the current stream has been given; None on the CPU."""
+        return self._module.current_stream().record_event() if self._module else None
+
+    def compute_waits(self, event: Any) -> None:
+        """The current stream goes on only after ``event``."""
+        if self._module and event is not None:
+            self._module.current_stream().wait_event(event)
