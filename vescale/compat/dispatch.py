@@ -55,14 +55,13 @@ def handlers_of_dtensor() -> dict[Any, Any]:
     return table
 
 
-def _taken_over(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
-    """What a handler, or the rules for custom placements, make of the op; NotImplemented where they leave it to
-    PyTorch."""
+def _by_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
+    """The result of the op's handler; NotImplemented where there is none that takes the call."""
     models = model_hooks()
     handler = models.handlers.get(op) if models is not None else None
-    if handler is not None and handler.applies(op, schema):
-        return telling(op, handler.run)(op, args, kwargs)
-    return _on_placements(op, args, kwargs, schema)
+    if handler is None or not handler.applies(op, schema):
+        return NotImplemented
+    return telling(op, handler.run)(op, args, kwargs)
 
 
 def _on_placements(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
@@ -85,25 +84,6 @@ def _are_numbers_of_several_meshes(specs: Any) -> bool:
 
 def take_over_handled_ops(changes: Changes, _: Any) -> None:
     """Ops that PyTorch has a handler of its own for, which would meet placements that it does not know."""
-
-    def before(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if op is _aten.as_strided.default:
-                return _handle(stock, op, args, kwargs)
-            placements, models = HOOKS.get("placements"), model_hooks()
-            custom = () if placements is None else placements.custom_types
-            has_handler = models is not None and op in models.handlers
-            for x in args:  # as cheap as can be, for DTensors of other code
-                if isinstance(x, DTensor):
-                    for p in x._spec.placements:
-                        if type(p) in custom or (has_handler and type(p) is not Replicate):
-                            return _handle(stock, op, args, kwargs)
-                elif has_handler and isinstance(x, torch.Tensor):
-                    return _handle(stock, op, args, kwargs)
-            return stock(op, args, kwargs)
-
-        return handle
-
     table = handlers_of_dtensor()
     for op in (
         _aten.argmax.default,
@@ -113,7 +93,7 @@ def take_over_handled_ops(changes: Changes, _: Any) -> None:
         _aten.convolution_backward.default,
     ):
         if op in table:
-            changes.entry(handlers_of_dtensor, op, before(table[op]))
+            changes.entry(handlers_of_dtensor, op, functools.partial(_handle, table[op]))
 
 
 def take_over_mixed_ops(changes: Changes, hooks: ModelHooks) -> None:
@@ -121,22 +101,45 @@ def take_over_mixed_ops(changes: Changes, hooks: ModelHooks) -> None:
     table = handlers_of_dtensor()
     for op, handler in hooks.handlers.items():
         if handler.takes_plain and op not in table:
-            changes.entry(handlers_of_dtensor, op, _handle_mutable if op._schema.is_mutable else _handle_mixed)
+            changes.entry(handlers_of_dtensor, op, _handle_mixed)
+
+
+def _handle(stock: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op that has an entry in PyTorch's table of handlers; ``stock`` runs it as PyTorch would."""
+    if _are_replicas(args) and not kwargs and op is not _aten.as_strided.default:
+        return stock(op, args, kwargs)
+    specs = tuple(x._spec if isinstance(x, DTensor) else x for x in args)
+    found = _by_handler(op, args, kwargs, SimpleNamespace(args_schema=specs, kwargs_schema=kwargs))
+    placements = HOOKS.get("placements")
+    if (
+        found is NotImplemented
+        and placements
+        and any(placements.has_custom(s.placements) for s in iterate_specs(specs))
+    ):
+        schema = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs).schema
+        found = _on_placements(op, args, kwargs, schema)
+    return stock(op, args, kwargs) if found is NotImplemented else found
 
 
 def _handle_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found = _on_replicas(op, args) if not kwargs else NotImplemented
-    return _handle(stock_dispatch, op, args, kwargs) if found is NotImplemented else found
-
-
-def _handle_mutable(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _handle(stock_dispatch, op, args, kwargs)
-
-
-def _handle(otherwise: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = _on_replicas(op, args) if not kwargs and _are_replicas(args) else NotImplemented
+    if found is not NotImplemented:
+        return found
     specs = tuple(x._spec if isinstance(x, DTensor) else x for x in args)
-    found = _taken_over(op, args, kwargs, SimpleNamespace(args_schema=specs, kwargs_schema=kwargs, schema_info=None))
-    return otherwise(op, args, kwargs) if found is NotImplemented else found
+    found = _by_handler(op, args, kwargs, SimpleNamespace(args_schema=specs, kwargs_schema=kwargs))
+    return stock_dispatch(op, args, kwargs) if found is NotImplemented else found
+
+
+def _are_replicas(args: tuple[Any, ...]) -> bool:
+    """Whether all tensors are DTensors and Replicate; lists are not looked into. DTensors of other code pay for this."""
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            if type(x) is not DTensor:
+                return False
+            for placement in x._spec.placements:
+                if type(placement) is not Replicate:
+                    return False
+    return True
 
 
 # Results of ops on operands that are all Replicate, by op, specs and arguments.
@@ -145,26 +148,23 @@ _MAX_REPLICAS = 4096
 
 
 def _on_replicas(op: Any, args: tuple[Any, ...]) -> Any:
-    """The op on the local tensors of operands that are all Replicate, as cheap as PyTorch's own; else NotImplemented."""
-    key, locals_ = [op], []
+    """The op on the local tensors of operands that are Replicate, as cheap as PyTorch's own; NotImplemented if it cannot."""
+    call: list[Any] = [op]
+    locals_ = []
     for x in args:
         if type(x) is DTensor:
-            spec = x._spec
-            for placement in spec.placements:
-                if type(placement) is not Replicate:
-                    return NotImplemented
-            key.append(spec)
+            call.append(x._spec)
             locals_.append(x._local_tensor)
-        elif isinstance(x, torch.Tensor | list | tuple):
+        elif type(x) is list:
             return NotImplemented
         else:
-            key.append(x)
+            call.append(x)
             locals_.append(x)
-    call = tuple(key)
-    specs = _REPLICAS.get(call)
+    key = tuple(call)
+    specs = _REPLICAS.get(key)
     if specs is None:
-        meshes = {spec.mesh for spec in key if isinstance(spec, DTensorSpec)}
-        if len(meshes) > 1 or any(mesh.get_coordinate() is None for mesh in meshes):
+        meshes = {spec.mesh for spec in call if isinstance(spec, DTensorSpec)}
+        if op._schema.is_mutable or len(meshes) > 1 or any(mesh.get_coordinate() is None for mesh in meshes):
             return NotImplemented
     with no_torch_function():
         result = op(*locals_)
@@ -174,7 +174,7 @@ def _on_replicas(op: Any, args: tuple[Any, ...]) -> Any:
         placements = (Replicate(),) * mesh.ndim
         if len(_REPLICAS) >= _MAX_REPLICAS:
             _REPLICAS.clear()
-        specs = _REPLICAS[call] = tuple(make_spec(mesh, placements, x.shape, x.stride(), x.dtype) for x in results)
+        specs = _REPLICAS[key] = tuple(make_spec(mesh, placements, x.shape, x.stride(), x.dtype) for x in results)
     if len(results) == 1:
         return make_dtensor(results[0], specs[0])
     return tuple(map(make_dtensor, results, specs))
@@ -186,7 +186,9 @@ def take_over_undecided_ops(changes: Changes, _: Any) -> None:
 
     @functools.wraps(original)
     def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
-        found = _taken_over(op_call, args, kwargs, op_info.schema)
+        found = _by_handler(op_call, args, kwargs, op_info.schema)
+        if found is NotImplemented:
+            found = _on_placements(op_call, args, kwargs, op_info.schema)
         if found is not NotImplemented:
             return found
         models = model_hooks()

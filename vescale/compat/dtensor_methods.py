@@ -1,4 +1,4 @@
-"""DTensor's methods and functions learn of placements that stock DTensor does not know.
+"""DTensor's methods and functions: placements that stock DTensor does not know, formatting, copies.
 
 Each wrapper first looks for a custom placement and calls the original if there is none. What happens otherwise is given by
 :class:`DTensorHooks`, which ``vescale.placements`` and ``vescale.ops`` fill in.
@@ -12,17 +12,21 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as tensor_api
 from torch.distributed.tensor import _redistribute as tensor_redistribute
 
 from vescale.compat.checkpoint_plans import CheckpointHooks
+from vescale.compat.dtensor import local_of, make_dtensor, spec_of
 from vescale.compat.patching import Changes
 
 __all__ = [
     "DTensorHooks",
+    "format_scalars",
     "stock",
     "wrap_conversions",
+    "wrap_copying",
     "wrap_distribute_tensor",
     "wrap_local_gradient",
     "wrap_redistribute_local",
@@ -80,22 +84,12 @@ def wrap_conversions(changes: Changes, hooks: DTensorHooks) -> None:
 
 
 def _redistribute(hooks: DTensorHooks) -> Callable[..., Any]:
-    original, has_custom, custom_types = _STOCK.redistribute, hooks.has_custom, hooks.custom_types
+    original, is_stock = _STOCK.redistribute, hooks.custom_types.isdisjoint  # has_custom, whose calls would show
 
     @functools.wraps(original)
     def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
-        if type(placements) is list or type(placements) is tuple:  # the loops are has_custom, whose calls would show
-            for placement in self._spec.placements:
-                if type(placement) in custom_types:
-                    break
-            else:
-                for placement in placements:
-                    if type(placement) in custom_types:
-                        break
-                else:
-                    return original(self, device_mesh, placements, **options)
         placements = _again(placements)
-        if placements is None or not (has_custom(self._spec.placements) or has_custom(placements)):
+        if placements is None or (is_stock(map(type, self._spec.placements)) and is_stock(map(type, placements))):
             return original(self, device_mesh, placements, **options)
         return hooks.redistribute(self, device_mesh, placements, **options)
 
@@ -115,16 +109,10 @@ def _full_tensor(hooks: DTensorHooks) -> Callable[..., Any]:
 
 
 def _from_local(hooks: DTensorHooks) -> Callable[..., Any]:
-    original, has_custom, custom_types = _STOCK.from_local, hooks.has_custom, hooks.custom_types
+    original, has_custom = _STOCK.from_local, hooks.has_custom
 
     @functools.wraps(original)
     def from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
-        if not options and type(placements) is list:  # most calls
-            for placement in placements:
-                if type(placement) in custom_types:
-                    break
-            else:
-                return original(local_tensor, device_mesh, placements)
         placements = _again(placements)
         gradient = _again(options.get("grad_placements"))
         if "grad_placements" in options:  # before 2.12 there is none
@@ -164,25 +152,18 @@ def wrap_local_gradient(changes: Changes, hooks: DTensorHooks) -> None:
 
 
 def wrap_redistribute_local(changes: Changes, hooks: DTensorHooks) -> None:
-    original, custom_types = tensor_redistribute.redistribute_local_tensor, hooks.custom_types
+    original, is_stock = tensor_redistribute.redistribute_local_tensor, hooks.custom_types.isdisjoint
 
     @functools.wraps(original)
     def redistribute_local_tensor(local_tensor: Any, current_spec: Any, target_spec: Any, **options: Any) -> Any:
-        for placement in current_spec.placements:
-            if type(placement) in custom_types:
-                break
-        else:
-            for placement in target_spec.placements:
-                if type(placement) in custom_types:
-                    break
-            else:
-                try:
-                    return original(local_tensor, current_spec, target_spec, **options)
-                except RuntimeError:
-                    # PyTorch does not turn a shard into a summand, which adding one to a pending gradient asks for: the
-                    # gradients of two microbatches may be placed differently.
-                    if not _becomes_summand(current_spec.placements, target_spec.placements):
-                        raise
+        if is_stock(map(type, current_spec.placements)) and is_stock(map(type, target_spec.placements)):
+            try:
+                return original(local_tensor, current_spec, target_spec, **options)
+            except RuntimeError:
+                # PyTorch does not turn a shard into a summand, which adding one to a pending gradient asks for: the
+                # gradients of two microbatches may be placed differently.
+                if not _becomes_summand(current_spec.placements, target_spec.placements):
+                    raise
         return hooks.redistribute_local(
             local_tensor, current_spec, target_spec, async_op=options.get("async_op", False)
         )
@@ -207,3 +188,52 @@ def wrap_distribute_tensor(changes: Changes, hooks: DTensorHooks) -> None:
         return hooks.distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
 
     changes.function(original, distribute_tensor)
+
+
+def format_scalars(changes: Changes, _: Any) -> None:
+    def __format__(self: DTensor, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else repr(self) if not spec else self, spec)
+
+    if "__format__" not in vars(DTensor):
+        changes.attribute(DTensor, "__format__", __format__)
+
+
+def wrap_copying(changes: Changes, _: Any) -> None:
+    """``Tensor.__deepcopy__`` and ``Tensor.__reduce_ex__`` (``torch/_tensor.py``, 2.13) recognize a tensor without memory of
+    its own by its address 0. A DTensor's is its local tensor's offset: if it is not 0, they fail ("invalid python storage").
+    """
+    deepcopy, reduce = DTensor.__deepcopy__, DTensor.__reduce_ex__
+
+    @functools.wraps(deepcopy)
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        if id(self) in memo or not self.is_leaf or not _is_inside(self):
+            return deepcopy(self, memo)
+        aligned = _aligned(self)
+        aligned.grad = self.grad
+        copied = memo[id(self)] = deepcopy(aligned, memo)
+        del memo[id(aligned)]  # which another object may get
+        return copied
+
+    @functools.wraps(reduce)
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return reduce(_aligned(self) if _is_inside(self) else self, protocol)
+
+    for method in (__deepcopy__, __reduce_ex__):
+        changes.attribute(DTensor, method.__name__, method)
+
+
+def _is_inside(x: Any) -> bool:
+    local = local_of(x)
+    return type(x) is DTensor and type(local) is torch.Tensor and local.storage_offset() > 0 and not local.is_meta
+
+
+def _aligned(x: Any) -> DTensor:
+    """``x`` over the same memory, seen as a storage of its own, for ``copy.copy`` shares it."""
+    local = local_of(x).detach()
+    last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride())) if local.numel() else -1
+    begin, itemsize = local.storage_offset(), local.itemsize
+    storage = local.untyped_storage()[begin * itemsize : (begin + last + 1) * itemsize]
+    local = local.new_empty(0).set_(storage, 0, local.shape, local.stride())
+    twin = make_dtensor(local, spec_of(x), requires_grad=x.requires_grad)
+    twin.__dict__.update(x.__dict__)
+    return twin

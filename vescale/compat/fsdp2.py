@@ -6,8 +6,8 @@ on to call that class's methods, and looks the module's state up with ``torch.di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from torch import nn
@@ -65,16 +65,6 @@ class FSDP2Module(FSDPModule):
         return super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # the module's own
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    post_backward: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Tree:
-    all_states: Sequence[FSDP2State]
-
-
 class FSDP2State:
     """Base of the states of such modules. A pipeline schedule (``torch.distributed.pipelining``) accumulates gradients over
     its microbatches without sync, and then, outside of any backward, has them reduced: it goes through the states of the
@@ -93,12 +83,12 @@ class FSDP2State:
         raise NotImplementedError
 
     @property
-    def _state_ctx(self) -> _Tree:
-        return _Tree(self.tree_states())
+    def _state_ctx(self) -> Any:
+        return SimpleNamespace(all_states=self.tree_states())
 
     @property
-    def _fsdp_param_groups(self) -> list[_Group]:
-        return [_Group(self.reduce_accumulated)]
+    def _fsdp_param_groups(self) -> list[Any]:
+        return [SimpleNamespace(post_backward=self.reduce_accumulated)]
 
     def _root_post_backward_final_callback(self) -> None:
         self.conclude_accumulation()

@@ -132,7 +132,16 @@ torch.utils._pytree: tree_flatten(tree); tree_leaves(tree); tree_map(func, tree)
 torch.utils.checkpoint: _checkpoint_without_reentrant_generator(fn); CheckpointFunction.forward(ctx, run_function)
 """)
 
-_CHECKPOINT_NEEDS = """
+OPTIONAL = (
+    *_parsed(
+        """
+torch.distributed.tensor._sharding_prop: _expand_single_dim_strategy_to_mesh(mesh, op_schema, output_tensor_meta)
+torch.distributed.tensor._ops.single_dim_strategy: _PreparedSingleDimStrategy.try_propagate
+""",
+        EXACT_MATCHES,
+    ),
+    *_parsed(
+        """
 torch.distributed._state_dict_utils: _distribute_tensors(local_state_dict, keys, device, pg)
 torch.distributed.checkpoint.default_planner: _create_default_metadata_only_plan(state_dict);
     create_default_local_load_plan(state_dict, metadata, strict)
@@ -140,24 +149,23 @@ torch.distributed.checkpoint.filesystem: _FileSystemWriter.prepare_global_plan(p
 torch.distributed.checkpoint.planner_helpers: _create_default_metadata_only_plan(state_dict)
 torch.distributed.checkpoint.state_dict: _broadcast_state_dict(full_state_dict, local_state_dict);
     _distribute_state_dict(full_state_dict, local_state_dict)
-"""
-_OBSERVATION_NEEDS = """
+""",
+        CHECKPOINTS,
+    ),
+    *_parsed(
+        """
 torch: library.Library._destroy
 torch._C: _dispatch_keyset_full_after
 torch.distributed: _Work.unbox
-"""
-_CUDA_NEEDS = """
+""",
+        OBSERVATION,
+    ),
+    *_parsed(
+        """
 torch.cuda._utils: _cuda_load_module; _get_gpu_rtc_library|_get_nvrtc_library
-"""
-_EXACT_MATCH_NEEDS = """
-torch.distributed.tensor._sharding_prop: _expand_single_dim_strategy_to_mesh(mesh, op_schema, output_tensor_meta)
-torch.distributed.tensor._ops.single_dim_strategy: _PreparedSingleDimStrategy.try_propagate
-"""
-OPTIONAL = (
-    *_parsed(_EXACT_MATCH_NEEDS, EXACT_MATCHES),
-    *_parsed(_CHECKPOINT_NEEDS, CHECKPOINTS),
-    *_parsed(_OBSERVATION_NEEDS, OBSERVATION),
-    *_parsed(_CUDA_NEEDS, CUDA_KERNELS),
+""",
+        CUDA_KERNELS,
+    ),
 )
 
 

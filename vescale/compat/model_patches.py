@@ -1,4 +1,4 @@
-"""DTensor's op dispatcher: where vescale is told of redistributions and writes, and asked about plain operands."""
+"""Where parallelized models are told of redistributions, writes and activation checkpointing, and asked about operands."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as checkpointing
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _dispatch as tensor_dispatch
 
@@ -16,7 +17,7 @@ from vescale.compat.model_hooks import ModelHooks
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
 
-__all__ = ["accept_plain_operands", "format_scalars", "observe_redistributions", "observe_writes"]
+__all__ = ["accept_plain_operands", "observe_redistributions", "observe_writes", "wrap_checkpointed_functions"]
 
 
 def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
@@ -90,9 +91,22 @@ def accept_plain_operands(changes: Changes, hooks: ModelHooks) -> None:
     changes.attribute(dispatcher, "_try_replicate_spec_for_scalar_tensor", replicate_spec)
 
 
-def format_scalars(changes: Changes, _: Any) -> None:
-    def __format__(self: DTensor, spec: str) -> str:
-        return format(self.item() if self.dim() == 0 else repr(self) if not spec else self, spec)
+def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
+    """Have ``hooks.checkpointed(function)`` checkpointed instead of ``function``, both reentrant and not.
 
-    if "__format__" not in vars(DTensor):
-        changes.attribute(DTensor, "__format__", __format__)
+    It is called when ``torch.utils.checkpoint.checkpoint`` is, and returns ``function`` itself where nothing is to be done.
+    The two names behind ``checkpoint`` are replaced, because callers have bound ``checkpoint`` itself.
+    """
+    original = checkpointing._checkpoint_without_reentrant_generator
+    forward = checkpointing.CheckpointFunction.forward
+
+    @functools.wraps(original)
+    def generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(hooks.checkpointed(fn), *args, **kwargs)
+
+    @functools.wraps(forward)
+    def reentrant(ctx: Any, run_function: Any, *args: Any) -> Any:
+        return forward(ctx, hooks.checkpointed(run_function), *args)
+
+    changes.function(original, generator)
+    changes.attribute(checkpointing.CheckpointFunction, "forward", staticmethod(reentrant))
