@@ -20,6 +20,7 @@ from vescale.comm._joined_axes import join_axes
 from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms, who_asks
 from vescale.comm._observe import Observer, Operation, axes_of, name_group, observe
 from vescale.comm._pending import Pending
+from vescale.comm._streams import SideStream
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -39,6 +40,7 @@ __all__ = [
     "Operation",
     "Pending",
     "ReductionCost",
+    "SideStream",
     "all_gather_into",
     "all_gather_v",
     "all_reduce",
