@@ -56,10 +56,10 @@ from tests.rng.emulated_gpu import EmulatedGpu
 from vescale import csrc, rng
 from vescale.compat import local_of, make_dtensor, make_spec, spec_of
 from vescale.placements import RaggedShard, local_region
-from vescale.rng import _cuda, _cuda_kernel, _engine
-from vescale.rng._fill import Fill
-from vescale.rng._ops import DROPOUT_MASK, RandomOp
+from vescale.rng import _cuda_engine, _cuda_kernel, _engine
+from vescale.rng._fill_request import Fill
 from vescale.rng._philox import Launch, PhiloxRule, PhiloxState
+from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
 
 SEED = 2**40 + 17
 BOUNDS = {"Shard(0)": 0.9, "Shard(1)": 0.7}
@@ -70,7 +70,7 @@ class Real:
 
     def __init__(self) -> None:
         self.where = torch.device("cuda", torch.cuda.current_device())
-        self.device = _cuda.device_at(self.where.index)
+        self.device = _cuda_engine.device_at(self.where.index)
         self.name = torch.cuda.get_device_name()
 
     def compile(self) -> None:
@@ -95,7 +95,7 @@ class Emulated:
         self.gpu = EmulatedGpu(Launch(2, 512))
         self.device = self.gpu.device
         self.name = "an emulated device of 1,024 threads"
-        self.rule = functools.cache(functools.partial(_cuda.find_rule, device=self.device, where=self.where))
+        self.rule = functools.cache(functools.partial(_cuda_engine.find_rule, device=self.device, where=self.where))
 
     def compile(self) -> None:
         assert csrc.load("philox") is not None
@@ -107,7 +107,9 @@ class Emulated:
 
     def fill(self, op: RandomOp, local: torch.Tensor, region: Any, strides: Any, parameter: Any) -> Any:
         rule = self.rule(op, local.dtype, parameter is not None)
-        return _cuda.generate(local, Fill(op, region, strides), PhiloxState(SEED, 0), self.device, rule, parameter)
+        return _cuda_engine.generate(
+            local, Fill(op, region, strides), PhiloxState(SEED, 0), self.device, rule, parameter
+        )
 
 
 @contextlib.contextmanager
@@ -153,7 +155,7 @@ def check(target: Any, num_meshes: int, deadline: float) -> list[Row]:
             row.wrong.append("not compared: no time left")
             continue
         with recorded(row.wrong):
-            rule = _cuda.find_rule(op, dtype, has_parameter, target.device, target.where)
+            rule = _cuda_engine.find_rule(op, dtype, has_parameter, target.device, target.where)
             row.rule = _text(rule)
             _compare(row, target, op, dtype, has_parameter, num_meshes)
             row.kernel = _trusts(target, op, dtype, has_parameter, rule)
@@ -319,16 +321,16 @@ def _bandwidth(
     native = torch.empty_like(local)
     ours = functools.partial(target.fill, op, local, region, (shape[1], 1), None)
     theirs = functools.partial(target.native, op, native, None)
-    cost = _cuda.KERNEL_COST
+    cost = _cuda_engine.KERNEL_COST
     seconds: dict[str, list[float]] = {"native": [], "ours": [], "sweep": []}
     for _ in range(turns):
         seconds["native"].append(_seconds(theirs))
         seconds["ours"].append(_seconds(ours))
-        _cuda.KERNEL_COST = math.inf  # never the kernel
+        _cuda_engine.KERNEL_COST = math.inf  # never the kernel
         try:
             seconds["sweep"].append(_seconds(ours))
         finally:
-            _cuda.KERNEL_COST = cost
+            _cuda_engine.KERNEL_COST = cost
 
     def ratio(side: str) -> float:
         return round(statistics.median(a / b for a, b in zip(seconds["native"], seconds[side], strict=True)), 3)

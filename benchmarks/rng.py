@@ -35,11 +35,11 @@ from torch.distributed.tensor import Shard
 
 from vescale import csrc
 from vescale.placements import local_region
-from vescale.rng import _jump
-from vescale.rng._cpu import fill_region
-from vescale.rng._fill import Fill
+from vescale.rng import _mt19937_jump
+from vescale.rng._cpu_engine import fill_region
+from vescale.rng._fill_request import Fill
 from vescale.rng._mt19937 import Mt19937State
-from vescale.rng._ops import RandomOp
+from vescale.rng._random_ops import RandomOp
 
 SIZE, RANKS = 4096, 4
 OPS = {
@@ -95,8 +95,8 @@ def far_jump(turns: int) -> tuple[float, float]:
     state = Mt19937State.of(torch.Generator().manual_seed(1))
     times = []
     for turn in range(turns):
-        _jump._native_power_of_t.cache_clear()
-        _jump.power_of_t.cache_clear()
+        _mt19937_jump._native_power_of_t.cache_clear()
+        _mt19937_jump.power_of_t.cache_clear()
         times.append(seconds(lambda distance=FAR + turn: state.skip(distance)))  # type: ignore[misc]
     return 1e3 * min(times), 1e3 * statistics.median(times)
 

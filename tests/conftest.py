@@ -1,5 +1,6 @@
 """Fixtures and options shared by the whole suite."""
 
+import gc
 import json
 import os
 import time
@@ -63,6 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     lane = config.getoption("--lane")
     if lane:  # not reported as deselected: the other lane counts them, whether it runs or deselects them
         items[:] = [item for item in items if ("ranks" in getattr(item, "fixturenames", ())) == (lane == "ranks")]
+
+
+def pytest_collection_finish() -> None:
+    """What the modules of all tests hold is never searched for garbage: each search would take a second."""
+    gc.collect()
+    gc.freeze()
 
 
 class Recorder:

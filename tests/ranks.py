@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -43,8 +44,8 @@ class RankError(AssertionError):
 # A collective that some rank never enters fails on the others after this long.
 _TIMEOUT = timedelta(seconds=60)
 
-# Each group of gloo keeps three threads, of which one wakes up a hundred times a second; groups of meshes are never freed.
-_MAX_THREADS = 150
+# Each group of gloo keeps two threads; groups of meshes are never freed.
+_MAX_THREADS = 300
 
 
 @dataclass
@@ -63,7 +64,7 @@ SPENT = Spent()
 class _ReusedGroups:
     """Makes the process groups of device meshes, and lends those of finished cases to later ones.
 
-    Making a group costs a rendezvous and three threads for ever. Within a case no group is lent twice, so a case still
+    Making a group costs a rendezvous and two threads for ever. Within a case no group is lent twice, so a case still
     has as many distinct groups as it asks for. All ranks of a pool make the same requests in the same order, as
     ``torch.distributed.new_group`` demands, and so are lent the same groups.
     """
@@ -109,8 +110,11 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     _end_with_run()
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115
     faulthandler.enable(stacks)  # of a rank that dies
+    os.dup2(stacks.fileno(), 2)  # what C++ says before it ends the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     torch.set_num_threads(1)
+    gc.freeze()  # what the fork server has loaded is never searched for garbage
+    _share_gloo_device()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     dist.init_process_group(
         "gloo",
@@ -143,6 +147,26 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         charged = used
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+
+
+def _share_gloo_device() -> None:
+    """All groups of this process use one gloo device, whose thread wakes up a hundred times a second; by default each has
+    a device of its own."""
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+    make, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
+
+    def make_on_device(
+        self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
+    ) -> None:
+        if options is None:
+            options = ProcessGroupGloo._Options()
+            options._devices, options._threads = [device], 2
+            if timeout is not None:
+                options._timeout = timeout
+        make(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = make_on_device
 
 
 def _end_with_run() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,119 @@ def test_imports_point_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# Words that the project once used in a sense of its own, and the standard terms for them. They are not used in any sense, so
+# that the test needs no understanding.
+VOCABULARY = {
+    "heard": "notified",
+    "lane": "stream",
+    "lanes": "streams",
+    "lent": "borrowed",
+    "lie": "placement",
+    "lies": "placements",
+    "lying": "placed",
+    "quiet": "muted",
+    "said": "entry",
+    "turning": "ring axis",
+    "words": "placements, entries",
+}
+# file or folder -> words with their standard meaning there
+STANDARD_USES = {
+    "vescale/rng/_draw_rules.py": {"words"},  # 32-bit outputs of a generator
+    "vescale/rng/_mt19937.py": {"words"},
+    "vescale/rng/_mt19937_jump.py": {"words"},
+    "vescale/rng/_random_ops.py": {"words"},
+    "vescale/rng/_philox.py": {"words", "lane", "lanes"},  # positions in a block of Philox
+    "vescale/rng/_cuda_kernel.py": {"words", "lanes"},
+    "docs/rng.md": {"words"},
+    "vescale/cli/_zoo.py": {"words"},  # of textwrap
+}
+NOT_YET = (
+    "vescale/fsdp",
+    "vescale/gradients",
+    "vescale/compat",
+    "docs/fsdp.md",
+    "docs/gradients.md",
+    "docs/testing.md",
+)
+
+
+def words_of(text: str) -> set[str]:
+    """Lower case; names are split at underscores and capitals."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", text)}
+
+
+def test_the_vocabulary_is_standard() -> None:
+    """In names, strings, comments and docs."""
+    wrong, used = [], set()
+    for path in (*sources(), ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        name = str(path.relative_to(ROOT))
+        if name.startswith(NOT_YET):
+            continue
+        standard = STANDARD_USES.get(name, set())
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            found = words_of(line) & VOCABULARY.keys()
+            used |= {(name, word) for word in found & standard}
+            wrong += [f"{name}:{number}: {word}; write {VOCABULARY[word]!r}" for word in sorted(found - standard)]
+    assert not wrong, "\n".join(wrong)
+    assert used == {(name, word) for name, words in STANDARD_USES.items() for word in words}, "exceptions without a use"
+
+
+@pytest.mark.parametrize("text", ["self.heard = 1", "class RingLanes:", "_said", "# it lies there", "A Lane"])
+def test_words_are_found_in_names_and_text(text: str) -> None:
+    assert words_of(text) & VOCABULARY.keys()
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_files(path: Path, files: Collection[str]) -> set[str]:
+    """Of `from a import b` the file is a.b if there is one, else a."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            found |= {inner if (inner := f"{base}.{alias.name}") in files else base for alias in node.names}
+    return found & set(files)
+
+
+def circles() -> list[list[str]]:
+    """Sets of files that import each other, also for types alone, or inside of functions (Tarjan's algorithm)."""
+    files = {module_name(path): path for path in sources()}
+    edges = {name: imported_files(path, files) - {name} for name, path in files.items()}
+    numbers: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        numbers[name] = lowest[name] = len(numbers)
+        stack.append(name)
+        for other in sorted(edges[name]):
+            if other not in numbers:
+                visit(other)
+                lowest[name] = min(lowest[name], lowest[other])
+            elif other in stack:
+                lowest[name] = min(lowest[name], numbers[other])
+        if lowest[name] == numbers[name]:
+            circle = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for name in files:
+        if name not in numbers:
+            visit(name)
+    return found
+
+
+def test_files_do_not_import_in_circles() -> None:
+    assert not circles(), "\n".join(map(", ".join, circles()))
+
+
 def is_private(module: str) -> bool:
     parts = module.split(".")
     return parts[0] == "torch" and any(part.startswith("_") and not part.startswith("__") for part in parts[1:])
@@ -120,7 +234,7 @@ ALLOWED_CALLS = {
     ("cli/_env.py", "importlib.import_module"): "the package's own compat",
     ("cli/_main.py", "importlib.import_module"): "the package's own commands",
     ("cli/_inputs.py", "importlib.import_module"): "MODEL, pkg.module:factory, is code that the user asks to run",
-    ("compat/extension.py", "importlib.import_module"): "vescale.ops, by the name in the file",
+    ("compat/patches.py", "importlib.import_module"): "vescale.ops, by the name in the file",
     ("compat/needs.py", "importlib.import_module"): "names of torch's modules, from a table",
     ("gradients/_agreement.py", "pickle.loads"): "from ranks of this job, as torch's object collectives do",
 }
@@ -179,6 +293,17 @@ def test_what_runs_data_is_seen(code: str, tmp_path: Path, monkeypatch: pytest.M
         test_nothing_runs_what_it_reads()
 
 
+@pytest.mark.parametrize("late", ["    from vescale.two import b", "if TYPE_CHECKING:\n    import vescale.two"])
+def test_circles_are_seen(late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "vescale"
+    package.mkdir()
+    (package / "one.py").write_text(f"def a():\n{late}" if late.startswith(" ") else late)
+    (package / "two.py").write_text("from vescale.three import c")
+    (package / "three.py").write_text("from vescale import one")
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", package)
+    assert circles() == [["vescale.one", "vescale.three", "vescale.two"]]
+
+
 def test_modules_say_what_they_export() -> None:
     silent = []
     for path in sources():
@@ -190,10 +315,13 @@ def test_modules_say_what_they_export() -> None:
     assert not silent, f"files without __all__: {silent}"
 
 
+LONG_FILES = {"fsdp/_state.py"}  # still to be split
+
+
 def test_files_are_short() -> None:
-    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources()}
-    long = {name: count for name, count in lengths.items() if count > 600}
-    assert not long, f"files over 600 lines (one noun per file, about 500 lines): {long}"
+    lengths = {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in sources()}
+    long = {name: count for name, count in lengths.items() if count > 400 and name not in LONG_FILES}
+    assert not long, f"files over 400 lines (one noun per file): {long}"
 
 
 _SNAPSHOT = """

@@ -71,5 +71,5 @@ def _make_groups(count: int) -> int:
 
 def test_a_pool_with_many_groups_is_replaced(ranks: RankPools) -> None:
     before = ranks.run(_make_groups, 1, world_size=2)
-    assert ranks.run(_make_groups, 60, world_size=2) == before
+    assert ranks.run(_make_groups, 150, world_size=2) == before
     assert set(ranks.run(_make_groups, 1, world_size=2)).isdisjoint(before)

@@ -13,7 +13,7 @@ import torch.distributed.fsdp
 from torch.distributed.tensor import Partial, Replicate
 
 from vescale.compat import DataParallelMeshDims, meshes
-from vescale.placements import _local
+from vescale.placements import _local_conversion
 
 
 def without_mesh_dims(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -48,7 +48,7 @@ def test_from_local_gets_no_gradient_placements_that_nobody_gave(monkeypatch: py
     """PyTorch's takes none before 2.12."""
     given: list[dict[str, Any]] = []
     older = SimpleNamespace(from_local=lambda local, mesh, placements, **options: given.append(options))
-    monkeypatch.setattr(_local, "stock", lambda: older)
-    _local.from_local(torch.ones(2), None, [Replicate()])
-    _local.from_local(torch.ones(2), None, [Replicate()], grad_placements=[Partial()])
+    monkeypatch.setattr(_local_conversion, "stock", lambda: older)
+    _local_conversion.from_local(torch.ones(2), None, [Replicate()])
+    _local_conversion.from_local(torch.ones(2), None, [Replicate()], grad_placements=[Partial()])
     assert ["grad_placements" in options for options in given] == [False, True]

@@ -178,7 +178,7 @@ def one_more_collective(_: Any) -> None:
 AT = r".*test_faults.py:\d+"
 SLEEPS = r"rank 1 did not enter .* rank 1 is at .*\(sleeps\)"
 RAISED = r"rank 1 has ended with ValueError: planted \(at .*\(raises\)"
-GONE = r"rank 1 (is dead|has said nothing)"
+GONE = r"rank 1 (is dead|has reported nothing)"
 ALL: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
     (another_plan, None, r"PlanMismatchError: .*'shard .*blocks.*up.weight' of plan is .* on rank 1"),
     (another_dtype, None, r"PlanMismatchError: .*'blocks.0.up.weight' of parameters .* float64 on rank 1"),
@@ -196,11 +196,11 @@ ALL: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
     (in_forward, waits_for_others, r"rank 1 did not enter .*blocks.1.down.*\(waits_for_others\) in forward of blocks.1"),
     (in_backward, sleeps, SLEEPS + " in backward"),
     (in_backward, raises, RAISED + " in backward of blocks.1.up"),
-    (in_backward, dies, r"rank 1 (is dead|has said nothing).* in backward"),
+    (in_backward, dies, r"rank 1 (is dead|has reported nothing).* in backward"),
     (in_optimizer, sleeps, r"rank 1 did not enter .*blocks.0.down.* rank 1 is at .*\(sleeps\) in optimizer"),
     (in_optimizer, raises, RAISED + " in optimizer"),
     (in_checkpoint, sleeps, SLEEPS + " in checkpoint"),
-    (in_checkpoint, dies, r"rank 1 (is dead|has said nothing)"),
+    (in_checkpoint, dies, r"rank 1 (is dead|has reported nothing)"),
     (in_fully_shard, sleeps, SLEEPS + " in forward of blocks.1"),
     (in_fully_shard, raises, RAISED + " in forward of blocks.1"),
     (in_ddp, sleeps, SLEEPS + " in forward of"),

@@ -132,10 +132,11 @@ def busy_after_a_reduce_scatter() -> None:
         dist.barrier()
 
 
+GONE = r"rank 1 (is dead|has reported nothing)"
 CASES: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
     (in_forward, sleeps, r"rank 1 did not enter all_reduce number \d+ of axis 'tp' \(\d+ bytes, asked for by blocks.1.down.<out>"  # noqa: E501
      r".* ranks \[0, 2\] have waited for .* s: rank 1 is at .*test_hang_report.py:\d+ \(sleeps\) in forward of blocks.1"),
-    (in_forward, dies, r"by blocks.1.down.* rank 1 (is dead|has said nothing)|rank 1 (is dead|has said nothing).* blocks.1"),
+    (in_forward, dies, rf"by blocks.1.down.* {GONE}|{GONE}.* blocks.1"),
     (in_forward, stops, r"rank 1 did not enter all_reduce .* by blocks.1.down.* rank 1 is stopped by a signal .*; when it last reported"),  # noqa: E501
     (in_forward, raises, r"rank 1 has ended with ValueError: planted \(at .*test_hang_report.py:\d+ \(raises\) in forward of blocks.1\)"),  # noqa: E501
     (another_collective, None, r"rank 1 entered broadcast number 1 of ranks \[0, 1, 2\] .*, and ranks \[0, 2\] barrier number 1"),  # noqa: E501

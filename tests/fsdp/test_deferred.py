@@ -13,9 +13,9 @@ from tests.fsdp.compare import full, mesh_of
 from tests.ranks import RankPools, run_cases
 from vescale.compat import local_of
 from vescale.fsdp import fully_shard
-from vescale.rng import _materialize, _replay, deferred_init, has_deferred
+from vescale.rng import _deferred_replay, _materialize, deferred_init, has_deferred
 
-_WHOLE_VALUES = _replay.whole_values
+_WHOLE_VALUES = _deferred_replay.whole_values
 
 
 class Block(nn.Module):
@@ -67,7 +67,7 @@ def same_as_plain_construction(dim: int | None) -> None:
         options["shard_placement_fn"] = lambda p: Shard(dim) if p.ndim > dim and p.shape[dim] % 3 == 0 else None
     whole: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        for user in (_replay, _materialize):
+        for user in (_deferred_replay, _materialize):
             patch.setattr(
                 user, "whole_values", lambda view, time: whole.append(view.numel) or _WHOLE_VALUES(view, time)
             )

@@ -97,7 +97,10 @@ def test_peak_when_gradients_are_reduced_in_another_dtype(num_ranks: int) -> Non
     found = {kind: peak(kind, mp_policy=policy) for kind in ("default", "FSDP2")}
     # Half a block of gradients in bfloat16, and as many in float32
     assert found["default"] == pytest.approx(1.5 + (NUM_BLOCKS - 1) / num_ranks, abs=0.1), found
-    assert found["default"] <= 0.85 * found["FSDP2"], found
+    # Matmuls in bfloat16 allocate more on some processors, which adds to FSDP2's peak: on two ranks 0.84 to 0.89.
+    assert found["default"] <= (0.89 if num_ranks == 2 else 0.85) * found["FSDP2"], found
+    gradients = NUM_BLOCKS / num_ranks
+    assert found["default"] - gradients <= 0.67 * (found["FSDP2"] - gradients), found
 
 
 def test_peak_of_accumulation(num_ranks: int) -> None:

@@ -13,9 +13,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from tests.ir.models import build, llama
 from tests.ir.test_lower import tensor_parallel, zero_3
 from vescale import lower, plan_zoo
-from vescale.ir import Collective, Prediction, optimize, predict
-from vescale.ir._channels import CHANNEL_RULES
-from vescale.ir._flow import Flow, rule_for
+from vescale.ir import Collective, Prediction, predict
+from vescale.ir._channel_rules import CHANNEL_RULES
+from vescale.ir._placement_flow import Flow, rule_for
 from vescale.plans import Plan
 
 
@@ -114,9 +114,6 @@ def test_parameters_gathered_by_layer() -> None:
     total = sum(p.numel() * 4 for name, p in llama(2).named_parameters() if ".layers." in name)
     gathered = sum(c.num_bytes or 0 for c in layers if c.when == "forward")
     assert total * 3 // 4 <= gathered <= 1.01 * total * 3 // 4  # no row is cut, which costs some padding
-    model, tokens = llama(2), meta(4, 16, dtype=torch.int64)
-    batched = predict(optimize(lower(zero_3(), model)), model, {"input_ids": tokens, "use_cache": False})
-    assert [c for c in batched.collectives if ".layers." in c.path] == layers
 
 
 def mlp(plan: Plan, **inputs: Any) -> list[Collective]:

@@ -15,7 +15,6 @@ from tests.ir.models import build
 from tests.ir.test_lower import mixed
 from vescale.ir import (
     Annotate,
-    Batch,
     Factory,
     Hook,
     Instruction,
@@ -50,7 +49,7 @@ EVERY_OP = Program(
         ),
         Instruction("a.0", Hook.FORWARD, "<self>", None, Local("experts", "mask", (R, None), (None, P))),
         Instruction("a.0", Hook.FORWARD, "<self>", None, Local(None, None, (None, None), (None, None))),
-        Instruction("a.0", Hook.FORWARD_POST, "<out>", None, Batch((("<out>", 0, Redistribute((R, R))),))),
+        Instruction("a.0", Hook.FORWARD_POST, "<out>", 0, Redistribute((R, R))),
         Instruction("a.0", Hook.BACKWARD, "weight", None, Annotate((None, P))),
     ),
 )
@@ -67,7 +66,7 @@ def test_text() -> None:
         "a.0.forward_pre:<in>:1:redist(tp=S(0)->tp=R;grad:dp=P(sum)->tp=S(-1))\n"
         "a.0.forward:<self>:*:local(kind=experts;dispatch=mask;in=dp=R;out=tp=P(sum))\n"
         "a.0.forward:<self>:*:local(in=-;out=-)\n"
-        "a.0.forward_post:<out>:*:batch(<out>:0:redist(->dp=R,tp=R))\n"
+        "a.0.forward_post:<out>:0:redist(->dp=R,tp=R)\n"
         "a.0.backward:weight:*:annotate(tp=P(sum))\n"
     )
 
@@ -96,7 +95,7 @@ def test_json_round_trip_keeps_every_part() -> None:
         (lambda d: d["instructions"][4]["op"].update(shard=["dp", "tpp"]), "no axis 'tpp'"),
         (lambda d: d["instructions"][4]["op"].update(shard=[]), "a unit that is sharded over no axis"),
         (lambda d: d["instructions"][4]["op"].update(shard="dp"), "'dp' is no list"),
-        (lambda d: d["instructions"][8]["op"]["parts"][0]["op"].update(name="unit", names=[]), "a unit has no 'dst'"),
+        (lambda d: d["instructions"][8]["op"].update(name="unit", names=[]), "a unit has no 'dst'"),
     ],
 )
 def test_bad_json_is_refused(change, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale import rng
 from vescale.compat import OpSchema, make_spec
-from vescale.ops import entries, entry_of, report_implicit_move, running_module
+from vescale.ops import entries, report_implicit_move, running_module
 from vescale.placements import RaggedShard, contiguous_stride
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ def test_random_ops_are_registered_and_not_installed_with_the_others() -> None:
     random = {op for op, entry in entries().items() if entry.random_handler is not None}
     assert random == set(rng.handlers())
     assert aten.native_dropout.default in random
-    assert all(entry_of(op).handler is None for op in random if op is not aten.native_dropout.default)
+    assert all(entries()[op].handler is None for op in random if op is not aten.native_dropout.default)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_handlers_apply_where_stock_dtensor_gathers_or_is_wrong(
     """The decision depends on specs alone: there are no tensors."""
     shape = (4, 6)
     specs = [make_spec(mesh, [p], shape, contiguous_stride(shape), torch.float32) for p in placements]
-    applies = entry_of(op).applies
+    applies = entries()[op].applies
     assert applies(op, OpSchema(op, (*specs, *arguments), {})) is expected
 
 
@@ -84,9 +84,9 @@ def test_scatter_add_applies_to_sharded_indices_of_a_vector_that_every_rank_has(
 ) -> None:
     for op in (aten.scatter_add.default, aten.scatter_add_.default):
         a, b, c = (make_spec(mesh, [p], (8,), (1,), torch.float32) for p in (x, index, source))
-        assert entry_of(op).applies(op, OpSchema(op, (a, 0, b, c), {})) is expected
+        assert entries()[op].applies(op, OpSchema(op, (a, 0, b, c), {})) is expected
         matrix = make_spec(mesh, [R], (8, 2), (2, 1), torch.float32)
-        assert entry_of(op).applies(op, OpSchema(op, (matrix, 0, b, c), {})) is False
+        assert entries()[op].applies(op, OpSchema(op, (matrix, 0, b, c), {})) is False
 
 
 def test_moves_outside_of_every_model_are_not_reported() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vescale.ops import FAMILY_FILES, OpEntry, entries, entry_of, families, register, register_family
+from vescale.ops import FAMILY_FILES, OpEntry, entries, families, register, register_family
 from vescale.ops import _registry as registry
 
 aten = torch.ops.aten
@@ -34,13 +34,13 @@ def test_fields_are_added_once() -> None:
     def rule(call: Any) -> None: ...
 
     op = aten.trace.default
-    assert entry_of(op) is None
+    assert op not in entries()
     register(op, rule=rule, communicates=["all_reduce"])
     register(op, handler=rule, backward="custom", communicates=["all_gather_v"])
     expected = OpEntry(
         rule=rule, handler=rule, backward="custom", communicates=frozenset({"all_reduce", "all_gather_v"})
     )
-    assert entry_of(op) == entries()[op] == expected
+    assert entries()[op] == expected
     with pytest.raises(
         ValueError, match=r"aten\.trace\.default has rule registered already; each op belongs to one file"
     ):

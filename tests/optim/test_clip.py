@@ -17,6 +17,7 @@ from tests.ranks import RankPools, run_cases
 from tests.runtime.llama import counted
 from tests.simulate import simulate
 from vescale.comm import record_comms
+from vescale.compat import make_dtensor, make_spec
 from vescale.fsdp import fully_shard
 from vescale.optim import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from vescale.placements import InterleavedShard, RaggedShard, from_local
@@ -173,11 +174,17 @@ def mixed_ops() -> None:
     """A maximum over one axis and a sum over the other cannot be one reduction; any rank's seed of hashes gives the same."""
     mesh, rank = make_mesh(DENSE), dist.get_rank()
     parameter = torch.nn.Parameter(from_local(torch.zeros(3), mesh, [R(), R()]))
-    for placements in [(P("max"), P()), (P(), P("max")), (P("max"), P("min"))]:
-        parameter.grad = from_local(torch.full((3,), rank + 1.0), mesh, placements)
-        expected = parameter.grad.full_tensor()
+    values = torch.arange(1.0, 9).view(2, 4)
+    for placements, expected in [
+        ((P("max"), P()), values.amax(0).sum()),
+        ((P(), P("max")), values.sum(0).amax()),
+        ((P("max"), P("min")), values.amax(0).amin()),
+    ]:
+        # PyTorch makes no such tensor, unless it is built from its spec.
+        spec = make_spec(mesh, placements, (3,), (1,), torch.float32)
+        parameter.grad = make_dtensor(torch.full((3,), rank + 1.0), spec)
         clip_grad_norm_(parameter, 1e9)
-        assert torch.equal(whole(parameter.grad), expected)
+        torch.testing.assert_close(whole(parameter.grad), expected.repeat(3))
 
 
 def test_pending_ops_that_do_not_mix(ranks: RankPools) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import StridedShard
 from vescale.placements import InterleavedShard, RaggedShard, Region
-from vescale.rng._ops import RandomOp
+from vescale.rng._random_ops import RandomOp
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)

@@ -16,11 +16,11 @@ import torch
 from tests.rng import cases
 from vescale import csrc
 from vescale.rng import _cuda_kernel
-from vescale.rng._cuda import Device
+from vescale.rng._cuda_engine import Device
 from vescale.rng._cuda_kernel import NativeFill, Plan, plan_of
-from vescale.rng._ops import DROPOUT_MASK, RandomOp
 from vescale.rng._philox import GridStride, Launch, PhiloxRule, PhiloxState, Quads, Vectors, philox
-from vescale.rng._spans import Piece, Span
+from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
+from vescale.rng._stream_spans import Piece, Span
 
 __all__ = ["COINS", "NORMAL", "SMALL", "STATE", "UNIFORM", "EmulatedGpu", "host_launcher", "no_kernel"]
 

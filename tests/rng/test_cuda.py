@@ -23,12 +23,12 @@ from torch.distributed.tensor import Shard
 from tests.rng import cases
 from tests.rng.emulated_gpu import COINS, NORMAL, SMALL, STATE, UNIFORM, EmulatedGpu, no_kernel
 from vescale.placements import InterleavedShard, RaggedShard, local_region
-from vescale.rng import _cuda, _cuda_kernel
-from vescale.rng._cuda import Device, generate
+from vescale.rng import _cuda_engine, _cuda_kernel
+from vescale.rng._cuda_engine import Device, generate
 from vescale.rng._cuda_kernel import Plan
-from vescale.rng._fill import Fill
-from vescale.rng._ops import DROPOUT_MASK, RandomOp
+from vescale.rng._fill_request import Fill
 from vescale.rng._philox import GridStride, Launch, PhiloxRule, PhiloxState, Quads, Vectors, leaves, philox
+from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
 
 
 def word(state: PhiloxState, thread: int, block: int, lane: int) -> int:
@@ -135,7 +135,7 @@ def test_native_chunks_give_every_coordinate_its_elements(name: str, monkeypatch
     widest = {"dropout float32": Vectors(4), "dropout bfloat16": Vectors(8)}
     rule: Any = widest.get(name, GridStride(4 if name == "unroll 4" else 2))
     device = Device(launch, emulated_native(launch, rule.at), no_kernel)
-    monkeypatch.setattr(_cuda, "GAP_ELEMENTS", 50)
+    monkeypatch.setattr(_cuda_engine, "GAP_ELEMENTS", 50)
     rng = random.Random(name)
     passes = 0
     for shape, order, mesh, placements in fills(rng, 9_000):
@@ -172,11 +172,11 @@ def test_fills_of_more_than_two_gib_are_split(monkeypatch: pytest.MonkeyPatch) -
 
         return split(0, n)
 
-    monkeypatch.setattr(_cuda, "leaves", small_leaves)
+    monkeypatch.setattr(_cuda_engine, "leaves", small_leaves)
     launch_native = emulated_native(launch, lambda n: rule)
     device = Device(launch, launch_native, refused_kernel)
-    monkeypatch.setattr(_cuda, "KERNEL_COST", 0)
-    monkeypatch.setattr(_cuda, "GAP_ELEMENTS", 5_000)
+    monkeypatch.setattr(_cuda_engine, "KERNEL_COST", 0)
+    monkeypatch.setattr(_cuda_engine, "GAP_ELEMENTS", 5_000)
     n = 10_007
     whole = torch.empty(n, dtype=torch.int64)
     offset = STATE.offset + rule.increment(launch, n)  # taken before the split
@@ -200,7 +200,7 @@ def test_unknown_draws_are_generated_whole() -> None:
     device.native(None, whole, STATE, None, final)
     region = local_region((30, 50), [Shard(1)], (4,), (2,))
     local = torch.empty(region.local_shape, dtype=torch.int64)
-    _cuda._warn_once.cache_clear()
+    _cuda_engine._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="every rank generates the whole tensor"):
         assert generate(local, Fill(RandomOp("uniform_"), region, (50, 1)), STATE, device, None) == final[0]
     assert torch.equal(local, cases.part_of(whole, region))
@@ -236,7 +236,7 @@ class Inexact(EmulatedGpu):
 def expect_bits(gpu: EmulatedGpu, op: RandomOp, dtype: torch.dtype, shape: tuple[int, ...] = (90, 64)) -> Any:
     """Every part of a fill, by the rule that the engine finds; returns the rule."""
     has_parameter = op == RandomOp("bernoulli_")
-    rule = _cuda.find_rule(op, dtype, has_parameter, gpu.device, torch.device("cpu"))
+    rule = _cuda_engine.find_rule(op, dtype, has_parameter, gpu.device, torch.device("cpu"))
     parameter = torch.rand(shape, generator=torch.Generator().manual_seed(2)) if has_parameter else None
     whole = torch.empty(shape, dtype=dtype)
     final: list[PhiloxState] = []
@@ -254,7 +254,7 @@ def expect_bits(gpu: EmulatedGpu, op: RandomOp, dtype: torch.dtype, shape: tuple
 
 @pytest.fixture
 def _warns_again() -> None:
-    _cuda._warn_once.cache_clear()
+    _cuda_engine._warn_once.cache_clear()
 
 
 @pytest.mark.helper("philox")
@@ -319,13 +319,13 @@ class Generator:
 def test_states_are_seed_and_offset() -> None:
     generator: Any = Generator()
     for state in (PhiloxState(0, 0), PhiloxState(2**64 - 1, 2**40), STATE):
-        _cuda.write_state(generator, state)
-        assert _cuda.read_state(generator) == state
+        _cuda_engine.write_state(generator, state)
+        assert _cuda_engine.read_state(generator) == state
         raw = generator.state.numpy().view("<u8")
         assert (int(raw[0]), int(raw[1])) == (state.seed, state.offset)
     generator.state = torch.zeros(5056, dtype=torch.uint8)
     with pytest.raises(ValueError, match="expected 16"):
-        _cuda.read_state(generator)
+        _cuda_engine.read_state(generator)
 
 
 class WrongWhereItCounts(EmulatedGpu):
@@ -356,7 +356,7 @@ def test_without_a_compiler(_warns_again: None) -> None:
 @pytest.mark.helper("philox")
 def test_inner_dims_use_the_kernel_and_rows_the_native_op(_warns_again: None) -> None:
     gpu = EmulatedGpu(SMALL)
-    rule = _cuda.find_rule(UNIFORM, torch.float32, False, gpu.device, torch.device("cpu"))
+    rule = _cuda_engine.find_rule(UNIFORM, torch.float32, False, gpu.device, torch.device("cpu"))
     for dim, uses_kernel in ((0, False), (1, True)):
         region = local_region((512, 512), [Shard(dim)], (8,), (3,))
         for _ in range(2):  # the first time, the kernel is compared with the native op

@@ -17,20 +17,20 @@ from tests.rng import cases
 from tests.rng.emulated_gpu import COINS, NORMAL, SMALL, STATE, UNIFORM, EmulatedGpu, no_kernel
 from vescale import csrc
 from vescale.placements import RaggedShard, local_region
-from vescale.rng import _cuda, _cuda_kernel
-from vescale.rng._cuda import Device, generate
+from vescale.rng import _cuda_engine, _cuda_kernel
+from vescale.rng._cuda_engine import Device, generate
 from vescale.rng._cuda_kernel import NativeFill
-from vescale.rng._fill import Fill
-from vescale.rng._ops import DROPOUT_MASK, RandomOp
+from vescale.rng._fill_request import Fill
 from vescale.rng._philox import GridStride, PhiloxRule, Quads, Vectors, philox
-from vescale.rng._spans import Piece, Span, spans
+from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
+from vescale.rng._stream_spans import Piece, Span, spans
 
 pytestmark = pytest.mark.helper("philox")
 
 
 @pytest.fixture
 def host_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(_cuda, "KERNEL_COST", 0)  # preferred wherever it may be used
+    monkeypatch.setattr(_cuda_engine, "KERNEL_COST", 0)  # preferred wherever it may be used
     return EmulatedGpu(SMALL).device.kernel
 
 
@@ -206,7 +206,7 @@ def test_pieces_are_cut_from_the_whole_and_make_each_block_once(
     """Whatever the shape: passes that end within rows, rows shorter than four, local tensors of any strides."""
     rng = random.Random(f"{op} {dtype}")
     device = Device(SMALL, host_kernel.__self__.native, host_kernel)
-    monkeypatch.setattr(_cuda, "_prefers_kernel", lambda *_: True)
+    monkeypatch.setattr(_cuda_engine, "_prefers_kernel", lambda *_: True)
     for turn in range(24):
         monkeypatch.setattr(_cuda_kernel, "_NARROW", 2**31 if turn % 4 else 0)
         shape = cases.random_shape(rng, 4, 3_000)

@@ -21,10 +21,17 @@ from tests.rng.constructors import Unusual, standard
 from vescale import rng
 from vescale.compat import local_of, spec_of
 from vescale.placements import RaggedShard, local_region
-from vescale.rng import _replay, _truncated, deferred_init, is_deferred, materialize, materialize_tensor
-from vescale.rng._deferred import view_of
-from vescale.rng._graph import next_time
-from vescale.rng._replay import part_values
+from vescale.rng import (
+    _deferred_replay,
+    _rejection_initializers,
+    deferred_init,
+    is_deferred,
+    materialize,
+    materialize_tensor,
+)
+from vescale.rng._deferred_graph import next_time
+from vescale.rng._deferred_replay import part_values
+from vescale.rng._deferred_tensor import view_of
 
 
 @pytest.fixture(autouse=True)
@@ -110,8 +117,10 @@ def test_parts_are_computed_without_the_whole(monkeypatch: pytest.MonkeyPatch) -
     """The names below are elementwise all the way: their whole tensor is never made."""
     _, module = built_twice(Unusual)
     wholes: list[int] = []
-    original = _replay.whole_values
-    monkeypatch.setattr(_replay, "whole_values", lambda view, time: wholes.append(view.numel) or original(view, time))
+    original = _deferred_replay.whole_values
+    monkeypatch.setattr(
+        _deferred_replay, "whole_values", lambda view, time: wholes.append(view.numel) or original(view, time)
+    )
     for name in (
         "scaled",
         "overwritten",
@@ -150,13 +159,13 @@ def test_rejections_of_large_tensors(std: float) -> None:
 def test_overwritten_draws_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     _, module = built_twice(Unusual)
     filled: list[str] = []
-    original = _replay.fill_region
+    original = _deferred_replay.fill_region
 
     def counting(local: Any, fill: Any, *rest: Any) -> None:
         filled.append(fill.op.name)
         original(local, fill, *rest)
 
-    monkeypatch.setattr(_replay, "fill_region", counting)
+    monkeypatch.setattr(_deferred_replay, "fill_region", counting)
     view = view_of(module.get_parameter("overwritten"))  # uniform_, then normal_
     part_values(view, next_time(), local_region(view.shape, [Shard(0)], (3,), (1,)))
     assert filled == ["normal_"]
@@ -164,7 +173,7 @@ def test_overwritten_draws_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch) 
 
 def test_rejections_are_counted_a_stretch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The generator ends where the stretch with the most rounds leaves it, wherever that one lies."""
-    monkeypatch.setattr(_truncated, "_CHUNK_ELEMENTS", 16)
+    monkeypatch.setattr(_rejection_initializers, "_CHUNK_ELEMENTS", 16)
 
     def build() -> nn.Module:
         shapes = ((40, 5), (3, 7), (0, 4), (16, 16))

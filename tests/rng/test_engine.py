@@ -12,10 +12,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.rng import cases
 from vescale.placements import RaggedShard, local_region
-from vescale.rng import _cpu, _ops, _probes
-from vescale.rng._cpu import fill_region
-from vescale.rng._fill import Fill
-from vescale.rng._ops import RandomOp
+from vescale.rng import _cpu_engine, _random_ops, _self_checks
+from vescale.rng._cpu_engine import fill_region
+from vescale.rng._fill_request import Fill
+from vescale.rng._random_ops import RandomOp
 
 COMBINATIONS = 1_800  # of each of the 13 ops (and of bernoulli_ with a tensor): over 20,000 in all
 
@@ -24,8 +24,8 @@ COMBINATIONS = 1_800  # of each of the 13 ops (and of bernoulli_ with a tensor):
 def span_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits of production never cut small tensors: repeat with limits that cut and skip everywhere."""
     if request.param == "many spans":
-        monkeypatch.setattr(_cpu, "SCRATCH_ELEMENTS", 7)
-        monkeypatch.setattr(_cpu, "GAP_ELEMENTS", 2)
+        monkeypatch.setattr(_cpu_engine, "SCRATCH_ELEMENTS", 7)
+        monkeypatch.setattr(_cpu_engine, "GAP_ELEMENTS", 2)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_there_are_twenty_thousand_combinations() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_coordinate_gets_the_bits_of_one_device(name: str, span_limits: None) -> None:
-    rng = random.Random(f"{name} {_cpu.SCRATCH_ELEMENTS}")
+    rng = random.Random(f"{name} {_cpu_engine.SCRATCH_ELEMENTS}")
     op = cases.OPS.get(name, RandomOp("bernoulli_"))
     dtypes = cases.DTYPES.get(name, cases.FLOATS)
     count = 0
@@ -136,8 +136,8 @@ def test_complex(dtype: torch.dtype, placement: object, op: RandomOp) -> None:
 
 
 def test_unknown_draws_are_replayed_whole_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cpu, "rule_holds", lambda *_: False)
-    monkeypatch.setattr(_cpu, "_warned", set())
+    monkeypatch.setattr(_cpu_engine, "rule_holds", lambda *_: False)
+    monkeypatch.setattr(_cpu_engine, "_warned", set())
     rng = random.Random(5)
     with pytest.warns(UserWarning, match="every rank generates the whole tensor") as caught:
         for op, parameter_dtype in ((cases.OPS["normal"], None), (RandomOp("bernoulli_"), torch.float32)):
@@ -170,8 +170,8 @@ def test_a_build_that_draws_otherwise_is_noticed(
         torch.empty(1, dtype=torch.uint8).random_(generator=generator)
         return native(self, out, generator, parameter)  # type: ignore[arg-type]
 
-    _probes._holds.cache_clear()
-    monkeypatch.setattr(_cpu, "_warned", set())
+    _self_checks._holds.cache_clear()
+    monkeypatch.setattr(_cpu_engine, "_warned", set())
     monkeypatch.setattr(RandomOp, "fill", other)
     try:
         with pytest.warns(UserWarning, match="every rank generates the whole tensor") as caught:
@@ -186,7 +186,7 @@ def test_a_build_that_draws_otherwise_is_noticed(
                     assert torch.equal(generator.get_state(), expected.get_state())
         assert len(caught) == 1
     finally:
-        _probes._holds.cache_clear()
+        _self_checks._holds.cache_clear()
 
 
 @pytest.mark.parametrize("follows_last_block", [True, False])
@@ -194,8 +194,8 @@ def test_either_rule_of_half_normals_gives_the_bits_of_this_build(
     follows_last_block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch 2.11 and 2.13 differ; a wrong guess costs a warning, never bits."""
-    monkeypatch.setattr(_ops, "half_normal_tail_follows_last_block", lambda: follows_last_block)
-    monkeypatch.setattr(_cpu, "_warned", set())
+    monkeypatch.setattr(_random_ops, "half_normal_tail_follows_last_block", lambda: follows_last_block)
+    monkeypatch.setattr(_cpu_engine, "_warned", set())
     warnings.filterwarnings("ignore", message=".*every rank generates the whole tensor.*")
     whole = torch.empty(9, 5, dtype=torch.bfloat16).normal_(generator=torch.Generator().manual_seed(3))
     for index in range(2):
@@ -206,15 +206,15 @@ def test_either_rule_of_half_normals_gives_the_bits_of_this_build(
 
 
 def test_probes_refuse_a_wrong_rule() -> None:
-    from vescale.rng._draws import NormalBlocks, NormalPairs, WordsPerElement
+    from vescale.rng._draw_rules import NormalBlocks, NormalPairs, WordsPerElement
 
     op = RandomOp("uniform_")
-    assert _probes.rule_holds(op, torch.float32, WordsPerElement(1))
-    assert not _probes.rule_holds(op, torch.float32, WordsPerElement(2))
-    assert not _probes.rule_holds(RandomOp("normal_"), torch.float32, NormalBlocks(1, True))
-    assert not _probes.rule_holds(RandomOp("normal_"), torch.bfloat16, NormalBlocks(1, False))
-    assert not _probes.rule_holds(RandomOp("log_normal_"), torch.float32, WordsPerElement(2))
-    assert not _probes.rule_holds(op, torch.float32, NormalPairs(False))
+    assert _self_checks.rule_holds(op, torch.float32, WordsPerElement(1))
+    assert not _self_checks.rule_holds(op, torch.float32, WordsPerElement(2))
+    assert not _self_checks.rule_holds(RandomOp("normal_"), torch.float32, NormalBlocks(1, True))
+    assert not _self_checks.rule_holds(RandomOp("normal_"), torch.bfloat16, NormalBlocks(1, False))
+    assert not _self_checks.rule_holds(RandomOp("log_normal_"), torch.float32, WordsPerElement(2))
+    assert not _self_checks.rule_holds(op, torch.float32, NormalPairs(False))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vescale.rng import _jump
+from vescale.rng import _mt19937_jump
 from vescale.rng._mt19937 import Mt19937State
 
 
@@ -42,39 +42,39 @@ def test_skip_gives_the_bytes_of_drawing(path: str, drawn: int) -> None:
 def test_polynomial_jump_equals_computing_every_block(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block = Mt19937State.of(seeded(3, 0)).block  # as seeded: 31 bits of its first word are outside the recurrence
     for num_blocks in (1, 2, 31, 32, 33, 34, 5_000, 65_537):
-        monkeypatch.setattr(_jump, "_JUMP_FROM_NATIVE", 10**9)
-        monkeypatch.setattr(_jump, "_JUMP_FROM_NUMPY", 10**9)
-        walked = _jump.advance_blocks(block, num_blocks)
-        monkeypatch.setattr(_jump, "_JUMP_FROM_NATIVE", 0)
-        monkeypatch.setattr(_jump, "_JUMP_FROM_NUMPY", 0)
-        assert np.array_equal(walked, _jump.advance_blocks(block, num_blocks)), num_blocks
+        monkeypatch.setattr(_mt19937_jump, "_JUMP_FROM_NATIVE", 10**9)
+        monkeypatch.setattr(_mt19937_jump, "_JUMP_FROM_NUMPY", 10**9)
+        walked = _mt19937_jump.advance_blocks(block, num_blocks)
+        monkeypatch.setattr(_mt19937_jump, "_JUMP_FROM_NATIVE", 0)
+        monkeypatch.setattr(_mt19937_jump, "_JUMP_FROM_NUMPY", 0)
+        assert np.array_equal(walked, _mt19937_jump.advance_blocks(block, num_blocks)), num_blocks
 
 
 def test_far_jumps_compose(path: str) -> None:
     block = Mt19937State.of(seeded(4, 10)).block
     near, far = 2**33 + 12_345, 2**41 + 777
-    there = _jump.advance_blocks(_jump.advance_blocks(block, near), far)
-    assert np.array_equal(there, _jump.advance_blocks(block, near + far))
-    assert not np.array_equal(there, _jump.advance_blocks(block, near + far + 1))
+    there = _mt19937_jump.advance_blocks(_mt19937_jump.advance_blocks(block, near), far)
+    assert np.array_equal(there, _mt19937_jump.advance_blocks(block, near + far))
+    assert not np.array_equal(there, _mt19937_jump.advance_blocks(block, near + far + 1))
 
 
 @pytest.mark.helper("mt19937")
 def test_both_paths_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     block = Mt19937State.of(seeded(5, 1)).block
     for num_blocks in (1, 500, 50_000, 10**9, 2**53):
-        native = _jump.advance_blocks(block, num_blocks)
+        native = _mt19937_jump.advance_blocks(block, num_blocks)
         monkeypatch.setenv("VESCALE_NO_NATIVE", "1")
-        assert np.array_equal(native, _jump.advance_blocks(block, num_blocks)), num_blocks
+        assert np.array_equal(native, _mt19937_jump.advance_blocks(block, num_blocks)), num_blocks
         monkeypatch.delenv("VESCALE_NO_NATIVE")
 
 
 def test_words_of_the_stream_obey_the_characteristic_polynomial() -> None:
-    block = _jump._following_block(Mt19937State.of(seeded(6, 0)).block)
+    block = _mt19937_jump._following_block(Mt19937State.of(seeded(6, 0)).block)
     blocks = [block]
     for _ in range(34):
-        blocks.append(_jump._following_block(blocks[-1]))
+        blocks.append(_mt19937_jump._following_block(blocks[-1]))
     words = np.concatenate(blocks)
-    exponents = [19937, *_jump.characteristic_exponents()]
+    exponents = [19937, *_mt19937_jump.characteristic_exponents()]
     for offset in range(0, 600, 37):
         assert np.bitwise_xor.reduce(words[[offset + e for e in exponents]]) == 0
 

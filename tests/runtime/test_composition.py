@@ -464,6 +464,19 @@ def annotated() -> None:
             assert_same_step(reference, model, data(4, 8))
         assert [(r.op, r.axes) for r in ledger.records if r.asker.startswith("bucket")] == [("all_reduce", "dp")]
 
+    def annotated_and_placed(plan: Plan) -> None:
+        plan.local("norm").annotate("norm.weight.grad", Partial(), mesh="dp")
+        plan.shard("norm.weight.grad", Replicate(), mesh="dp")
+
+    reference, model = pair(Outer, annotated_and_placed, {"dp": 2})
+    for each in (reference, model):
+        each(data(4, 8)).sum().backward()
+    found, expected = (each.get_parameter("norm.weight").grad for each in (model, reference))
+    assert isinstance(found, DTensor) and expected is not None
+    assert torch.equal(
+        found.full_tensor(), 2 * expected
+    )  # both ranks have all of it, and the plan says that it is a part
+
 
 def regions() -> None:
     """A local region: its forward sees plain tensors, and factories inside stay plain."""

@@ -1,4 +1,4 @@
-"""Do all ranks mean the same buffers? Asked before the first collective."""
+"""Checks that all ranks have planned the same buffers, before the first collective."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class BufferMismatchError(ValueError):
 def check_same_buffers(
     described: Mapping[str, str], group: dist.ProcessGroup, device: torch.device | str = "cpu"
 ) -> None:
-    """Compare what each rank is about to communicate; two small all-gathers.
+    """Compare what each rank is about to communicate, with two small all-gathers.
 
     Args:
-        described: for each buffer, by a name that people understand, everything that must be equal: layout digest,
-            dtypes, tensors. In the order in which they will be communicated.
+        described: for each buffer, by a readable name, all that must be equal: layout digest, dtypes, tensors. In the order
+            in which they will be communicated.
         group: the ranks that will take part.
 
     Raises:

@@ -13,11 +13,12 @@ _ALIGNMENT_BYTES = 256  # a buffer starts where the allocators of devices would 
 
 
 class Allocation:
-    """Memory that several buffers share: they are allocated by one request and freed by one.
+    """Memory that several buffers share: one request allocates it for all of them, and one frees it.
 
     Buffers first :meth:`reserve` their places; :meth:`allocate` and :meth:`free` then act on all of them. The storage
-    stays the same object, so tensors over it stay valid and see whatever is allocated next. Freed memory goes back to
-    the allocator at once, on the stream it was allocated on: who frees must have made that stream wait for the last use.
+    stays the same object, so that tensors over it stay valid, and see the memory of the next allocation. Freed memory
+    returns to the allocator at once, on the stream that allocated it: the caller must have made that stream wait for the
+    last use.
     """
 
     def __init__(self, device: torch.device | str, *, pin_memory: bool = False, pool: Any = None) -> None:
@@ -48,12 +49,12 @@ class Allocation:
         return self._storage
 
     def attach(self, storage: torch.UntypedStorage) -> None:
-        """From now on allocate and free this memory, too, which somebody else has got, at the size that it has now."""
+        """From now on, also allocate and free this memory, which another owner has allocated with its current size."""
         if storage.nbytes():
             self._attached.setdefault(storage.data_ptr(), (storage, storage.nbytes()))
 
     def allocate(self) -> None:
-        """Get the memory, uninitialized, from the current stream's pool; nothing happens when it is there."""
+        """Get the memory, uninitialized, from the current stream's pool; no effect if it is allocated."""
         with contextlib.nullcontext() if self.pool is None else torch.cuda.use_mem_pool(self.pool):
             self._allocate()
 
@@ -68,7 +69,7 @@ class Allocation:
                 storage.resize_(num_bytes)
 
     def free(self) -> None:
-        """Give the memory back; tensors over it must not be touched until :meth:`allocate`."""
+        """Free the memory; tensors over it must not be used until :meth:`allocate`."""
         if self._storage is not None and self._storage.size() and self.device.type != "meta":
             self._storage.resize_(0)
         for storage, _ in self._attached.values():

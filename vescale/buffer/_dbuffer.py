@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.buffer._allocation import Allocation
-from vescale.buffer._layout import ShardSlice
+from vescale.buffer._local_part import LocalPart
 from vescale.buffer._tensor_group import TensorGroup
 from vescale.comm import Pending, all_gather_into, all_reduce_, axis_group, reduce_scatter_into
 from vescale.placements import RaggedShard
@@ -25,7 +24,7 @@ __all__ = ["DBuffer", "PendingBuffer"]
 Axes = Sequence[int | str]
 
 
-class DBuffer:
+class DBuffer(LocalPart):
     """One logical flat buffer of ``group.layout.buffer_size`` elements, placed on a mesh.
 
     ==================  ==================================================================================
@@ -37,8 +36,8 @@ class DBuffer:
     ``None``            a buffer of its own, unrelated to the others' (tensor parallelism has cut the tensors)
     ==================  ==================================================================================
 
-    Several sharded axes cut the buffer in their order on the mesh, the last one finest. All collectives move the whole
-    buffer in one call, from and to where it lies; group operations are one kernel on ``local``. Padding is zero when
+    Several sharded axes cut the buffer in their order on the mesh, the last one finest. Each collective moves the whole
+    buffer in one call, without copies; a group operation is one kernel on ``local``. Padding is zero when
     memory is allocated, and stays zero under all of them.
 
     Args:
@@ -46,7 +45,7 @@ class DBuffer:
         mesh: its axes are named by index or by name.
         placements: one for each axis of ``mesh``.
         dtype, device: of the elements; the device is the mesh's unless given.
-        allocation: shared memory to lie in (batched allocation); None: memory of its own.
+        allocation: memory that is shared with other buffers (batched allocation); None: its own.
 
     Raises:
         ValueError: a placement count that is not the mesh's, a placement of another kind, more pieces than the layout
@@ -63,143 +62,25 @@ class DBuffer:
         device: torch.device | str | None = None,
         allocation: Allocation | None = None,
     ) -> None:
-        self.group = group
         self.mesh = mesh
         self.placements = _checked(group, mesh, placements)
-        self.dtype = dtype
         self.shard_axes = tuple(a for a, p in enumerate(self.placements) if isinstance(p, RaggedShard))
         self.partial_axes = tuple(a for a, p in enumerate(self.placements) if isinstance(p, Partial))
         self.num_pieces, piece = _piece(mesh, self.shard_axes)
-        self.numel = group.layout.buffer_size // self.num_pieces
-        self.begin = piece * self.numel
-        self._allocation = allocation or Allocation(device if device is not None else mesh.device_type)
-        self._byte_offset = self._allocation.reserve(self.numel * dtype.itemsize)
-        self._local: torch.Tensor | None = None
-        self._views: list[torch.Tensor] | None = None
+        numel = group.layout.buffer_size // self.num_pieces
+        allocation = allocation or Allocation(device if device is not None else mesh.device_type)
+        super().__init__(group, piece * numel, numel, dtype, allocation, is_sharded=bool(self.shard_axes))
         self._geometry = object()
-        """The same for buffers that differ in nothing but memory."""
+        """Equal for buffers that differ in memory only."""
         self._routes: dict[tuple[Any, ...], dist.ProcessGroup] = {}
-        """Collectives that were found to be right before: (kind, axes, geometry of the result) -> whom with."""
-
-    # Memory -----------------------------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        return self._allocation.device
-
-    @property
-    def is_pinned(self) -> bool:
-        return self._allocation.pin_memory
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the local part, padding included."""
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def is_allocated(self) -> bool:
-        return self._allocation.is_allocated
-
-    def allocate(self) -> DBuffer:
-        """Get memory for this buffer and all that share its allocation; contents are undefined, padding is zero."""
-        if not self._allocation.is_allocated:
-            self._allocation.allocate()
-        self.zero_padding()
-        return self
-
-    def free(self) -> None:
-        """Give the memory of this buffer, and of all that share its allocation, back; ``local`` and the views stay the
-        same tensors and are usable again after :meth:`allocate`."""
-        self._allocation.free()
-
-    @property
-    def local(self) -> torch.Tensor:
-        """This rank's elements [begin, begin + numel) of the buffer, flat; RuntimeError before :meth:`allocate`."""
-        if self._local is None:
-            self._local = self.alias(0, (self.numel,))
-        return self._local
-
-    def alias(self, offset: int, shape: tuple[int, ...], *, own_storage: bool = False) -> torch.Tensor:
-        """A contiguous tensor over the memory, ``offset`` elements in, with a version counter of its own: what a collective
-        writes to the buffer does not make tensors that autograd has saved look modified.
-
-        With ``own_storage`` its storage begins and ends with it and keeps the memory alive; :meth:`free` does not reach it.
-        ``torch.save`` and ``copy.deepcopy`` act on whole storages, and fail on DTensors whose local tensor is inside of one.
-        """
-        if self.device.type == "meta":
-            return torch.empty(shape, dtype=self.dtype, device="meta")
-        storage, itemsize = self._allocation.storage, self.dtype.itemsize
-        first = self._byte_offset // itemsize + offset
-        if own_storage:
-            storage, first = storage[first * itemsize : (first + math.prod(shape)) * itemsize], 0
-        with torch.inference_mode(False):  # tensors made in inference mode could not be saved for a backward later
-            strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-            return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, first, shape, strides)
-
-    def zero_padding(self) -> None:
-        for begin, end in self._gaps:
-            self.local[begin:end].zero_()
-
-    @cached_property
-    def _gaps(self) -> list[tuple[int, int]]:
-        return self.group.gaps(self.begin, self.begin + self.numel)
-
-    # Tensors ----------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def slices(self) -> list[ShardSlice]:
-        """What the local part holds: (tensor, begin, end, local_offset), in buffer order."""
-        return self.group.slices(self.begin, self.begin + self.numel)
-
-    @property
-    def views(self) -> list[torch.Tensor]:
-        """One tensor over the local memory for each tensor of the group, in the group's order: of its whole shape where
-        no axis is sharded, else this rank's run of it, flat and maybe empty. Made once; they keep their addresses as
-        long as the buffer is allocated."""
-        if self._views is None:
-            if self.shard_axes:
-                held = {part.tensor: part for part in self.slices}
-                self._views = [
-                    self.alias(part.local_offset, (part.end - part.begin,)) if part is not None else self.alias(0, (0,))
-                    for part in (held.get(i) for i in range(len(self.group)))
-                ]
-            else:
-                offsets = self.group.layout.offsets
-                self._views = [self.alias(*at) for at in zip(offsets, self.group.shapes, strict=True)]
-        return self._views
-
-    def __len__(self) -> int:
-        return len(self.group)
-
-    def __getitem__(self, tensor: int | str) -> torch.Tensor:
-        """The view of one tensor, by index or name."""
-        return self.views[self.group.index(tensor) if isinstance(tensor, str) else tensor]
-
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return zip(self.group.names, self.views, strict=True)
+        """The groups of collectives that have passed all checks, by (kind, axes, geometry of the result)."""
 
     def placement(self, tensor: int | str, split_factor: int = 1) -> RaggedShard:
         """The ragged placement of a tensor along the (only) sharded axis; see :meth:`TensorGroup.placement`."""
         index = self.group.index(tensor) if isinstance(tensor, str) else tensor
         return self.group.placement(index, self.num_pieces, split_factor)
 
-    def load(self, tensor: int | str, whole: torch.Tensor) -> None:
-        """Copy this rank's part of a whole tensor, which it holds, into its place; casts."""
-        index = self.group.index(tensor) if isinstance(tensor, str) else tensor
-        if tuple(whole.shape) != self.group.shapes[index]:
-            raise ValueError(
-                f"{self.group.names[index]}: a tensor of shape {tuple(whole.shape)} for a place of shape "
-                f"{self.group.shapes[index]}; give the tensor that the group was planned for"
-            )
-        view = self.views[index]
-        with torch.no_grad():
-            if not self.shard_axes:
-                view.copy_(whole)
-            elif view.numel():
-                begin = max(0, self.begin - self.group.layout.offsets[index])
-                view.copy_(whole.reshape(-1)[begin : begin + view.numel()])
-
-    # Group operations: one kernel on the local part, no communication unless it says so --------------------------------
+    # Group operations: one kernel on the local part, no communication unless documented ------------------------------
 
     def zero_(self) -> DBuffer:
         self.local.zero_()
@@ -217,13 +98,13 @@ class DBuffer:
         return self
 
     def copy_(self, other: DBuffer) -> DBuffer:
-        """Take the other's values; casts, and crosses devices."""
+        """Copy the other's values; converts dtypes and crosses devices."""
         self._must_match(other, "copy_")
         self.local.copy_(other.local, non_blocking=True)
         return self
 
     def like(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> DBuffer:
-        """Another buffer of the same group and placements, not allocated."""
+        """An unallocated buffer of the same group and placements."""
         return DBuffer(self.group, self.mesh, self.placements, dtype=dtype or self.dtype, device=device or self.device)
 
     def to(self, dtype: torch.dtype) -> DBuffer:
@@ -266,8 +147,8 @@ class DBuffer:
     # Communication: the whole buffer in one collective ----------------------------------------------------------------
 
     def piece(self, axes: Axes) -> DBuffer:
-        """This rank's piece along ``axes``, which hold the whole (Replicate or Partial), as a buffer over the same
-        memory: where an all-gather into this buffer takes its piece from, and a reduce-scatter may leave it."""
+        """This rank's piece along ``axes``, on which the buffer is Replicate or Partial, as a buffer over the same
+        memory: the input of an in-place all-gather, and the output of an in-place reduce-scatter."""
         numbers = self._numbers(axes)
         for axis in numbers:
             if not isinstance(self.placements[axis], Replicate | Partial):
@@ -282,7 +163,7 @@ class DBuffer:
         return part
 
     def fresh(self) -> DBuffer:
-        """A buffer of the same geometry with memory of its own, allocated."""
+        """An allocated buffer of the same geometry with its own memory."""
         twin = copy.copy(self)
         twin._allocation = Allocation(self.device)
         twin._byte_offset = twin._allocation.reserve(self.num_bytes)
@@ -290,8 +171,8 @@ class DBuffer:
         return twin.allocate()
 
     def over(self, placements: Sequence[Placement | None]) -> DBuffer:
-        """The same memory placed otherwise: contributions to a sum (Partial) where every rank had the same (Replicate).
-        The axes that are sharded must be the same ones (ValueError)."""
+        """The same memory with other placements: contributions to a sum (Partial) where the buffer was Replicate. The
+        sharded axes must be the same (ValueError)."""
         other = DBuffer(self.group, self.mesh, placements, dtype=self.dtype, device=self.device)
         self._must_match(other, "over")
         other._allocation, other._byte_offset = self._allocation, self._byte_offset
@@ -300,8 +181,8 @@ class DBuffer:
     def all_gather(self, axes: Axes | None = None, *, out: DBuffer | None = None, asker: str = "") -> PendingBuffer:
         """Replicate the buffer along sharded axes, by default all: one all-gather, of ``num_bytes`` from every rank.
 
-        ``out`` is where the result goes, allocated; when this buffer is :meth:`piece` of it, nothing is copied on this
-        rank. None: a new buffer. Inner axes must be gathered before outer ones (ValueError).
+        ``out``: the allocated result; if this buffer is its :meth:`piece`, nothing is copied on this rank. None: a new
+        buffer. Inner axes must be gathered before outer ones (ValueError).
         """
         numbers = self.shard_axes if axes is None else self._numbers(axes)
         route = self._routes.get(("all_gather", numbers, out._geometry)) if out is not None else None
@@ -328,12 +209,12 @@ class DBuffer:
         at_once: bool = False,
         asker: str = "",
     ) -> PendingBuffer:
-        """Reduce pending axes, by default all, and leave every rank its piece: one reduce-scatter over all of them.
+        """Reduce pending axes, by default all, and leave each rank its piece: one reduce-scatter over all of them.
 
-        ``op`` is the axes' own (``Partial("avg")`` divides) unless given. ``out`` has memory of its own, or is this
-        buffer's :meth:`piece` (in place); None: a new buffer. The rest of this buffer is left undefined.
-        ``process_group``: another group of the same ranks in the same order, to run beside other collectives.
-        ``at_once``: where the backend needs memory to do this in the background (gloo), do it now, without any.
+        ``op`` is by default the axes' own (``Partial("avg")`` divides). ``out`` has its own memory, or is this buffer's
+        :meth:`piece` (in place); None: a new buffer. The rest of this buffer is undefined afterwards. ``process_group``:
+        another group of the same ranks in the same order, to overlap with other collectives. ``at_once``: if the backend
+        needs memory to do this in the background (gloo), do it synchronously, without memory.
         """
         if op is not None and out is not None and axes is not None:
             route = self._routes.get(("reduce_scatter", tuple(axes), out._geometry))
@@ -369,7 +250,7 @@ class DBuffer:
         if op is None and len(ops) > 1:
             raise ValueError(
                 f"{what} of axes {numbers} placed as {self.placements}: one collective has one operation; reduce the "
-                "axes one after the other, or say op="
+                "axes one after the other, or pass op="
             )
         return numbers, op or ops.pop()
 
@@ -391,7 +272,8 @@ class DBuffer:
             )
 
     def _must_nest(self, whole: DBuffer) -> None:
-        """Pieces along the axes that differ, in rank order, must be the whole's local part; the same on every rank."""
+        """Raise unless the pieces along the axes that differ, in rank order, are the whole's local part; the same on
+        every rank."""
         finer = set(self.shard_axes) - set(whole.shard_axes)
         coarser = set(whole.shard_axes) - set(self.shard_axes)
         in_order = not coarser and all(axis < min(finer) for axis in whole.shard_axes) if finer else not coarser
@@ -419,7 +301,7 @@ class DBuffer:
 
 
 class PendingBuffer:
-    """A collective of a whole buffer in flight; ``buffer`` holds the result once :meth:`wait` has returned it."""
+    """A collective of a whole buffer in flight; after :meth:`wait`, ``buffer`` holds the result."""
 
     def __init__(self, buffer: DBuffer, pending: Pending) -> None:
         self.buffer = buffer
@@ -430,7 +312,8 @@ class PendingBuffer:
         return self.buffer
 
     def is_completed(self) -> bool:
-        """Whether :meth:`wait` is known to return at once. Do not poll: on gloo nobody knows before it has been called."""
+        """Whether :meth:`wait` is known to return at once. Do not poll: on gloo it is False until :meth:`wait` has been
+        called."""
         return self._pending.is_completed()
 
 
@@ -471,7 +354,7 @@ def _piece(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _norm(flat: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
-    """The vector norm; of no elements what leaves a reduction over ranks unchanged, where torch raises or says 0."""
+    """The vector norm; of no elements the neutral element of the reduction over ranks, where torch raises or returns 0."""
     if flat.numel() == 0 and order < 0:
         return torch.full((), math.inf, dtype=dtype, device=flat.device)
     return torch.linalg.vector_norm(flat, order, dtype=dtype)

@@ -1,8 +1,8 @@
-"""Sharding granularity: which block of each parameter must stay on one rank.
+"""Sharding granularity: the blocks of each parameter that must stay on one rank.
 
-A quantizer or a matrix optimizer works on rows or tiles of a weight. The planner knows only one number for each
-tensor, the block of consecutive elements that is never cut; here rows and tiles become that number, or an error when
-no such number says the same.
+A quantizer or a matrix optimizer works on rows or tiles of a weight. The planner has one number for each tensor, the size
+of the blocks of consecutive elements that are never cut. Here rows and tiles are converted to that number; if there is
+none with the same meaning, an error is raised.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 import regex
 
-from vescale.buffer._checks import integers
+from vescale.buffer._integer_arguments import integers
 
 __all__ = ["FFN_WEIGHTS", "Elements", "GranularityTable", "Rows", "Tile"]
 

@@ -1,4 +1,4 @@
-"""``Layout``: where each tensor of a group lies in one communication buffer."""
+"""``Layout``: the positions of a group's tensors in one communication buffer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from vescale.buffer._checks import integers
+from vescale.buffer._integer_arguments import integers
 
 __all__ = ["Layout", "LocalUnits", "ShardSlice"]
 
@@ -19,7 +19,7 @@ _VERSION = 1
 
 
 class ShardSlice(NamedTuple):
-    """Elements [begin, end) of the flattened ``tensor`` lie at ``local_offset`` of the rank's shard."""
+    """Elements [begin, end) of the flattened ``tensor`` are at ``local_offset`` of the rank's shard."""
 
     tensor: int
     begin: int
@@ -52,7 +52,7 @@ class Layout:
     Sizes and offsets are in elements; tensor i is the caller's tensor i, flattened, at
     [offsets[i], offsets[i] + numels[i]) of the buffer. Validated when constructed, in O(n) beside one sort:
 
-    * tensors lie within the buffer and do not overlap (empty tensors lie anywhere in it);
+    * tensors are within the buffer and do not overlap (empty tensors may be anywhere in it);
     * every shard boundary inside a tensor falls between two of its blocks;
     * ``shard_size`` is a multiple of ``alignment`` and of ``tensor_alignment``, offsets are of ``tensor_alignment``;
     * ``lower_bound <= shard_size``.
@@ -167,14 +167,14 @@ class Layout:
 
     @property
     def optimal(self) -> bool:
-        """Proven: no layout of these tensors in one buffer is smaller (``lower_bound`` is met)."""
+        """Proven: no layout of these tensors in one buffer is smaller (``lower_bound`` is reached)."""
         return self.shard_size == self.lower_bound
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits that are equal exactly where the placement is: tensors, blocks, shards and offsets.
+        """16 hexadecimal digits that are equal for equal placements: tensors, blocks, shards and offsets.
 
-        Ranks that planned for themselves compare it before they communicate.
+        Ranks that have planned independently compare it before they communicate.
         """
         geometry = (
             self.numels,
@@ -190,7 +190,7 @@ class Layout:
     # Ranks and tensors ------------------------------------------------------------------------------------------------
 
     def shard_slices(self, rank: int) -> list[ShardSlice]:
-        """What the shard of ``rank`` holds, in buffer order. Time: O(log n + slices).
+        """The parts of tensors in the shard of ``rank``, in buffer order. Time: O(log n + slices).
 
         Raises:
             IndexError: ``rank`` is not in [0, num_shards).

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Literal, overload
 
 from vescale import csrc
-from vescale.buffer._checks import integers
-from vescale.buffer._group import Group, plan_group
+from vescale.buffer._integer_arguments import integers
 from vescale.buffer._layout import Layout
-from vescale.buffer._splitting import BufferPlan, split_group
+from vescale.buffer._plan_buffer import Group, plan_group
+from vescale.buffer._split_buffers import BufferPlan, split_group
 
 __all__ = ["Effort", "plan_layout", "table_cap"]
 

@@ -1,4 +1,4 @@
-"""``TensorGroup``: which tensors lie in one buffer, and where. A value; it holds no memory."""
+"""``TensorGroup``: the tensors of one buffer and their positions in it. A value that holds no memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from vescale.buffer._checks import integers
+from vescale.buffer._integer_arguments import integers
 from vescale.buffer._layout import Layout, ShardSlice
 from vescale.buffer._planner import Effort, plan_layout
 from vescale.placements import RaggedShard, StridedRaggedShard
@@ -112,7 +112,7 @@ class TensorGroup:
         return order, tuple(self.layout.offsets[i] for i in order)
 
     def slices(self, begin: int, end: int) -> list[ShardSlice]:
-        """What lies in elements [begin, end) of the buffer, in buffer order."""
+        """The parts of tensors in elements [begin, end) of the buffer, in buffer order."""
         order, offsets = self._in_order
         found = []
         for i in order[max(0, bisect_right(offsets, begin) - 1) : bisect_right(offsets, end - 1)]:
@@ -134,9 +134,9 @@ class TensorGroup:
         return found
 
     def placement(self, tensor: int, num_pieces: int, split_factor: int = 1) -> RaggedShard:
-        """How ``tensor`` lies on an axis of ``num_pieces`` ranks that cut the buffer into equal pieces.
+        """The ragged placement of ``tensor`` on an axis whose ``num_pieces`` ranks hold equal pieces of the buffer.
 
-        ``split_factor``: into how many pieces ``Shard(0)`` on later mesh axes has cut dim 0 before.
+        ``split_factor``: the number of pieces into which ``Shard(0)`` on later mesh axes has cut dim 0 before.
         """
         units = self._units(tensor, num_pieces)
         block = self.layout.blocks[tensor]

@@ -15,21 +15,21 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 28, 14, 40
 _CEILING = 0.4  # padding beyond it is drawn at the top edge
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1f2933; --quiet: #616e7c; --line: #d9dee3; --paper: #fff; --card: #f6f8fa;
+:root { color-scheme: light dark; --ink: #1f2933; --muted: #616e7c; --line: #d9dee3; --paper: #fff; --card: #f6f8fa;
   --one: #1f6feb; --two: #d9730d; --bound: #8896a544; --good: #1a7f37; --bad: #c62828; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --quiet: #9aa5b1; --line: #3a434d; --paper: #14181d;
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --muted: #9aa5b1; --line: #3a434d; --paper: #14181d;
   --card: #1c2229; --one: #6cb0ff; --two: #ffa657; --bound: #9aa5b140; --good: #57d07b; --bad: #ff7b72; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 960px;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; }
-p { margin: .3rem 0 .8rem; } .quiet { color: var(--quiet); } .bad { color: var(--bad); } .good { color: var(--good); }
+p { margin: .3rem 0 .8rem; } .muted { color: var(--muted); } .bad { color: var(--bad); } .good { color: var(--good); }
 svg { display: block; width: 100%; height: auto; background: var(--card); border-radius: 8px; }
-svg text { fill: var(--quiet); font: 12px system-ui, sans-serif; }
+svg text { fill: var(--muted); font: 12px system-ui, sans-serif; }
 table { border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .15rem .9rem .15rem 0; text-align: right; } th { color: var(--quiet); font-weight: 500; }
+th, td { padding: .15rem .9rem .15rem 0; text-align: right; } th { color: var(--muted); font-weight: 500; }
 th:last-child, td:last-child, th.name, td.name { text-align: left; } tbody tr { border-top: 1px solid var(--line); }
-summary { cursor: pointer; color: var(--quiet); }
-.key { display: flex; gap: 1.4rem; flex-wrap: wrap; color: var(--quiet); margin: .5rem 0; }
+summary { cursor: pointer; color: var(--muted); }
+.key { display: flex; gap: 1.4rem; flex-wrap: wrap; color: var(--muted); margin: .5rem 0; }
 .key i { display: inline-block; width: 1.5rem; height: 0; border-top: 3px solid; vertical-align: middle;
   margin-right: .4rem; }
 .key i.area { height: .8rem; border: 0; background: var(--bound); }
@@ -47,7 +47,7 @@ def page(study: Study, limit: float) -> str:
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Group sizes for {escape(study.model.name)}</title><style>{_STYLE}</style></head><body>
 <h1>Group sizes for {escape(study.model.name)}</h1>
-<p class="quiet">Padding of the planned communication buffers by the size of all parameters.
+<p class="muted">Padding of the planned communication buffers by the size of all parameters.
 {escape(study.model.source)}; shards are multiples of {study.alignment} elements; row blocks on {len(study.matched):,}
 parameters of the units below, the others may be cut anywhere.</p>
 <table><thead><tr><th class=name>unit</th><th>of them</th><th>parameters</th><th>elements</th></tr></thead>
@@ -122,7 +122,7 @@ def _chart(advice: Advice, limit: float) -> str:
     for tick in (tick for tick in ticks if first <= tick <= last):
         parts.append(
             f'<line x1="{x(tick)}" x2="{x(tick)}" y1="{_HEIGHT - _BOTTOM}" y2="{_HEIGHT - _BOTTOM + 5}" '
-            f'stroke="var(--quiet)"/>'
+            f'stroke="var(--muted)"/>'
             f'<text x="{x(tick)}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{tick:,}</text>'
         )
     parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">ranks in a group</text>')

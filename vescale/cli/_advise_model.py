@@ -1,4 +1,4 @@
-"""What ``vescale advise`` is asked about: a Hugging Face configuration, a list of shapes, or a shipped list."""
+"""The model of ``vescale advise``: a Hugging Face configuration, a list of shapes, or a shipped list."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Advice:
-    """One granularity: ``rows`` of every matched matrix; ``refused`` says why it cannot be kept."""
+    """One granularity: ``rows`` of every matched matrix; ``refused``: why it cannot be kept."""
 
     rows: int
     sizes: tuple[Size, ...]
@@ -56,7 +56,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Study:
-    """All that was asked about one model."""
+    """All results for one model."""
 
     model: ModelShapes
     pattern: str
@@ -85,7 +85,7 @@ def study(
     alignment: int,
     effort: Effort,
 ) -> Iterator[tuple[int, int] | Study]:
-    """Yields (steps done, steps in all) as it goes, and at the end the :class:`Study`."""
+    """Yields (steps done, all steps) repeatedly, and the :class:`Study` at the end."""
     done, steps = 0, len(rows) * len(num_shards)
     advice = []
     for count in rows:

@@ -17,8 +17,8 @@ __all__ = ["percent", "print_study", "print_units", "progress", "shown_sizes", "
 
 
 @contextmanager
-def progress(quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error, gone when it is done; nothing where that is not a terminal."""
+def progress(hidden: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error, removed at the end; none unless that is a terminal."""
     console = Console(stderr=True)
     bar = Progress(
         TextColumn("planning"),
@@ -27,7 +27,7 @@ def progress(quiet: bool) -> Iterator[Callable[[int, int], None]]:
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=quiet or not console.is_terminal,
+        disable=hidden or not console.is_terminal,
     )
     with bar:
         task = bar.add_task("", total=None)
@@ -107,7 +107,7 @@ def shown_sizes(advice: Advice) -> list[Size]:
 
 
 def verdict(advice: Advice, limit: float) -> str:
-    """What to do, in one or two sentences."""
+    """The recommendation, in one or two sentences."""
     best = advice.largest_within(limit)
     worst = max(advice.sizes, key=lambda size: (size.padding, size.num_shards))
     if best is None:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: the job went on, or was ended from here; 2: there is no job to attach to."""
+    """0: the job resumed, or was ended from here; 2: there is no job to attach to."""
     from vescale.debug import newest_socket
 
     path = args.path or newest_socket()
@@ -36,7 +36,10 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; is the job still there?") from None
     typing = [sys.stdin.fileno()]
-    with connection, contextlib.suppress(KeyboardInterrupt, OSError):  # who leaves ends the job: the connection is lost
+    with (
+        connection,
+        contextlib.suppress(KeyboardInterrupt, OSError),
+    ):  # leaving closes the connection, which ends the job
         while True:
             ready, _, _ = select.select([connection, *typing], [], [])
             if connection in ready:
@@ -47,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
                 sys.stdout.flush()
             elif typed := os.read(typing[0], 4096):
                 connection.sendall(typed)
-            else:  # no more commands: what the last ones say is still to come
+            else:  # no more commands: the output of the last ones is still to come
                 connection.shutdown(socket.SHUT_WR)
                 typing.clear()
     print()

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Result:
-    """What the two runs gave."""
+    """The results of the two runs."""
 
     job: Job
     tolerance: float
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    """The checked job: everything that can be wrong is found before a process starts."""
+    """The validated job: all errors are raised before a process starts."""
     if args.steps < 1:
         raise UsageError(f"--steps {args.steps}: train at least one step")
     try:

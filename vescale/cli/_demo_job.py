@@ -1,4 +1,4 @@
-"""What the demo trains: real English, a byte-level BPE, a small Llama; the same on one device and on every rank."""
+"""The demo's training job: real English, a byte-level BPE, a small Llama; the same on one device and on every rank."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _batches(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _train(job: Job, model: nn.Module, report: Callable[[int, float, float], None]) -> None:
-    """The training script: nothing in it knows of a mesh."""
+    """The training script, which does not know of a mesh."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
     model.train()
     for step, (ids, labels) in enumerate(_batches(job)):
@@ -158,7 +158,7 @@ def _summary(records: list[Any], units: Collection[str]) -> list[Collective]:
 
 
 def _purpose(asker: str, op: str, units: Collection[str]) -> str:
-    """Who asked, without the module: an activation, its gradient, parameters of a unit, their gradients, the loss."""
+    """The requester without the module: an activation, its gradient, parameters of a unit, their gradients, the loss."""
     if asker in units and op.startswith("all_gather"):
         return "parameters"
     if ".grad:" in asker or asker in units or "got a gradient" in asker:

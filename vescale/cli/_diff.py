@@ -1,4 +1,4 @@
-"""``vescale diff``: what two plans do differently, to a model or as written."""
+"""``vescale diff``: the differences of two plans, for a model or as written."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _diff_entries(before: Plan, after: Plan, as_json: bool) -> int:
-    """Entries as lines of YAML, whatever their order: entries do not override each other."""
+    """Entries as lines of YAML, in any order: entries do not override each other."""
     old, new = (_entry_lines(plan) for plan in (before, after))
     removed, added = [line for line in old if line not in new], [line for line in new if line not in old]
     if as_json:

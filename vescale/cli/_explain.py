@@ -1,4 +1,4 @@
-"""``vescale explain``: what a plan does to a model, from entries to instructions, hooks and predicted collectives."""
+"""``vescale explain``: a plan for a model, from entries to instructions, hooks and predicted collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands take: a plan (file or zoo name), a mesh, and a model built on the meta device."""
+"""The inputs of commands: a plan (file or zoo name), a mesh, and a model built on the meta device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """What :func:`inputs_of` makes inputs from."""
+    """Add the arguments that :func:`inputs_of` reads."""
     parser.add_argument(
         "--batch", type=_positive, default=8, help="global batch size, to size activations (default: 8)"
     )
@@ -71,7 +71,7 @@ def parse_mesh(text: str | None) -> MeshAxes | None:
 def load_plan(text: str, mesh: MeshAxes | None) -> Plan:
     """The plan in a file, or of that name in the zoo.
 
-    Raises PlanError for a plan that cannot be, UsageError when there is no such plan.
+    Raises PlanError for an invalid plan, UsageError if there is no such plan.
     """
     from vescale import plan_zoo
     from vescale.plans import MissingMeshError, Plan, did_you_mean
@@ -179,7 +179,8 @@ def _from_factory(text: str) -> nn.Module:
 
 
 def inputs_of(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
-    """Meta tensors to walk the forward with: those of ``--input``, or tokens for a model that takes ``input_ids``."""
+    """Meta tensors with which the forward is traced: those of ``--input``, or tokens for a model that takes
+    ``input_ids``."""
     import inspect
 
     import torch

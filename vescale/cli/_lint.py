@@ -1,4 +1,4 @@
-"""``vescale lint``: what is wrong or doubtful in a plan for a model, before anything runs."""
+"""``vescale lint``: errors and warnings about a plan for a model, before anything runs."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    """The plan of a model on the meta device, under a comment that tells how much of the model it places."""
+    """The plan of a model on the meta device, with a comment on how much of the model it places."""
     from vescale.ir import coverage
     from vescale.plans import HfImportWarning, Plan, PlanError
 

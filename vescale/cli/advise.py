@@ -1,7 +1,7 @@
-"""``vescale advise``: which group sizes waste least, before a job starts.
+"""``vescale advise``: finds the group sizes with the least padding before a job starts.
 
 The offline simulation that the veScale-FSDP paper recommends: it plans every unit of a model for every granularity and
-group size, and says how much padding is needed, how much of it is inherent, and what a second buffer would save.
+group size, and reports how much padding is needed, how much of it is inherent, and how much a second buffer would save.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         alignment=args.alignment,
         effort=effort,
     )
-    with progress(quiet=args.json) as report:
+    with progress(hidden=args.json) as report:
         for step in steps:
             if isinstance(step, Study):
                 result = step

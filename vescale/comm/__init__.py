@@ -2,9 +2,15 @@
 
 from vescale.comm._buckets import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes, bucket_limits, plan_buckets
 from vescale.comm._collectives import MAX_PADDING, all_gather_v, all_reduce, all_to_all_v, reduce_scatter_v
-from vescale.comm._comparison import Description, Difference, compare_descriptions
 from vescale.comm._consensus import Consensus, ConsensusError, LateRanksWarning, wait_limit
-from vescale.comm._cost import (
+from vescale.comm._flat_collectives import all_gather_into, all_reduce_, reduce_scatter_into
+from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
+from vescale.comm._joined_axes import join_axes
+from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms, who_asks
+from vescale.comm._observation import Observer, Operation, axes_of, name_group, observe
+from vescale.comm._pending import Pending
+from vescale.comm._rank_comparison import Description, Difference, compare_descriptions
+from vescale.comm._ring_cost import (
     Link,
     ReductionCost,
     fused_bytes,
@@ -14,12 +20,6 @@ from vescale.comm._cost import (
     ring_bytes,
     ring_seconds,
 )
-from vescale.comm._flat import all_gather_into, all_reduce_, reduce_scatter_into
-from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
-from vescale.comm._joined_axes import join_axes
-from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms, who_asks
-from vescale.comm._observe import Observer, Operation, axes_of, name_group, observe
-from vescale.comm._pending import Pending
 from vescale.comm._streams import SideStream
 
 __all__ = [

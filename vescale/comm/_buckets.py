@@ -1,11 +1,11 @@
-"""Which tensors share a collective: pure, so that all ranks and ``explain`` come to the same answer."""
+"""Which tensors share a collective: pure functions, so that all ranks and ``explain`` get the same buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
-from vescale.comm._cost import Link
+from vescale.comm._ring_cost import Link
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "FIRST_BUCKET_BYTES", "BucketBytes", "bucket_limits", "plan_buckets"]
 
@@ -21,12 +21,14 @@ _DOUBLINGS = 4
 
 
 def bucket_limits(bucket_bytes: BucketBytes, num_ranks: int, link: Link) -> tuple[int, ...]:
-    """Bytes of the first, second, ... bucket of a kind, see :func:`plan_buckets`; the last holds for all that follow.
+    """The size limits in bytes of the first, second, ... bucket of a kind, see :func:`plan_buckets`; the last one holds
+    for all that follow.
 
-    ``bucket_bytes`` is the limit of all but the small first bucket; or the limits themselves; or ``"auto"``: each bucket
-    is twice the one before, from small ones that start early to the size at which latency no longer counts on the link.
+    ``bucket_bytes`` is the limit of all buckets but the first, which is small; or the limits themselves; or ``"auto"``:
+    each limit is twice the one before, from small buckets that start early to the size at which the link's latency no
+    longer matters.
 
-    Raises ValueError for what is no size, and for sizes that are not positive.
+    Raises ValueError for values that are no positive size.
     """
     if bucket_bytes == "auto":
         step = num_ranks * link.latency_seconds * link.bytes_per_second
@@ -41,11 +43,11 @@ def bucket_limits(bucket_bytes: BucketBytes, num_ranks: int, link: Link) -> tupl
 
 
 def plan_buckets(items: Sequence[tuple[Hashable, int]], limits: Sequence[int]) -> list[tuple[int, ...]]:
-    """Group ``(key, bytes)`` items, given in the order in which they get ready, into buckets of equal keys.
+    """Group ``(key, bytes)`` items, given in the order in which they become ready, into buckets of equal keys.
 
-    A bucket takes items in order until the next would exceed its limit. While it is not half full it takes that one, too,
-    up to the last limit: a small first bucket holds a large tensor rather than the bias before it. An item larger than
-    that has a bucket of its own. Returns the items' indices, buckets in the order in which they are full.
+    A bucket takes items in order until the next one would exceed its limit. If it is less than half full, it takes that
+    one, too, up to the last limit: a small first bucket then holds a large tensor instead of the bias before it. A larger
+    item gets a bucket of its own. Returns the items' indices, with buckets in the order in which they are full.
     """
     open_: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}

@@ -1,4 +1,4 @@
-"""Rounds in which ranks compare what they are about to do, through the store: no collective, so no mismatched one."""
+"""Rounds in which ranks compare what they are about to do, through the store: without collectives, which could mismatch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Consensus", "ConsensusError", "LateRanksWarning", "wait_limit"]
 
 
 class ConsensusError(RuntimeError):
-    """Other ranks did not come to a round in time; ``ranks``: which."""
+    """Other ranks did not come to a round in time; ``ranks``: which ones."""
 
     def __init__(self, problem: str, ranks: Sequence[int]) -> None:
         super().__init__(problem)
@@ -29,10 +29,10 @@ class ConsensusError(RuntimeError):
 
 
 class LateRanksWarning(UserWarning):
-    """Some ranks have come to a round, and wait for others."""
+    """Some ranks have come to a round and wait for others."""
 
 
-# Ranks that come later than this are named while the others still wait for them.
+# After this time, ranks that have not come are named in a warning.
 _PATIENCE = timedelta(seconds=3)
 
 
@@ -42,17 +42,18 @@ _LOCK = threading.Lock()
 
 
 class Consensus:
-    """A meeting place of some ranks. Every rank makes them, and holds their rounds, in the same order.
+    """Rounds among a fixed set of ranks. Every rank creates its instances, and runs their rounds, in the same order.
 
-    When all messages are equal, which is the rule, a round costs every rank three small requests to the store; the first
-    rank reads a digest of each. Messages themselves are read only when they differ. The last rank to leave a round deletes
-    what was written in it; only a round that some rank did not come to stays, so that it learns of that when it comes.
+    If all messages are equal, which is the normal case, a round costs every rank three small requests to the store; the
+    first rank reads a digest of each. Messages themselves are read only if they differ. The last rank that leaves a round
+    deletes its keys; the keys of a round to which some rank did not come are kept, so that this rank learns of it when it
+    comes.
 
     Args:
-        ranks: global ranks, the same on each of them, this one included.
-        name: says whose meeting place it is.
-        timeout: how long a round waits for other ranks; None: ``VESCALE_TIMEOUT`` seconds where that is set, else as long
-            as the default group's collectives. Whom it waits for is said after 3 seconds.
+        ranks: global ranks, the same on each of them, including this one.
+        name: of the round, unique to its caller.
+        timeout: of a round; None: ``VESCALE_TIMEOUT`` seconds if that is set, else the timeout of the default group. After 3
+            seconds a warning names the ranks that have not come.
     """
 
     def __init__(self, ranks: Sequence[int], name: str, timeout: timedelta | None = None) -> None:
@@ -68,7 +69,7 @@ class Consensus:
     def exchange(self, message: bytes, about: Callable[[], str]) -> list[bytes]:
         """Every rank's message, in rank order.
 
-        Raises ConsensusError with ``about()``, what the round was for, when a rank does not come in time.
+        Raises ConsensusError with ``about()``, the purpose of the round, if a rank does not come in time.
         """
         if len(self.ranks) == 1 or is_alone():
             return [message] * len(self.ranks)
@@ -82,10 +83,10 @@ class Consensus:
             proposed = f"absent {absent}" if absent else "equal" if len(different) == 1 else "different"
         else:
             is_late = bool(self._absent(store, [verdict], about, digests))
-            if is_late and store.check(digests[:1]):  # the first rank came, and is about to say who did not
+            if is_late and store.check(digests[:1]):  # the first rank has come and will name those that have not
                 is_late = bool(self._absent(store, [verdict]))
             proposed = f"absent [{self.ranks[0]}]" if is_late else ""
-        # The first verdict holds: a rank that gives up on the first one lets it know.
+        # The first verdict holds: a rank that stops waiting for the first rank writes it.
         answer = (store.compare_set(verdict, "", proposed) if proposed else store.get(verdict)).decode()
         if answer.startswith("absent"):
             ranks = json.loads(answer[7:])
@@ -106,8 +107,7 @@ class Consensus:
         return found
 
     def _leave(self, store: dist.Store, place: str, keys: Sequence[str]) -> None:
-        """This rank has read what it needs. Nobody reads after the last one, which cannot know to be it before: a counter
-        tells."""
+        """Count this rank as done with reading. A counter determines the last rank, which deletes the keys."""
         counter = f"{place} left"
         if store.add(counter, 1) == len(self.ranks):
             for key in (*keys, counter):
@@ -120,23 +120,23 @@ class Consensus:
         about: Callable[[], str] | None = None,
         comings: Sequence[str] | None = None,
     ) -> list[int]:
-        """The ranks, by position of their keys, that have not written in time. ``about``: say after a while who has not come
-        by ``comings``, the keys that ranks write when they come."""
+        """The positions of the ranks that have not written their keys in time. ``about``: after a while, warn of the
+        ranks that have not come, by ``comings``, the keys that ranks write when they come."""
         steps = [self._timeout]
         if about is not None and self._timeout > _PATIENCE:
             steps = [_PATIENCE, self._timeout - _PATIENCE]
         for number, step in enumerate(steps, 1):
             try:
                 store.wait(list(keys), step)
-            except RuntimeError:  # the kinds of stores have no error in common; one that is lost raises again here
+            except RuntimeError:  # store types have no common error class; a lost store raises again here
                 if about is not None and number < len(steps):
-                    self._say_who_is_late(store, comings or keys, about)
+                    self._warn_of_late_ranks(store, comings or keys, about)
             else:
                 return []
         return [self.ranks[index] for index, key in enumerate(keys) if not store.check([key])]
 
-    def _say_who_is_late(self, store: dist.Store, comings: Sequence[str], about: Callable[[], str]) -> None:
-        """The first rank that has come says it, for all."""
+    def _warn_of_late_ranks(self, store: dist.Store, comings: Sequence[str], about: Callable[[], str]) -> None:
+        """Warn of late ranks; the first rank that has come does it for all."""
         late = [rank for rank, key in zip(self.ranks, comings) if not store.check([key])]
         if late and min(set(self.ranks) - set(late)) == self.ranks[self._index]:
             warnings.warn(
@@ -148,10 +148,10 @@ class Consensus:
 
 
 def wait_limit() -> timedelta | None:
-    """What the environment variable ``VESCALE_TIMEOUT`` says, in seconds: how long a rank waits for others before the job
-    ends with a report. None when it is not set.
+    """The environment variable ``VESCALE_TIMEOUT`` in seconds: how long a rank waits for others before the job ends with
+    a report. None if it is not set.
 
-    Raises ValueError for anything but a positive number.
+    Raises ValueError for values that are no positive number.
     """
     text = os.environ.get("VESCALE_TIMEOUT", "")
     if not text:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.comm._observe import name_group
+from vescale.comm._observation import name_group
 from vescale.compat import make_group, without_modes
 
 __all__ = ["AxisGroup", "axis_group", "group_of_ranks", "label_axes"]
@@ -23,8 +23,8 @@ class AxisGroup:
 
     Attributes:
         group: their process group.
-        coordinates: the full mesh coordinate of each, in *group rank* order (the order of collectives), which need
-            not be the order of coordinates when the mesh was built from unsorted ranks.
+        coordinates: the full mesh coordinate of each, in *group rank* order (the order of collectives), which may differ
+            from the order of coordinates if the mesh was built from unsorted ranks.
         index: this rank's position in that order.
         axes: names of the mesh axes, joined with ``,``.
     """
@@ -36,7 +36,7 @@ class AxisGroup:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Global ranks: equal for groups of several meshes that may stand for each other."""
+        """Global ranks; equal for interchangeable groups of several meshes."""
         return frozenset(dist.get_process_group_ranks(self.group))
 
     @property
@@ -44,18 +44,18 @@ class AxisGroup:
         return len(self.coordinates)
 
 
-# By default group (it changes when torch.distributed is initialized anew, and each simulated rank has its own), then by
-# ranks. Making a group is a rendezvous, so whether one is made must not depend on what a rank's garbage collector has
-# done: groups are kept as long as the default group, not as long as a mesh.
+# By default group (which changes when torch.distributed is initialized again, and differs between simulated ranks), then
+# by ranks. Making a group is a rendezvous, and must not depend on the garbage collector of a rank: groups are kept as long
+# as the default group, not as long as a mesh.
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
-# Equal meshes are one key here, and each has process groups of its own for its axes: which of them a rank gets must not
-# depend on its garbage collector either, so one-axis groups are told apart by name.
+# Equal meshes are the same key, but each has its own process groups. The one that a rank gets must not depend on its garbage
+# collector either, so that groups of one axis are distinguished by name.
 _AXIS_GROUPS: weakref.WeakKeyDictionary[
     dist.ProcessGroup, weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[tuple[int, ...], str], AxisGroup]]
 ] = weakref.WeakKeyDictionary()
-# What reports call the axes of meshes whose axes were made of others.
+# Names in reports for the axes of meshes that were made by joining axes.
 _LABELS: weakref.WeakKeyDictionary[DeviceMesh, tuple[str, ...]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -83,7 +83,7 @@ def axis_group(mesh: DeviceMesh, axes: Sequence[int]) -> AxisGroup:
     if found is None:
         with without_modes():  # the mesh is a tensor, and a program may be traced
             found = known[key] = _build(mesh, axes, own, group)
-    # Meshes share groups (the world is one axis of a mesh and several of another): the last to ask gives the name.
+    # Meshes share groups (the world is one axis of a mesh and several of another): the last request names the group.
     name_group(found.group, found.axes)
     return found
 
@@ -105,13 +105,13 @@ def _build(mesh: DeviceMesh, axes: tuple[int, ...], own: Sequence[int], group: d
 
 
 def label_axes(mesh: DeviceMesh, labels: Sequence[str]) -> None:
-    """What the axes of ``mesh`` are called in reports, where their names do not say it."""
+    """Names for the axes of ``mesh`` in reports, instead of their own."""
     _LABELS[mesh] = tuple(labels)
 
 
 def group_of_ranks(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
-    """The group of these ranks, ascending: one for each set of ranks and ``purpose``, made by its members on first use (a
-    rendezvous), and kept as long as the default group, which it is for all ranks and no purpose."""
+    """The group of these ranks in ascending order: one for each set of ranks and ``purpose``, made by its members on
+    first use (a rendezvous) and kept as long as the default group. For all ranks and no purpose it is the default group."""
     if not purpose and len(ranks) == dist.get_world_size():
         return _world()
     with _LOCK:

@@ -1,4 +1,4 @@
-"""``join_axes``: several axes of a mesh as one, over whose ranks together a tensor is cut once."""
+"""``join_axes``: several axes of a mesh as one axis, over all of whose ranks a tensor is sharded once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["join_axes"]
 
 
 def join_axes(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
-    """The mesh with ``axes`` as one, behind the others: ``(dp=2, ep=4, tp=2)`` and (0, 1) give ``(tp=2, dp_ep=8)``.
+    """The mesh with ``axes`` joined as its last axis: ``(dp=2, ep=4, tp=2)`` and (0, 1) give ``(tp=2, dp_ep=8)``.
 
-    The joined axis counts as its parts do, the first of ``axes`` slowest. Its group, like each of several axes, is made on
-    first use by its members alone (a rendezvous): other ranks, such as those of another pipeline stage, need not come. On
-    a rank outside of ``mesh`` the result has no groups. Equal arguments give the same object.
+    Ranks on the joined axis are in row-major order of ``axes``. Its group is made on first use by its members alone (a
+    rendezvous); other ranks, such as those of another pipeline stage, do not take part. On a rank outside of ``mesh`` the
+    result has no groups. Equal arguments give the same object.
     """
     world = dist.group.WORLD
     assert world is not None  # the mesh exists

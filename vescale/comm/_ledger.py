@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from vescale.comm._observe import AS_PART, Part, axes_of, is_observed
+from vescale.comm._observation import AS_PART, Part, axes_of, is_observed
 
 __all__ = ["CommRecord", "Ledger", "asking", "record", "record_comms", "who_asks"]
 
@@ -23,9 +23,9 @@ class CommRecord:
         num_ranks: ranks in the group.
         bytes: bytes this rank received from other ranks (for ``all_reduce``, ``2 (n-1)/n`` of the tensor, the ring
             algorithm's bound; for ``reduce_scatter_v``, the bytes it sent).
-        padding_bytes: of these, bytes that a padded collective moved for nothing.
-        asker: who asked, for example ``model.norm.<out>: redistribute (S(1)) -> (R)``.
-        axes: names of the mesh axes that the group spans, joined with ``,``; empty when it is not known.
+        padding_bytes: of these, bytes of padding.
+        asker: the requester, for example ``model.norm.<out>: redistribute (S(1)) -> (R)``.
+        axes: names of the mesh axes that the group spans, joined with ``,``; empty if they are not known.
     """
 
     op: str
@@ -49,8 +49,8 @@ class Ledger:
         return sum(r.bytes for r in self.records if op is None or r.op == op)
 
 
-# Open ledgers with the rank they listen to: ranks may be threads of one process (simulation), and backward may run on
-# a thread of its own, so neither a thread-local nor a context variable would see the right collectives.
+# Open ledgers with their rank: ranks may be threads of one process (simulation), and backward may run on another thread, so
+# that neither a thread-local nor a context variable would select the right collectives.
 _OPEN: list[tuple[int, Ledger]] = []
 _LOCK = threading.Lock()
 _ASKING = threading.local()
@@ -75,7 +75,7 @@ def record_comms() -> Iterator[Ledger]:
 
 @contextlib.contextmanager
 def asking(who: str) -> Iterator[None]:
-    """Collectives that this thread starts inside are entered as asked for by ``who``."""
+    """Collectives that this thread starts inside get ``who`` as their requester."""
     before = getattr(_ASKING, "who", "")
     _ASKING.who = who
     try:
@@ -85,7 +85,7 @@ def asking(who: str) -> Iterator[None]:
 
 
 def who_asks() -> str:
-    """What :func:`asking` says on this thread."""
+    """The requester set by :func:`asking` on this thread."""
     return str(getattr(_ASKING, "who", ""))
 
 
@@ -98,8 +98,8 @@ def record(
     asker: str = "",
     group: dist.ProcessGroup | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Enter a collective in the open ledgers of this rank. It is what is started inside of the returned context, as far as
-    observers are concerned. Costs nothing when no ledger is open and nobody observes."""
+    """Enter a collective in the open ledgers of this rank. To observers, collectives that start inside of the returned
+    context are this one. Costs nothing if no ledger is open and there is no observer."""
     if not _OPEN and not is_observed():
         return AS_PART
     who = ": ".join(part for part in (who_asks(), asker) if part)

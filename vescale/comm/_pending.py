@@ -1,4 +1,4 @@
-"""What all collectives have in common: a result that is waited for, memory as bytes, operations, who moves a tensor."""
+"""``Pending``, the handle of a collective, and helpers of all collectives: memory as bytes, reductions, backends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale.comm._observe import wait_for_message
+from vescale.comm._observation import wait_for_message
 
 __all__ = [
     "GLOO_REDUCES",
@@ -24,7 +24,7 @@ __all__ = [
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,  # only NCCL's; gloo has none, so it sums and divides
+    "avg": dist.ReduceOp.AVG,  # NCCL only; on gloo a sum is divided
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
@@ -32,9 +32,9 @@ REDUCE_OPS = {
 
 
 class Pending:
-    """A collective in flight. ``out`` is the tensor that holds the result once ``wait()`` has returned it.
+    """A collective in flight. After ``wait()``, the tensor ``out`` holds the result.
 
-    ``finish`` is the local step that follows the collective (a reduction, a copy out of padding); it writes ``out``.
+    ``finish`` is the local step after the collective (a reduction, a copy out of padding); it writes ``out``.
     """
 
     def __init__(self, out: torch.Tensor, works: Sequence[Any] = (), finish: Callable[[], Any] | None = None) -> None:
@@ -52,34 +52,34 @@ class Pending:
         return self.out
 
     def works(self) -> list[Any]:
-        """What :meth:`wait` is going to wait for, and drop. Who holds it longer holds the collective's tensors.
+        """The works that :meth:`wait` waits for and releases. A longer reference keeps the collective's tensors alive.
 
-        The last one to let go of these needs the interpreter's lock (torch 2.13 counts references of Python tensors in C++).
-        If that is a thread of gloo, late, and the interpreter is ending, the process aborts.
+        The last release needs the interpreter's lock (torch 2.13 counts references of Python tensors in C++). If a thread
+        of gloo is the last one, while the interpreter is ending, the process aborts.
         """
         nested = [work.works() if isinstance(work, Pending) else [work] for work in self._works]
         return [work for works in nested for work in works]
 
     def is_completed(self) -> bool:
-        """Whether ``wait()`` is known to return without waiting for another rank; of messages it never is: do not poll."""
+        """Whether ``wait()`` is known to return at once; never True for messages: do not poll."""
         return all(work is None or work.is_completed() for work in self._works)
 
     def reshaped(self, out: torch.Tensor) -> Pending:
-        """The same collective, whose result is seen through another view of its memory."""
+        """The same collective with its result in another view of its memory."""
         return Pending(out, [self])
 
 
 class Messages(Pending):
-    """Messages in flight. Whether they have arrived is not known before they have been waited for."""
+    """Messages in flight. Their arrival cannot be observed before they have been waited for."""
 
     def wait(self) -> torch.Tensor:
         for work in self._works:
             wait_for_message(work)
-        self._works = ()  # a message that has been waited for would be waited for in vain
+        self._works = ()  # waiting twice for a message would block
         return self.out
 
 
-# What gloo's own all_reduce takes, without the half precisions, which it would add up in half precision.
+# The dtypes of gloo's all_reduce, without half precision, in which it would accumulate in half precision.
 GLOO_REDUCES = frozenset(
     {torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64}
 )
@@ -94,17 +94,17 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 def is_nccl(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the group moves this tensor by NCCL; a group may have one backend for each device type."""
+    """Whether the group uses NCCL for this tensor; a group may have one backend for each device type."""
     return tensor.is_cuda and dist.Backend.NCCL in dist.get_backend_config(group)
 
 
 def is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the group moves this tensor, on a CPU, by gloo."""
+    """Whether the group uses gloo for this tensor, which is on a CPU."""
     return tensor.device.type == "cpu" and dist.Backend.GLOO in dist.get_backend_config(group)
 
 
 def moves_nothing(group: dist.ProcessGroup) -> bool:
-    """Whether the group only pretends to communicate: benchmarks measure the rest alone."""
+    """Whether the group's backend is fake; benchmarks use it to measure everything else."""
     return bool(dist.get_backend(group) == "fake")
 
 
@@ -120,8 +120,8 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 def reduce_rows(rows: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
     """Reduce ``rows``, one of each rank, into ``out``, which may be one of them; the others are undefined afterwards.
 
-    In pairs, and pairs of pairs, whose rounding errors grow with the logarithm of the number of ranks; half precision one
-    after the other in float32.
+    In pairs, and pairs of pairs, so that rounding errors grow with the logarithm of the number of ranks; half precision
+    sequentially in float32.
     """
     combine = _COMBINE[op]
     if out.dtype in (torch.float16, torch.bfloat16):

@@ -1,25 +1,9 @@
-"""Every private PyTorch name that vescale uses, under a stable name, and the one ``install()``."""
+"""Every private PyTorch name that vescale uses, under a stable name, and everything that it changes in PyTorch."""
 
-from vescale.compat.needs import UnsupportedTorchError, self_check
+from vescale.compat.needs import OBSERVATION, UnsupportedTorchError, require, self_check
 
 try:
-    from vescale.compat.autograd import (
-        TELLS_HOLDERS,
-        are_unheld,
-        at_end_of_backward,
-        current_backward,
-        in_backward,
-        is_captured,
-        num_storage_users,
-        queue_after_backward,
-        run_post_accumulate_hooks,
-        set_versions,
-        will_run,
-    )
-    from vescale.compat.c10d_ops import CollectiveKernels, group_description, on_completion
-    from vescale.compat.checkpoint import CheckpointHooks
-    from vescale.compat.checkpointing import install_checkpointing
-    from vescale.compat.collectives import (
+    from vescale.compat.async_tensors import (
         AsyncCollectiveTensor,
         all_gather_single,
         as_async_tensor,
@@ -28,37 +12,30 @@ try:
         reduce_scatter_single,
         traced_all_to_all,
     )
-    from vescale.compat.containers import hides_tensors, map_tensors, tensors_in
-    from vescale.compat.deferred import without_modes
-    from vescale.compat.dispatch import (
-        PACKING,
-        OpSchema,
-        OutputSharding,
-        clear_sharding_cache,
-        decompose,
-        has_results,
-        is_view,
-        native_sharding,
-        observe_redistribution,
-        output_meta,
-        schema_arguments,
-        static_keywords,
-        takes_only_tensors,
-        with_aliasing,
-    )
-    from vescale.compat.dispatcher import (
-        DispatchListener,
+    from vescale.compat.autograd import (
+        TELLS_HOLDERS,
+        are_unheld,
+        at_end_of_backward,
         current_autograd_node,
+        current_backward,
+        in_backward,
         in_transform,
-        install_dispatch,
-        no_torch_function,
+        is_captured,
         node_sequence,
+        num_storage_users,
+        profiled,
+        queue_after_backward,
         resume_compiling,
+        run_post_accumulate_hooks,
         sequence_number,
-        stock_dispatch,
+        set_versions,
         suspend_compiling,
-        tell_move,
+        will_run,
     )
+    from vescale.compat.checkpoint_plans import CheckpointHooks
+    from vescale.compat.collective_kernels import group_description, on_completion
+    from vescale.compat.containers import hides_tensors, map_tensors, tensors_in
+    from vescale.compat.dispatch import no_torch_function, stock_dispatch
     from vescale.compat.dtensor import (
         DTensorSpec,
         MaskPartial,
@@ -75,7 +52,7 @@ try:
         set_local,
         spec_of,
     )
-    from vescale.compat.extension import extend_dtensor
+    from vescale.compat.dtensor_methods import DTensorHooks, stock
     from vescale.compat.foreach import (
         foreach_add_,
         foreach_copy_,
@@ -92,23 +69,50 @@ try:
         mark_as_managed,
         register_fsdp2_state,
     )
-    from vescale.compat.grads import ParameterRow, TensorRow, is_dense, plain_parts, share_memory
-    from vescale.compat.groups import make_group
+    from vescale.compat.gradient_rows import ParameterRow, TensorRow, is_dense, plain_parts, share_memory
     from vescale.compat.hook_gate import HookGate
-    from vescale.compat.install import DTensorHooks, install, stock
     from vescale.compat.meshes import DataParallelMeshDims, concatenate_meshes, mesh_over
-    from vescale.compat.profiling import profiled
-    from vescale.compat.store import default_store, default_timeout, is_alone, own_connection
+    from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, tell_move
+    from vescale.compat.op_info import (
+        PACKING,
+        OpSchema,
+        OutputSharding,
+        clear_sharding_cache,
+        decompose,
+        has_results,
+        is_view,
+        native_sharding,
+        observe_redistribution,
+        output_meta,
+        schema_arguments,
+        static_keywords,
+        takes_only_tensors,
+        with_aliasing,
+    )
+    from vescale.compat.patches import (
+        PATCHES,
+        Patch,
+        extend_dtensor,
+        install,
+        install_part,
+        is_installed,
+        patch_states,
+        uninstall,
+        uninstall_part,
+    )
+    from vescale.compat.process_groups import default_store, default_timeout, is_alone, make_group, own_connection
+    from vescale.compat.tensor_subclasses import without_modes
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
     raise
 
 __all__ = [
+    "OBSERVATION",
     "PACKING",
+    "PATCHES",
     "TELLS_HOLDERS",
     "AsyncCollectiveTensor",
     "CheckpointHooks",
-    "CollectiveKernels",
     "DTensorHooks",
     "DTensorSpec",
     "DataParallelMeshDims",
@@ -117,9 +121,12 @@ __all__ = [
     "FSDP2State",
     "HookGate",
     "MaskPartial",
+    "ModelHooks",
+    "OpHandler",
     "OpSchema",
     "OutputSharding",
     "ParameterRow",
+    "Patch",
     "StridedShard",
     "TensorMeta",
     "TensorRow",
@@ -151,11 +158,11 @@ __all__ = [
     "in_backward",
     "in_transform",
     "install",
-    "install_checkpointing",
-    "install_dispatch",
+    "install_part",
     "is_alone",
     "is_captured",
     "is_dense",
+    "is_installed",
     "is_replicated",
     "is_traced",
     "is_view",
@@ -176,12 +183,14 @@ __all__ = [
     "own_connection",
     "partial_partition",
     "partial_reduce",
+    "patch_states",
     "plain_parts",
     "profiled",
     "queue_after_backward",
     "rank_in_mesh",
     "reduce_scatter_single",
     "register_fsdp2_state",
+    "require",
     "resume_compiling",
     "root_mesh",
     "run_post_accumulate_hooks",
@@ -200,6 +209,8 @@ __all__ = [
     "tell_move",
     "tensors_in",
     "traced_all_to_all",
+    "uninstall",
+    "uninstall_part",
     "will_run",
     "with_aliasing",
     "without_modes",

@@ -1,26 +1,34 @@
-"""The autograd engine: what runs when a backward has ended, whether one is running, hooks, and who sees memory."""
+"""The autograd engine and this thread's modes: backwards, nodes, hooks, holders of memory, the compiler, the profiler."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 from torch.autograd.graph import Node
 
 __all__ = [
     "TELLS_HOLDERS",
     "are_unheld",
     "at_end_of_backward",
+    "current_autograd_node",
     "current_backward",
     "in_backward",
+    "in_transform",
     "is_captured",
+    "node_sequence",
     "num_storage_users",
+    "profiled",
     "queue_after_backward",
+    "resume_compiling",
     "run_post_accumulate_hooks",
+    "sequence_number",
     "set_versions",
+    "suspend_compiling",
     "will_run",
 ]
 
@@ -112,3 +120,45 @@ def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:
     if hooks:
         for hook in tuple(hooks.values()):
             hook(parameter)
+
+
+def current_autograd_node() -> Any:
+    """The autograd node that this thread is evaluating, or None outside backward."""
+    return torch._C._current_autograd_node()
+
+
+def in_transform() -> bool:
+    """Whether a function transform (``torch.vmap``, ``torch.func``) is running on this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def node_sequence(node: Any) -> int:
+    """The number an autograd node got when forward made it; nodes that forward did not make have very large ones."""
+    return int(node._sequence_nr())
+
+
+def sequence_number() -> int:
+    """The number that the next autograd node of this thread will get."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+# What torch.compile does with this thread's frames; None: it lets them run as they are. Returns what it did before.
+_set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def suspend_compiling() -> Any:
+    """Let this thread run Python as it is, also in a compiled function. Returns what to resume with; None: nothing."""
+    return _set_compiler(None)
+
+
+def resume_compiling(compiler: Any) -> None:
+    if compiler is not None:
+        _set_compiler(compiler)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def profiled(name: str) -> contextlib.AbstractContextManager[Any]:
+    """``torch.profiler.record_function``, whose two calls of the dispatcher are left out while no profiler runs."""
+    return profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING

@@ -9,15 +9,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.compat.dtensor import local_of, make_dtensor, spec_of
+from vescale.compat.patching import Changes
 
 __all__ = ["wrap_copying"]
 
 
-def wrap_copying() -> None:
-    """Put the wrappers in place; called once, by :func:`vescale.compat.install`.
-
-    ``Tensor.__deepcopy__`` and ``Tensor.__reduce_ex__`` (``torch/_tensor.py``, 2.13) know a tensor without memory of its own
-    by its address 0. A DTensor's is its local tensor's offset: where that is not 0 they fail ("invalid python storage").
+def wrap_copying(changes: Changes, _: Any) -> None:
+    """``Tensor.__deepcopy__`` and ``Tensor.__reduce_ex__`` (``torch/_tensor.py``, 2.13) recognize a tensor without memory of
+    its own by its address 0. A DTensor's is its local tensor's offset: if it is not 0, they fail ("invalid python storage").
     """
     deepcopy, reduce = DTensor.__deepcopy__, DTensor.__reduce_ex__
 
@@ -36,7 +35,7 @@ def wrap_copying() -> None:
         return reduce(_aligned(self) if _is_inside(self) else self, protocol)
 
     for method in (__deepcopy__, __reduce_ex__):
-        setattr(DTensor, method.__name__, method)
+        changes.attribute(DTensor, method.__name__, method)
 
 
 def _is_inside(x: Any) -> bool:

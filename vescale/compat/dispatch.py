@@ -1,140 +1,80 @@
-"""DTensor's op dispatch: native sharding propagation, results and the two places where an op can be taken over.
+"""DTensor's op dispatcher: where an op is taken over.
 
-The C++ dispatcher looks for a handler (``_custom_op_handlers``), then in its cache of sharding decisions, and on a miss
-calls ``_propagate_op_sharding_dispatch_slow_path``. That method may answer with a sharding decision, which the C++ side
-caches and never asks for again, or with the op's finished result, which it returns as it is.
+In C++, PyTorch looks for a handler of the op (``_custom_op_handlers``), then in the thread's cache of sharding decisions.
+On a miss it calls ``_propagate_op_sharding_dispatch_slow_path``. That method returns a sharding decision, which is cached
+and followed, or the op's result. Ops that PyTorch runs without Python are therefore taken over on a miss: where stock
+DTensor's decision is kept, it is cached, and the next call does not reach Python.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, _clear_DTensor_sharding_propagator_cache, _dispatch_has_kernel_for_dispatch_key
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
-from torch.distributed.tensor._utils import ExplicitRedistributionContext
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
+from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, model_hooks, telling
+from vescale.compat.op_info import (
+    OutputSharding,
+    clear_sharding_cache,
+    is_view,
+    iterate_specs,
+    with_aliasing,
+)
+from vescale.compat.patching import HOOKS, Changes
 
 __all__ = [
-    "PACKING",
-    "OpSchema",
-    "OutputSharding",
-    "clear_sharding_cache",
-    "decompose",
-    "has_results",
-    "is_view",
-    "iterate_specs",
-    "native_sharding",
-    "observe_redistribution",
-    "output_meta",
-    "schema_arguments",
-    "schema_of",
-    "static_keywords",
-    "takes_only_tensors",
-    "with_aliasing",
-    "wrap_dispatch",
+    "handlers_of_dtensor",
+    "no_torch_function",
+    "stock_dispatch",
+    "take_over_handled_ops",
+    "take_over_mixed_ops",
+    "take_over_undecided_ops",
 ]
+
+# Switches __torch_function__ off for modes and subclasses alike: DTensor's ops (which use __torch_dispatch__) still run.
+no_torch_function = torch._C.DisableTorchFunction
 
 _aten = torch.ops.aten
 
-# What torch.nn.utils.rnn makes a packed sequence with, and padded sequences of it.
-PACKING = (torch._C._VariableFunctions._pack_padded_sequence, torch._C._VariableFunctions._pad_packed_sequence)
 
-# Ops that a handler takes before propagation is asked; these must not see a placement they do not know.
-HANDLED_OPS = (
-    _aten.argmax.default,
-    _aten.argmin.default,
-    _aten.convolution.default,
-    _aten.convolution_backward.default,
-)
+# From so many mesh axes on, stock DTensor takes half a minute and more for one op with a _StridedShard among its operands:
+# it searches the cheapest way from it to every candidate placement.
+_LONG_SEARCH = 3
 
 
-def schema_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpSchema:
-    """The op's arguments with specs in place of tensors; plain one-element tensors count as replicated."""
-    schema = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs).schema
-    assert schema is not None  # it was asked for
-    return schema
+def handlers_of_dtensor() -> dict[Any, Any]:
+    """PyTorch's table of op handlers; asked for each time, because context parallelism puts another one in its place."""
+    table: Any = DTensor._op_dispatcher._custom_op_handlers
+    return table
 
 
-def native_sharding(
-    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], schema_info: Any
-) -> OutputSharding | None:
-    """PyTorch's own sharding decision for stock placements, or None when it has no strategy for the op."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    try:
-        return propagator.propagate_op_sharding_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
-    except NotImplementedError:
-        return None
+def _taken_over(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
+    """What a handler, or the rules for custom placements, make of the op; NotImplemented where they leave it to
+    PyTorch."""
+    models = model_hooks()
+    handler = models.handlers.get(op) if models is not None else None
+    if handler is not None and handler.applies(op, schema):
+        return telling(op, handler.run)(op, args, kwargs)
+    return _on_placements(op, args, kwargs, schema)
 
 
-def output_meta(
-    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], schema_info: Any
-) -> TensorMeta | Sequence[TensorMeta | None] | None:
-    """Global shape, stride and dtype of the op's results, from a run on fake tensors."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    return propagator._propagate_tensor_meta_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
-
-
-def clear_sharding_cache() -> None:
-    """Forget the C++ side's sharding decisions of this thread."""
-    _clear_DTensor_sharding_propagator_cache()
-
-
-def static_keywords(schema_info: Any) -> Sequence[str]:
-    """The keyword arguments that the C++ cache distinguishes."""
-    return (schema_info.static_kwargkey or ()) if schema_info is not None else ()
-
-
-def schema_arguments(op: Any) -> tuple[tuple[str, bool], ...]:
-    """``(name, whether the op writes to it)`` of each argument of the op."""
-    return tuple((a.name, a.alias_info is not None and a.alias_info.is_write) for a in op._schema.arguments)
-
-
-def takes_only_tensors(op: Any) -> bool:
-    """Whether the op has no other arguments, so that what it is called on decides all."""
-    return all(isinstance(a.type, torch.TensorType) for a in op._schema.arguments)
-
-
-def has_results(op: Any) -> bool:
-    return bool(op._schema.returns)
-
-
-def is_view(op: Any) -> bool:
-    return bool(op._schema._is_view_op())
-
-
-def decompose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op as its composite implementation, or NotImplemented when it has none."""
-    if _dispatch_has_kernel_for_dispatch_key(op.name(), DispatchKey.CompositeImplicitAutograd):
-        return op.decompose(*args, **kwargs)
+def _on_placements(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
+    placements = HOOKS.get("placements")
+    if placements is None:
+        return NotImplemented
+    for spec in iterate_specs((*schema.args_schema, *schema.kwargs_schema.values())):
+        if placements.has_custom(spec.placements):
+            return placements.run_op(op, args, kwargs, schema)
+    if op is _aten.stack.default and _are_numbers_of_several_meshes(schema.args_schema[0]):
+        return placements.run_op(op, args, kwargs, schema)  # PyTorch refuses it
     return NotImplemented
-
-
-def with_aliasing(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """The result with the storage relations that the op's schema promises (views share their base's)."""
-    return return_and_correct_aliasing(op, args, kwargs, result)
-
-
-def observe_redistribution(source: DTensorSpec, target: DTensorSpec, op: Any) -> None:
-    """Let ``ExplicitRedistributionContext`` refuse or report an implicit redistribution."""
-    if getattr(ExplicitRedistributionContext._local, "_active", None) is not None:
-        message: Any = f"implicit redistribution in {op}: {source} -> {target}"
-        ExplicitRedistributionContext.observe_redistribution(source, target, message)
-
-
-def iterate_specs(args: Any) -> Iterator[DTensorSpec]:
-    """The specs among arguments, in order; tensor lists may be nested one level."""
-    for arg in args:
-        if isinstance(arg, DTensorSpec):
-            yield arg
-        elif isinstance(arg, list | tuple):
-            for item in arg:
-                if isinstance(item, DTensorSpec):
-                    yield item
 
 
 def _are_numbers_of_several_meshes(specs: Any) -> bool:
@@ -143,35 +83,186 @@ def _are_numbers_of_several_meshes(specs: Any) -> bool:
     return any(spec.mesh != specs[0].mesh for spec in specs)
 
 
-def wrap_dispatch(has_custom: Callable[..., bool], run_op: Callable[..., Any]) -> None:
-    """Send ops on custom placements to ``run_op(op, args, kwargs, schema)``, and ``stack`` of replicated numbers on several
-    meshes, which PyTorch refuses; all others run as before."""
+def take_over_handled_ops(changes: Changes, _: Any) -> None:
+    """Ops that PyTorch has a handler of its own for, which would meet placements that it does not know."""
+    table = handlers_of_dtensor()
+    for op in (
+        _aten.argmax.default,
+        _aten.argmin.default,
+        _aten.as_strided.default,
+        _aten.convolution.default,
+        _aten.convolution_backward.default,
+    ):
+        if op in table:
+            changes.entry(handlers_of_dtensor, op, functools.partial(_handle, table[op]))
+
+
+def take_over_mixed_ops(changes: Changes, hooks: ModelHooks) -> None:
+    """Ops that take plain tensors among DTensors, which C++ refuses before it asks for a decision."""
+    table = handlers_of_dtensor()
+    for op, handler in hooks.handlers.items():
+        if handler.takes_plain and op not in table:
+            changes.entry(handlers_of_dtensor, op, functools.partial(_handle, _on_replicas))
+
+
+def _handle(otherwise: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    specs = tuple(x._spec if isinstance(x, DTensor) else x for x in args)
+    found = _taken_over(op, args, kwargs, SimpleNamespace(args_schema=specs, kwargs_schema=kwargs, schema_info=None))
+    return otherwise(op, args, kwargs) if found is NotImplemented else found
+
+
+def _on_replicas(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op on operands that are Replicate: on each rank's local tensors, without asking for a decision."""
+    mesh: Any = None
+    locals_ = []
+    for x in args:
+        if isinstance(x, DTensor):
+            spec = x._spec
+            if not spec.is_replicated() or (mesh is not None and spec.mesh is not mesh):
+                return stock_dispatch(op, args, kwargs)
+            mesh, x = spec.mesh, x._local_tensor
+        elif isinstance(x, torch.Tensor | list | tuple):
+            return stock_dispatch(op, args, kwargs)
+        locals_.append(x)
+    if op._schema.is_mutable or mesh.get_coordinate() is None:
+        return stock_dispatch(op, args, kwargs)
+    with no_torch_function():
+        result = op(*locals_, **kwargs)
+    replicate = (Replicate(),) * mesh.ndim
+
+    def wrapped(x: torch.Tensor) -> DTensor:
+        return make_dtensor(x, make_spec(mesh, replicate, x.shape, x.stride(), x.dtype))
+
+    return tuple(map(wrapped, result)) if isinstance(result, tuple) else wrapped(result)
+
+
+def take_over_undecided_ops(changes: Changes, _: Any) -> None:
     dispatcher: Any = DTensor._op_dispatcher
     original = dispatcher._propagate_op_sharding_dispatch_slow_path
 
     @functools.wraps(original)
-    def slow_path(op: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
-        schema = op_info.schema
-        for spec in iterate_specs((*schema.args_schema, *schema.kwargs_schema.values())):
-            if has_custom(spec.placements):
-                return run_op(op, args, kwargs, schema)
-        if op is _aten.stack.default and _are_numbers_of_several_meshes(schema.args_schema[0]):
-            return run_op(op, args, kwargs, schema)
-        return original(op, args, kwargs, op_info, try_cache)
+    def propagate(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
+        found = _taken_over(op_call, args, kwargs, op_info.schema)
+        if found is not NotImplemented:
+            return found
+        models = model_hooks()
+        return decided(
+            models.handlers.get(op_call) if models is not None else None, op_call, args, kwargs, op_info, try_cache
+        )
 
-    dispatcher._propagate_op_sharding_dispatch_slow_path = slow_path
+    def without_handlers(op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
+        found = _on_placements(op_call, args, kwargs, op_info.schema)
+        return decided(None, op_call, args, kwargs, op_info, try_cache) if found is NotImplemented else found
 
-    def guarded(handler: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(handler)
-        def handle(op: Any, args: Any, kwargs: Any) -> Any:
-            for arg in (*args, *kwargs.values()):
-                if isinstance(arg, DTensor) and has_custom(arg._spec.placements):
-                    return run_op(op, args, kwargs, schema_of(op, args, kwargs))
-            return handler(op, args, kwargs)
+    def decided(handler: OpHandler | None, *call: Any) -> Any:
+        models = model_hooks()
+        if models is None:
+            return original(*call)
+        # A function mode may be on where no torch function leads here (torch.vmap views its results): none of a model's is
+        # for the tensors that shapes are found with.
+        with no_torch_function():
+            return _decided(original, models.listener, handler, *call)
 
-        return handle
+    propagate.without_handlers = without_handlers  # type: ignore[attr-defined]
+    changes.attribute(dispatcher, "_propagate_op_sharding_dispatch_slow_path", propagate)
+    clear_sharding_cache()  # of decisions made without the hooks; on undo, of those made by them
+    changes.on_undo(clear_sharding_cache)
 
-    handlers = dispatcher._custom_op_handlers
-    for op in HANDLED_OPS:
-        if op in handlers:
-            handlers[op] = guarded(handlers[op])
+
+def _decided(
+    original: Any,
+    listener: DispatchListener,
+    handler: OpHandler | None,
+    op_call: Any,
+    args: Any,
+    kwargs: Any,
+    op_info: Any,
+    try_cache: bool,
+) -> Any:
+    """PyTorch's decision, or what ``handler`` and the listener make of an op that PyTorch has no rule for, or moves operands
+    for."""
+    # The C++ caller takes anything that is no OutputSharding as the op's own result.
+    has_strided = _has_strided(op_info.schema)
+    if has_strided and op_info.compute_mesh.ndim >= _LONG_SEARCH:
+        kept = listener.interleaved(op_call, args, kwargs, op_info.schema)
+        if kept is not None:
+            return kept
+    try:
+        sharding = original(op_call, args, kwargs, op_info, try_cache)
+    except RuntimeError as error:
+        if not _lacks_rule(error):
+            raise
+        if has_strided and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
+            return kept
+        if handler is not None:
+            return telling(op_call, handler.run)(op_call, args, kwargs)
+        result = listener.no_strategy(op_call, args, kwargs)
+        if result is NotImplemented:
+            raise
+        return result
+    if getattr(sharding, "needs_redistribute", False):
+        if has_strided and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
+            return kept
+        if (kept := listener.moves_nothing(op_call, op_info.schema, sharding)) is not None:
+            return kept
+    if op_call._schema.is_mutable and _moves_written(sharding, op_info.schema):
+        result = listener.no_strategy(op_call, args, kwargs)
+        # A decision that is returned is cached, and the listener not asked again, where it may answer otherwise.
+        return _follow(op_call, args, kwargs, op_info, sharding) if result is NotImplemented else result
+    return sharding
+
+
+def _follow(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op_info: Any, sharding: Any) -> Any:
+    """The result of an op by a sharding decision, as the C++ code computes it."""
+    dispatcher, mesh = DTensor._op_dispatcher, op_info.compute_mesh
+    op_info.output_sharding = sharding
+    local = dispatcher._dispatch_get_local_results_slow_path(op, args, op_info)
+    is_inplace = op._schema.name.endswith("_")
+    is_out = not is_inplace and "out" in op._schema.overload_name
+    if is_inplace or is_out:
+        participating = mesh.get_coordinate() is not None
+        return dispatcher._dispatch_fast_path_python_tail(
+            op, args, kwargs, mesh, sharding, local, participating, is_inplace, is_out
+        )
+    result = dispatcher.wrap(local, sharding.output_spec)
+    return with_aliasing(op, args, kwargs, result) if is_view(op) else result
+
+
+def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op on DTensors by DTensor's own rule, or by those of custom placements; for handlers that decline."""
+    dispatcher: Any = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
+    sharding = getattr(propagate, "without_handlers", propagate)(op, args, kwargs, info, True)
+    return _follow(op, args, kwargs, info, sharding) if isinstance(sharding, OutputSharding) else sharding
+
+
+def _has_strided(schema: Any) -> bool:
+    specs = iterate_specs((*schema.args_schema, *schema.kwargs_schema.values()))
+    return any(isinstance(placement, StridedShard) for spec in specs for placement in spec.placements)
+
+
+def _moves_written(sharding: Any, schema: Any) -> bool:
+    """Whether a rule wants what an in-place op writes to elsewhere: stock DTensor would write to a copy, and label the
+    tensor, which stays where it is, with the copy's placements."""
+    wanted = getattr(sharding, "redistribute_schema", None)
+    if wanted is None or not isinstance(schema.args_schema[0], DTensorSpec):
+        return False
+    written = schema.op._schema.arguments[0].alias_info
+    if written is None or not written.is_write or not isinstance(wanted.args_schema[0], DTensorSpec):
+        return False
+    return schema.args_schema[0].placements != wanted.args_schema[0].placements
+
+
+def _lacks_rule(error: BaseException | None) -> bool:
+    """Whether propagation failed for want of a rule, and not because of the operands: there is none, the result's shape
+    depends on the data (``nonzero``), or the rule refuses to redistribute (``unbind`` of a sharded dim)."""
+    while error is not None:
+        if isinstance(error, DynamicOutputShapeException | DataDependentOutputException | NotImplementedError):
+            return True
+        if any(
+            text in str(error) for text in ("without redistribution", "redistribute the tensor", "placement changes")
+        ):
+            return True
+        error = error.__cause__
+    return False

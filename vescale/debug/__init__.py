@@ -1,9 +1,9 @@
 """Debugging on many ranks: breakpoints, hang report, communication trace, ``verify``."""
 
 from vescale.debug._breakpoint import breakpoint, on_exception
-from vescale.debug._console import newest_socket
 from vescale.debug._hang_report import HangReport, hang_report, start_from_environment
 from vescale.debug._local_ranks import ProcessFailed, messages
+from vescale.debug._prompt_console import newest_socket
 from vescale.debug._trace import CommBudgetError, CommTrace, assert_comms, comm_trace
 from vescale.debug._verify import MeshVerification, Verification, verify
 from vescale.debug._verify_job import Divergence

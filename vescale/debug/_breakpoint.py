@@ -1,4 +1,4 @@
-"""``vescale.breakpoint()``: all ranks of a job stop, and one prompt looks at all of them."""
+"""``vescale.breakpoint()``: stops all ranks of a job at one prompt."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from vescale.debug._console import Console, SocketConsole, TerminalConsole, terminal_of_this_process
-from vescale.debug._front import Front
 from vescale.debug._inspection import Inspector
-from vescale.debug._session import JobEnded, Session
+from vescale.debug._prompt import Prompt
+from vescale.debug._prompt_console import Console, SocketConsole, TerminalConsole, terminal_of_this_process
+from vescale.debug._stopped_ranks import JobEnded, Session
 
 __all__ = ["breakpoint", "on_exception"]
 
@@ -30,23 +30,20 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def breakpoint(rank: int | Literal["all"] = 0, when: bool | Callable[[], bool] | None = None) -> None:
-    """Stop here, on every rank that comes here, and read commands at one prompt.
+    """Stop every rank that comes here, and read commands at one prompt.
 
-    The prompt is on the terminal of the job; where no rank has one, it waits on a Unix socket for ``vescale
-    attach``. ``help``
-    shows the commands; those of pdb apply to one rank, ``n``, ``s``, ``r`` and ``until`` to all that are stopped.
-    ``c`` lets all go
-    on; ``q``, Ctrl-C, the end of input, SIGTERM and a lost terminal end every rank. No collective runs but in ``full
-    EXPR``; no
-    time passes for the hang report. ``PYTHONBREAKPOINT=vescale.breakpoint`` makes it Python's own ``breakpoint()``.
+    The prompt is on the terminal of the job. If no rank has a terminal, it is on a Unix socket, to which ``vescale
+    attach`` connects. ``help`` shows the commands. Those of pdb apply to one rank; ``n``, ``s``, ``r`` and ``until``
+    apply to all stopped ranks. ``c`` resumes all ranks; ``q``, Ctrl-C, the end of input, SIGTERM and a lost terminal end
+    all of them. No command but ``full EXPR`` runs a collective, and the timeout of the hang report is suspended. With
+    ``PYTHONBREAKPOINT=vescale.breakpoint``, Python's ``breakpoint()`` calls this function.
 
     Args:
-        rank: the one in the prompt at first; "all": commands apply to every rank.
-        when: a condition; the ranks stop, all of them, where it is true on any. They tell each other through the
-        store, and wait
-            10 seconds for those that do not come.
+        rank: the rank to which commands apply at first; "all": every rank.
+        when: a condition; if it is true on any rank, all ranks stop. They exchange it through the store, and wait 10
+            seconds for ranks that do not come.
 
-    A rank that comes when the others have gone on passes.
+    A rank that comes after the others have resumed does not stop.
 
     Raises ValueError for a rank that the job does not have.
     """
@@ -64,10 +61,11 @@ def breakpoint(rank: int | Literal["all"] = 0, when: bool | Callable[[], bool] |
 
 @contextlib.contextmanager
 def on_exception() -> Iterator[None]:
-    """A block whose exceptions stop the job where they were raised: the prompt is on the rank that raised it, with its
-    stack. Others that raise one later stop there, too. When the ranks go on, the exception does.
+    """A context whose exceptions stop the job where they were raised: the prompt is on the rank that raised the
+    exception, with its stack. Ranks that raise one later stop there, too. After the ranks resume, the exception
+    propagates.
 
-    For a whole program: ``vescale.debug.on_exception().__enter__()``, or the block around ``main()``.
+    For a whole program: ``vescale.debug.on_exception().__enter__()``, or the context around ``main()``.
     """
     try:
         yield
@@ -96,7 +94,7 @@ def _session(name: str) -> Session:
 
 
 class RankDebugger(pdb.Pdb):
-    """Python's debugger on one rank, whose commands come from the session instead of a terminal."""
+    """Python's debugger on one rank. Its commands come from the session instead of a terminal."""
 
     raised: BaseException | None = None
 
@@ -104,12 +102,12 @@ class RankDebugger(pdb.Pdb):
         super().__init__(stdin=io.StringIO(), stdout=io.StringIO(), nosigint=True, readrc=False)
         self.use_rawinput = False
         self._session, self._wanted = session, wanted
-        self._front: Front | None = None
+        self._front: Prompt | None = None
 
     # A stop
 
     def interaction(self, frame: types.FrameType | None, traceback: Any) -> None:
-        """Python's, without what it says on its own."""
+        """Python's, without the lines that it prints."""
         self.setup(frame, traceback)
         try:
             self._stopped()
@@ -130,9 +128,9 @@ class RankDebugger(pdb.Pdb):
             self._session.go_on()
 
     def _lead(self) -> bool:
-        """True: this rank goes on."""
+        """Read commands at the prompt. True: this rank resumes."""
         if self._front is None:
-            self._front = Front(self._session, self._console(), None if self._wanted == "all" else self._prompt_rank())
+            self._front = Prompt(self._session, self._console(), None if self._wanted == "all" else self._prompt_rank())
         if self.raised is not None:
             self._front._console.write(f"\n{type(self.raised).__name__}: {self.raised}\n")
         line = self._front.run(self._answer)
@@ -144,8 +142,8 @@ class RankDebugger(pdb.Pdb):
         return goes_on
 
     def _resume(self, line: str) -> bool:
-        """Whether the rank goes on. It steps where it has stopped, not in the frame that is looked at: ranks stay
-        together."""
+        """Whether the rank resumes. It steps in the frame where it stopped, not in the frame that is shown, so that ranks
+        stay together."""
         if self.curindex != len(self.stack) - 1:
             self._select_frame(len(self.stack) - 1)
         self._printed()
@@ -175,7 +173,7 @@ class RankDebugger(pdb.Pdb):
         return {"text": self._printed()}
 
     def _printed(self) -> str:
-        """What commands have printed since it was asked for."""
+        """What commands have printed since the last call."""
         assert isinstance(self.stdout, io.StringIO)
         text = self.stdout.getvalue()
         self.stdout.seek(0)

@@ -1,4 +1,4 @@
-"""From what the ranks say of themselves to one sentence: who did not enter which collective, and where it is."""
+"""From the reports of the ranks to one sentence: which ranks did not enter which collective, and where they are."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vescale.comm import Operation
-from vescale.debug._places import Place
-from vescale.debug._processes import ProcessIdentity
+from vescale.debug._job_processes import ProcessIdentity
+from vescale.debug._locations import Place
 
 __all__ = ["RankReport", "StartedCollective", "diagnose"]
 
 
 @dataclass(frozen=True)
 class StartedCollective:
-    """What one rank says of a collective that it has started; see :class:`vescale.comm.Operation`."""
+    """What one rank reports of a collective that it has started; see :class:`vescale.comm.Operation`."""
 
     op: str
     number: int
@@ -26,14 +26,12 @@ class StartedCollective:
     who: str
     seconds: float
     """How long it has been running; 0 for one that has ended."""
-    is_running: bool
 
     @classmethod
     def of(cls, operation: Operation, now: float) -> StartedCollective:
         who = operation.asker or operation.module
         if operation.module and operation.module not in who:
             who = f"{who} in {operation.module}" if who else operation.module
-        running = operation.ended is None
         return cls(
             operation.op,
             operation.number,
@@ -42,8 +40,7 @@ class StartedCollective:
             operation.axes,
             operation.bytes,
             " ".join(part for part in (who, f"({operation.phase})" if operation.phase else "", operation.line) if part),
-            max(0.0, now - operation.began) if running else 0.0,
-            running,
+            max(0.0, now - operation.began) if operation.ended is None else 0.0,
         )
 
     def text(self) -> str:
@@ -54,14 +51,14 @@ class StartedCollective:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank says of itself, or the others know of it.
+    """What one rank reports of itself, or what the others know of it.
 
     Attributes:
         last: the last collective that it started in each group, by the group's name.
         running: those that it waits for, oldest first.
         place, stack: where its main thread is.
         ending: how its program ended, if it has: "normally", or an exception.
-        is_answer: whether it said so when asked, or some time before.
+        is_answer: whether it is the answer to a request, or an earlier report.
     """
 
     rank: int
@@ -93,7 +90,7 @@ class RankReport:
         )
 
     def whereabouts(self) -> str:
-        """``is at train.py:3 (step) in forward of mlp``, or what became of it."""
+        """``is at train.py:3 (step) in forward of mlp``, or how it ended."""
         if self.ending:
             return f"has ended {self.ending}"
         state = self.process.state()
@@ -109,11 +106,10 @@ class RankReport:
 
 
 def diagnose(reports: Mapping[int, RankReport], silent: Sequence[int] = ()) -> str:
-    """One sentence: who is to blame for what. ``silent``: ranks of which nothing is known at all.
+    """One sentence that names the ranks that caused the hang, and why. ``silent``: ranks without any report.
 
-    An exception comes before a process that is gone, and that before a collective that some have not entered;
-    exceptions that
-    only say that another rank has gone count for nothing.
+    An exception is reported before a dead process, and that before a collective that some ranks have not entered.
+    Exceptions that only follow from the end of another rank are ignored.
     """
     failed = {rank: report for rank, report in sorted(reports.items()) if report.ending.startswith("with ")}
     for rank, report in failed.items():
@@ -141,7 +137,7 @@ def _of_collective(stuck: StartedCollective, reports: Mapping[int, RankReport]) 
     while True:
         visited.add((stuck.group, stuck.number))
         absent = [rank for rank in stuck.ranks if not _has_entered(reports.get(rank), stuck)]
-        # Who is absent because it waits for others itself is not to blame.
+        # A rank that is absent because it waits for other ranks is not the cause.
         held_up = {rank: reports[rank].running for rank in absent if rank in reports and reports[rank].is_answer}
         further = [c for found in held_up.values() for c in found if (c.group, c.number) not in visited]
         further = [c for c in further if c.op not in ("send", "recv")]
@@ -176,12 +172,12 @@ def _of_collective(stuck: StartedCollective, reports: Mapping[int, RankReport]) 
     )
 
 
-# Operations that move as much on every rank.
+# Operations that move the same number of bytes on every rank.
 _SAME_BYTES = ("all_reduce", "broadcast", "reduce")
 
 
 def _is_consequence(ending: str) -> bool:
-    """Whether an exception only says that another rank has gone."""
+    """Whether an exception only follows from the end of another rank."""
     texts = ("closed by peer", "reset by peer", "gloo/", "NCCL", "Broken pipe", "Socket", "RankLost")
     return any(text in ending for text in texts)
 
@@ -202,7 +198,7 @@ def _has_entered(report: RankReport | None, stuck: StartedCollective) -> bool:
 
 
 def _about(rank: int, report: RankReport | None) -> str:
-    return f"rank {rank} {report.whereabouts() if report is not None else 'has said nothing since the job began'}"
+    return f"rank {rank} {report.whereabouts() if report is not None else 'has reported nothing since the job began'}"
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

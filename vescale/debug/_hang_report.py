@@ -1,4 +1,4 @@
-"""``hang_report``: a job that hangs ends, with one sentence that says why."""
+"""``hang_report``: ends a job that hangs, with a report that names the cause."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from types import TracebackType
 
 from vescale.comm import wait_limit
-from vescale.debug._watch import HangWatch
+from vescale.debug._watchdog import HangWatch
 
 __all__ = ["HangReport", "hang_report", "start_from_environment", "the_watch"]
 
@@ -16,7 +16,7 @@ _WATCHES: list[HangWatch] = []
 
 
 class HangReport:
-    """What :func:`hang_report` returns: on until :meth:`close`, or until its ``with`` block is left."""
+    """The handle that :func:`hang_report` returns: active until :meth:`close`, or until its ``with`` block ends."""
 
     def __init__(self, watch: HangWatch) -> None:
         self._watch = watch
@@ -35,30 +35,28 @@ class HangReport:
     ) -> None:
         if error is None:
             self.close()
-        # An exception on its way out of the program is reported by the watch, which ends the job.
+        # If an exception leaves the program, the watchdog reports it and ends the job.
 
 
 def hang_report(timeout: float | None = None, *, folder: str | os.PathLike[str] | None = None) -> HangReport:
-    """Watch the collectives of this job, and end it with a report when one hangs. Call it on every rank.
+    """Watch the collectives of this job and, if one hangs, end the job with a report. Call it on every rank.
 
-    When a rank waits for longer than ``timeout`` seconds in a collective, of whatever code, one sentence says which
-    rank did not
-    enter which collective of which module, and where that rank is; it is printed once and written, with the stacks of all
-    ranks, to a file. All ranks then end with exit code 70; so they do when an exception leaves the program on one of them.
-    Ranks that are stopped, or do not answer, are killed where they run on the host of one that does.
+    If a rank waits for longer than ``timeout`` seconds in a collective, of whatever code, one sentence names the rank
+    that did not enter it, the collective and its module, and where that rank is. It is printed once and written to a file
+    with the stacks of all ranks. All ranks then end with exit code 70; they also do if an exception leaves the program on
+    one of them. Ranks that are stopped or do not answer are killed by a rank on the same host.
 
-    Works with every backend, needs no collective, and not the rank in question. While it is on, collectives have no
-    timeout of
-    their own, and no time passes at breakpoints. Off, nothing is installed. The environment variable ``VESCALE_TIMEOUT`` (in
-    seconds) switches it on for a program that imports ``vescale``.
+    It works with every backend, and needs neither a collective nor the rank in question. While it is active, collectives
+    have no timeout of their own, and its timeout is suspended at breakpoints. While it is inactive, nothing is installed.
+    The environment variable ``VESCALE_TIMEOUT`` (in seconds) activates it in a program that imports ``vescale``.
 
     Args:
         timeout: in seconds; None: ``VESCALE_TIMEOUT``.
-        folder: where the report is written; by default the environment variable ``VESCALE_REPORTS``, or the current folder.
+        folder: of the report; by default the environment variable ``VESCALE_REPORTS``, or the current folder.
 
     Communication: each rank writes a few hundred bytes to the rendezvous store every second (eighth of ``timeout``).
 
-    Raises ValueError for a timeout that is no positive number, and RuntimeError when it is on already.
+    Raises ValueError for a timeout that is not a positive number, and RuntimeError if it is active already.
     """
     limit = wait_limit()
     seconds = timeout if timeout is not None else limit.total_seconds() if limit is not None else None
@@ -76,11 +74,11 @@ def hang_report(timeout: float | None = None, *, folder: str | os.PathLike[str] 
 
 
 def start_from_environment() -> None:
-    """Switch the report on as ``VESCALE_TIMEOUT`` says, unless it is on."""
+    """Activate the report if ``VESCALE_TIMEOUT`` is set, unless it is active."""
     if not _WATCHES:
         hang_report()
 
 
 def the_watch() -> HangWatch | None:
-    """The watch of this process."""
+    """The watchdog of this process."""
     return _WATCHES[0] if _WATCHES else None

@@ -1,4 +1,4 @@
-"""What a stopped rank can be asked: values of expressions, their parts, and where it is."""
+"""Requests to a stopped rank: values of expressions, checksums of their parts, and the rank's location."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import local_of, no_torch_function
 from vescale.debug._hang_report import the_watch
-from vescale.debug._places import place_of_frames
+from vescale.debug._locations import place_of_frames
 
 __all__ = ["Inspector"]
 
@@ -23,13 +23,13 @@ _NUM_BLOCKS = 64
 
 
 class Inspector:
-    """Answers for one frame, whose debugger evaluates expressions; every answer is JSON."""
+    """Answers requests about one frame, whose debugger evaluates expressions. Every answer is JSON."""
 
     def __init__(self, evaluate: Callable[[str], Any], frames: list[tuple[types.FrameType, int]]) -> None:
         self._value, self._frames = evaluate, frames
 
     def answer(self, kind: str, text: str) -> Any:
-        """``{"error": ...}`` when the expression raises."""
+        """``{"error": ...}`` if the expression raises."""
         try:
             with no_torch_function(), torch.no_grad():
                 return getattr(self, f"_{kind}")(text)
@@ -60,12 +60,12 @@ class Inspector:
             names = value.device_mesh.mesh_dim_names or tuple(map(str, range(value.device_mesh.ndim)))
             coordinate = value.device_mesh.get_coordinate() or [0] * len(names)
             found["placements"] = ", ".join(f"{name}={p}" for name, p in zip(names, value.placements))
-            # Ranks hold the same elements where they differ only on axes that replicate.
+            # Ranks that differ only on axes that replicate hold the same elements.
             found["part"] = str([c for c, p in zip(coordinate, value.placements) if not p.is_replicate()])
         return found
 
     def _blocks(self, text: str) -> Any:
-        """Checksums of equal parts of a range of a tensor's elements, or the elements themselves when they are few."""
+        """Checksums of equal parts of a range of a tensor's elements; the elements themselves if they are few."""
         request = json.loads(text)
         value = self._value(request["expression"])
         local = (local_of(value) if isinstance(value, DTensor) else value).detach().reshape(-1)
@@ -91,7 +91,7 @@ class Inspector:
         }
 
     def _full(self, expression: str) -> Any:
-        """Collective: all ranks of the tensor's mesh do it at once."""
+        """Collective: all ranks of the tensor's mesh call it."""
         return {"text": str(self._value(expression).full_tensor())}
 
     def _where(self, _: str) -> Any:

@@ -1,4 +1,4 @@
-"""Local processes of a command: one for one device, one for each rank. None outlives the command."""
+"""Local processes of a command: one for one device, and one for each rank. All end with the command."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _PRELOAD = ("torch", "torch.distributed.tensor", "vescale.runtime")
 
 
 class ProcessFailed(RuntimeError):
-    """A local process raised or died."""
+    """A local process raised an exception or died."""
 
 
 def messages(
     work: Callable[..., None], ranks: int, job: Any, *, preload: Sequence[str] = ()
 ) -> Generator[tuple[int, tuple[Any, ...]], None, None]:
-    """Run ``work(job, rank, send)`` in a process for one device (rank -1) and in one for each rank. ``preload``:
-    modules that
-    all of them will need.
+    """Run ``work(job, rank, send)`` in a process for one device (rank -1) and in one for each rank. ``preload``: modules
+    that all of them need.
 
-    Yields (rank, message) as they come, until all are done. However the generator ends (done, an exception, the caller
-    closing it), every process has ended before it returns; and processes whose parent is killed end by themselves.
+    Yields (rank, message) as they arrive, until all processes are done. However the generator ends (done, an exception,
+    the caller closing it), every process has ended before it returns. If the parent is killed, the processes end by
+    themselves.
 
     Raises:
         ProcessFailed: a process raised, with its traceback, or died.
@@ -80,7 +80,7 @@ def _name(rank: int) -> str:
 
 
 def _child(work: Callable[..., None], job: Any, rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to the whole group; the parent handles it
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     import torch
     import torch.distributed as dist
@@ -103,7 +103,7 @@ def _child(work: Callable[..., None], job: Any, rank: int, world_size: int, stor
 
 
 def _end_with_parent(pipe: Connection) -> None:
-    """The parent never sends: its end of the pipe closes when it is gone, however it went."""
+    """The parent never sends: the end of the pipe closes when the parent ends."""
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
     os._exit(1)

@@ -1,4 +1,5 @@
-"""What a training step computes, tensor by tensor, in the order of execution; the same names on one device and on a mesh."""
+"""Records what a training step computes, tensor by tensor, in the order of execution, with the same names on one device
+and on a mesh."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ __all__ = ["Recorder", "Value", "loss_of", "run_step", "whole"]
 
 
 class Value:
-    """One thing that is compared.
+    """A recorded value.
 
     Attributes:
         step: of the training.
         kind: ``parameter``, ``buffer``, ``generator``, ``output``, ``dropout``, ``loss``, ``gradient``,
             ``parameter gradient``, ``optimizer`` or ``stepped`` (a parameter or buffer after the step).
         module: path of the module that it belongs to.
-        what: what it is there: ``<out:0>``, the name of a parameter.
-        op: what computed it, where that is known.
+        what: its name in the module: ``<out:0>``, the name of a parameter.
+        op: the op that computed it, if known.
     """
 
     __slots__ = ("kind", "module", "op", "step", "what")
@@ -39,7 +40,7 @@ class Value:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it must be the same bit for bit: nothing has been added up yet, or nothing ever is."""
+        """Whether it must be equal bit for bit, because no sum over ranks has contributed to it."""
         return self.kind in ("generator", "dropout") or (self.step == 0 and self.kind in ("parameter", "buffer"))
 
 
@@ -49,7 +50,7 @@ Take = Callable[[Value, torch.Tensor], None]
 
 
 class Recorder:
-    """Hooks on a model that hand each value to ``take``, whole. On a mesh, taking one communicates."""
+    """Hooks on a model that pass each whole value to ``take``. On a mesh, this communicates."""
 
     def __init__(
         self, model: nn.Module, take: Take, *, perturb: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -74,7 +75,8 @@ class Recorder:
         self.take("generator", module, what, torch.tensor(list(digest), dtype=torch.uint8))
 
     def _before(self, path: str) -> Callable[..., Any]:
-        """Inputs that need a gradient become views of themselves: what other modules do with the same tensor is theirs."""
+        """Inputs that need a gradient are replaced by views, so that gradients of other uses of the same tensor are not
+        included."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             call, views = _text(self._calls[path]), {}
@@ -82,7 +84,7 @@ class Recorder:
             def view(tensor: torch.Tensor) -> torch.Tensor:
                 if not (torch.is_grad_enabled() and tensor.requires_grad and tensor.is_floating_point()):
                     return tensor
-                if id(tensor) not in views:  # models ask whether two inputs are the same
+                if id(tensor) not in views:  # models compare inputs by identity
                     with no_torch_function():
                         views[id(tensor)] = tensor, tensor.view_as(tensor)
                     self._watch(path, f"<in:{len(views) - 1}>{call}", views[id(tensor)][1])
@@ -114,7 +116,7 @@ class Recorder:
         return hook
 
     def _watch(self, path: str, what: str, tensor: torch.Tensor) -> None:
-        """Its gradient, when that is complete."""
+        """Record the gradient of a tensor when it is complete."""
         if not (torch.is_grad_enabled() and tensor.requires_grad and tensor.is_floating_point()):
             return
 
@@ -136,7 +138,7 @@ def run_step(
     batch: Any,
     loss_fn: Callable[[Any], torch.Tensor] | None,
 ) -> None:
-    """One step of training, with everything handed to the recorder."""
+    """One step of training, of which every value is passed to the recorder."""
     recorder.begin(step)
     if step == 0:
         for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
@@ -167,10 +169,10 @@ def run_step(
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
-    """What is differentiated: ``loss_fn(output)``; else the output's loss; else a scalar output; else a sum with another
-    gradient for every element.
+    """The scalar to differentiate: ``loss_fn(output)``; else the output's loss; else a scalar output; else a sum with a
+    different gradient for every element.
 
-    Raises TypeError when there is no tensor to begin with.
+    Raises TypeError if there is no tensor to start from.
     """
     if loss_fn is not None:
         return loss_fn(output)

@@ -1,4 +1,4 @@
-"""``comm_trace``: the collectives of a stretch of a program, as a table, a timeline and something to assert on."""
+"""``comm_trace``: the collectives of a part of a program, as a table, a timeline and for assertions."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm import Observer, Operation, axes_of, name_group, observe, who_asks
 from vescale.compat import default_store, is_alone
-from vescale.debug._places import running_place
+from vescale.debug._locations import running_place
 
 __all__ = ["CommBudgetError", "CommTrace", "assert_comms", "comm_trace"]
 
-# Works of devices whose end nobody tells are looked at this often while the trace is read.
+# The interval at which works on devices, whose end is not notified, are polled while the trace is read.
 _PATIENCE_SECONDS = 30.0
 
 
 class CommBudgetError(AssertionError):
-    """A program has communicated more, or less, than it may."""
+    """A program has communicated more, or less, than asserted."""
 
 
 class CommTrace(Observer):
-    """The operations of this rank, in the order in which they began.
+    """The operations of this rank, in the order in which they started.
 
     Attributes:
         operations: see :class:`vescale.comm.Operation`. Groups of one rank, which move nothing, are left out.
@@ -51,11 +51,11 @@ class CommTrace(Observer):
         self.operations.append(operation)
 
     def count(self, op: str | None = None, axis: str | None = None) -> int:
-        """How many operations there were, of one kind and over one axis (``"tp"``, ``"dp,tp"``) where those are given."""
+        """The number of operations, of one kind and over one axis (``"tp"``, ``"dp,tp"``) if given."""
         return sum(1 for operation in self._chosen(op, axis))
 
     def bytes(self, op: str | None = None, axis: str | None = None) -> int:
-        """How many bytes this rank received from others in them."""
+        """The number of bytes that this rank received from others in them."""
         return sum(operation.bytes for operation in self._chosen(op, axis))
 
     def _chosen(self, op: str | None, axis: str | None) -> Iterator[Operation]:
@@ -91,7 +91,7 @@ class CommTrace(Observer):
         )
 
     def table(self) -> Table:
-        """Operations of the same op, axis and asker in one row."""
+        """One row for all operations with the same op, axis and requester."""
         table = Table(title="Collectives of this rank", title_justify="left")
         for name in ("op", "axis", "asked for by"):
             table.add_column(name, overflow="fold")
@@ -115,7 +115,8 @@ class CommTrace(Observer):
         return captured.get()
 
     def wait(self) -> None:
-        """Until everything that was started has ended, or has not for long; what cannot tell is not waited for."""
+        """Wait until every started operation has ended, but not for long; operations whose end is not observable are
+        skipped."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline and any(not (o.is_mute or o.has_ended()) for o in self.operations):
             time.sleep(0.001)
@@ -156,7 +157,8 @@ class CommTrace(Observer):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the timeline of all ranks to one file, for ui.perfetto.dev or chrome://tracing; call it on every rank.
 
-        Ranks hand their events to the first one through the store; no collective. Times are those of each host's clock.
+        Ranks send their events to the first rank through the store, without a collective. Times are those of each host's
+        clock.
         """
         own = self.events()
         everyone = [own]
@@ -178,19 +180,17 @@ class CommTrace(Observer):
 
 @contextlib.contextmanager
 def comm_trace(mesh: DeviceMesh | None = None, *, save: str | os.PathLike[str] | None = None) -> Iterator[CommTrace]:
-    """Collect every collective that this process starts inside, of this library, stock PyTorch (DTensor, FSDP2, DDP)
-    and user
-    code, forward and backward.
+    """Collect every collective that this process starts inside of the context, of this library, stock PyTorch (DTensor,
+    FSDP2, DDP) and user code, in forward and backward.
 
-    A collective of this library is one operation, whatever the backend makes of it (gloo has no reduce-scatter: it
-    runs as an
-    all-to-all and a sum). Off, nothing is installed.
+    A collective of this library is one operation, even if the backend runs several (gloo has no reduce-scatter: it runs
+    an all-to-all and a sum). While it is inactive, nothing is installed.
 
     Args:
-        mesh: gives its groups the names of its axes, where nobody else has.
-        save: where :meth:`CommTrace.save` writes when the block is left without an exception.
+        mesh: names its groups by its axes, unless they have names.
+        save: the path for :meth:`CommTrace.save`, which is called unless the block raises.
 
-    Communication: none, but what ``save`` sends through the store.
+    Communication: none, except that ``save`` uses the store.
     """
     if mesh is not None and mesh.get_coordinate() is not None:
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))

@@ -26,14 +26,14 @@ MeshSizes = str | Mapping[str, int] | MeshAxes
 
 @dataclass(frozen=True)
 class MeshVerification:
-    """What was found on one mesh.
+    """The result on one mesh.
 
     Attributes:
         axes: the mesh.
-        compared: how many values of each kind were compared on a rank.
+        compared: the number of compared values of each kind on a rank.
         worst: for each kind, the largest difference in units of its bound.
-        divergence: the first value that is not what one device computes.
-        error: why the ranks did not come to an end, if they did not.
+        divergence: the first value that differs from one device's.
+        error: why the ranks did not finish, if they did not.
     """
 
     axes: MeshAxes
@@ -70,7 +70,7 @@ class MeshVerification:
 
 @dataclass(frozen=True)
 class Verification:
-    """The meshes of one call of :func:`verify`; true when all are equal to one device."""
+    """The results of one call of :func:`verify`; true if all meshes equal one device."""
 
     meshes: tuple[MeshVerification, ...]
 
@@ -103,7 +103,7 @@ def verify(
     seed: int = 0,
     timeout: float = 60.0,
 ) -> Verification:
-    """Train on one device and on each mesh (local gloo processes), and compare everything.
+    """Train on one device and on each mesh (local gloo processes), and compare every value.
 
     ===============================================  ==================================================================
     must be equal bit for bit                        within the bound
@@ -113,23 +113,22 @@ def verify(
     and each step; masks of dropout modules          parameters and buffers after each step
     ===============================================  ==================================================================
 
-    Each rank compares all of it, gathered, with one device: replicas that differ are found on the rank that has them. The
-    bound is derived from the model, see ``docs/debug.md``. Everything is kept for one step's comparison: use a small
-    batch, and
-    a small configuration of a large model.
+    Each rank compares gathered values with one device's, so that replicas that differ are found on their rank. The bound
+    is derived from the model, see ``docs/debug.md``. All values of one step are kept: use a small batch, and a small
+    configuration of a large model.
 
     Args:
-        model_fn: builds the model; a function of a module, which other processes can import (not a lambda).
-        plan: the plan, whose axes are the meshes'; or a function of a module that gives one for a DeviceMesh.
+        model_fn: builds the model; a function of a module that other processes can import (not a lambda).
+        plan: the plan, whose axes are the meshes'; or a function of a module that returns one for a DeviceMesh.
         batch: arguments of the forward: a tensor, a tuple, or a dict of keywords.
         meshes: ``"dp=2,tp=2"``, ``{"tp": 4}``; axes that are left out have one rank. None: the plan's own.
-        loss_fn: of the model's output; by default its loss, or a sum with another gradient for every element.
+        loss_fn: of the model's output; by default its loss, or a sum with a different gradient for every element.
         optimizer_fn: of a list of parameters; by default SGD with momentum.
-        steps: of training; the second one sees what the first has left.
-        timeout: seconds after which a collective that hangs ends a mesh's run.
+        steps: of training; the second one sees the effects of the first.
+        timeout: seconds after which a hanging collective ends the run on a mesh.
 
-    Raises ValueError for meshes and plans that do not go together, TypeError for functions that other processes
-    cannot import.
+    Raises ValueError for meshes and plans that do not fit each other, TypeError for functions that other processes cannot
+    import.
     """
     if steps < 1:
         raise ValueError(f"verify: steps is {steps}; train at least one step")
@@ -170,8 +169,8 @@ def _run(job: Job, folder: str) -> MeshVerification:
                     first = found.divergence
     except ProcessFailed as failure:
         reports = sorted(Path(folder).glob("vescale-hang-*"))
-        said = reports[-1].read_text().partition("\n")[0] if reports else str(failure).strip().rpartition("\n")[2]
-        return MeshVerification(job.axes, compared, worst, error=said)
+        message = reports[-1].read_text().partition("\n")[0] if reports else str(failure).strip().rpartition("\n")[2]
+        return MeshVerification(job.axes, compared, worst, error=message)
     return MeshVerification(job.axes, compared, worst, first[1] if first is not None else None)
 
 

@@ -1,4 +1,5 @@
-"""What the processes of ``verify`` do: one device, with the bounds; and the ranks of a mesh, which compare themselves."""
+"""The processes of ``verify``: one device, which computes the bounds, and the ranks of a mesh, which compare their
+values."""
 
 from __future__ import annotations
 
@@ -43,16 +44,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first value, in the order of execution, that is not what one device computes.
+    """The first value, in the order of execution, that differs from one device's.
 
     Attributes:
         step: of the training, from 0.
         kind, module, what, op: see :class:`vescale.debug.Value`.
-        rank: the first that has it so.
+        rank: the first rank on which it differs.
         index: of the first element that differs.
-        found, expected: that element; or the shapes or dtypes, where those differ.
-        difference, bound: largest absolute difference, and what additions in another order explain.
-        entries: instructions and plan entries that govern the value, with their place.
+        found, expected: that element; or the shapes or dtypes, if those differ.
+        difference, bound: the largest absolute difference, and the largest that another order of additions explains.
+        entries: instructions and plan entries that govern the value, with their source.
     """
 
     step: int
@@ -85,8 +86,8 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one rank found: the first divergence with its place in the order of execution, if there is one; how many values
-    of each kind were compared; the largest difference of each kind, in units of its bound."""
+    """The result of one rank: the first divergence, if there is one, with its position in the order of execution; the
+    number of compared values of each kind; the largest difference of each kind, in units of its bound."""
 
     divergence: tuple[int, Divergence] | None
     counts: dict[str, int]
@@ -108,11 +109,11 @@ def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def run_one_device(job: Job) -> None:
-    """Write what one device computes to ``job.reference``, with a bound for each value.
+    """Write the values of one device to ``job.reference``, with a bound for each value.
 
-    The bound is how far the values move when every output and every gradient of a module is perturbed by one unit of
-    rounding (the largest of some samples: how the model amplifies errors), times the error of adding as many numbers as its
-    longest sum has in another order, about sqrt(n) units, times a safety factor of 4.
+    The bound is the change of the value if every output and every gradient of a module is perturbed by one unit of
+    rounding (the maximum of some samples: how the model amplifies errors), times the error of adding as many numbers as
+    its longest sum has in another order, about sqrt(n) units, times a safety factor of 4.
     """
     values: dict[str, torch.Tensor] = {}
     order: list[tuple[int, str, str, str, str]] = []
@@ -156,7 +157,7 @@ def _train(job: Job, take: Any, perturb: Any = None) -> None:
 
 
 def _longest_sum(values: dict[str, torch.Tensor], batch: Any) -> int:
-    """The most numbers that one value of the model is a sum of: a dim of a parameter, or the rows of a batch."""
+    """The length of the longest sum in the model: a dim of a parameter, or the rows of a batch."""
     dims = [max(tensor.shape, default=1) for key, tensor in values.items() if "|parameter|" in key]
     rows = [tensor.numel() for tensor in tensors_in(batch)]
     return max([1, *dims, *rows])
@@ -234,7 +235,7 @@ def _difference(
 
 
 def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest absolute difference; infinite where one is no number and the other is."""
+    """The largest absolute difference; infinite if only one of two elements is NaN."""
     if a.numel() == 0:
         return 0.0
     difference = (a.double() - b.double()).abs()
@@ -243,7 +244,7 @@ def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _governing(program: Program, found: Divergence) -> tuple[str, ...]:
-    """Instructions for the value, else for what is around it; with the plan's lines."""
+    """Instructions for the value, else for the modules around it; with the lines of the plan."""
     own = [i for i in program if i.path == found.module]
     name = found.what.partition(" ")[0].removesuffix(".grad")
     path = f"{found.module}.{name}".strip(".")

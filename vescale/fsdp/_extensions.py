@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale.compat import AsyncCollectiveTensor, plain_parts
+from vescale.placements import contiguous_stride
 from vescale.rng import is_deferred
 
 __all__ = [
@@ -108,7 +109,7 @@ def gather_inputs(
     if _num_arguments(getattr(hook, "__func__", hook), hasattr(hook, "__func__")) == 1:
         answer = hook(mesh)
     else:
-        answer = hook(mesh, torch.Size(shape), contiguous_strides(shape), module, mp_policy)
+        answer = hook(mesh, torch.Size(shape), contiguous_stride(shape), module, mp_policy)
     match answer:
         case (list() | tuple() as inputs, metadata) if all(isinstance(one, torch.Tensor) for one in inputs):
             return tuple(inputs), metadata
@@ -150,13 +151,8 @@ def unsharded_of(name: str, shape: Sequence[int], answer: Any) -> tuple[torch.Te
                 f"{POST} of parameter {name!r} returned a tensor of shape {tuple(tensor.shape)}, strides "
                 f"{tuple(tensor.stride())}; expected {tuple(shape)}, or a contiguous one with rows of padding at its end"
             )
-        tensor = tensor.as_strided(tuple(shape), contiguous_strides(shape), tensor.storage_offset())
+        tensor = tensor.as_strided(tuple(shape), contiguous_stride(shape), tensor.storage_offset())
     return tensor, tuple(inner)
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """As torch counts them: a dim without indices counts as one."""
-    return tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _kind(answer: Any) -> str:

@@ -4,27 +4,21 @@ from vescale.ir._coverage import Coverage, coverage
 from vescale.ir._diff import Change, ProgramDiff
 from vescale.ir._findings import Finding, LoweringError
 from vescale.ir._gradient_buckets import PredictedBucket
-from vescale.ir._joint_cuts import join_placements, ragged_positions
+from vescale.ir._instruction import Hook, Instruction
+from vescale.ir._joint_sharding import join_placements, ragged_positions
 from vescale.ir._lower import check, lower
-from vescale.ir._ops import Annotate, Attention, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
-from vescale.ir._packed import Packing, packed_dims
-from vescale.ir._passes import (
-    batch_redistributions,
-    drop_noops,
-    fuse_redistributions,
-    merge_duplicates,
-    optimize,
-)
-from vescale.ir._predict import Collective, Prediction, predict
-from vescale.ir._program import Hook, Instruction, Program
-from vescale.ir._repeat import merge_repeats
-from vescale.ir._replicas import refuse_part_of_replicas
+from vescale.ir._merged_names import merge_repeats
+from vescale.ir._move_collectives import Collective
+from vescale.ir._operations import Annotate, Attention, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._packed_weights import Packing, packed_dims
+from vescale.ir._predict import Prediction, predict
+from vescale.ir._program import Program
+from vescale.ir._replica_checks import refuse_part_of_replicas
 from vescale.ir._unit_layouts import UnitBucket, unit_buckets
 
 __all__ = [
     "Annotate",
     "Attention",
-    "Batch",
     "Change",
     "Collective",
     "Coverage",
@@ -46,16 +40,11 @@ __all__ = [
     "Unit",
     "UnitBucket",
     "Wrap",
-    "batch_redistributions",
     "check",
     "coverage",
-    "drop_noops",
-    "fuse_redistributions",
     "join_placements",
     "lower",
-    "merge_duplicates",
     "merge_repeats",
-    "optimize",
     "packed_dims",
     "predict",
     "ragged_positions",

@@ -1,4 +1,4 @@
-"""Attention over a cut sequence in a walk on the meta device: what its method communicates."""
+"""Attention over a sharded sequence in a forward on the meta device: the communication of each method."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir._flow import Lie
-from vescale.ir._ops import Attention
+from vescale.ir._module_stack import Running
+from vescale.ir._operations import Attention
+from vescale.ir._placement_flow import AxisPlacement
 from vescale.ir._program import Program
-from vescale.ir._running import Running
 from vescale.ops import RingSchedule, Runs
 from vescale.placements import local_region, shard_dim
 from vescale.plans import AttentionMethod, MeshAxes
@@ -36,32 +36,32 @@ _SIGNATURE = inspect.Signature(
 
 @dataclass(frozen=True)
 class _Operand:
-    """A query, key or value: its global shape, and where it lies on each axis."""
+    """A query, key or value: its global shape, and its placement on each axis."""
 
     shape: tuple[int, ...]
-    lies: tuple[Lie, ...]
+    placements: tuple[AxisPlacement, ...]
     element_bytes: int
     has_gradient: bool
 
     def cuts(self, axis: int, dim: int) -> bool:
         """Whether an axis cuts the dim, counted from the back."""
-        lie = self.lies[axis]
-        return lie is not None and shard_dim(lie) == len(self.shape) + dim
+        placement = self.placements[axis]
+        return placement is not None and shard_dim(placement) == len(self.shape) + dim
 
     def bytes_along(self, axis: int, axes: MeshAxes) -> int | None:
         """Bytes of the part that the ranks of an axis hold together."""
         total = math.prod(self.shape) * self.element_bytes
         for other, name in enumerate(axes):
-            lie = self.lies[other]
+            placement = self.placements[other]
             if other == axis or axes.size(name) == 1:
                 continue
-            if lie is None:
+            if placement is None:
                 return None
-            total //= axes.size(name) if shard_dim(lie) is not None else 1
+            total //= axes.size(name) if shard_dim(placement) is not None else 1
         return total
 
-    def on(self, axis: int, lie: Lie) -> _Operand:
-        return replace(self, lies=(*self.lies[:axis], lie, *self.lies[axis + 1 :]))
+    def on(self, axis: int, placement: AxisPlacement) -> _Operand:
+        return replace(self, placements=(*self.placements[:axis], placement, *self.placements[axis + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,11 @@ class _Call:
     def collectives(self, axes: MeshAxes) -> Iterator[Found]:
         """As the runtime goes about it: heads are exchanged first, then keys and values gathered, then a ring is run."""
         sizes = [axes.size(name) for name in axes]
-        unknown = [a for a, lie in enumerate(self.query.lies) if lie is None and self.methods[a] and sizes[a] > 1]
+        unknown = [
+            a
+            for a, placement in enumerate(self.query.placements)
+            if placement is None and self.methods[a] and sizes[a] > 1
+        ]
         rows = [a for a, size in enumerate(sizes) if size > 1 and self.query.cuts(a, -2)]
         for axis in unknown:
             yield from self._unknown(axes.names[axis])
@@ -85,7 +89,7 @@ class _Call:
             back = replace(query, shape=(*query.shape[:-1], value.shape[-1]))
             exchanged = [_exchanged(x, axis, axes) for x in (query, key, value)]
             for before, after in zip((query, key, value, back), (*exchanged, exchanged[0])):
-                yield from _moved(before, axis, axes, gathers=isinstance(after.lies[axis], Replicate))
+                yield from _moved(before, axis, axes, gathers=isinstance(after.placements[axis], Replicate))
             query, key, value = exchanged
         gathered = [a for a in rows if self.methods[a] == "all_gather" and (key.cuts(a, -2) or value.cuts(a, -2))]
         if len(gathered) > 1:  # in one collective or several, as it gets cheaper
@@ -94,9 +98,9 @@ class _Call:
             yield from _gathered(key, value, gathered[0], axes)
         for axis in gathered:
             key, value = key.on(axis, Replicate()), value.on(axis, Replicate())
-        turning = [a for a in rows if self.methods[a] == "ring" and key.cuts(a, -2)]
-        if turning:
-            yield from self._ring(query, key, value, turning, axes)
+        ring_axes = [a for a in rows if self.methods[a] == "ring" and key.cuts(a, -2)]
+        if ring_axes:
+            yield from self._ring(query, key, value, ring_axes, axes)
 
     def _unknown(self, axis: str) -> Iterator[Found]:
         yield "forward", None, axis, None
@@ -104,15 +108,15 @@ class _Call:
             yield "backward", None, axis, None
 
     def _ring(
-        self, query: _Operand, key: _Operand, value: _Operand, turning: Sequence[int], axes: MeshAxes
+        self, query: _Operand, key: _Operand, value: _Operand, ring_axes: Sequence[int], axes: MeshAxes
     ) -> Iterator[Found]:
         """Each step of the rank that receives most."""
-        together = ",".join(axes.names[a] for a in turning)
-        num_elements = _elements_a_key(query, key, value, turning, axes)
-        if num_elements is None or any(key.lies[a] != value.lies[a] for a in turning):
+        together = ",".join(axes.names[a] for a in ring_axes)
+        num_elements = _elements_a_key(query, key, value, ring_axes, axes)
+        if num_elements is None or any(key.placements[a] != value.placements[a] for a in ring_axes):
             yield from self._unknown(together)
             return
-        forward, backward = max(_received(s, r) for s, r in _rings(query, key, turning, axes, self.is_causal))
+        forward, backward = max(_received(s, r) for s, r in _rings(query, key, ring_axes, axes, self.is_causal))
         a_key = num_elements * key.element_bytes
         for num_keys in forward:
             yield "forward", "all_to_all", together, num_keys * a_key
@@ -136,21 +140,24 @@ def _received(schedule: RingSchedule, rank: int) -> tuple[tuple[int, ...], tuple
 
 
 def _rings(
-    query: _Operand, key: _Operand, turning: Sequence[int], axes: MeshAxes, is_causal: bool
+    query: _Operand, key: _Operand, ring_axes: Sequence[int], axes: MeshAxes, is_causal: bool
 ) -> Iterator[tuple[RingSchedule, int]]:
     """Every ring of the mesh, with each of its ranks."""
     sizes = tuple(axes.size(name) for name in axes)
 
     def runs(x: _Operand, coordinate: tuple[int, ...]) -> Runs:
         dim = len(x.shape) - 2
-        rows = tuple(lie if lie is not None and shard_dim(lie) == dim else Replicate() for lie in x.lies)
+        rows = tuple(
+            placement if placement is not None and shard_dim(placement) == dim else Replicate()
+            for placement in x.placements
+        )
         found = local_region(x.shape, rows, sizes, coordinate).intervals[dim]
         return tuple((run[0], run[-1]) for run in found if run[0] < run[-1])
 
-    for others in itertools.product(*((0,) if a in turning else range(size) for a, size in enumerate(sizes))):
+    for others in itertools.product(*((0,) if a in ring_axes else range(size) for a, size in enumerate(sizes))):
         members = [
-            tuple(dict(zip(turning, at)).get(a, other) for a, other in enumerate(others))
-            for at in itertools.product(*(range(sizes[a]) for a in turning))
+            tuple(dict(zip(ring_axes, at)).get(a, other) for a, other in enumerate(others))
+            for at in itertools.product(*(range(sizes[a]) for a in ring_axes))
         ]
         rows, keys = (tuple(runs(x, at) for at in members) for x in (query, key))
         schedule = RingSchedule(rows, keys, is_causal)
@@ -158,20 +165,20 @@ def _rings(
 
 
 def _elements_a_key(
-    query: _Operand, key: _Operand, value: _Operand, turning: Sequence[int], axes: MeshAxes
+    query: _Operand, key: _Operand, value: _Operand, ring_axes: Sequence[int], axes: MeshAxes
 ) -> int | None:
     """Elements of keys and values together that a rank holds for each position; None where it is not known."""
     total = 0
     for x in (key, value):
         elements = math.prod(x.shape[:-2]) * x.shape[-1]
         for axis, name in enumerate(axes):
-            lie, of_query, size = x.lies[axis], query.lies[axis], axes.size(name)
-            if axis in turning or size == 1:
+            placement, of_query, size = x.placements[axis], query.placements[axis], axes.size(name)
+            if axis in ring_axes or size == 1:
                 continue
             dim = shard_dim(of_query) if of_query is not None else None
-            if lie is None or of_query is None or (shard_dim(lie) is not None and lie != of_query):
+            if placement is None or of_query is None or (shard_dim(placement) is not None and placement != of_query):
                 return None
-            if shard_dim(lie) is not None:
+            if shard_dim(placement) is not None:
                 elements //= size
             elif dim is not None and dim < len(query.shape) - 2 and x.shape[dim] > 1:
                 shared, own = query.shape[dim] // x.shape[dim], query.shape[dim] // size
@@ -205,8 +212,12 @@ def _moved(x: _Operand, axis: int, axes: MeshAxes, *, gathers: bool) -> Iterator
 
 
 def _gathered(key: _Operand, value: _Operand, axis: int, axes: MeshAxes) -> Iterator[Found]:
-    """Packed in one collective where they lie alike."""
-    if key.lies == value.lies and key.shape[:-1] == value.shape[:-1] and key.element_bytes == value.element_bytes:
+    """In one collective if they have the same placements."""
+    if (
+        key.placements == value.placements
+        and key.shape[:-1] == value.shape[:-1]
+        and key.element_bytes == value.element_bytes
+    ):
         packed = replace(key, shape=(*key.shape[:-1], key.shape[-1] + value.shape[-1]))
         yield from _moved(
             replace(packed, has_gradient=key.has_gradient or value.has_gradient), axis, axes, gathers=True
@@ -236,18 +247,21 @@ class AttentionCalls:
         )
 
     def called(
-        self, args: Sequence[Any], kwargs: dict[str, Any], lies_of: Callable[[torch.Tensor], tuple[Lie, ...]]
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        placements_of: Callable[[torch.Tensor], tuple[AxisPlacement, ...]],
     ) -> None:
-        """``lies_of(tensor)``: where it lies on each axis."""
+        """``placements_of(tensor)``: its placement on each axis."""
         given = _SIGNATURE.bind(*args, **kwargs).arguments
         path, methods = self._running.innermost
         query, key, value = (
-            _Operand(tuple(x.shape), lies_of(x), x.element_size(), x.requires_grad)
+            _Operand(tuple(x.shape), placements_of(x), x.element_size(), x.requires_grad)
             for x in (given["query"], given["key"], given["value"])
         )
         self._calls.append(_Call(path, methods, query, key, value, bool(given.get("is_causal"))))
 
     def collectives(self, axes: MeshAxes) -> Iterator[tuple[str, Found]]:
-        """With the module whose entry said how."""
+        """Each with the module whose plan entry gives the method."""
         for call in self._calls:
             yield from ((call.path, found) for found in call.collectives(axes))

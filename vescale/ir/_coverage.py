@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from vescale.ir._findings import Findings
-from vescale.ir._model_index import ModelIndex
-from vescale.ir._repeat import merge_repeats
+from vescale.ir._merged_names import merge_repeats
+from vescale.ir._model_index import ModelIndex, enclosing
 from vescale.ir._resolve import resolve
 from vescale.plans import Plan
 
@@ -46,12 +46,12 @@ def coverage(plan: Plan, model: nn.Module) -> Coverage:
     resolution = resolve(plan, index, Findings())
     cut = whole = 0
     sizes: list[tuple[str, int]] = []
-    for name, words in resolution.states.items():
+    for name, own in resolution.states.items():
         state = index.states[name]
         if not state.is_parameter or state.shape is None:
             continue
         size = math.prod(state.shape)
-        if all(placement.is_replicate() for placement in words.running(plan.axes)):
+        if all(placement.is_replicate() for placement in own.running(plan.axes)):
             whole += size
             sizes.append((name, size))
         else:
@@ -59,7 +59,7 @@ def coverage(plan: Plan, model: nn.Module) -> Coverage:
     planned = {path for path, _, _ in resolution.boundaries if path} | {path for path in resolution.locals if path}
     owners = {index.owner(name)[0] for name, state in index.states.items() if state.is_parameter}
     called = [path for path in owners if index.is_called(path)]
-    placed = [path for path in called if any(around in planned for around in _around(path))]
+    placed = [path for path in called if not planned.isdisjoint(enclosing(path))]
     merged: dict[str, int] = {}
     for pattern, size, times in merge_repeats(sizes):
         merged[pattern] = merged.get(pattern, 0) + (size or 0) * times
@@ -68,9 +68,3 @@ def coverage(plan: Plan, model: nn.Module) -> Coverage:
         len(placed) / len(called) if called else 1.0,
         tuple(sorted(merged.items(), key=lambda item: -item[1])),
     )
-
-
-def _around(path: str) -> list[str]:
-    """A module and all that hold it, without the model itself."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from vescale.ir._program import Hook, Instruction, Program
-from vescale.ir._repeat import merge_repeats
+from vescale.ir._instruction import Hook, Instruction
+from vescale.ir._merged_names import merge_repeats
 from vescale.plans import MeshAxes
 
-__all__ = ["Change", "ProgramDiff", "diff_programs"]
+__all__ = ["Change", "ProgramDiff", "diff_instructions"]
 
 _Place = tuple[str, Hook, str, int | str | None]
 
@@ -75,14 +75,16 @@ class ProgramDiff:
         return data
 
 
-def diff_programs(before: Program, after: Program) -> ProgramDiff:
-    """See :meth:`Program.diff`. The order of instructions matters only among those of one place."""
-    old, new = _by_place(before), _by_place(after)
+def diff_instructions(
+    axes: MeshAxes, instructions: Sequence[Instruction], other_axes: MeshAxes, others: Sequence[Instruction]
+) -> ProgramDiff:
+    """See :meth:`vescale.ir.Program.diff`. The order of instructions matters only among those of one place."""
+    old, new = _by_place(instructions), _by_place(others)
     changes = []
     for place in dict.fromkeys((*old, *new)):
         pairs = list(zip_longest(old.get(place, ()), new.get(place, ())))
-        changes += [Change(one, other) for one, other in pairs if not _same(one, other, before.axes, after.axes)]
-    return ProgramDiff(before.axes, after.axes, tuple(changes))
+        changes += [Change(one, other) for one, other in pairs if not _same(one, other, axes, other_axes)]
+    return ProgramDiff(axes, other_axes, tuple(changes))
 
 
 def _same(one: Instruction | None, other: Instruction | None, axes: MeshAxes, other_axes: MeshAxes) -> bool:
@@ -92,8 +94,8 @@ def _same(one: Instruction | None, other: Instruction | None, axes: MeshAxes, ot
     return one.text(axes) == other.text(other_axes)
 
 
-def _by_place(program: Program) -> dict[_Place, list[Instruction]]:
+def _by_place(instructions: Sequence[Instruction]) -> dict[_Place, list[Instruction]]:
     places: dict[_Place, list[Instruction]] = {}
-    for i in program.instructions:
+    for i in instructions:
         places.setdefault((i.path, i.hook, i.target, i.index), []).append(i)
     return places

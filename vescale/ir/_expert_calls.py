@@ -1,4 +1,4 @@
-"""Regions of experts in a walk on the meta device: what they communicate, without running code that depends on data."""
+"""Regions of experts in a forward on the meta device: their communication, without running data-dependent code."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from vescale.ir._flow import Lie
-from vescale.ir._ops import Local
+from vescale.ir._operations import Local
+from vescale.ir._placement_flow import AxisPlacement
 from vescale.plans import MeshAxes
 
 __all__ = ["ExpertCall", "ExpertCalls"]
@@ -23,7 +23,7 @@ Found = tuple[str, str | None, str, int | None]
 
 
 class _Walk(Protocol):
-    def tokens_met(self, path: str, tokens: torch.Tensor) -> tuple[Lie, ...]: ...
+    def tokens_met(self, path: str, tokens: torch.Tensor) -> tuple[AxisPlacement, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class ExpertCall:
     Attributes:
         path: the module.
         op: how its experts are cut, and how tokens meet them.
-        lies: where the tokens lie, on each axis.
+        placements: of the tokens, on each axis.
         has_gradient: whether backward goes through it.
     """
 
     path: str
     op: Local
-    lies: tuple[Lie, ...]
+    placements: tuple[AxisPlacement, ...]
     has_gradient: bool
 
     def collectives(self, axes: MeshAxes) -> Iterator[Found]:
@@ -53,9 +53,9 @@ class ExpertCall:
             for when in ("forward", "backward") if self.has_gradient else ("forward",):
                 yield when, "all_to_all", together, None
                 yield when, "all_to_all", together, None
-            spread = [axis for axis in spread if isinstance(self.lies[axes.index(axis)], Replicate)]
+            spread = [axis for axis in spread if isinstance(self.placements[axes.index(axis)], Replicate)]
         for axis in (*spread, *(axis for axis in self.op.features if axes.size(axis) > 1)):
-            if not isinstance(self.lies[axes.index(axis)], Replicate):
+            if not isinstance(self.placements[axes.index(axis)], Replicate):
                 yield "forward", None, axis, None
             if self.has_gradient:
                 yield "backward", None, axis, None  # of the weights at least
@@ -69,7 +69,7 @@ class ExpertCalls:
 
     @contextlib.contextmanager
     def replaced(self, module: nn.Module, path: str, op: Local, walk: _Walk) -> Iterator[None]:
-        """Inside, the module returns something of its result's shape, where it is called with tokens, ids and weights."""
+        """Inside, the module returns a tensor of its result's shape if it is called with tokens, ids and weights."""
         original, own = module.forward, vars(module).get("forward")
         signature = inspect.signature(original)
 

@@ -1,4 +1,4 @@
-"""What is wrong, or doubtful, in a plan for a model: collected, repeated layers merged, then raised or printed."""
+"""Errors and warnings about a plan for a model: collected, merged over repeated layers, then raised or printed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vescale.ir._repeat import name_list
+from vescale.ir._merged_names import name_list
 from vescale.plans import PlanError, Source
 
 __all__ = ["Finding", "Findings", "LoweringError", "Severity"]
@@ -56,7 +56,7 @@ class LoweringError(PlanError):
 
 
 class Findings:
-    """Collects findings; those that say the same of several layers become one."""
+    """Collects findings; equal ones of several layers become one."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[Severity, str, str, Source | None], dict[str, None]] = {}

@@ -1,4 +1,4 @@
-"""``FlowMode``: what a walk over a model's forward on meta tensors follows, torch function by torch function."""
+"""``FlowMode``: calls a follower for each torch function of a model's forward on meta tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Follower(Protocol):
 
 
 class FlowMode(TorchFunctionMode):
-    """Follows placements; and keeps real values beside meta tensors made from constants alone (positions, masks).
+    """Calls the follower, and keeps real values beside meta tensors that are made from constants alone (positions,
+    masks).
 
     Models branch on such values (`if mask.all():`), which meta tensors do not have.
     """

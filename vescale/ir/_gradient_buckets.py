@@ -1,4 +1,4 @@
-"""Which buckets parameters' gradients are reduced in: predicted with what the runtime plans them with."""
+"""Predicts the buckets in which gradients of parameters are reduced, with the functions that the runtime uses."""
 
 from __future__ import annotations
 

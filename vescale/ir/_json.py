@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.ir._ops import Annotate, Attention, Batch, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
-from vescale.ir._program import Hook, Instruction, Program
+from vescale.ir._instruction import Hook, Instruction
+from vescale.ir._operations import Annotate, Attention, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
 from vescale.plans import (
     ATTENTION_METHODS,
     AttentionMethod,
@@ -23,7 +23,7 @@ from vescale.plans import (
     placement_text,
 )
 
-__all__ = ["program_from_json", "program_to_json"]
+__all__ = ["instructions_from_json", "instructions_to_json"]
 
 _VERSION = 1
 _KINDS: dict[str, type[Op]] = {
@@ -35,29 +35,28 @@ _KINDS: dict[str, type[Op]] = {
     "attention": Attention,
     "local": Local,
     "unit": Unit,
-    "batch": Batch,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 # Fields of instructions that hold one placement for each axis.
 _STAGES = {"placements", "src", "dst", "grad_src", "grad_dst", "inputs", "outputs"}
 
 
-def program_to_json(program: Program) -> str:
-    """See :meth:`Program.to_json`."""
-    lines = [json.dumps(_instruction(i, program.axes), separators=(", ", ": ")) for i in program.instructions]
-    mesh = json.dumps(dict(zip(program.axes.names, program.axes.sizes)))
+def instructions_to_json(axes: MeshAxes, instructions: Sequence[Instruction]) -> str:
+    """See :meth:`vescale.ir.Program.to_json`."""
+    lines = [json.dumps(_instruction(i, axes), separators=(", ", ": ")) for i in instructions]
+    mesh = json.dumps(dict(zip(axes.names, axes.sizes)))
     body = ",\n".join(f"    {line}" for line in lines)
     return f'{{\n  "version": {_VERSION},\n  "mesh": {mesh},\n  "instructions": [\n{body}\n  ]\n}}\n'
 
 
-def program_from_json(text: str) -> Program:
-    """See :meth:`Program.from_json`."""
+def instructions_from_json(text: str) -> tuple[MeshAxes, tuple[Instruction, ...]]:
+    """See :meth:`vescale.ir.Program.from_json`."""
     try:
         data = json.loads(text)
         if data["version"] != _VERSION:
             raise ValueError(f"version {data['version']!r}; this release reads version {_VERSION}")
         axes = MeshAxes.of({str(name): size for name, size in data["mesh"].items()})
-        return Program(axes, tuple(_read_instruction(item, axes) for item in data["instructions"]))
+        return axes, tuple(_read_instruction(item, axes) for item in data["instructions"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"not a program: {detail}; expected the text of Program.to_json()") from None
@@ -78,9 +77,6 @@ def _instruction(instruction: Instruction, axes: MeshAxes) -> dict[str, Any]:
 
 def _op(op: Op, axes: MeshAxes) -> dict[str, Any]:
     data: dict[str, Any] = {"name": _NAMES[type(op)]}
-    if isinstance(op, Batch):
-        parts = [{"target": target, "index": index, "op": _op(part, axes)} for target, index, part in op.parts]
-        return {**data, "parts": parts}
     for field in fields(op):
         value = getattr(op, field.name)
         if isinstance(value, MixedPrecisionPolicy):
@@ -113,8 +109,6 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
     if name not in _KINDS:
         raise ValueError(f"op {name!r} is none of {', '.join(_KINDS)}")
     kind: type[Any] = _KINDS[name]
-    if kind is Batch:
-        return Batch(tuple(_read_part(part, axes) for part in data["parts"]))
     known = {field.name for field in fields(kind)}
     unknown = sorted(set(data) - known - {"name"})
     if unknown:
@@ -141,13 +135,6 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
         for axis in (*values["experts"], *values["features"]):
             axes.index(axis)
     return kind(**values)
-
-
-def _read_part(part: Mapping[str, Any], axes: MeshAxes) -> tuple[str, int | str | None, Redistribute]:
-    op = _read_op(part["op"], axes)
-    if not isinstance(op, Redistribute):
-        raise ValueError(f"a batch holds redistributions, not {part['op']['name']!r}")
-    return _text(part["target"]), _index(part["index"]), op
 
 
 def _read_stage(data: Mapping[str, str], axes: MeshAxes) -> tuple[Placement | None, ...]:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from vescale.ir._checks import check_boundaries, check_states
-from vescale.ir._experts import ExpertCut, find_expert_cuts
+from vescale.ir._expert_sharding import ExpertCut, find_expert_cuts
+from vescale.ir._expert_warnings import lint_experts
 from vescale.ir._findings import Finding, Findings, LoweringError
-from vescale.ir._lints import lint
+from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._model_index import ModelIndex
-from vescale.ir._ops import Annotate, Attention, Factory, Local, Place, Redistribute, Stage, Unit, Wrap
-from vescale.ir._packed import lint_packed
-from vescale.ir._program import Hook, Instruction, Program
-from vescale.ir._replicas import check_replicas
+from vescale.ir._operations import Annotate, Attention, Factory, Local, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._packed_weights import lint_packed
+from vescale.ir._placement_checks import check_boundaries, check_states
+from vescale.ir._planned_placements import PlannedAxes, PlannedBoundary, PlannedState
+from vescale.ir._program import Program
+from vescale.ir._replica_checks import check_replicas
 from vescale.ir._resolve import Resolution, resolve
-from vescale.ir._said import AxisWords, BoundaryWords, StateWords
-from vescale.ir._units import find_units
+from vescale.ir._units import GatheredUnit, find_units
+from vescale.ir._warnings import lint
 from vescale.plans import Plan, PlanError, Source
 
 __all__ = ["check", "lower"]
@@ -35,8 +37,7 @@ def lower(plan: Plan, model: nn.Module) -> Program:
     - for every parameter and buffer a :class:`Place`, Replicate on axes that no entry names;
     - for parameters that are cut over one axis at rest and whole there while they compute, a :class:`Unit` at the module
       around whose forward and backward they are gathered: the plan's units, else the model's repeated blocks;
-    - for one that lies otherwise while its module computes, a :class:`Redistribute` before that forward and one back
-      after it;
+    - for one with other placements while its module computes, a :class:`Redistribute` before that forward;
     - for inputs of the model a :class:`Wrap`, Replicate on axes that no entry names;
     - for inputs and outputs of modules a :class:`Redistribute`, also where nothing moves in the forward: the gradient may
       arrive Partial, and is reduced there;
@@ -49,28 +50,30 @@ def lower(plan: Plan, model: nn.Module) -> Program:
     """
     index = _index(plan, model)
     findings = Findings()
-    resolution = _resolve(plan, index, findings)
+    analysis = _analyze(plan, index, findings)
     errors = [finding for finding in findings.collect() if finding.severity == "error"]
     if errors:
         raise LoweringError(errors)
-    return Program(plan.axes, tuple(_instructions(resolution, index, plan)))
+    return Program(plan.axes, tuple(_instructions(analysis, index, plan)))
 
 
 def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> tuple[Finding, ...]:
-    """Everything wrong or doubtful in ``plan`` for ``model``: the errors that :func:`lower` raises, then warnings.
+    """All errors that :func:`lower` raises for ``plan`` and ``model``, then warnings.
 
-    With ``inputs``, and a model on the meta device, its forward is walked, too, for dims that it takes apart.
+    With ``inputs``, and a model on the meta device, its forward is traced, too, for dims that it splits.
     """
     index = _index(plan, model)
     findings = Findings()
     try:
-        resolution = _resolve(plan, index, findings)
+        analysis = _analyze(plan, index, findings)
     except PlanError as error:
         findings.error("hostile", error.problem, error.source)
         return findings.collect()
-    lint(plan, resolution, index, findings)
-    if inputs and not findings.has_errors:
-        lint_packed(plan, resolution, index, inputs, findings)
+    if not findings.has_errors:  # warnings would follow from the errors
+        lint(plan, analysis.resolution, index, findings)
+        lint_experts(plan.axes, analysis.resolution, analysis.expert_cuts, index, findings)
+        if inputs:
+            lint_packed(plan, analysis.resolution, index, inputs, findings)
     return findings.collect()
 
 
@@ -82,19 +85,28 @@ def _index(plan: Plan, model: nn.Module) -> ModelIndex:
     return ModelIndex(model)
 
 
-def _resolve(plan: Plan, index: ModelIndex, findings: Findings) -> Resolution:
+@dataclass(frozen=True)
+class _Analysis:
+    """What a plan means for one model: ``expert_cuts`` by region of experts."""
+
+    resolution: Resolution
+    expert_cuts: Mapping[str, ExpertCut]
+    units: tuple[GatheredUnit, ...]
+
+
+def _analyze(plan: Plan, index: ModelIndex, findings: Findings) -> _Analysis:
     resolution = resolve(plan, index, findings)
     check_states(resolution, index, plan.axes, findings)
     check_boundaries(resolution, findings)
-    resolution.expert_cuts = find_expert_cuts(resolution, index, plan.axes, findings)
-    resolution.gathered = find_units(resolution, index, plan.axes, findings)
-    check_replicas(plan, resolution, findings)
-    return resolution
+    expert_cuts = find_expert_cuts(resolution, index, plan.axes, findings)
+    units = find_units(resolution, index, plan.axes, findings)
+    check_replicas(plan, units, findings)
+    return _Analysis(resolution, expert_cuts, units)
 
 
-def _instructions(resolution: Resolution, index: ModelIndex, plan: Plan) -> Iterator[Instruction]:
+def _instructions(analysis: _Analysis, index: ModelIndex, plan: Plan) -> Iterator[Instruction]:
     """In module order, then hook order; then states before boundaries, each in the order of the model or plan."""
-    emitter = _Emitter(resolution, index, plan)
+    emitter = _Emitter(analysis, index, plan)
     found = list(emitter.all())
     modules = {path: number for number, path in enumerate(index.modules)}
     hooks = {hook: number for number, hook in enumerate(Hook)}
@@ -103,13 +115,14 @@ def _instructions(resolution: Resolution, index: ModelIndex, plan: Plan) -> Iter
 
 
 class _Emitter:
-    def __init__(self, resolution: Resolution, index: ModelIndex, plan: Plan) -> None:
-        self.resolution, self.index, self.axes = resolution, index, plan.axes
+    def __init__(self, analysis: _Analysis, index: ModelIndex, plan: Plan) -> None:
+        self.resolution, self.index, self.axes = analysis.resolution, index, plan.axes
+        self.units, self.expert_cuts = analysis.units, analysis.expert_cuts
 
     def all(self) -> Iterator[Instruction]:
-        gathered = {name for unit in self.resolution.gathered for name in unit.names}
-        for name, words in self.resolution.states.items():
-            yield from self._state(name, words, name in gathered)
+        gathered = {name for unit in self.units for name in unit.names}
+        for name, planned in self.resolution.states.items():
+            yield from self._state(name, planned, name in gathered)
         yield from self._units()
         yield from self._model_inputs()
         for (path, side, key), boundary in self.resolution.boundaries.items():
@@ -120,33 +133,31 @@ class _Emitter:
 
     # Parameters and buffers
 
-    def _state(self, name: str, words: StateWords, gathered: bool) -> Iterator[Instruction]:
+    def _state(self, name: str, planned: PlannedState, gathered: bool) -> Iterator[Instruction]:
         path, attribute = self.index.owner(name)
-        resting, running = words.init.complete(self.axes), words.running(self.axes)
-        if words.annotated:
-            label = Annotate(words.annotated.complete(self.axes))
-            yield Instruction(path, Hook.INIT, attribute, None, label, _source(words.annotated))
+        resting, running = planned.init.complete(self.axes), planned.running(self.axes)
+        if planned.annotated:
+            label = Annotate(planned.annotated.complete(self.axes))
+            yield Instruction(path, Hook.INIT, attribute, None, label, _source(planned.annotated))
         else:
-            yield Instruction(path, Hook.INIT, attribute, None, Place(resting), _source(words.init))
+            yield Instruction(path, Hook.INIT, attribute, None, Place(resting), _source(planned.init))
             if running != resting and not gathered:
-                source = _source(words.forward)
+                there = Redistribute(running, resting)
                 for reader, relative in self._readers(name):
-                    there, back = Redistribute(running, resting), Redistribute(resting, running)
-                    yield Instruction(reader, Hook.FORWARD_PRE, relative, None, there, source)
-                    yield Instruction(reader, Hook.FORWARD_POST, relative, None, back, source)
-        if words.grad_annotated:
-            label = Annotate(words.grad_annotated.stage(self.axes))
-            yield Instruction(path, Hook.BACKWARD, attribute, None, label, _source(words.grad_annotated))
-        if words.grad:
-            move = Redistribute(words.grad.stage(self.axes))
-            yield Instruction(path, Hook.BACKWARD, attribute, None, move, _source(words.grad))
+                    yield Instruction(reader, Hook.FORWARD_PRE, relative, None, there, _source(planned.forward))
+        if planned.grad_annotated:
+            label = Annotate(planned.grad_annotated.stage(self.axes))
+            yield Instruction(path, Hook.BACKWARD, attribute, None, label, _source(planned.grad_annotated))
+        if planned.grad:
+            move = Redistribute(planned.grad.stage(self.axes))
+            yield Instruction(path, Hook.BACKWARD, attribute, None, move, _source(planned.grad))
 
     def _readers(self, name: str) -> list[tuple[str, str]]:
         """(module, relative name) of each module that reads the tensor."""
         return list(dict.fromkeys(self.index.reader(alias) for alias in self.index.states[name].names))
 
     def _units(self) -> Iterator[Instruction]:
-        for unit in self.resolution.gathered:
+        for unit in self.units:
             prefix = f"{unit.path}." if unit.path else ""
             # A tied weight may hang elsewhere under its first name.
             names = tuple(
@@ -169,31 +180,31 @@ class _Emitter:
 
     def _model_inputs(self) -> Iterator[Instruction]:
         unnamed = ("", "<in>", None)
-        words = {key: w for key, w in self.resolution.boundaries.items() if key[:2] == ("", "<in>")}
-        words.setdefault(unnamed, BoundaryWords())
-        for (path, side, key), boundary in words.items():
+        planned = {key: w for key, w in self.resolution.boundaries.items() if key[:2] == ("", "<in>")}
+        planned.setdefault(unnamed, PlannedBoundary())
+        for (path, side, key), boundary in planned.items():
             entry = self.resolution.given.get((path, side, key))
             given = entry.given if entry is not None else "global"
             arriving = boundary.src or boundary.annotated or boundary.dst
             wrap = Wrap(arriving.complete(self.axes), given)
             yield Instruction("", Hook.FORWARD_PRE, "<in>", key, wrap, _boundary_source(boundary))
             if arriving is not boundary.dst or boundary.grad_src or boundary.grad_dst:
-                moves = BoundaryWords(boundary.dst, boundary.src, boundary.grad_src, boundary.grad_dst)
+                moves = PlannedBoundary(boundary.dst, boundary.src, boundary.grad_src, boundary.grad_dst)
                 moves.entries = boundary.entries
                 yield from self._boundary("", Hook.FORWARD_PRE, "<in>", key, moves)
 
     def _boundary(
-        self, path: str, hook: Hook, side: str, key: int | str | None, words: BoundaryWords
+        self, path: str, hook: Hook, side: str, key: int | str | None, planned: PlannedBoundary
     ) -> Iterator[Instruction]:
-        source = _boundary_source(words)
-        if words.annotated:
-            yield Instruction(path, hook, side, key, Annotate(words.annotated.stage(self.axes)), source)
-        if words.dst or words.grad_src or words.grad_dst:
+        source = _boundary_source(planned)
+        if planned.annotated:
+            yield Instruction(path, hook, side, key, Annotate(planned.annotated.stage(self.axes)), source)
+        if planned.dst or planned.grad_src or planned.grad_dst:
             src, grad_src, grad_dst = (
-                role.stage(self.axes) if role else None for role in (words.src, words.grad_src, words.grad_dst)
+                role.stage(self.axes) if role else None for role in (planned.src, planned.grad_src, planned.grad_dst)
             )
             yield Instruction(
-                path, hook, side, key, Redistribute(words.dst.stage(self.axes), src, grad_src, grad_dst), source
+                path, hook, side, key, Redistribute(planned.dst.stage(self.axes), src, grad_src, grad_dst), source
             )
 
     # Regions
@@ -203,20 +214,20 @@ class _Emitter:
         placed: dict[str, Stage] = {}
         for path in self.index.modules:
             around: Stage = placed[self.index.module_names[path.rpartition(".")[0]]] if path else ()
-            words = self.resolution.factories.get(path)
-            own = words.stage(self.axes) if words is not None else (None,) * len(self.axes.names)
+            planned = self.resolution.factories.get(path)
+            own = planned.stage(self.axes) if planned is not None else (None,) * len(self.axes.names)
             outer = around or (Replicate(),) * len(own)
             placed[path] = tuple(mine if mine is not None else theirs for mine, theirs in zip(own, outer))
             if placed[path] != around:
-                source = _source(words) if words is not None else None
+                source = _source(planned) if planned is not None else None
                 yield Instruction(path, Hook.FORWARD, "<self>", None, Factory(placed[path]), source)
-        for path, said in self.resolution.attention.items():
-            methods = tuple(said[axis][0] if axis in said else None for axis in self.axes)
-            source = next((entry.source for _, entry in said.values()), None)
+        for path, by_axis in self.resolution.attention.items():
+            methods = tuple(by_axis[axis][0] if axis in by_axis else None for axis in self.axes)
+            source = next((entry.source for _, entry in by_axis.values()), None)
             yield Instruction(path, Hook.FORWARD, "<self>", None, Attention(methods), source)
         for path, entry in self.resolution.locals.items():
             inputs, outputs = dict(entry.inputs), dict(entry.outputs)
-            cut = self.resolution.expert_cuts.get(path, ExpertCut())
+            cut = self.expert_cuts.get(path, ExpertCut())
             region = Local(
                 entry.kind,
                 entry.dispatch,
@@ -230,9 +241,9 @@ class _Emitter:
             yield Instruction(path, Hook.FORWARD, "<self>", None, region, entry.source)
 
 
-def _source(words: AxisWords) -> Source | None:
-    return next((said.entry.source for said in words.items().values()), None)
+def _source(planned: PlannedAxes) -> Source | None:
+    return next((choice.entry.source for choice in planned.items().values()), None)
 
 
-def _boundary_source(words: BoundaryWords) -> Source | None:
-    return words.entries[0].source if words.entries else None
+def _boundary_source(planned: PlannedBoundary) -> Source | None:
+    return planned.entries[0].source if planned.entries else None

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["ForwardInputs", "ModelIndex", "StateTensor"]
+__all__ = ["ForwardInputs", "ModelIndex", "StateTensor", "enclosing"]
+
+
+def enclosing(path: str) -> Iterator[str]:
+    """A module and all modules that contain it, innermost first; ``""``, the model itself, is the last."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
 """Which collectives a program causes in one training step, found by walking the model's forward on meta tensors.
 
-A simple model, honest about what it does not know: placements are followed through the ops for which no choice is needed
-(:mod:`vescale.ir._flow`); where one is, what follows is unknown until run. Collectives inside ops (a loss over a sharded
-vocabulary, redistributions that no entry asks for) are not predicted. No rank is started.
+Placements are followed through the ops that leave DTensor no choice (:mod:`vescale.ir._placement_flow`), and are unknown
+after any other op. Collectives inside of ops (a loss over a sharded vocabulary, redistributions that no entry requests) are
+not predicted. No rank is started.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,43 +21,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale.ir._attention_calls import AttentionCalls
-from vescale.ir._channels import BATCH_NORM, CHANNEL_RULES, BatchNormCalls, cuts_operand
+from vescale.ir._channel_rules import BATCH_NORM, CHANNEL_RULES, BatchNormCalls, cuts_operand
 from vescale.ir._expert_calls import ExpertCalls
-from vescale.ir._flow import Flow, Lie, is_elementwise, rule_for
 from vescale.ir._flow_mode import FlowMode, tensors_of
 from vescale.ir._gradient_buckets import PartialGradient, PredictedBucket, predict_buckets
+from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._model_index import ModelIndex
-from vescale.ir._ops import Batch, Local, Place, Redistribute, Stage, Wrap
-from vescale.ir._program import Hook, Instruction, Program
+from vescale.ir._move_collectives import Collective, Move, When, move_collectives
+from vescale.ir._operations import Local, Place, Redistribute, Stage, Wrap
+from vescale.ir._placement_flow import AxisPlacement, Flow, is_elementwise, rule_for
+from vescale.ir._program import Program
 from vescale.ir._unit_layouts import unit_buckets
 from vescale.placements import RaggedShard, shard_dim
-from vescale.plans import MeshAxes
 
-__all__ = ["Collective", "Prediction", "predict"]
-
-When = Literal["forward", "backward"]
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One predicted collective of one step.
-
-    Attributes:
-        path: the module, or the parameter's name.
-        target: ``<in>``, ``<in:name>``, ``<out>``, ``weight`` (a gather) or ``weight.grad`` (a gradient's reduction);
-            ``<unit>`` and ``<unit>.grad`` of the parameters of a unit together; ``<experts>``, and ``<attention>`` of a
-            sequence that is cut and ``<statistics>`` of a batch that is, of what a region or a call does inside.
-        op: None where a collective depends on what is unknown until run.
-        num_bytes: bytes that each rank sends or receives from others, as the communication ledger counts (where it is not
-            the same on all, those of the busiest); None: unknown.
-    """
-
-    path: str
-    target: str
-    when: When
-    axis: str
-    op: str | None
-    num_bytes: int | None
+__all__ = ["Prediction", "predict"]
 
 
 @dataclass(frozen=True)
@@ -101,41 +78,18 @@ def predict(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> Pr
     return Prediction(tuple(walk.collectives()), stopped, predict_buckets(walk.partial_gradients(), walk.axes))
 
 
-@dataclass
-class _Uses:
-    """How the gradient of a replicated tensor comes back on one axis, by what its copies were used for."""
-
-    partial: bool = False
-    unknown: bool = False
-
-
 @dataclass(frozen=True)
 class _Tag:
     """What is known of a tensor on one axis; ``origins`` are the boundaries and parameters its values come from."""
 
-    lie: Lie
+    placement: AxisPlacement
     origins: frozenset[int] = frozenset()
-
-
-@dataclass
-class _Move:
-    """A boundary crossing on one axis, or a parameter while it runs."""
-
-    path: str
-    target: str
-    axis: str
-    src: Lie
-    dst: Lie
-    num_bytes: int | None  # of the whole tensor along this axis: what all ranks of the axis hold together
-    is_parameter: bool
-    has_gradient: bool
-    uses: _Uses = field(default_factory=_Uses)
 
 
 class _Walk:
     def __init__(self, program: Program, index: ModelIndex) -> None:
         self.program, self.index, self.axes = program, index, program.axes
-        self.moves: list[_Move] = []
+        self.moves: list[Move] = []
         self.experts, self.attention, self.batch_norms = ExpertCalls(), AttentionCalls(program), BatchNormCalls()
         self.tags: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._by_path: dict[str, list[Instruction]] = {}
@@ -155,9 +109,9 @@ class _Walk:
             prefix = f"{instruction.path}." if instruction.path else ""
             if isinstance(instruction.op, Place):
                 resting[self.index.state_names[prefix + instruction.target]] = instruction.op.placements
-            for target, _, op in _redistributions(instruction.target, instruction.index, instruction.op):
-                if instruction.hook is Hook.FORWARD_PRE and target not in ("<in>", "<out>"):
-                    running[self.index.state_names[prefix + target]] = op.dst
+            elif instruction.hook is Hook.FORWARD_PRE and instruction.target != "<in>":
+                assert isinstance(instruction.op, Redistribute)
+                running[self.index.state_names[prefix + instruction.target]] = instruction.op.dst
         for bucket in self.buckets:
             for name in bucket.names:
                 whole = zip(self.axes, resting[name])
@@ -170,7 +124,7 @@ class _Walk:
                 num_bytes = self._bytes(tensor, axis, stage)
                 if name in self._unit_axes and axis not in self._unit_axes[name] and num_bytes is not None:
                     num_bytes //= self._num_pieces[name]  # a piece is left by the unit's reduction
-                move = _Move(name, "weight", axis, rest, run, num_bytes, True, tensor.requires_grad)
+                move = Move(name, "weight", axis, rest, run, num_bytes, True, tensor.requires_grad)
                 self.moves.append(move)
                 follow = isinstance(run, Replicate) and tensor.requires_grad
                 tags.append(_Tag(run, frozenset([len(self.moves) - 1]) if follow else frozenset()))
@@ -210,11 +164,8 @@ class _Walk:
                 found.setdefault(None, i.op)
             if i.hook is not hook:
                 continue
-            if isinstance(i.op, Wrap):
+            if i.target == side and isinstance(i.op, Wrap | Redistribute):
                 found[i.index] = i.op
-            for target, key, op in _redistributions(i.target, i.index, i.op):
-                if target == side:
-                    found[key] = op
         return found
 
     def _pre_hook(self, path: str, crossings: dict[int | str | None, Any]) -> Callable[..., Any]:
@@ -266,16 +217,16 @@ class _Walk:
     def _moved(self, path: str, target: str, tensor: torch.Tensor, op: Redistribute) -> tuple[_Tag, ...]:
         arriving = self.tags_of(tensor)
         declared = op.src or (None,) * len(op.dst)
-        lies = [said if said is not None else tag.lie for said, tag in zip(declared, arriving)]
+        placements = [choice if choice is not None else tag.placement for choice, tag in zip(declared, arriving)]
         tags = []
-        for axis, lie, tag, dst in zip(self.axes, lies, arriving, op.dst):
+        for axis, placement, tag, dst in zip(self.axes, placements, arriving, op.dst):
             if dst is None:
-                tags.append(_Tag(lie, tag.origins))
+                tags.append(_Tag(placement, tag.origins))
                 continue
             dst = _from_front(dst, tensor.ndim)
-            num_bytes = self._bytes(tensor, axis, lies)
-            self.moves.append(_Move(path, target, axis, lie, dst, num_bytes, False, tensor.requires_grad))
-            # Its gradient is brought to a placement here, so nothing Partial comes back to what lies before it.
+            num_bytes = self._bytes(tensor, axis, placements)
+            self.moves.append(Move(path, target, axis, placement, dst, num_bytes, False, tensor.requires_grad))
+            # Its gradient is brought to a placement here, so nothing Partial flows back beyond it.
             follow = isinstance(dst, Replicate) and tensor.requires_grad
             tags.append(_Tag(dst, frozenset([len(self.moves) - 1]) if follow else frozenset()))
         return tuple(tags)
@@ -289,7 +240,7 @@ class _Walk:
         """Tag what an op returned, and note what replicated tensors were used for."""
         for op, calls in ((F.scaled_dot_product_attention.__name__, self.attention), (BATCH_NORM, self.batch_norms)):
             if name == op:
-                calls.called(args, kwargs, lambda x: tuple(tag.lie for tag in self.tags_of(x)))
+                calls.called(args, kwargs, lambda x: tuple(tag.placement for tag in self.tags_of(x)))
         tensors = list(tensors_of((args, kwargs)))
         tags = [self.tags_of(tensor) for tensor in tensors]
         results = list(tensors_of(result))
@@ -299,12 +250,12 @@ class _Walk:
             merged = []
             for position, axis in enumerate(self.axes):
                 on_axis = [tag[position] for tag in tags]
-                flow = Flow([t.lie for t in on_axis], tensors, output, args, kwargs, self.axes.size(axis))
-                lie = rule_for(name, flow, CHANNEL_RULES)
-                merged.append(_Tag(lie, self._use(name, flow, on_axis, lie)))
+                flow = Flow([t.placement for t in on_axis], tensors, output, args, kwargs, self.axes.size(axis))
+                placement = rule_for(name, flow, CHANNEL_RULES)
+                merged.append(_Tag(placement, self._use(name, flow, on_axis, placement)))
             self.tags[output] = tuple(merged)
 
-    def _use(self, name: str, flow: Flow, arguments: Iterable[_Tag], lie: Lie) -> frozenset[int]:
+    def _use(self, name: str, flow: Flow, arguments: Iterable[_Tag], placement: AxisPlacement) -> frozenset[int]:
         """Origins that the result still carries.
 
         A replicated argument of a result that is cut is used for different parts on different ranks: its gradient is a
@@ -315,31 +266,31 @@ class _Walk:
             return frozenset()
         carried: set[int] = set()
         for position, (argument, tensor) in enumerate(zip(arguments, flow.tensors)):
-            if isinstance(lie, Replicate):
+            if isinstance(placement, Replicate):
                 carried |= argument.origins
                 continue
-            dim = shard_dim(lie) if lie is not None else None
+            dim = shard_dim(placement) if placement is not None else None
             own_dim = dim - flow.result.ndim + tensor.ndim if dim is not None else -1
             cut_alike = is_elementwise(name) and own_dim >= 0 and tensor.shape[own_dim] > 1
-            cut_alike = cut_alike or cuts_operand(name, flow, lie, position)
-            if isinstance(lie, Partial) and tensor.ndim == 1:
+            cut_alike = cut_alike or cuts_operand(name, flow, placement, position)
+            if isinstance(placement, Partial) and tensor.ndim == 1:
                 continue  # a bias added to a partial sum: the gradient of the sum is whole, and so is the bias's
             for origin in argument.origins:
-                if lie is None or cut_alike or isinstance(lie, Partial):
+                if placement is None or cut_alike or isinstance(placement, Partial):
                     self.moves[origin].uses.unknown = True
                 else:
                     self.moves[origin].uses.partial = True
         return frozenset(carried)
 
-    def _bytes(self, tensor: torch.Tensor, axis: str, lies: Iterable[Lie]) -> int | None:
+    def _bytes(self, tensor: torch.Tensor, axis: str, placements: Iterable[AxisPlacement]) -> int | None:
         """Bytes of the part that the ranks along ``axis`` hold together."""
         total = tensor.numel() * tensor.element_size()
-        for other, lie in zip(self.axes, lies):
+        for other, placement in zip(self.axes, placements):
             if other == axis or self.axes.size(other) == 1:
                 continue
-            if lie is None:
+            if placement is None:
                 return None
-            if shard_dim(lie) is not None or isinstance(lie, RaggedShard):
+            if shard_dim(placement) is not None or isinstance(placement, RaggedShard):
                 total //= self.axes.size(other)
         return total
 
@@ -348,7 +299,7 @@ class _Walk:
     def partial_gradients(self) -> list[PartialGradient]:
         """Gradients that go through buckets, in about the order in which they get ready: the reverse of the model's."""
         found = []
-        moves: dict[str, list[_Move]] = {}
+        moves: dict[str, list[Move]] = {}
         for move in self.moves:
             if move.is_parameter and move.has_gradient and not self._is_settled(move):
                 moves.setdefault(move.path, []).append(move)
@@ -362,7 +313,7 @@ class _Walk:
                 found.append(PartialGradient(f"{name}.grad", axes, num_bytes, dtype, cut[0] if cut else None))
         return found
 
-    def _is_settled(self, move: _Move) -> bool:
+    def _is_settled(self, move: Move) -> bool:
         """Nothing moves along the axis, or a unit's collectives do it."""
         by_unit = move.is_parameter and move.axis in self._unit_axes.get(move.path, ())
         return self.axes.size(move.axis) == 1 or by_unit
@@ -373,12 +324,8 @@ class _Walk:
                 target = "<unit>" if op == "all_gather" else "<unit>.grad"
                 yield Collective(bucket.path, target, cast(When, when), axes, op, num_bytes)
         for move in self.moves:
-            if self._is_settled(move):
-                continue
-            if move.is_parameter:
-                yield from _parameter_collectives(move, self.axes)
-            else:
-                yield from _boundary_collectives(move, self.axes)
+            if not self._is_settled(move):
+                yield from move_collectives(move, self.axes)
         for call in self.experts.calls:
             for phase, kind, together, known_bytes in call.collectives(self.axes):
                 yield Collective(call.path, "<experts>", cast(When, phase), together, kind, known_bytes)
@@ -386,76 +333,19 @@ class _Walk:
             for path, (phase, kind, together, known_bytes) in calls.collectives(self.axes):
                 yield Collective(path, target, cast(When, phase), together, kind, known_bytes)
 
-    def tokens_met(self, path: str, tokens: torch.Tensor) -> tuple[Lie, ...]:
-        """Where the tokens of a region of experts lie; its parameters' gradients are sums over axes that cut them."""
-        lies = tuple(tag.lie for tag in self.tags_of(tokens))
+    def tokens_met(self, path: str, tokens: torch.Tensor) -> tuple[AxisPlacement, ...]:
+        """The placements of the tokens of a region of experts; axes that shard them make gradients of parameters partial."""
+        placements = tuple(tag.placement for tag in self.tags_of(tokens))
         for move in self.moves:
             if (
                 move.is_parameter
                 and move.path.startswith(f"{path}." if path else "")
                 and isinstance(move.dst, Replicate)
             ):
-                lie = lies[self.axes.index(move.axis)]
-                move.uses.partial |= lie is not None and shard_dim(lie) is not None
-                move.uses.unknown |= lie is None
-        return lies
-
-
-def _parameter_collectives(move: _Move, axes: MeshAxes) -> Iterator[Collective]:
-    attribute = move.path.rpartition(".")[2]
-    path = move.path.rpartition(".")[0]
-    if move.src != move.dst:
-        yield from _collective(path, attribute, "forward", move, _op(move.src, move.dst), axes)
-    if not move.has_gradient or not isinstance(move.dst, Replicate):
-        return
-    op = "all_reduce" if isinstance(move.src, Replicate) else "reduce_scatter"
-    if move.uses.partial:
-        yield from _collective(path, f"{attribute}.grad", "backward", move, op, axes)
-    elif move.uses.unknown:
-        yield Collective(path, f"{attribute}.grad", "backward", move.axis, None, None)
-
-
-def _boundary_collectives(move: _Move, axes: MeshAxes) -> Iterator[Collective]:
-    if move.src is None:
-        yield Collective(move.path, move.target, "forward", move.axis, None, None)
-        if move.has_gradient:
-            yield Collective(move.path, move.target, "backward", move.axis, None, None)
-        return
-    yield from _collective(move.path, move.target, "forward", move, _op(move.src, move.dst), axes)
-    if not move.has_gradient:
-        return
-    # The boundary rule: a gradient goes back as the tensor came, whole where it came as a sum.
-    back: Placement = Replicate() if isinstance(move.src, Partial) else move.src
-    if not isinstance(move.dst, Replicate | Partial):
-        yield from _collective(move.path, move.target, "backward", move, _op(move.dst, back), axes)
-    elif move.uses.partial:
-        yield from _collective(move.path, move.target, "backward", move, _op(Partial(), back), axes)
-    elif move.uses.unknown:
-        yield Collective(move.path, move.target, "backward", move.axis, None, None)
-
-
-def _op(src: Lie, dst: Lie) -> str | None:
-    """The collective that brings ``src`` to ``dst``; ``""`` for none, None where that is unknown."""
-    if src is None or dst is None:
-        return None
-    if src == dst or isinstance(src, Replicate) or isinstance(dst, Partial):
-        return ""
-    if isinstance(src, Partial):
-        return "all_reduce" if isinstance(dst, Replicate) else "reduce_scatter"
-    return "all_gather" if isinstance(dst, Replicate) else "all_to_all"
-
-
-def _collective(
-    path: str, target: str, when: When, move: _Move, op: str | None, axes: MeshAxes
-) -> Iterator[Collective]:
-    if op == "":
-        return
-    size = axes.size(move.axis)
-    moved = None
-    if op is not None and move.num_bytes is not None:
-        moved = move.num_bytes * (size - 1) // size
-        moved = {"all_reduce": 2 * moved, "all_to_all": moved // size}.get(op, moved)
-    yield Collective(path, target, when, move.axis, op, moved)
+                placement = placements[self.axes.index(move.axis)]
+                move.uses.partial |= placement is not None and shard_dim(placement) is not None
+                move.uses.unknown |= placement is None
+        return placements
 
 
 def _from_front(placement: Placement, ndim: int) -> Placement:
@@ -463,15 +353,6 @@ def _from_front(placement: Placement, ndim: int) -> Placement:
     if dim is None or dim >= 0 or type(placement) is not Shard:
         return placement
     return Shard(dim + ndim)
-
-
-def _redistributions(
-    target: str, index: int | str | None, op: Any
-) -> Iterator[tuple[str, int | str | None, Redistribute]]:
-    if isinstance(op, Redistribute):
-        yield target, index, op
-    elif isinstance(op, Batch):
-        yield from op.parts
 
 
 def _state(index: ModelIndex, name: str) -> torch.Tensor:

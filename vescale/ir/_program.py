@@ -2,59 +2,17 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from vescale.ir._ops import Op
-from vescale.ir._repeat import merge_repeats
-from vescale.plans import MeshAxes, Source
+from vescale.ir._diff import ProgramDiff, diff_instructions
+from vescale.ir._instruction import Instruction
+from vescale.ir._json import instructions_from_json, instructions_to_json
+from vescale.ir._merged_names import merge_repeats
+from vescale.plans import MeshAxes
 
-if TYPE_CHECKING:
-    from vescale.ir._diff import ProgramDiff
-
-__all__ = ["Hook", "Instruction", "Program"]
-
-
-class Hook(enum.Enum):
-    """When an instruction runs, relative to the module it names; in the order of a training step."""
-
-    INIT = "init"  # parallelize(): parameters and buffers are placed
-    FORWARD_PRE = "forward_pre"  # before the forward, on inputs and on parameters (unshard)
-    FORWARD = "forward"  # around the forward: factory and local regions
-    FORWARD_POST = "forward_post"  # after it, on outputs and on parameters (reshard)
-    BACKWARD = "backward"  # on a parameter's gradient
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """``path.hook:target:index:op``, for example ``model.layers.0.mlp.forward_pre:<in>:0:redist(->tp=R)``.
-
-    Attributes:
-        path: the module's name in the model, ``""`` for the model itself. A module with several names has instructions
-            under the first only.
-        hook: when it runs.
-        target: ``<in>``, ``<out>``, or the name of a parameter or buffer relative to the module; ``<self>`` for regions
-            and units. A tensor with several names (tied weights) is placed once, under the first.
-        index: which input or output: its name in the signature of ``forward``, however it is passed, or its position
-            where the signature has no name for it. None: where there is a choice, every one that no other instruction of
-            the same path, hook and target names.
-        op: what is done.
-        source: the plan's line that asked for it; not part of the instruction's identity.
-    """
-
-    path: str
-    hook: Hook
-    target: str
-    index: int | str | None
-    op: Op
-    source: Source | None = field(default=None, compare=False)
-
-    def text(self, axes: MeshAxes) -> str:
-        place = f"{self.path}.{self.hook.value}" if self.path else self.hook.value
-        return f"{place}:{self.target}:{'*' if self.index is None else self.index}:{self.op.text(axes)}"
+__all__ = ["Program"]
 
 
 @dataclass(frozen=True)
@@ -87,22 +45,16 @@ class Program:
 
     def to_json(self) -> str:
         """The program as JSON text, with the plan's lines; :meth:`from_json` reads it back equal."""
-        from vescale.ir._json import program_to_json
-
-        return program_to_json(self)
+        return instructions_to_json(self.axes, self.instructions)
 
     @classmethod
     def from_json(cls, text: str) -> Program:
         """Raises ValueError saying what is wrong with the text. Nothing in it is executed."""
-        from vescale.ir._json import program_from_json
-
-        return program_from_json(text)
+        return cls(*instructions_from_json(text))
 
     def diff(self, other: Program) -> ProgramDiff:
         """What ``other`` does differently; false when nothing, ``str()`` of it for people."""
-        from vescale.ir._diff import diff_programs
-
-        return diff_programs(self, other)
+        return diff_instructions(self.axes, self.instructions, other.axes, other.instructions)
 
     def digest(self) -> str:
         """SHA-256 of the mesh and the text: equal on two ranks exactly when they would do the same."""

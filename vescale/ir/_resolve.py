@@ -1,20 +1,19 @@
-"""Entries of a plan to what they say of each tensor and module of one model."""
+"""Matches the entries of a plan with the tensors and modules of one model."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import StridedShard
 from vescale.ir._findings import Findings
-from vescale.ir._match import Matcher
 from vescale.ir._model_index import ModelIndex, StateTensor
-from vescale.ir._said import AxisWords, BoundaryWords, StateWords
+from vescale.ir._path_matcher import Matcher
+from vescale.ir._planned_placements import PlannedAxes, PlannedBoundary, PlannedState
 from vescale.placements import InterleavedShard, shard_dim
 from vescale.plans import (
     ALL,
@@ -37,10 +36,6 @@ from vescale.plans import (
     placement_text,
 )
 
-if TYPE_CHECKING:
-    from vescale.ir._experts import ExpertCut
-    from vescale.ir._units import GatheredUnit
-
 __all__ = ["Boundary", "Resolution", "resolve", "shown_name"]
 
 # (module, "<in>" or "<out>", index)
@@ -51,28 +46,24 @@ class Resolution:
     """What a plan says of one model.
 
     Attributes:
-        states: first name of each parameter and buffer -> what was said of it (an empty record when nothing).
-        boundaries: what was said of inputs and outputs; indexed ones include what was said of all of the module's.
+        states: first name of each parameter and buffer -> its planned placements (empty if there are none).
+        boundaries: those of inputs and outputs; the ones of a single input include those of all inputs of the module.
         given: inputs of the model -> the entry that says whether the caller passes local parts.
         factories: module -> placements of tensors that its forward makes.
         attention: module -> axis -> how attention works along it, and the entry that says so.
         locals: module -> the entry that runs it on local tensors.
         units: module -> the entry that groups its parameters.
-        expert_cuts: regions of experts -> how they are cut; filled in by :func:`vescale.ir._experts.find_expert_cuts`.
-        gathered: what is gathered together; filled in by :func:`vescale.ir._units.find_units`.
         matches: ``id`` of an entry -> what it matched, as names of parameters, buffers, modules, inputs and outputs.
     """
 
     def __init__(self, index: ModelIndex) -> None:
-        self.states = {name: StateWords() for name in index.states}
-        self.boundaries: dict[Boundary, BoundaryWords] = {}
+        self.states = {name: PlannedState() for name in index.states}
+        self.boundaries: dict[Boundary, PlannedBoundary] = {}
         self.given: dict[Boundary, ShardEntry] = {}
-        self.factories: dict[str, AxisWords] = {}
+        self.factories: dict[str, PlannedAxes] = {}
         self.attention: dict[str, dict[str, tuple[AttentionMethod, AttentionEntry]]] = {}
         self.locals: dict[str, LocalEntry] = {}
         self.units: dict[str, UnitEntry] = {}
-        self.expert_cuts: Mapping[str, ExpertCut] = {}
-        self.gathered: tuple[GatheredUnit, ...] = ()
         self.matches: dict[int, tuple[str, ...]] = {}
 
 
@@ -117,12 +108,14 @@ class _Resolver:
     def shard(self, entry: ShardEntry) -> None:
         if entry.path.target is Target.STATE:
             for name in self._of_phase(entry, self._states(entry, "shard")):
-                words = self.resolution.states[name]
-                roles = ((INIT, words.init), (FWD, words.forward), (BWD, words.backward))
-                self._say_state([role for phase, role in roles if phase in entry.phase], name, entry.placements, entry)
+                planned = self.resolution.states[name]
+                roles = ((INIT, planned.init), (FWD, planned.forward), (BWD, planned.backward))
+                self._record_state(
+                    [role for phase, role in roles if phase in entry.phase], name, entry.placements, entry
+                )
         elif entry.path.target is Target.GRAD:
             for name in self._gradients(entry, "shard"):
-                self._say_state([self.resolution.states[name].grad], name, entry.placements, entry)
+                self._record_state([self.resolution.states[name].grad], name, entry.placements, entry)
         else:
             self._shard_boundary(entry)
 
@@ -135,54 +128,54 @@ class _Resolver:
                 entry.source,
             )
             return
-        for boundary, words, shown in self._boundaries(entry, "shard"):
+        for boundary, planned, shown in self._boundaries(entry, "shard"):
             # The gradient follows the boundary rule, unless an entry is for the backward alone.
-            role = words.dst if FWD in entry.phase else words.grad_dst
+            role = planned.dst if FWD in entry.phase else planned.grad_dst
             for axis, placement in entry.placements:
-                role.say(axis, placement, entry, shown, self.findings)
+                role.record(axis, placement, entry, shown, self.findings)
             if _is_model_input(boundary):
                 self._check_given(boundary, entry, shown)
 
     def redistribute(self, entry: RedistributeEntry) -> None:
-        for boundary, words, shown in self._boundaries(entry, "redistribute"):
+        for boundary, planned, shown in self._boundaries(entry, "redistribute"):
             sides = (
-                (words.src, entry.src),
-                (words.dst, entry.dst),
-                (words.grad_src, entry.grad_src or ()),
-                (words.grad_dst, entry.grad_dst or ()),
+                (planned.src, entry.src),
+                (planned.dst, entry.dst),
+                (planned.grad_src, entry.grad_src or ()),
+                (planned.grad_dst, entry.grad_dst or ()),
             )
             for role, placements in sides:
                 for axis, placement in placements:
-                    role.say(axis, placement, entry, shown, self.findings)
+                    role.record(axis, placement, entry, shown, self.findings)
             if _is_model_input(boundary):
                 self.resolution.given.setdefault(boundary, ShardEntry(entry.path, entry.src, source=entry.source))
 
     def annotate(self, entry: AnnotateEntry) -> None:
         if entry.path.target is Target.STATE:
             for name in self._states(entry, "annotate"):
-                self._say_state([self.resolution.states[name].annotated], name, entry.placements, entry)
+                self._record_state([self.resolution.states[name].annotated], name, entry.placements, entry)
         elif entry.path.target is Target.GRAD:
             for name in self._gradients(entry, "annotate"):
-                self._say_state([self.resolution.states[name].grad_annotated], name, entry.placements, entry)
+                self._record_state([self.resolution.states[name].grad_annotated], name, entry.placements, entry)
         else:
-            for boundary, words, shown in self._boundaries(entry, "annotate"):
+            for boundary, planned, shown in self._boundaries(entry, "annotate"):
                 for axis, placement in entry.placements:
-                    words.annotated.say(axis, placement, entry, shown, self.findings)
+                    planned.annotated.record(axis, placement, entry, shown, self.findings)
                 if _is_model_input(boundary):
                     local = ShardEntry(entry.path, entry.placements, given="local", source=entry.source)
                     self._check_given(boundary, local, shown)
 
     def factory(self, entry: FactoryEntry) -> None:
         for path in self._modules(entry, "factory"):
-            words = self.resolution.factories.setdefault(path, AxisWords("for tensors it makes"))
+            planned = self.resolution.factories.setdefault(path, PlannedAxes("for tensors it makes"))
             for axis, placement in entry.placements:
-                words.say(axis, placement, entry, path, self.findings)
+                planned.record(axis, placement, entry, path, self.findings)
 
     def attention(self, entry: AttentionEntry) -> None:
         for path in self._modules(entry, "attention"):
-            said = self.resolution.attention.setdefault(path, {})
+            methods = self.resolution.attention.setdefault(path, {})
             for axis, method in entry.methods:
-                before, first = said.setdefault(axis, (method, entry))
+                before, first = methods.setdefault(axis, (method, entry))
                 if before != method:
                     self.findings.error(
                         "conflict",
@@ -217,12 +210,12 @@ class _Resolver:
                 )
 
     def spread_unindexed(self) -> None:
-        """What is said of all inputs of a module holds for each one that has words of its own."""
-        for (path, side, index), words in self.resolution.boundaries.items():
+        """What entries give for all inputs of a module holds for those with entries of their own, too."""
+        for (path, side, index), planned in self.resolution.boundaries.items():
             everywhere = self.resolution.boundaries.get((path, side, None))
             if index is None or everywhere is None:
                 continue
-            words.adopt(everywhere, _shown_boundary((path, side, index)), self.findings)
+            planned.adopt(everywhere, _shown_boundary((path, side, index)), self.findings)
             entry = self.resolution.given.get((path, side, None))
             if entry is not None:
                 self._check_given((path, side, index), entry, _shown_boundary((path, side, index)))
@@ -274,7 +267,7 @@ class _Resolver:
 
     def _boundaries(
         self, entry: ShardEntry | RedistributeEntry | AnnotateEntry, what: str
-    ) -> list[tuple[Boundary, BoundaryWords, str]]:
+    ) -> list[tuple[Boundary, PlannedBoundary, str]]:
         side = "<in>" if entry.path.target is Target.IN else "<out>"
         found = []
         for path in self._called_modules(entry, what):
@@ -285,9 +278,9 @@ class _Resolver:
                     continue
                 key = resolved
             boundary = (path, side, key)
-            words = self.resolution.boundaries.setdefault(boundary, BoundaryWords())
-            words.entries.append(entry)
-            found.append((boundary, words, _shown_boundary(boundary)))
+            planned = self.resolution.boundaries.setdefault(boundary, PlannedBoundary())
+            planned.entries.append(entry)
+            found.append((boundary, planned, _shown_boundary(boundary)))
         return found
 
     def _input(
@@ -317,8 +310,8 @@ class _Resolver:
 
     # Placements
 
-    def _say_state(
-        self, roles: Sequence[AxisWords], name: str, placements: AxisPlacements, entry: ShardEntry | AnnotateEntry
+    def _record_state(
+        self, roles: Sequence[PlannedAxes], name: str, placements: AxisPlacements, entry: ShardEntry | AnnotateEntry
     ) -> None:
         state = self.index.states[name]
         for axis, placement in placements:
@@ -326,7 +319,7 @@ class _Resolver:
             if counted is None:
                 continue
             for role in roles:
-                if not role.say(axis, counted, entry, shown_name(state), self.findings):
+                if not role.record(axis, counted, entry, shown_name(state), self.findings):
                     break  # one conflict is not told again for every phase
 
     def _from_front(

@@ -1,4 +1,4 @@
-"""The buffers that a program's units are gathered in: planned with what the engine plans them with, without a rank."""
+"""The buffers in which a program's units are gathered: planned without a rank, with the functions that the engine uses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.buffer import Layout, TensorGroup
 from vescale.ir._model_index import ModelIndex
-from vescale.ir._ops import Place, Unit
-from vescale.ir._program import Hook, Program
+from vescale.ir._operations import Place, Unit
+from vescale.ir._program import Program
 from vescale.placements import RaggedShard, local_region, shard_dim
 from vescale.plans import MeshAxes
 
@@ -146,7 +146,7 @@ def _buckets(
 def _resting(program: Program, index: ModelIndex) -> dict[str, tuple[Placement, ...]]:
     found: dict[str, tuple[Placement, ...]] = {}
     for i in program:
-        if i.hook is Hook.INIT and isinstance(i.op, Place):
+        if isinstance(i.op, Place):
             name = index.state_names[f"{i.path}.{i.target}" if i.path else i.target]
             found[name] = tuple(Replicate() if p is None else p for p in i.op.placements)
     return found

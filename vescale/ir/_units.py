@@ -11,11 +11,11 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ir._findings import Findings
-from vescale.ir._joint_cuts import gathered_positions, ragged_positions
-from vescale.ir._model_index import ModelIndex
-from vescale.ir._repeat import name_list
+from vescale.ir._joint_sharding import gathered_positions, ragged_positions
+from vescale.ir._merged_names import name_list
+from vescale.ir._model_index import ModelIndex, enclosing
+from vescale.ir._planned_placements import PlannedState
 from vescale.ir._resolve import Resolution, shown_name
-from vescale.ir._said import StateWords
 from vescale.placements import RaggedShard, shard_dim
 from vescale.plans import MeshAxes, Source, UnitEntry, placement_text
 
@@ -52,15 +52,15 @@ def find_units(
     paths = {**dict.fromkeys(("", *_inferred(index, explicit))), **explicit}
     replicas = _input_axes(resolution)
     found: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = {}
-    for name, words in resolution.states.items():
+    for name, planned in resolution.states.items():
         if not index.states[name].is_parameter:
             continue
-        shard = gathered_axes(words, axes)
+        shard = gathered_axes(planned, axes)
         if not shard:
-            _check_reachable(name, words, index, axes, paths, findings)
+            _check_reachable(name, planned, index, axes, paths, findings)
             continue
         path = _unit_of(name, index, paths, findings)
-        run = dict(zip(axes, words.running(axes)))
+        run = dict(zip(axes, planned.running(axes)))
         whole = (a for a in axes if a not in shard and isinstance(run[a], Replicate))
         replicate = tuple(a for a in whole if a in replicas and axes.size(a) > 1)
         found.setdefault((path, shard, replicate), []).append(name)
@@ -72,11 +72,11 @@ def find_units(
     return units
 
 
-def gathered_axes(words: StateWords, axes: MeshAxes) -> tuple[str, ...]:
+def gathered_axes(planned: PlannedState, axes: MeshAxes) -> tuple[str, ...]:
     """The axes over which a parameter is cut at rest and whole while it runs, if that is all that changes; else ()."""
-    if words.annotated or words.grad or words.grad_annotated:
+    if planned.annotated or planned.grad or planned.grad_annotated:
         return ()
-    positions = gathered_positions(words.init.complete(axes), words.running(axes))
+    positions = gathered_positions(planned.init.complete(axes), planned.running(axes))
     return tuple(axes.names[position] for position in positions)
 
 
@@ -113,27 +113,19 @@ def _blocks(container: nn.Module) -> set[str]:
 
 
 def _inferred(index: ModelIndex, explicit: dict[str, UnitEntry]) -> list[str]:
-    """Repeated blocks that no unit of the plan lies around."""
-    return [path for path in repeated_blocks(index) if not any(around in explicit for around in _around(path))]
-
-
-def _around(path: str) -> Iterator[str]:
-    """A module and all that hold it, innermost first."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
+    """Repeated blocks that are not inside of a unit of the plan."""
+    return [path for path in repeated_blocks(index) if not any(around in explicit for around in enclosing(path))]
 
 
 def _input_axes(resolution: Resolution) -> set[str]:
     """Axes over which an input of the model is cut."""
     return {
         axis
-        for (path, side, _), words in resolution.boundaries.items()
+        for (path, side, _), planned in resolution.boundaries.items()
         if (path, side) == ("", "<in>")
-        for role in (words.dst, words.src, words.annotated)
-        for axis, said in role.items().items()
-        if shard_dim(said.placement) is not None
+        for role in (planned.dst, planned.src, planned.annotated)
+        for axis, choice in role.items().items()
+        if shard_dim(choice.placement) is not None
     }
 
 
@@ -142,7 +134,7 @@ def _unit_of(name: str, index: ModelIndex, paths: dict[str, UnitEntry | None], f
     state = index.states[name]
     chains = []
     for alias in state.names:
-        around = (index.module_names[path] for path in _around(alias.rpartition(".")[0]))
+        around = (index.module_names[path] for path in enclosing(alias.rpartition(".")[0]))
         chains.append([path for path in around if path in paths])
     common = next(path for path in chains[0] if all(path in chain for chain in chains))
     for alias, (innermost, *_) in zip(state.names, chains):
@@ -151,7 +143,7 @@ def _unit_of(name: str, index: ModelIndex, paths: dict[str, UnitEntry | None], f
             others = ", ".join(f"{n} in {c[0] or 'the model itself'}" for n, c in zip(state.names, chains))
             findings.error(
                 "tied-units",
-                f"unit '{entry.path}': one weight has the names {', '.join(state.names)} ({others}), and lies in one unit: "
+                f"unit '{entry.path}': one weight has the names {', '.join(state.names)} ({others}), in several units: "
                 f"leave out the unit around {alias}, so that {common or 'the model itself'} holds it, or name a module "
                 "around all of them",
                 entry.source,
@@ -162,18 +154,18 @@ def _unit_of(name: str, index: ModelIndex, paths: dict[str, UnitEntry | None], f
 
 def _check_reachable(
     name: str,
-    words: StateWords,
+    planned: PlannedState,
     index: ModelIndex,
     axes: MeshAxes,
     paths: dict[str, UnitEntry | None],
     findings: Findings,
 ) -> None:
-    rest, run = words.init.complete(axes), words.running(axes)
+    rest, run = planned.init.complete(axes), planned.running(axes)
     if len(ragged_positions(rest)) > 1:
-        _check_joint_cut(name, words, index, axes, findings)
+        _check_joint_cut(name, planned, index, axes, findings)
         return
     changes = [(axis, one, other) for axis, one, other in zip(axes, rest, run) if one != other]
-    entry = next((e for path in _around(index.owner(name)[0]) if (e := paths.get(path)) is not None), None)
+    entry = next((e for path in enclosing(index.owner(name)[0]) if (e := paths.get(path)) is not None), None)
     for axis, one, other in changes:
         if isinstance(other, Replicate) and len(changes) == 1:
             continue  # its gradient has entries of its own, so that it is moved by itself
@@ -183,22 +175,22 @@ def _check_reachable(
             reason = f"unit '{entry.path}' gathers parameters that are cut in one way, and moves them in no other"
         else:
             continue
-        said = words.forward.get(axis) or words.init.get(axis)
+        choice = planned.running_at(axis)
         more = ", and its other axes change, too" if len(changes) > 1 else ""
         findings.error(
             "unreachable",
             f"{{names}} rests {placement_text(one)} on {axis} and runs {placement_text(other)} on {axis}{more}: {reason}; "
             f"write {axis}: {{init: {placement_text(one)}, run: R}}, and change no other axis"
             f"{', or cut it alike on all that change' if more else ''}",
-            said.entry.source if said is not None else None,
+            choice.entry.source if choice is not None else None,
             shown_name(index.states[name]),
         )
         return
 
 
-def _check_joint_cut(name: str, words: StateWords, index: ModelIndex, axes: MeshAxes, findings: Findings) -> None:
+def _check_joint_cut(name: str, planned: PlannedState, index: ModelIndex, axes: MeshAxes, findings: Findings) -> None:
     """A parameter that rests ragged on several axes, and is not gathered over all of them."""
-    rest, run = words.init.complete(axes), words.running(axes)
+    rest, run = planned.init.complete(axes), planned.running(axes)
     ragged = [axes.names[position] for position in ragged_positions(rest)]
     cuts = {axis: placement for axis, placement in zip(axes, rest) if axis in ragged}
     one = placement_text(cuts[ragged[0]])
@@ -216,11 +208,11 @@ def _check_joint_cut(name: str, words: StateWords, index: ModelIndex, axes: Mesh
     else:
         reason = "entries for its gradient keep it out of a unit, which alone can gather it"
         advice = "leave those out, or all but one of the axes"
-    said = words.forward.get(ragged[-1]) or words.init.get(ragged[-1])
+    choice = planned.running_at(ragged[-1])
     findings.error(
         "unreachable",
         f"{{names}} rests {_listed(cuts)}: {reason}; {advice}",
-        said.entry.source if said is not None else None,
+        choice.entry.source if choice is not None else None,
         shown_name(index.states[name]),
     )
 
@@ -241,12 +233,12 @@ def _check_entries(units: tuple[GatheredUnit, ...], resolution: Resolution, axes
         if unit.entry is None:
             continue
         _check_reshard(unit, axes, findings)
-        region = next((path for path in _around(unit.path) if path != unit.path and path in resolution.locals), None)
+        region = next((path for path in enclosing(unit.path) if path != unit.path and path in resolution.locals), None)
         if region is not None:
             local = resolution.locals[region]
             findings.error(
                 "unit-conflict",
-                f"unit '{unit.entry.path}' ({unit.path}) lies inside the local region '{local.path}' ({local.source}), "
+                f"unit '{unit.entry.path}' ({unit.path}) is inside of the local region '{local.path}' ({local.source}), "
                 f"whose ranks may run different modules, while all ranks gather a unit together; make {region}, or a module "
                 "around it, the unit",
                 unit.entry.source,
@@ -254,7 +246,7 @@ def _check_entries(units: tuple[GatheredUnit, ...], resolution: Resolution, axes
 
 
 def _empty(entry: UnitEntry, matched: list[str], held: set[str], findings: Findings) -> None:
-    inner = sorted(path for path in held if any(around in matched for around in _around(path)))
+    inner = sorted(path for path in held if any(around in matched for around in enclosing(path)))
     shown = name_list(matched)
     if inner:
         problem = (

@@ -55,19 +55,18 @@ from vescale.ops._registry import (
     OpEntry,
     OpFamily,
     entries,
-    entry_of,
     families,
     register,
     register_aten,
     register_family,
 )
 from vescale.ops._ring_schedule import Meeting, RingSchedule, Runs, meetings
-from vescale.ops._strides import stride_like
-from vescale.ops._view_copies import remember_copy, write_through
+from vescale.ops._view_copies import LIVE_COPIES, remember_copy, write_through
 from vescale.ops.elementwise import is_elementwise
 
 __all__ = [
     "FAMILY_FILES",
+    "LIVE_COPIES",
     "Decision",
     "Meeting",
     "ModelObserver",
@@ -86,7 +85,6 @@ __all__ = [
     "cut",
     "enter_local",
     "entries",
-    "entry_of",
     "families",
     "install",
     "is_elementwise",
@@ -102,7 +100,6 @@ __all__ = [
     "run_interleaved",
     "running_module",
     "strict_placements",
-    "stride_like",
     "wrap_global",
     "write_through",
 ]

@@ -31,8 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.comm import asking
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, no_torch_function, spec_of
 from vescale.ops._observer import report_implicit_move
-from vescale.ops._strides import stride_like
-from vescale.placements import contiguous_stride, move_local, without_partials
+from vescale.placements import contiguous_stride, move_local, stride_like, without_partials
 
 __all__ = [
     "bring",

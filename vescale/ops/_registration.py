@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from vescale.compat import no_torch_function
+import torch
+
+from vescale.compat import DTensorSpec, no_torch_function
 from vescale.ops._registry import register
 
-__all__ = ["handles", "replaces"]
+__all__ = ["handles", "is_spread", "replaces"]
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def handles(
-    *ops: Any, applies: Callable[[Any, Any], bool] | None = None, communicates: Iterable[str] = ()
+    *ops: Any,
+    applies: Callable[[Any, Any], bool] | None = None,
+    takes_plain: bool = False,
+    communicates: Iterable[str] = (),
 ) -> Callable[[Handler], Handler]:
     """Register a function ``(op, args, kwargs) -> result`` as the handler of ATen overloads; see :class:`OpEntry`.
 
@@ -29,7 +34,7 @@ def handles(
                 return function(op, args, kwargs)
 
         for op in ops:
-            register(op, handler=handler, applies=applies, communicates=communicates)
+            register(op, handler=handler, applies=applies, takes_plain=takes_plain, communicates=communicates)
         return function
 
     return decorate
@@ -47,3 +52,12 @@ def replaces(
         return function
 
     return decorate
+
+
+def is_spread(op: Any, schema: Any) -> bool:
+    """Whether an operand is not Replicate, or a plain tensor. Stock DTensor runs the op where all operands are Replicate."""
+    operands = (*schema.args_schema, *schema.kwargs_schema.values())
+    return any(
+        not all(p.is_replicate() for p in x.placements) if isinstance(x, DTensorSpec) else isinstance(x, torch.Tensor)
+        for x in operands
+    )

@@ -31,7 +31,6 @@ __all__ = [
     "OpEntry",
     "OpFamily",
     "entries",
-    "entry_of",
     "families",
     "register",
     "register_aten",
@@ -54,6 +53,7 @@ class OpEntry:
         handler: ``(op, args, kwargs) -> result``; runs in place of an ATen overload on DTensors.
         applies: ``(op, schema) -> bool``, a pure function of specs and other arguments: whether ``handler`` takes this
             call. Where it does not, stock DTensor's decision is used, and cached by its dispatcher. None: always.
+        takes_plain: whether ``handler`` takes plain tensors among its operands for global ones, the same on every rank.
         random_handler: a handler that :mod:`vescale.rng` installs while it is enabled, and nothing else.
         function: ``(context, function, args, kwargs) -> result``; runs in place of a torch function in a parallelized
             model's forward, when one of its arguments is a DTensor.
@@ -69,6 +69,7 @@ class OpEntry:
     user_rules: tuple[Callable[..., Any], ...] = ()
     handler: Callable[..., Any] | None = None
     applies: Callable[..., bool] | None = None
+    takes_plain: bool | None = None
     random_handler: Callable[..., Any] | None = None
     function: Callable[..., Any] | None = None
     flow: Callable[..., Any] | None = None
@@ -127,10 +128,6 @@ def register_user_rule(op: Any, rule: Callable[..., Any]) -> None:
     """Add a rule that is called before all others; :func:`vescale.ops.register_rule` checks the arguments."""
     known = _ENTRIES.get(op, OpEntry())
     _ENTRIES[op] = replace(known, user_rules=(rule, *known.user_rules))
-
-
-def entry_of(op: Any) -> OpEntry | None:
-    return _ENTRIES.get(op)
 
 
 def entries() -> Mapping[Any, OpEntry]:

@@ -8,6 +8,7 @@ that were made before.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +17,16 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import DTensorSpec, local_of, no_torch_function
 from vescale.placements import move_local
 
-__all__ = ["remember_copy", "write_through"]
+__all__ = ["LIVE_COPIES", "remember_copy", "write_through"]
+
+# By number, the copies that exist: writes are only followed while there are any.
+LIVE_COPIES: set[int] = set()
 
 # An attribute of the copy's storage: it is there for every view of the copy, and goes when the last of them does.
 _ORIGIN = "_vescale_copy_of"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Origin:
     """Where a gathered copy came from.
 
@@ -46,6 +50,8 @@ def remember_copy(local: torch.Tensor, source: DTensorSpec, copy: torch.Tensor, 
     if storage.data_ptr() == local.untyped_storage().data_ptr():
         return
     origin = _Origin(local, source, target, tuple(copy.shape), copy.stride(), int(copy.storage_offset()))
+    LIVE_COPIES.add(id(origin))
+    weakref.finalize(origin, LIVE_COPIES.discard, id(origin))
     setattr(storage, _ORIGIN, origin)
 
 

@@ -35,9 +35,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.ops._conversion import bring, wrap_global
-from vescale.ops._registration import handles
-from vescale.ops._strides import stride_like
-from vescale.placements import local_region, without_partials
+from vescale.ops._registration import handles, is_spread
+from vescale.placements import local_region, stride_like, without_partials
 
 __all__: list[str] = []
 
@@ -175,7 +174,7 @@ def _wrapped(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
     return make_dtensor(local, make_spec(mesh, placements, shape, stride_like(local, shape), local.dtype))
 
 
-@handles(_aten.convolution.default)
+@handles(_aten.convolution.default, applies=is_spread, takes_plain=True)
 def _convolution(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     x, weight, bias = _on_one_mesh(op, args[:3])
     geometry = _Geometry.of(args[3:9])
@@ -202,7 +201,7 @@ def _local_shape(shape: tuple[int, ...], layout: _Layout) -> tuple[int, ...]:
     return local_region(shape, layout.result, tuple(layout.mesh.shape), coordinate).local_shape
 
 
-@handles(_aten.convolution_backward.default)
+@handles(_aten.convolution_backward.default, applies=is_spread, takes_plain=True)
 def _convolution_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
     grad, x, weight = _on_one_mesh(op, args[:3])
     bias_sizes, geometry, wanted = args[3], _Geometry.of(args[4:10]), args[10]

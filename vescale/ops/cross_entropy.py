@@ -20,7 +20,7 @@ from vescale.ops._context import OpContext
 from vescale.ops._conversion import convert, enter_local, leave_local
 from vescale.ops._registration import replaces
 from vescale.ops.losses import local_part, without_dim
-from vescale.placements import at_dim, shard_dim
+from vescale.placements import at_dim, shard_dim, without_partials
 
 __all__ = ["cross_entropy"]
 
@@ -90,4 +90,4 @@ def _uniform(
     ]
     shape = [size for dim, size in enumerate(scores.shape) if dim != class_dim] if per_row else []
     result = leave_local(local, mesh, pending, shape, _OP)
-    return convert(result, [Replicate() if p.is_partial() else p for p in pending], requester=_OP)
+    return convert(result, without_partials(pending), requester=_OP)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale.comm import all_reduce, asking, axis_group
 from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.ops._conversion import bring, cut
-from vescale.ops._registration import handles
+from vescale.ops._registration import handles, is_spread
 from vescale.placements import contiguous_stride, shard_dim, without_partials
 
 __all__: list[str] = []
@@ -97,4 +97,5 @@ _SIGNATURES = {
     _aten.binary_cross_entropy_with_logits.default: _Signature(4, 4),
 }
 for _op, _signature in _SIGNATURES.items():
-    handles(_op, communicates=() if _signature.backward else ("all_reduce",))(functools.partial(_run, _signature))
+    _kinds = () if _signature.backward else ("all_reduce",)
+    handles(_op, applies=is_spread, takes_plain=True, communicates=_kinds)(functools.partial(_run, _signature))

@@ -32,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.comm import all_reduce, asking, axis_group
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec
 from vescale.ops._conversion import bring, cut
-from vescale.ops._registration import handles
+from vescale.ops._registration import handles, is_spread
 from vescale.placements import RaggedShard, at_dim, contiguous_stride, local_region, shard_dim, without_partials
 
 __all__ = ["local_part", "without_dim"]
@@ -191,7 +191,13 @@ def _scalar(mesh: DeviceMesh, value: torch.Tensor) -> DTensor:
     return make_dtensor(value, make_spec(mesh, (Replicate(),) * mesh.ndim, (), (), value.dtype))
 
 
-@handles(_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default, communicates=("all_reduce",))
+@handles(
+    _aten.nll_loss_forward.default,
+    _aten.nll_loss2d_forward.default,
+    applies=is_spread,
+    takes_plain=True,
+    communicates=("all_reduce",),
+)
 def _nll_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
     scores, target, weight, reduction, ignore_index = args
     if not isinstance(scores, DTensor):
@@ -227,7 +233,7 @@ def _mixed_loss(scores: torch.Tensor, target: Any) -> str:
     )
 
 
-@handles(_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default)
+@handles(_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default, applies=is_spread, takes_plain=True)
 def _nll_loss_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     grad, scores, target, weight, reduction, ignore_index, total_weight = args
     rows = _Rows.of(op, scores, target, weight, ignore_index)

@@ -29,7 +29,7 @@ def clip_grad_norm_(
     """Scale all gradients so that their norm, taken together as one vector, is at most ``max_norm``; in place.
 
     Does to the gradients what ``torch.nn.utils.clip_grad_norm_`` does to those of the same model on one device. They may
-    lie on several meshes and in any placements; a plain tensor is taken for one that every rank has the same.
+    be on several meshes with any placements; a plain tensor is taken as one that is the same on every rank.
 
     ====================  =======================================================================================
     gradient              communication

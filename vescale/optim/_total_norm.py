@@ -1,4 +1,4 @@
-"""The norm of tensors whose parts lie on different ranks of different meshes."""
+"""The norm of tensors whose parts are on different ranks of different meshes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def part_of(tensor: torch.Tensor) -> Part:
     mesh, local = tensor.device_mesh, local_of(tensor)
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"a gradient of shape {tuple(tensor.shape)} lies on {mesh}, which rank {dist.get_rank()} is not part of, so "
+            f"a gradient of shape {tuple(tensor.shape)} is on {mesh}, which rank {dist.get_rank()} is not part of, so "
             "that it cannot know that gradient's part of the norm; give every rank gradients of its own meshes only, and "
             "combine get_total_norm() of the sets over all ranks"
         )

@@ -1,11 +1,14 @@
 """Placements beyond stock DTensor's, on exact-type DTensors, and the index arithmetic of all placements."""
 
-from vescale.placements._custom import CustomPlacement, has_custom
+from vescale.placements._custom_placement import CustomPlacement, has_custom
 from vescale.placements._distribute import distribute_tensor
-from vescale.placements._exchange import Exchange, Piece, plan_exchange, unpack
+from vescale.placements._exchange_plan import Exchange, Piece, plan_exchange, unpack
 from vescale.placements._hooks import dtensor_hooks
 from vescale.placements._interleaved import InterleavedShard
-from vescale.placements._kinds import (
+from vescale.placements._local_conversion import from_local, to_local
+from vescale.placements._local_redistribution import move_local
+from vescale.placements._normalized_placements import normalize_placements
+from vescale.placements._placement_kinds import (
     at_dim,
     is_sharded,
     ragged_axis,
@@ -14,14 +17,11 @@ from vescale.placements._kinds import (
     split_factor,
     without_partials,
 )
-from vescale.placements._local import from_local, to_local
-from vescale.placements._move import move_local
-from vescale.placements._normalize import normalize_placements
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
 from vescale.placements._redistribute import full_tensor, redistribute
 from vescale.placements._region import Box, Interval, Region, coordinates, largest_shape, local_region, own_region
 from vescale.placements._serialization import allow_safe_load
-from vescale.placements._strides import contiguous_stride
+from vescale.placements._strides import contiguous_stride, stride_like
 
 __all__ = [
     "Box",
@@ -53,6 +53,7 @@ __all__ = [
     "shard_dim",
     "shift_dim",
     "split_factor",
+    "stride_like",
     "to_local",
     "unpack",
     "without_partials",

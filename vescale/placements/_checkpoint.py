@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import AsyncCollectiveTensor, CheckpointHooks, local_of, make_dtensor, make_spec, spec_of
-from vescale.placements._kinds import is_sharded
+from vescale.placements._placement_kinds import is_sharded
 from vescale.placements._region import Box, Region, local_region, own_region
 
 __all__ = ["HOOKS", "check_full", "check_load", "chunk_list", "fill", "metadata_items", "tensor_shard", "write_items"]

@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import current_mesh, make_dtensor, rank_in_mesh, stock
-from vescale.placements._custom import has_custom
-from vescale.placements._move import move_local
-from vescale.placements._normalize import normalize_placements
+from vescale.placements._custom_placement import has_custom
+from vescale.placements._dtensor_specs import contiguous_spec
+from vescale.placements._local_redistribution import move_local
+from vescale.placements._normalized_placements import normalize_placements
 from vescale.placements._ragged import RaggedShard
-from vescale.placements._specs import contiguous_spec
 
 __all__ = ["distribute_tensor"]
 

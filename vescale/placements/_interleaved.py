@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vescale.placements._custom import CustomPlacement
+from vescale.placements._custom_placement import CustomPlacement
 
 __all__ = ["InterleavedShard"]
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Self
 
-from vescale.placements._custom import CustomPlacement
+from vescale.placements._custom_placement import CustomPlacement
 
 __all__ = ["RaggedShard", "StridedRaggedShard"]
 

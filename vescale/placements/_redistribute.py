@@ -22,11 +22,11 @@ from vescale.compat import (
     spec_of,
     stock,
 )
-from vescale.placements._custom import has_custom
-from vescale.placements._kinds import without_partials
-from vescale.placements._move import move_local
-from vescale.placements._normalize import normalize_placements
-from vescale.placements._specs import resolve_gradient
+from vescale.placements._custom_placement import has_custom
+from vescale.placements._dtensor_specs import resolve_gradient
+from vescale.placements._local_redistribution import move_local
+from vescale.placements._normalized_placements import normalize_placements
+from vescale.placements._placement_kinds import without_partials
 from vescale.placements._strides import contiguous_stride
 
 __all__ = ["Redistribute", "full_tensor", "redistribute", "redistribute_local"]
@@ -44,7 +44,7 @@ def redistribute(
     """Change a DTensor's placements; differentiable, also twice.
 
     Any of Ragged, StridedRagged, Interleaved, Shard, Replicate and Partial (sum, avg, max, min) to any other, except one
-    pending reduction to another. Communication: see ``vescale/placements/_move.py``.
+    pending reduction to another. Communication: see ``vescale/placements/_local_redistribution.py``.
 
     Args:
         placements: one for each mesh axis.

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.placements._kinds import is_sharded, ragged_axis, shard_dim, split_factor
+from vescale.placements._placement_kinds import is_sharded, ragged_axis, shard_dim, split_factor
 from vescale.placements._ragged import RaggedShard
 from vescale.placements._strides import contiguous_stride
 

@@ -18,7 +18,7 @@ _FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class About:
-    """What a plan says of itself."""
+    """The description in a plan file."""
 
     name: str
     axes: tuple[str, ...]
@@ -26,7 +26,7 @@ class About:
 
 
 def names() -> tuple[str, ...]:
-    """The plans there are, sorted."""
+    """The names of all plans, sorted."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 

@@ -24,23 +24,18 @@ __all__ = [
     "RedistributeEntry",
     "ShardEntry",
     "UnitEntry",
-    "as_dict",
 ]
 
 # (axis name, placement) pairs, in the order of the mesh's axes.
 AxisPlacements = tuple[tuple[str, Placement], ...]
 
 
-def as_dict(placements: AxisPlacements) -> dict[str, Placement]:
-    return dict(placements)
-
-
 @dataclass(frozen=True)
 class ShardEntry:
-    """A tensor lies as ``placements`` say, during ``phase``, on the axes they name.
+    """During ``phase`` a tensor has these ``placements``, on the axes that they name.
 
-    ``given`` (inputs of the model only): what a plain tensor passed by the caller is: ``global``, the same on every rank
-    and cut by the hook; ``local``, this rank's own part.
+    ``given`` (inputs of the model only): whether a plain tensor that the caller passes is ``global``, the same on every
+    rank and sharded by the hook, or ``local``, this rank's own part.
     """
 
     path: Path
@@ -68,7 +63,7 @@ class RedistributeEntry:
 
 @dataclass(frozen=True)
 class AnnotateEntry:
-    """A plain local tensor *is* already placed so: it is labelled, nothing moves."""
+    """A plain local tensor has these placements already: it becomes a DTensor, and nothing moves."""
 
     path: Path
     placements: AxisPlacements
@@ -77,7 +72,7 @@ class AnnotateEntry:
 
 @dataclass(frozen=True)
 class FactoryEntry:
-    """Tensors that the matching modules make inside their forward (``arange``, ``zeros``, masks) are placed so."""
+    """The placements of tensors that the matching modules make inside their forward (``arange``, ``zeros``, masks)."""
 
     path: Path
     placements: AxisPlacements
@@ -90,11 +85,11 @@ ATTENTION_METHODS: tuple[AttentionMethod, ...] = get_args(AttentionMethod)
 
 @dataclass(frozen=True)
 class AttentionEntry:
-    """How scaled dot product attention inside the matching modules works along axes over which the sequence is cut.
+    """The method of scaled dot product attention inside the matching modules, on axes that shard the sequence.
 
-    ``all_gather``: keys and values are gathered, and each rank attends with its own queries; ``ring``: they come round in
-    blocks, of which a rank has one at a time; ``ulysses``: heads are exchanged for the sequence, and back. ``methods`` are
-    (axis name, method) pairs, in the order of the mesh's axes.
+    ``all_gather``: keys and values are gathered, and each rank attends with its own queries. ``ring``: blocks of keys and
+    values are passed round the ranks. ``ulysses``: the sharding is moved from the sequence to the heads, and back.
+    ``methods`` are (axis name, method) pairs, in the order of the mesh's axes.
     """
 
     path: Path
@@ -106,8 +101,8 @@ class AttentionEntry:
 class LocalEntry:
     """The matching modules run on plain local tensors.
 
-    ``kind`` names a known region (``experts``, with ``dispatch`` ``mask`` or ``all_to_all``); ``inputs`` and ``outputs``
-    say how tensors that cross its border are placed.
+    ``kind`` names a known region (``experts``, with ``dispatch`` ``mask`` or ``all_to_all``). ``inputs`` and ``outputs``
+    are the placements of the tensors that enter and leave the region.
     """
 
     path: Path
@@ -122,11 +117,11 @@ class LocalEntry:
 class UnitEntry:
     """The parameters of each matching module are gathered, and their gradients reduced, together.
 
-    ``reshard_after_forward``: gathered parameters are freed after forward (True), kept for backward (False), or a piece is
-    kept on each of so many ranks; None: freed, but kept for the model itself. ``reshard_after_backward``: freed after every
-    backward (True or None), or kept while gradients accumulate, until one that reduces them has run (False).
-    ``mp_policy``: dtypes that parameters are gathered in and gradients reduced in; None: their own. ``offload_pinned``:
-    parameters rest in host memory, pinned or not; None: on the device.
+    ``reshard_after_forward``: gathered parameters are freed after forward (True), kept for backward (False), or a piece
+    is kept on each of this number of ranks; None: freed, except for the model itself. ``reshard_after_backward``: freed
+    after every backward (True or None), or only after a backward that reduces gradients (False). ``mp_policy``: dtypes in
+    which parameters are gathered and gradients reduced; None: their own. ``offload_pinned``: parameters are in host
+    memory at rest, pinned or not; None: on the device.
     """
 
     path: Path

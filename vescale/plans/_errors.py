@@ -26,9 +26,9 @@ class Source:
 
 
 class PlanError(ValueError):
-    """A plan that cannot be: what was found, what was expected, and the edit that fixes it, with the place.
+    """An invalid plan: what was found, what was expected, and the edit that fixes it, with its source.
 
-    ``source`` is where the mistake stands, when it is known; ``problem`` is the message without the place.
+    ``source`` is the position of the mistake, if known; ``problem`` is the message without it.
     """
 
     def __init__(self, problem: str, source: Source | None = None) -> None:
@@ -38,13 +38,13 @@ class PlanError(ValueError):
 
 
 class MissingMeshError(PlanError):
-    """A plan file that leaves the sizes of axes to the program, read without a mesh."""
+    """A plan file without sizes of its axes was read without a mesh."""
 
 
 class PlanMismatchError(PlanError):
     """Ranks are about to run different things; the same error on every rank, before any collective.
 
-    ``ranks``: the global ranks that have something else than most, or have not come.
+    ``ranks``: the global ranks that differ from the majority, or have not come.
     """
 
     def __init__(self, problem: str, ranks: Iterable[int] = ()) -> None:

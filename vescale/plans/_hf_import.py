@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import regex
 from torch import nn
@@ -17,14 +17,12 @@ from vescale.plans._errors import PlanError, did_you_mean
 from vescale.plans._hf_paths import expressions, wildcard
 from vescale.plans._hf_sequence import shard_sequence
 from vescale.plans._hf_styles import STYLES, Style
-
-if TYPE_CHECKING:
-    from vescale.plans._plan import Plan
+from vescale.plans._plan_entries import PlanEntries
 
 __all__ = ["HfImportWarning", "add_hf_entries"]
 
-# Inputs of Hugging Face models whose first dim is the batch. Not those that are indexed or broadcast (position_ids,
-# attention_mask): whole, they need no communication.
+# Inputs of Hugging Face models whose first dim is the batch. Those that are indexed or broadcast (position_ids,
+# attention_mask) are not among them: replicated, they need no communication.
 BATCHED_INPUTS = [
     "input_ids",
     "inputs_embeds",
@@ -47,7 +45,7 @@ class HfImportWarning(UserWarning):
 
 
 def add_hf_entries(
-    plan: Plan,
+    plan: PlanEntries,
     model: nn.Module,
     axis: str,
     expert_axis: str | None,
@@ -64,7 +62,7 @@ def add_hf_entries(
             f"{type(model).__name__} carries no {'tp_plan' if expert_axis is None else 'tp_plan and no ep_plan'}; "
             "Plan.from_hf reads the plan of a transformers model: write the plan by hand, or see vescale.plan_zoo"
         )
-    # An expert module with a rule of its own takes none for tensor parallelism; nor does anything inside it.
+    # Rules for tensor parallelism do not apply to an expert module with its own rule, nor to modules inside of it.
     tensor = {name: style for name, style in tensor.items() if not _covered(name, experts)}
     draft.read(tensor)
     if batch_axis is not None and batch_axis in plan.axes:
@@ -104,8 +102,8 @@ def _plan_of(model: nn.Module, name: str) -> dict[str, str]:
 
 
 def _is_packed(module: nn.Module, attribute: str, dim: int) -> bool:
-    """Whether a parameter of stacked experts holds gate and up one after the other along ``dim``: twice what the
-    projection down takes."""
+    """Whether a parameter of stacked experts holds gate and up consecutively in ``dim``: twice the size that the down
+    projection takes."""
     down = getattr(module, "down_proj", None)
     parameter = getattr(module, attribute)
     return (
@@ -118,7 +116,7 @@ def _is_packed(module: nn.Module, attribute: str, dim: int) -> bool:
 
 
 def _attribute(holder: Any, name: str) -> Any:
-    """None where it is missing, or where a configuration refuses to say because layers differ in it."""
+    """None if the attribute is missing, or if a configuration raises because its layers differ in it."""
     try:
         return getattr(holder, name, None)
     except Exception:
@@ -130,7 +128,7 @@ def _covered(name: str, rules: Iterable[str]) -> bool:
 
 
 class _Draft:
-    """What a plan of styles says of one model on one axis, by concrete names.
+    """The placements that a plan of styles gives one model on one axis, by concrete names.
 
     Attributes:
         states: parameters -> placements.
@@ -168,14 +166,14 @@ class _Draft:
                 self.inputs[path] = style.inputs
             if style.outputs is not None:
                 self.outputs[path] = style.outputs
-            if isinstance(module, nn.Embedding):  # of a model's own, which norms or projects what it has looked up
+            if isinstance(module, nn.Embedding):  # a model's own class, which normalizes or projects the looked-up rows
                 self.inputs.update((f"{path}.{name}", Replicate()) for name, _ in module.named_children())
             if inside_whole:
                 self.notes.append(f"{wildcard(path)} stays whole: it has experts that every rank adds")
         self._follow_ties()
 
     def run_whole_experts(self, plan: Mapping[str, str]) -> None:
-        """Experts that only the model's plan of experts names stay whole, and are regions, too."""
+        """Make regions of experts that only the model's expert plan names; their parameters stay whole."""
         for path, style in self._styled(plan):
             if style.experts and path not in self.experts:
                 self.experts[path] = None
@@ -189,7 +187,7 @@ class _Draft:
     def _own_placements(
         self, path: str, module: nn.Module, style: Style | None, plan: Mapping[str, str]
     ) -> dict[str, Placement]:
-        """Of the module's own parameters: a rule that names the parameter, else the module's."""
+        """The placements of the module's own parameters: by a rule for the parameter, else for the module."""
         placed = {}
         for attribute, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{attribute}" if path else attribute
@@ -205,7 +203,7 @@ class _Draft:
         return placed
 
     def _refusal(self, path: str, placed: Mapping[str, Placement]) -> str:
-        """Why the parameters of one module cannot be cut so evenly; "" when they can."""
+        """Why the parameters of a module cannot be sharded evenly; "" if they can."""
         for name, placement in placed.items():
             shape = self.model.get_parameter(name).shape
             dim = shard_dim(placement)
@@ -230,18 +228,18 @@ class _Draft:
         return next((n for n in found if isinstance(n, int) and n > 0), None)
 
     def _follow_ties(self) -> None:
-        """A tied parameter lies as the first of its names that a rule cuts; other modules that read it are told so."""
+        """A tied parameter gets the placement of the first of its names with a rule; modules that read it get boundaries."""
         names_of: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names_of.setdefault(id(parameter), []).append(name)
         for names in names_of.values():
-            said = [name for name in names if name in self.states]
-            if len(names) == 1 or not said:
+            ruled = [name for name in names if name in self.states]
+            if len(names) == 1 or not ruled:
                 continue
-            placement = self.states[said[0]]
-            for name in said[1:]:
+            placement = self.states[ruled[0]]
+            for name in ruled[1:]:
                 if self.states.pop(name) != placement:
-                    self.notes.append(f"{wildcard(name)} follows {wildcard(said[0])}, to which it is tied")
+                    self.notes.append(f"{wildcard(name)} follows {wildcard(ruled[0])}, to which it is tied")
             for name in names:
                 path = name.rpartition(".")[0]
                 self.outputs.setdefault(path, Replicate())
@@ -254,7 +252,7 @@ class _Draft:
 
     # To entries
 
-    def emit(self, plan: Plan, dispatch: str | None) -> None:
+    def emit(self, plan: PlanEntries, dispatch: str | None) -> None:
         """Add the entries: regions first, then in the order of the model."""
         for path in expressions(self.experts, self.modules):
             plan.local(path, kind="experts", dispatch=dispatch)
@@ -264,7 +262,7 @@ class _Draft:
     def _patterns(self) -> Iterator[tuple[str, Placement]]:
         """(path, placement), merged where several tensors agree."""
         order = {path: number for number, path in enumerate(self.modules)}
-        said: dict[tuple[str, Placement], list[str]] = {}
+        paths_of: dict[tuple[str, Placement], list[str]] = {}
         tensors: dict[str, dict[Placement, list[str]]] = {}
         for name, placement in self.states.items():
             path, _, attribute = name.rpartition(".")
@@ -272,12 +270,12 @@ class _Draft:
         for path, by_placement in tensors.items():
             for placement, attributes in by_placement.items():
                 target = attributes[0] if len(attributes) == 1 else f"({'|'.join(attributes)})"
-                said.setdefault((target, placement), []).append(path)
+                paths_of.setdefault((target, placement), []).append(path)
         for target, boundaries in (("<in>", self.inputs), ("<out>", self.outputs)):
             for path, placement in boundaries.items():
-                said.setdefault((target, placement), []).append(path)
+                paths_of.setdefault((target, placement), []).append(path)
         lines = []
-        for (target, placement), paths in said.items():
+        for (target, placement), paths in paths_of.items():
             for expression in expressions(paths, self.modules):
                 first = min(order[path] for path in paths if regex.fullmatch(expression, path))
                 lines.append((first, f"{expression}.{target}" if expression else target, placement))

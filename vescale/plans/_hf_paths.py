@@ -1,4 +1,4 @@
-"""Lists of concrete module names to short path expressions that match exactly them."""
+"""Short path expressions that match exactly a list of concrete module names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def wildcard(name: str) -> str:
 def expressions(chosen: Iterable[str], every: Collection[str]) -> list[str]:
     """Path expressions that match all of ``chosen`` and nothing else of ``every``, in the order of ``chosen``.
 
-    Layers become ``\\d+``, or the numbers that are meant; siblings of the same layers become ``(a|b)``.
+    Layer numbers become ``\\d+``, or an alternative of numbers; siblings of the same layers become ``(a|b)``.
     """
     groups: dict[str, list[str]] = {}
     for name in chosen:
@@ -37,8 +37,8 @@ def expressions(chosen: Iterable[str], every: Collection[str]) -> list[str]:
 
 
 def _over_layers(generic: str, names: Sequence[str], others: Collection[str]) -> list[str]:
-    """One expression for names that differ in their numbers only, and for none of ``others``, which differ likewise;
-    the names themselves when no one number tells them from the others."""
+    """One expression that matches the given names, which differ in numbers only, and none of ``others``; the names
+    themselves if no single number distinguishes them from the others."""
     if not others:
         return [generic.replace("*", r"\d+")]
     for position in range(generic.count("*")):
@@ -50,7 +50,7 @@ def _over_layers(generic: str, names: Sequence[str], others: Collection[str]) ->
 
 
 def _around(generic: str, position: int) -> tuple[str, str]:
-    """What stands before and after the star at ``position``."""
+    """The text before and after the star at ``position``."""
     parts = generic.split("*")
     return "*".join(parts[: position + 1]), "*".join(parts[position + 1 :])
 
@@ -59,8 +59,8 @@ def _either(names: Sequence[str]) -> str:
     """``(q|k|v)_proj`` for ``q_proj``, ``k_proj``, ``v_proj``; one name as it is."""
     if len(names) == 1:
         return names[0]
-    words = [tuple(reversed(name.split("_"))) for name in names]
-    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*words)))
-    shared = min(shared, min(map(len, words)) - 1)
-    heads = ["_".join(reversed(parts[shared:])) for parts in words]
-    return f"({'|'.join(heads)})" + "".join(f"_{word}" for word in reversed(words[0][:shared]))
+    reversed_parts = [tuple(reversed(name.split("_"))) for name in names]
+    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*reversed_parts)))
+    shared = min(shared, min(map(len, reversed_parts)) - 1)
+    heads = ["_".join(reversed(parts[shared:])) for parts in reversed_parts]
+    return f"({'|'.join(heads)})" + "".join(f"_{part}" for part in reversed(reversed_parts[0][:shared]))

@@ -1,8 +1,8 @@
-"""Sequence parallelism, derived from a tensor-parallel plan: between the parts of a layer the sequence lies sharded.
+"""Sequence parallelism, derived from a tensor-parallel plan: between the parts of a layer the sequence is sharded.
 
-What a part of a layer sums it scatters over the sequence, and what it reads it gathers; the norms and additions between
-them see the shards. Parts are the modules that a layer calls: attention, feed-forward, mixtures, and others that the plan
-does not name, which get the whole sequence and give it back sharded.
+If a part of a layer sums its output over ranks, it scatters the sum over the sequence, and it gathers its input; norms
+and additions between parts run on the shards. Parts are the modules that a layer calls: attention, feed-forward,
+mixtures. Parts that the plan does not name get the whole sequence, and their output is sharded again.
 """
 
 from __future__ import annotations

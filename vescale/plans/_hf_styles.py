@@ -1,7 +1,7 @@
-"""What each tensor- and expert-parallel style of Hugging Face transformers says, in the words of our plans.
+"""The tensor- and expert-parallel styles of Hugging Face transformers, as placements.
 
-Transformers' styles pass local tensors from module to module and repair the gradients by hand; ours are full DTensors, so
-that placements alone remain, and styles that only repair gradients say nothing.
+Transformers' styles pass local tensors from module to module and correct gradients by hand. Ours are DTensors, so that
+placements suffice, and styles that only correct gradients have no entries.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Style:
     Attributes:
         cut: the dim of the module's own parameters that is sharded, counted from the back; None: they stay whole.
         front: count ``cut`` from the front instead (the dim of experts).
-        vectors: whether parameters of one dim are sharded too (biases along an output dim).
-        pieces: how many packed pieces the dim holds (gate and up), each of which is sharded.
-        inputs, outputs: where the module's inputs and outputs lie; None: as they come.
+        vectors: whether parameters of one dim are sharded, too (biases along an output dim).
+        pieces: the number of packed pieces in the dim (gate and up), each of which is sharded.
+        inputs, outputs: the placements of the module's inputs and outputs; None: as they arrive.
         experts: the module runs as an expert region; its output is summed.
-        whole_experts: an expert region's experts must stay whole for this style's module inside it.
+        whole_experts: if a module inside of an expert region has this style, the region's experts stay whole.
     """
 
     cut: int | None = None
@@ -40,7 +40,7 @@ class Style:
     whole_experts: bool = False
 
     def placement(self, num_dims: int) -> Placement | None:
-        """Of a parameter with so many dims; None: whole."""
+        """The placement of a parameter with this number of dims; None: whole."""
         if self.cut is None or num_dims == 0:
             return None
         if self.front:
@@ -63,7 +63,7 @@ STYLES: dict[str, Style] = {
     "colwise_gather_output": _GATHERED_COLUMNS,
     "colwise_rep": _GATHERED_COLUMNS,
     "rowwise": _ROWS,
-    # These two differ from rowwise in what their callers pass: a whole input, which is cut here.
+    # These two get a whole input, which is sharded here.
     "rowwise_split_input": _ROWS,
     "rowwise_rep": _ROWS,
     "packed_colwise": Style(cut=-2, vectors=True, pieces=2, inputs=Replicate()),
@@ -73,11 +73,11 @@ STYLES: dict[str, Style] = {
     "sequence_parallel": Style(inputs=Shard(1)),
     "all_reduce": Style(outputs=Replicate()),
     "moe_tp_experts": Style(inputs=Replicate(), outputs=Replicate(), experts=True),
-    # It divides what an expert that every rank has whole adds to a sum over ranks.
+    # It divides the contribution of a replicated expert to a sum over ranks.
     "moe_identity_expert": Style(whole_experts=True),
     "grouped_gemm": Style(cut=0, front=True, vectors=True),
     "ep_dispatch_experts": Style(inputs=Replicate(), outputs=Replicate(), experts=True),
-    # DTensor knows itself that these gradients are partial, and what is local.
+    # DTensor itself knows that these gradients are Partial, and what is local.
     "replicate": _NOTHING,
     "replicated_with_grad_allreduce": _NOTHING,
     "mla_kv_a_proj": _NOTHING,

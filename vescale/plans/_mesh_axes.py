@@ -1,4 +1,4 @@
-"""The named axes of a mesh: all that a plan needs to know of it."""
+"""The named axes of a mesh, which are all that a plan needs to know of it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """``Plan.from_model``: the parallel plan that a model's own ``get_parallel_plan()`` returns, as an ordinary plan.
 
 VeOmni's models carry such plans: for each extra parallel axis (``ep`` for experts, ``emb`` for embeddings) patterns of
-parameter names, where ``*`` stands for one part of a name, and a placement. They speak of parameters only; what is needed
-around those (regions of experts, where sums of embeddings go), and where the rest of the parameters lies, is added here. The
-object is read by its attributes (``extra_parallel_plan``, or ``ep_plan`` of earlier versions); a dict
-``{axis: {pattern: placement}}`` is taken too.
+parameter names, in which ``*`` stands for one part of a name, and a placement. They contain parameters only; regions of
+experts, the placements of summed embeddings, and those of the other parameters are added here. The object is read by its
+attributes (``extra_parallel_plan``, or ``ep_plan`` of earlier versions); a dict ``{axis: {pattern: placement}}`` is
+accepted, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vescale.plans._errors import PlanError, did_you_mean
 from vescale.plans._hf_import import BATCHED_INPUTS
 from vescale.plans._hf_paths import expressions
 from vescale.plans._phase import INIT, RUN
-from vescale.plans._plan import Plan
+from vescale.plans._plan_entries import PlanEntries
 
 __all__ = ["add_parallel_plan"]
 
@@ -31,7 +31,7 @@ _Patterns = Mapping[str, Any]
 
 
 def add_parallel_plan(
-    plan: Plan,
+    plan: PlanEntries,
     model: nn.Module,
     axes: Mapping[str, str],
     dispatch: str,
@@ -60,7 +60,7 @@ def add_parallel_plan(
 
 
 class _Reader:
-    def __init__(self, plan: Plan, model: nn.Module, dispatch: str) -> None:
+    def __init__(self, plan: PlanEntries, model: nn.Module, dispatch: str) -> None:
         self.plan, self.model, self.dispatch = plan, model, dispatch
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.cut: dict[int, dict[str, None]] = {}  # by ``id`` of a parameter, the axes that cut it
@@ -115,7 +115,7 @@ class _Reader:
             self.plan.local(expression, kind="experts", dispatch=self.dispatch)
 
     def rest(self, axes: Sequence[str]) -> None:
-        """At rest every parameter is sharded over those of ``axes`` that do not cut it anyway, in one cut."""
+        """At rest every parameter is sharded once over those of ``axes`` that do not shard it already."""
         alike: dict[tuple[str, ...], list[str]] = {}
         for name, parameter in self.parameters.items():
             if id(parameter) in self.cut:
@@ -138,7 +138,7 @@ class _Reader:
         return [name for name in self.parameters if expression.fullmatch(name)]
 
     def _check(self, pattern: str, axis: str, name: str) -> None:
-        """Whether it is known what a cut of dim 0 means there."""
+        """Raise unless sharding dim 0 has a known meaning for this parameter."""
         owner, parameter = self.model.get_submodule(name.rpartition(".")[0]), self.parameters[name]
         size = self.plan.axes.size(axis)
         if not (isinstance(owner, nn.Embedding) or parameter.ndim > 2 or self._belongs_to_stack(owner)):
@@ -162,7 +162,7 @@ class _Reader:
         return any(isinstance(p, torch.Tensor) and p.ndim > 2 for p in owner.parameters(recurse=False))
 
     def _embeddings(self, names: Sequence[str], axis: str, cuts_batch: bool) -> None:
-        """Every rank looks up the rows that it has: of all indices; the results are summed."""
+        """Every rank looks up all indices in its rows, and the results are summed."""
         owners = [name.rpartition(".")[0] for name in names]
         chosen = [owner for owner in owners if isinstance(self.model.get_submodule(owner), nn.Embedding)]
         for expression in expressions(chosen, dict(self.model.named_modules())):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import regex
 
-from vescale.plans._expression import MAX_EXPRESSION, compiled
+from vescale.plans._path_expression import MAX_EXPRESSION, compiled
 
 __all__ = ["Path", "Target"]
 

@@ -48,7 +48,7 @@ def parse_placement(text: str) -> Placement:
 
 
 def shown_text(text: str) -> str:
-    """The text in quotes, not more of it than a message needs."""
+    """The text in quotes, truncated for messages."""
     return repr(text) if len(text) <= 100 else f"{text[:100]!r}..."
 
 
@@ -79,7 +79,7 @@ def _build(name: str, positional: list[Any], named: dict[str, Any]) -> Placement
 
 
 def _arguments(text: str, whole: str) -> tuple[list[Any], dict[str, Any]]:
-    """Split ``0, units=(1, 2)`` into positional and named values: integers, words, and tuples of integers."""
+    """Split ``0, units=(1, 2)`` into positional and named values: integers, names, and tuples of integers."""
     tokens: list[tuple[str, str]] = []
     position = 0
     while text[position:].strip():

@@ -1,4 +1,4 @@
-"""Mixed precision and offload of units, as PyTorch's objects and as words of a plan."""
+"""Mixed precision and offload of units: PyTorch's objects, and their form in a plan."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _OPTIONS = tuple(field.name for field in fields(MixedPrecisionPolicy))
 
 
 def mp_policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy | None:
-    """The policy of ``{param_dtype: bfloat16, ...}``; one that changes nothing is None.
+    """The policy of ``{param_dtype: bfloat16, ...}``; None for a policy that changes nothing.
 
-    Raises ValueError, saying what to write instead.
+    Raises ValueError with the correct form.
     """
     if isinstance(given, Mapping):
         unknown = sorted(set(given) - set(_OPTIONS))
@@ -42,7 +42,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def mp_options(policy: MixedPrecisionPolicy | None) -> dict[str, str | bool]:
-    """What differs from the default policy, dtypes by name: what :func:`mp_policy_of` reads."""
+    """The options that differ from the default policy, dtypes by name, as :func:`mp_policy_of` reads them."""
     found: dict[str, str | bool] = {}
     for name in _OPTIONS if policy is not None else ():
         value = getattr(policy, name)
@@ -52,9 +52,9 @@ def mp_options(policy: MixedPrecisionPolicy | None) -> dict[str, str | bool]:
 
 
 def pins_memory(given: OffloadPolicy | Mapping[str, Any] | None) -> bool | None:
-    """Whether the host memory that parameters rest in is pinned; None: they rest on the device.
+    """Whether the host memory that holds parameters at rest is pinned; None: they are on the device.
 
-    Raises ValueError, saying what to write instead.
+    Raises ValueError with the correct form.
     """
     if isinstance(given, Mapping):
         if set(given) - {"pin_memory"} or not isinstance(given.get("pin_memory", True), bool):

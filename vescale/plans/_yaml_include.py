@@ -18,7 +18,7 @@ _MAX_FILES = 20
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A checked file and what ``${name}`` stands for in it: its own variables, replaced by those of who includes it."""
+    """A checked file and its values of ``${name}``: its own variables, overridden by those of the including file."""
 
     document: Document
     data: Mapping[str, Any]
@@ -28,9 +28,9 @@ class PlanFile:
 def read_files(file: str | os.PathLike[str], check: Callable[[Document], Mapping[str, Any]]) -> list[PlanFile]:
     """The file and all that it includes, in the order in which their entries count; the file itself is the last.
 
-    An ``include`` names files by their path from the file that it stands in. They lie, links followed, in the folder of
-    ``file`` or below it. ``check`` gives the data of a document, or raises. Raises PlanError for an include that leaves the
-    folder, that includes itself, or that cannot be read, and when all files together are too large.
+    An ``include`` names files by their path relative to the including file. After links are followed, they must be in the
+    folder of ``file`` or below it. ``check`` returns the data of a document, or raises. Raises PlanError for an include that
+    leaves the folder, that includes itself, or that cannot be read, and if all files together are too large.
     """
     files: list[PlanFile] = []
     num_characters = 0

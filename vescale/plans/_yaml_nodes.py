@@ -1,7 +1,7 @@
-"""YAML text to plain data with the place of every value; bounded, so that no file can hurt.
+"""YAML text to plain data with the position of every value, within limits.
 
 Only strings, integers, booleans, nulls, lists and mappings are built. Limits are applied while the text is composed,
-before anything walks the result: an alias bomb is small until something expands it.
+before anything traverses the result: an alias bomb is small until it is expanded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INTEGER = regex.compile(r"[-+]?(?:0|[1-9]\d{0,17})")
 
 @dataclass
 class Document:
-    """Plain data and where each part of it stands in the text."""
+    """Plain data and the position of each part in the text."""
 
     name: str
     num_characters: int = 0
@@ -41,7 +41,7 @@ class Document:
     values: dict[Place, Source] = field(default_factory=dict)
 
     def at(self, place: Place) -> Source:
-        """The source of a key (of a mapping's entry) or value; of the nearest one around it that is known."""
+        """The source of a key (of a mapping's entry) or value; of the nearest enclosing one that is known."""
         while True:
             found = self.keys.get(place) or self.values.get(place)
             if found is not None or not place:
@@ -116,7 +116,7 @@ def _advice(detail: str) -> str:
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """Composes nodes while depth, number, length, aliases and tags are within what a plan needs."""
+    """Composes nodes within the limits of a plan: depth, number and length of nodes, no aliases, no tags."""
 
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text)
@@ -181,4 +181,4 @@ def _build(node: yaml.Node, place: Place, document: Document, loader: yaml.SafeL
         return int(node.value)
     if node.tag in _SCALARS:
         return loader.construct_object(node)
-    return node.value  # fractions, dates and the like: a plan has none, so they are text
+    return node.value  # fractions, dates and the like are text, because plans have none

@@ -1,4 +1,4 @@
-"""YAML to :class:`Plan`: schema, variables, entries, each error with its line and column."""
+"""YAML to :class:`Plan`: schema, variables and entries; each error has its line and column."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import regex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.plans._errors import MissingMeshError, PlanError, did_you_mean
-from vescale.plans._expression import MAX_EXPRESSION
 from vescale.plans._mesh_axes import MeshAxes
+from vescale.plans._path_expression import MAX_EXPRESSION
 from vescale.plans._placement_text import parse_placement, shown_text
-from vescale.plans._plan import Plan
+from vescale.plans._plan_entries import PlanEntries
 from vescale.plans._yaml_include import PlanFile, read_files
 from vescale.plans._yaml_nodes import Document, Place
 
 __all__ = ["plan_schema", "read_plan"]
+
+_P = TypeVar("_P", bound=PlanEntries)
 
 _VARIABLE = regex.compile(r"\$\{([^{}]*)\}")
 _SECTIONS = (
@@ -47,10 +49,14 @@ def plan_schema() -> dict[str, Any]:
     return json.loads(resources.files("vescale.plans").joinpath("plan.schema.json").read_text())
 
 
-def read_plan(file: str | os.PathLike[str], mesh: DeviceMesh | Mapping[str, int] | MeshAxes | None) -> Plan:
-    """See :meth:`Plan.from_yaml`."""
+def read_plan(
+    file: str | os.PathLike[str],
+    mesh: DeviceMesh | Mapping[str, int] | MeshAxes | None,
+    new_plan: Callable[[DeviceMesh | MeshAxes], _P],
+) -> _P:
+    """See :meth:`Plan.from_yaml`; ``new_plan`` makes an empty plan for a mesh."""
     files = read_files(file, _checked)
-    plan = Plan(_mesh(files, mesh))
+    plan = new_plan(_mesh(files, mesh))
     for each in files:
         _add_entries(plan, each)
     return plan
@@ -64,7 +70,7 @@ def _checked(document: Document) -> Mapping[str, Any]:
     return data
 
 
-def _add_entries(plan: Plan, file: PlanFile) -> None:
+def _add_entries(plan: PlanEntries, file: PlanFile) -> None:
     document, data = file.document, file.data
     reader = _Reader(plan, document, file.variables)
     for path, value in (data.get("shard") or {}).items():
@@ -94,7 +100,7 @@ def _add_entries(plan: Plan, file: PlanFile) -> None:
 class _Reader:
     """Adds the entries of a checked document to a plan."""
 
-    def __init__(self, plan: Plan, document: Document, variables: Mapping[str, str]) -> None:
+    def __init__(self, plan: PlanEntries, document: Document, variables: Mapping[str, str]) -> None:
         self.plan, self.document, self.variables = plan, document, variables
 
     def expand(self, text: str, place: Place) -> str:
@@ -198,7 +204,8 @@ def _items(value: Any, place: Place) -> list[tuple[Any, Place]]:
 
 
 def _mesh(files: Sequence[PlanFile], mesh: DeviceMesh | Mapping[str, int] | MeshAxes | None) -> DeviceMesh | MeshAxes:
-    """The mesh given by the caller, checked against the files'; or that of the file, else of the first it includes."""
+    """The mesh given by the caller, checked against the files'; otherwise that of the file, or of the first include with
+    one."""
     with_mesh = [file for file in (files[-1], *files[:-1]) if file.data.get("mesh")]
     if mesh is None:
         sizes: dict[str, int | None] = with_mesh[0].data["mesh"] if with_mesh else {}
@@ -237,7 +244,7 @@ def _check_schema(data: Any, document: Document) -> None:
 
 
 def _deepest(error: Any) -> Any:
-    """Of an alternative's errors, the one that got furthest: it belongs to what the user meant."""
+    """The error of an alternative that is deepest in the data: its alternative is the one that the user meant."""
     while error.context:
         error = max(error.context, key=lambda e: (len(e.absolute_path), e.validator != "type"))
     return error

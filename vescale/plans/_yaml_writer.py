@@ -1,10 +1,9 @@
-""":class:`Plan` to YAML text that people edit and the reader reads back equal."""
+""":class:`Plan` to YAML text, for people to edit, which reads back equal."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import regex
 import yaml
@@ -21,10 +20,8 @@ from vescale.plans._entries import (
 )
 from vescale.plans._phase import ALL, phase_text
 from vescale.plans._placement_text import placement_text
+from vescale.plans._plan_entries import PlanEntries
 from vescale.plans._unit_policies import mp_options
-
-if TYPE_CHECKING:
-    from vescale.plans._plan import Plan
 
 __all__ = ["plan_text"]
 
@@ -34,7 +31,7 @@ _LAYERS = regex.compile(r"([A-Za-z0-9_.]+\.\\d\+)\.")
 _MIN_USES = 3  # of a variable
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: PlanEntries) -> str:
     """See :meth:`Plan.to_yaml`."""
     sizes = ", ".join(f"{name}: {size}" for name, size in zip(plan.axes.names, plan.axes.sizes))
     variables = _variables(plan)
@@ -56,8 +53,8 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _variables(plan: Plan) -> dict[str, str]:
-    """The beginnings of paths that a file is easier to read without, and their names: ``layer`` when there is one."""
+def _variables(plan: PlanEntries) -> dict[str, str]:
+    """Common beginnings of paths that become variables, and their names: ``layer`` if there is one."""
     uses: dict[str, int] = {}
     for entry in plan.entries:
         match = None if isinstance(entry, UnitEntry) else _LAYERS.match(entry.path.text)
@@ -113,8 +110,8 @@ def _unit(entry: UnitEntry) -> str:
     }
     options = [f"{name}: {json.dumps(value)}" for name, value in named.items() if value is not None]
     if entry.mp_policy is not None:
-        said = mp_options(entry.mp_policy).items()
-        options.append("mp_policy: " + _braces(f"{name}: {json.dumps(value)}" for name, value in said))
+        values = mp_options(entry.mp_policy).items()
+        options.append("mp_policy: " + _braces(f"{name}: {json.dumps(value)}" for name, value in values))
     if entry.offload_pinned is not None:
         options.append(f"offload_policy: {{pin_memory: {json.dumps(entry.offload_pinned)}}}")
     path = _scalar(entry.path.text)
@@ -146,6 +143,6 @@ def _quoted(text: str) -> str:
 
 
 def _is_text(text: str) -> bool:
-    """Whether YAML reads the plain word as text: not ``on``, ``no``, ``null``."""
+    """Whether YAML reads the plain scalar as text: not ``on``, ``no``, ``null``."""
     tag = yaml.SafeLoader("").resolve(yaml.ScalarNode, text, (True, False))
     return bool(tag == "tag:yaml.org,2002:str")

@@ -5,11 +5,11 @@ same seed (``torch.manual_seed``); their generators then stay equal. :func:`defe
 same for a model's initialization, without ever holding the whole model. Ops, rules and limits are in docs/rng.md.
 """
 
-from vescale.rng._data import SampleSeeds, ShardedBatchSampler
-from vescale.rng._deferred import DeferredTensor, DeferredValueError, is_deferred
-from vescale.rng._handlers import handlers
-from vescale.rng._init import rand, randint, randn
-from vescale.rng._local import drawing_part_of
+from vescale.rng._data_order import SampleSeeds, ShardedBatchSampler
+from vescale.rng._deferred_tensor import DeferredTensor, DeferredValueError, is_deferred
+from vescale.rng._enable import deferred_init, disable, enable, is_enabled
+from vescale.rng._initializers import rand, randint, randn
+from vescale.rng._local_random_ops import drawing_part_of
 from vescale.rng._materialize import (
     PlacementFn,
     check_recorded_alike,
@@ -19,7 +19,7 @@ from vescale.rng._materialize import (
     materialize_part,
     materialize_tensor,
 )
-from vescale.rng._switch import deferred_init, disable, enable, is_enabled
+from vescale.rng._op_handlers import handlers
 
 __all__ = [
     "DeferredTensor",

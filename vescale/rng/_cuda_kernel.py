@@ -1,8 +1,8 @@
-"""A kernel of our own that makes any elements of a random fill: for inner-dim shards, and fills of few elements.
+"""A kernel that writes any elements of a random fill: for shards of inner dims and for fills of few elements.
 
-The source is ``vescale/csrc/philox.h``, compiled on first use. For each op, arguments and dtype it is compared with the
-native op on the device, once, before it is used; where it cannot be built or its bits differ, the caller's slower way
-serves.
+The source is ``vescale/csrc/philox.h``, compiled on first use. For each op, dtype and set of arguments, the kernel is
+compared once with the native op on the device before it is used. If it cannot be built, or if its bits differ, the caller
+falls back to native chunks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from vescale import csrc
-from vescale.compat.kernels import compile_kernel
-from vescale.rng._ops import DROPOUT_MASK, RandomOp
+from vescale.compat.cuda_kernels import compile_kernel
 from vescale.rng._philox import ChunkedRule, GridStride, Launch, PhiloxRule, PhiloxState, Vectors
-from vescale.rng._spans import Piece, Span
+from vescale.rng._random_ops import DROPOUT_MASK, RandomOp
+from vescale.rng._stream_spans import Piece, Span
 
 __all__ = [
     "Kernels",
@@ -53,13 +53,13 @@ _DTYPES = {
 }
 _UNIFORM, _NORMAL, _LOG_NORMAL, _EXPONENTIAL, _CAUCHY, _BELOW, _BELOW_PARAMETER, _MODULO, _FULL = range(9)
 _GRID_STRIDE, _VECTORS, _QUADS = range(3)
-# Consecutive integers from 0 up to here are floats: native ops change bounds beyond.
+# All integers from 0 to this one are exact; native ops change larger bounds.
 _EXACT_INTEGERS = {torch.float64: 2**53, torch.float32: 2**24, torch.float16: 2**11, torch.bfloat16: 2**8}
 
-_UNIT = 4  # neighbouring elements that a thread makes together, where those of one block are passes apart
+_UNIT = 4  # adjacent elements that a thread writes together if the elements of one Philox block are passes apart
 _NARROW = 2**31  # element numbers below fit into 32 bits, and divide by a multiplication
 _THREADS = 256  # of a block of the kernel
-_MAX_LAUNCHES = 64  # for one fill; beyond, sweeping over whole chunks costs less
+_MAX_LAUNCHES = 64  # for one fill; with more, native chunks cost less
 
 _DEVICE_SOURCE = """
 #define DEVICE static __device__ __forceinline__
@@ -87,7 +87,7 @@ class _Divisor(ctypes.Structure):
 
 
 class Kind(NamedTuple):
-    """What tells one compiled kernel from another: everything that all launches for an op, dtype and rule share."""
+    """The key of a compiled kernel: everything that all launches for an op, dtype and rule share."""
 
     rule: int
     lanes: int
@@ -99,7 +99,7 @@ class Kind(NamedTuple):
 
 
 class Plan(ctypes.Structure):
-    """What the kernel is told about one piece; the meaning of each field stands in ``philox.h``."""
+    """The kernel's parameters for one piece; ``philox.h`` describes the fields."""
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("seed", "block", "count", "stream")),
@@ -112,16 +112,16 @@ class Plan(ctypes.Structure):
     ]
 
 
-# Fills one piece: (elements that tensors are counted from, those of the parameter, plan, blocks, threads of a block).
+# Fills one piece: (first element of the tensor, of the parameter, plan, blocks, threads of a block).
 Launcher = Callable[[torch.Tensor, torch.Tensor, Plan, int, int], None]
 
 
 @functools.cache
 def compiled(index: int, kind: Kind) -> Launcher | None:
-    """A kernel on CUDA device ``index``, which is the current one; None, with a warning, where it cannot be built."""
+    """A kernel on CUDA device ``index``, which is the current one; None, with a warning, if it cannot be built."""
     try:
         return build(kind)
-    except Exception as error:  # whatever is missing: the engine has another way
+    except Exception as error:  # the engine falls back to native chunks
         _warn_once(index, f"{type(error).__name__}: {error}")
         return None
 
@@ -129,21 +129,21 @@ def compiled(index: int, kind: Kind) -> Launcher | None:
 @functools.cache
 def _warn_once(index: int, reason: str) -> None:
     warnings.warn(
-        f"the kernel of vescale.rng could not be built for cuda:{index} ({reason}); shards of inner dims are cut out of "
-        "native fills of all that lies between them: right, but slower",
+        f"the kernel of vescale.rng could not be built for cuda:{index} ({reason}); shards of inner dims are copied out "
+        "of native fills, which generate the elements in between, too: the same values, but slower",
         stacklevel=2,
     )
 
 
 def source(kind: Kind) -> str:
-    """A kernel as NVRTC gets it; it includes nothing."""
+    """The source of a kernel for NVRTC; it includes no headers."""
     header = (Path(csrc.__file__).parent / "philox.h").read_text()
     index = "u32" if kind.narrow else "u64"
     return _DEVICE_SOURCE.format(header=header, threads=_THREADS, index=index, kind=", ".join(map(str, kind)))
 
 
 def build(kind: Kind) -> Launcher:
-    """Compile a kernel for the current device. Raises what :func:`vescale.compat.kernels.compile_kernel` raises."""
+    """Compile a kernel for the current device. Raises what :func:`vescale.compat.cuda_kernels.compile_kernel` raises."""
     kernel = compile_kernel(source(kind), "vescale_fill")
 
     def launch(out: torch.Tensor, parameter: torch.Tensor, plan: Plan, blocks: int, threads: int) -> None:
@@ -162,7 +162,7 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 
 
 class Transform(NamedTuple):
-    """How the kernel makes a value of random words: which formula, and its numbers (doubles as their bits)."""
+    """How the kernel computes a value from random words: the formula and its constants (doubles as their bits)."""
 
     number: int
     a: int = 0
@@ -217,7 +217,7 @@ def _between(low: int, high: int, dtype: torch.dtype) -> Transform | None:
 
 
 def _num_values(dtype: torch.dtype) -> int:
-    """How many values ``random_()`` without bounds has: those from 0 up to the largest that is exact."""
+    """The number of values of ``random_()`` without bounds: from 0 to the largest integer that is exact."""
     if dtype == torch.bool:
         return 2
     return _EXACT_INTEGERS[dtype] + 1 if dtype in _EXACT_INTEGERS else torch.iinfo(dtype).max + 1
@@ -252,7 +252,8 @@ def plan_of(
     span: Span,
     piece: Piece,
 ) -> Plan | None:
-    """What the kernel is told about one piece; None for ops that it does not know, and for what is not a box of few dims."""
+    """The kernel's parameters for one piece; None for ops that it does not implement, and if the piece is no box of few
+    dims."""
     rule, n, transform = fill.rule, fill.n, transform_of(fill.op, dtype, parameter_dtype is not None)
     if transform is None:
         return None
@@ -272,7 +273,7 @@ def plan_of(
         case _:
             number, lanes, width = _QUADS, 4, 4
             units = (sizes[-1] + lanes - 2) // lanes + 1
-    # Of the numbers of elements, also of those that are looked for and do not exist.
+    # An upper bound of the element numbers, including those that are searched for and do not exist.
     narrow = n + 4 * (threads + _UNIT) < _NARROW
     parameter_number = _DTYPES.get(parameter_dtype or torch.float32, 0)
     kind = Kind(number, lanes, width, transform.number, _DTYPES[dtype], parameter_number, int(narrow))
@@ -300,9 +301,9 @@ def plan_of(
 
 
 class Kernels:
-    """The kernels of one device, and what is known about their bits.
+    """The kernels of one device, and the results of their comparisons with the native op.
 
-    ``native``: as in ``Device``. ``build(kind)``: a launcher, or None where there is none.
+    ``native``: as in ``Device``. ``build(kind)`` returns a launcher, or None if the kernel cannot be built.
     """
 
     def __init__(self, launch: Launch, native: Callable[..., None], build: Callable[[Kind], Launcher | None]) -> None:
@@ -312,15 +313,16 @@ class Kernels:
     def fill(
         self, fill: NativeFill, local: torch.Tensor, spans: Sequence[Span], parameter: torch.Tensor | None
     ) -> bool:
-        """Fills the pieces of the spans with the native bits; False, and nothing done, when another way must be found."""
+        """Fill the pieces of the spans with the native bits. Returns False, with nothing written, if the kernel cannot be
+        used."""
         if isinstance(fill.rule, ChunkedRule) and sum(len(span.pieces) for span in spans) > _MAX_LAUNCHES:
             return False
         return self.trusts(fill.op, fill.rule, local, parameter) and self._fill(fill, local, spans, parameter)
 
     def trusts(self, op: RandomOp, rule: PhiloxRule, local: torch.Tensor, parameter: torch.Tensor | None) -> bool:
-        """Whether the kernel gives the native bits: of the op in general, and with these very arguments.
+        """Whether the kernel gives the native bits, for the op in general and with these arguments.
 
-        Each is compared when it is first asked for, and never again.
+        Each comparison is made once.
         """
         general = op.telling(local.dtype)
         return self._passes(general, rule, local, parameter, 8 * self.launch.max_threads + 8 * 5) and (
@@ -360,7 +362,7 @@ class Kernels:
     def _equals_native(
         self, op: RandomOp, rule: PhiloxRule, local: torch.Tensor, parameter: torch.Tensor | None, n: int
     ) -> bool:
-        """Compares one fill: all of it, and a part of every row, whose blocks are shared with what is not owned."""
+        """Compare one fill: all of it, and a part of every row, whose Philox blocks have elements that are not written."""
         state = PhiloxState(2**40 + 11, 16)
         n = rule.padded(n) if isinstance(rule, ChunkedRule) else n
         probabilities = None

@@ -1,4 +1,4 @@
-"""Chooses the engine by the device that the numbers are generated on."""
+"""Selects the engine for the device on which numbers are generated."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from vescale.placements import Region
-from vescale.rng import _cpu
-from vescale.rng._fill import Fill
+from vescale.rng import _cpu_engine
+from vescale.rng._fill_request import Fill
 from vescale.rng._mt19937 import Mt19937State
-from vescale.rng._ops import RandomOp
+from vescale.rng._random_ops import RandomOp
 
 __all__ = ["advance", "default_generator", "fill_region", "generator_at", "saved_state"]
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that random ops on a device use unless told otherwise."""
+    """The generator that random ops on a device use by default."""
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "cuda":
@@ -32,7 +32,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 def fill_region(
     local: torch.Tensor, fill: Fill, generator: torch.Generator | None = None, parameter: torch.Tensor | None = None
 ) -> None:
-    """Fill ``local`` with its part of a fill of a whole tensor; see :func:`vescale.rng._cpu.fill_region`."""
+    """Fill ``local`` with its part of a fill of a whole tensor; see :func:`vescale.rng._cpu_engine.fill_region`."""
     generator = default_generator(local.device) if generator is None else generator
     if local.device.type != generator.device.type:
         raise ValueError(
@@ -40,11 +40,11 @@ def fill_region(
             f"pass a torch.Generator({str(local.device)!r})"
         )
     if local.device.type == "cpu":
-        _cpu.fill_region(local, fill, generator, parameter)
+        _cpu_engine.fill_region(local, fill, generator, parameter)
     else:
-        from vescale.rng import _cuda  # compiles nothing, but programs without a GPU need not read it
+        from vescale.rng import _cuda_engine  # programs without a GPU do not load it
 
-        _cuda.fill_region(local, fill, generator, parameter)
+        _cuda_engine.fill_region(local, fill, generator, parameter)
 
 
 def advance(
@@ -55,7 +55,7 @@ def advance(
     generator: torch.Generator,
     parameter_dtype: torch.dtype | None = None,
 ) -> None:
-    """Move ``generator`` as ``op`` on a whole tensor would, generating nothing."""
+    """Advance ``generator`` as ``op`` on a whole tensor would, without generating numbers."""
     nothing = Region(tuple(shape), tuple(((0, size),) for size in shape), (0, 0))
     parameter = None if parameter_dtype is None else torch.empty(0, dtype=parameter_dtype, device=generator.device)
     local = torch.empty(0, dtype=dtype, device=generator.device)
@@ -63,14 +63,14 @@ def advance(
 
 
 def saved_state(generator: torch.Generator) -> bytes:
-    """The state of a generator, in half the bytes on a CPU."""
+    """The state of a generator; on a CPU in half the bytes."""
     if generator.device.type == "cpu":
         return Mt19937State.of(generator).packed()
     return generator.get_state().numpy().tobytes()
 
 
 def generator_at(state: bytes, device: torch.device) -> torch.Generator:
-    """A generator of its own at a saved state."""
+    """A new generator in a saved state."""
     generator = torch.Generator(device)
     if device.type == "cpu":
         Mt19937State.unpacked(state).write_to(generator)

@@ -1,4 +1,4 @@
-"""Gives deferred tensors their values: whole, or on each rank its part as a DTensor."""
+"""Computes deferred tensors: whole, or as DTensors of which each rank computes its part."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, make_dtensor, make_spec
-from vescale.compat.deferred import tree_leaves, without_modes
+from vescale.compat.tensor_subclasses import tree_leaves, without_modes
 from vescale.placements import Region, local_region, normalize_placements
-from vescale.rng._deferred import DeferredTensor, view_of
-from vescale.rng._dtensor import part_of_whole
-from vescale.rng._graph import Constant, Record, View, needed_ops, next_time
-from vescale.rng._ops import RandomOp
-from vescale.rng._replay import part_values, whole_values
+from vescale.rng._deferred_graph import Constant, Record, View, needed_ops, next_time
+from vescale.rng._deferred_replay import part_values, whole_values
+from vescale.rng._deferred_tensor import DeferredTensor, view_of
+from vescale.rng._dtensor_fill import part_of_whole
+from vescale.rng._random_ops import RandomOp
 
 __all__ = [
     "PlacementFn",
@@ -47,35 +47,35 @@ def materialize(
     into: Callable[[str], torch.Tensor | None] | None = None,
     mesh_of: Callable[[str], DeviceMesh | None] | None = None,
 ) -> Module:
-    """Give every deferred parameter, buffer and tensor attribute of a module its values; returns the module.
+    """Compute every deferred parameter, buffer and tensor attribute of a module, and return the module.
 
     ====================  ==================================================  =============================
-    tensor                becomes                                             memory on a rank, at its peak
+    tensor                becomes                                             memory of a rank, peak
     ====================  ==================================================  =============================
-    placed parameter      ``nn.Parameter`` around a DTensor                   its part, and one such part
+    placed parameter      ``nn.Parameter`` of a DTensor                       its part, and one such part
     placed buffer         a DTensor                                           the same
-    anything else         a plain tensor, whole on every rank                 the whole
+    other tensor          a plain tensor, whole on every rank                 the whole
     ====================  ==================================================  =============================
 
     Tensors whose initialization is not elementwise (``orthogonal_``, ``sparse_``) are computed whole, one at a time.
-    Tensors that have values already are placed where ``placements`` says so, and else left alone. Tied parameters stay
-    one object; tensors that share memory keep sharing it. Attributes and ``requires_grad`` of parameters are kept. No
-    generator is touched.
+    Tensors with values are placed if ``placements`` returns placements for them, and otherwise kept. Tied parameters stay
+    one object; tensors that share memory keep sharing it. Attributes and ``requires_grad`` of parameters are kept. The
+    state of generators does not change.
 
     Args:
-        mesh: where the placed tensors live. None: everything becomes plain and whole, as without ``deferred_init``.
-        placements: asked once for each parameter and buffer, under its first name. None: nothing is placed.
-        device: of plain tensors, and of all of them without a mesh; None: where the constructor put them.
-        into: asked for the memory of a placed tensor's part, by name; None, or an answer of None: memory of its own.
-        mesh_of: asked for the mesh of a placed tensor, by name, where that is made of the same ranks as ``mesh``; None, or
-            an answer of None: ``mesh``.
+        mesh: of the placed tensors. None: all tensors become plain and whole, as without ``deferred_init``.
+        placements: called once for each parameter and buffer, with its first name. None: no tensor is placed.
+        device: of plain tensors, and of all tensors without a mesh. None: the device that the constructor chose.
+        into: returns the memory of a placed tensor's part, by name. None, or if it returns None: new memory.
+        mesh_of: returns the mesh of a placed tensor, by name; it has the same ranks as ``mesh``. None, or if it returns
+            None: ``mesh``.
 
     Raises:
         ValueError: placements that do not fit a tensor or the mesh.
-        RuntimeError: ranks of the mesh recorded different random numbers (before anything is computed); tensors that
-            overlap in memory and are placed.
+        RuntimeError: ranks of the mesh recorded different random numbers (raised before anything is computed); placed
+            tensors that overlap in memory.
 
-    Communication: with a mesh, one all-reduce of 16 bytes on each axis, to compare the ranks.
+    Communication: with a mesh, one all-reduce of 16 bytes on each axis, which compares the ranks.
     """
     if placements is not None and mesh is None:
         raise ValueError(
@@ -97,7 +97,7 @@ def materialize(
 def materialize_tensor(
     tensor: torch.Tensor, mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> torch.Tensor:
-    """One deferred tensor with its values: whole, or as a DTensor of which this rank computes its part.
+    """One deferred tensor with values: whole, or as a DTensor of which this rank computes its part.
 
     Raises TypeError for a tensor that has values, ValueError for placements that do not fit. Communication: none.
     """
@@ -109,7 +109,7 @@ def materialize_tensor(
 
 
 def materialize_part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """The region's part of a deferred tensor's values, of its local shape; nothing else is computed where that can be.
+    """The region's part of a deferred tensor's values, with its local shape. If possible, nothing else is computed.
 
     Raises TypeError for a tensor that has values. Communication: none.
     """
@@ -135,7 +135,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class _Maker:
-    """The tensors of one call of :func:`materialize`, by the deferred tensor that they replace."""
+    """The tensors that one call of :func:`materialize` makes, by the deferred tensor that they replace."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Maker:
         self.device = None if device is None else torch.device(device)
         self.time = next_time()
         self.made: dict[int, torch.Tensor] = {}
-        self._kept: list[torch.Tensor] = []  # ids stay unique while the originals live
+        self._kept: list[torch.Tensor] = []  # keeps the originals, so that ids stay unique
         self._storages: dict[int, torch.UntypedStorage] = {}  # by record: what plain tensors share
         self._locals: dict[int, tuple[str, View, DTensorSpec, torch.Tensor]] = {}  # by record: placed ones
 
@@ -229,7 +229,7 @@ class _Maker:
         )
 
     def replace_in(self, module: nn.Module) -> None:
-        """Puts the made tensors where the deferred ones were, also in lists, tuples, dicts and plain attributes."""
+        """Replace deferred tensors by the made ones, also in lists, tuples, dicts and plain attributes."""
         registered: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for tensors in registered:
             for name, tensor in tensors.items():
@@ -275,13 +275,13 @@ def _own_part(whole: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def has_deferred(module: nn.Module) -> bool:
-    """Whether a parameter or buffer of a module waits for :func:`materialize`."""
+    """Whether a module has a parameter or buffer that is to be materialized."""
     return any(isinstance(tensor, DeferredTensor) for _, tensor in _named_tensors(module))
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """A number of 56 bits that tells deferred tensors of different values apart, without computing them: of the recorded
-    ops, their arguments and the generator states. Raises TypeError for a tensor that has values."""
+    """A number of 56 bits that differs for deferred tensors of different values, without computing them: a hash of the
+    recorded ops, their arguments and generator states. Raises TypeError for a tensor that has values."""
     return _fingerprint([tensor])
 
 
@@ -308,15 +308,15 @@ def _fingerprint(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _sum_of_bits(values: torch.Tensor) -> int:
-    """Changes with any one element."""
+    """A sum that changes if one element changes."""
     if values.is_meta or values.numel() == 0:
         return 0
     return int(values.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64))
 
 
 def check_recorded_alike(mesh: DeviceMesh, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises RuntimeError on every rank of the mesh when their constructors ran from different generator states or did
-    other ops. Communication: an all-reduce of 16 bytes on each axis."""
+    """Raise RuntimeError on every rank of the mesh if the ranks' constructors started from different generator states or
+    ran different ops. Communication: an all-reduce of 16 bytes on each axis."""
     if mesh.get_coordinate() is None:
         return
     number = _fingerprint(tensors)

@@ -1,4 +1,4 @@
-"""The state of a CPU generator as a value: what ``torch.Generator.get_state()`` says, and the state n words later."""
+"""``Mt19937State``: the state of a CPU generator as a value, and the state n words later."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vescale.rng._jump import BLOCK_WORDS, Block, advance_blocks
+from vescale.rng._mt19937_jump import BLOCK_WORDS, Block, advance_blocks
 
 __all__ = ["Mt19937State"]
 
 # The bytes of at::CPUGeneratorImplState: the engine (seed, words left in the block, seeded, next word, the block), then
-# the second value of the last pair of double normals, if one is waiting, then the same for float (never set).
+# the second value of the last pair of double normals, if one is kept, then the same for float (never set).
 _STATE = np.dtype(
     {
         "names": ["left", "next", "block", "normal_y", "normal_is_valid"],
@@ -22,7 +22,7 @@ _STATE = np.dtype(
     }
 )
 
-_WORDS = 24  # where the block begins
+_WORDS = 24  # offset of the block
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Mt19937State:
         return cls(raw, block, BLOCK_WORDS + 1 - int(fields["left"]), bool(fields["normal_is_valid"]))
 
     def packed(self) -> bytes:
-        """Half the bytes: torch keeps each 32-bit word in 64."""
+        """The state in half the bytes: torch stores each 32-bit word in 64 bits."""
         return self.raw[:_WORDS] + self.block.tobytes() + self.raw[_WORDS + 8 * BLOCK_WORDS :]
 
     @classmethod
@@ -59,7 +59,7 @@ class Mt19937State:
         return cls.parse(packed[:_WORDS] + block.astype("<u8").tobytes() + packed[_WORDS + 4 * BLOCK_WORDS :])
 
     def skip(self, num_words: int) -> Mt19937State:
-        """The state after drawing ``num_words`` words: the same bytes as after drawing them."""
+        """The state after drawing ``num_words`` words, byte for byte."""
         if num_words == 0:
             return self
         # A block is refilled by the draw that needs it, not by the one that empties it: position stays in 1 .. 624.
@@ -74,7 +74,7 @@ class Mt19937State:
         return Mt19937State(fields.tobytes(), block, position, self.normal_waits)
 
     def without_waiting_normal(self) -> Mt19937State:
-        """The same place in the stream, with no second value of a pair of normals waiting."""
+        """The same position in the stream, without a kept second value of a pair of normals."""
         if not self.normal_waits:
             return self
         fields = np.frombuffer(bytearray(self.raw), _STATE)
@@ -86,7 +86,7 @@ class Mt19937State:
         generator.set_state(torch.frombuffer(bytearray(self.raw), dtype=torch.uint8))
 
     def words_until(self, later: Mt19937State, limit: int) -> int | None:
-        """How many words were drawn from here to ``later``, if that is ``limit`` at most (for probes, by trying)."""
+        """The number of words drawn from this state to ``later``, if at most ``limit``; by trying, for the self-checks."""
         for count in range(limit + 1):
             state = self.skip(count)
             if state.position == later.position and np.array_equal(state.block, later.block):

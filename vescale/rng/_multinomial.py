@@ -8,16 +8,17 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.compat import local_of, make_dtensor, make_spec, spec_of
-from vescale.rng._dtensor import empty_like, fill, outside_mesh, region_of, whole_of
-from vescale.rng._ops import RandomOp
+from vescale.rng._dtensor_fill import empty_like, fill, outside_mesh, region_of, whole_of
+from vescale.rng._random_ops import RandomOp
 
 __all__ = ["multinomial"]
 
 
 def multinomial(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """``multinomial(self, num_samples, replacement=False, *, generator=None)``; the result keeps the cut of the rows.
+    """``multinomial(self, num_samples, replacement=False, *, generator=None)``; the result is sharded over rows like
+    ``self``.
 
-    Communication: an all-gather along axes that cut the categories; with replacement, of all of ``self``.
+    Communication: an all-gather along axes that shard the categories; with replacement, of all of ``self``.
     """
     weights, num_samples = args[0], args[1]
     if not weights.is_floating_point():
@@ -54,10 +55,10 @@ def multinomial(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTens
 
 
 def _replayed(op: Any, weights: DTensor, num_samples: int, replacement: bool, generator: Any) -> DTensor:
-    """All rows on every rank."""
+    """Sample all rows on every rank."""
     spec = spec_of(weights)
     if outside_mesh(spec):
-        # How much is drawn does not depend on the weights; any valid ones do.
+        # The number of draws does not depend on the weights: any valid weights do.
         whole = torch.ones(tuple(spec.shape), dtype=weights.dtype, device=spec.mesh.device_type)
     else:
         whole = whole_of(weights)

@@ -1,9 +1,9 @@
-"""How CUDA ops consume a generator: which thread, counter and lane of Philox makes which element.
+"""How CUDA ops consume a generator: the thread, Philox counter and lane from which each element is computed.
 
-A CUDA generator is a seed and an offset. Thread ``t`` of a launch reads the stream of subsequence ``t`` from block
-``offset / 4`` on; a block is four 32-bit words. Element numbers are those of the stream (memory order of the tensor).
-From ATen's ``DistributionTemplates.h`` and ``Dropout.cu``; :mod:`vescale.rng._cuda` checks each rule on the device.
-:func:`philox` is the generator itself, one block at a time in numpy: the reference of the tests.
+The state of a CUDA generator is a seed and an offset. Thread ``t`` of a launch reads subsequence ``t``, starting with block
+``offset / 4``; a block is four 32-bit words, and a *lane* is the position of a word in its block. Elements are numbered in
+memory order. The rules follow ATen's ``DistributionTemplates.h`` and ``Dropout.cu``; :mod:`vescale.rng._cuda_engine` checks
+each one on the device. :func:`philox` is the generator itself in numpy, the reference of the tests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PhiloxState:
 
 @dataclass(frozen=True)
 class Launch:
-    """What of a device decides how many threads a launch has."""
+    """The properties of a device that determine the number of threads of a launch."""
 
     num_sms: int
     threads_per_sm: int
@@ -62,40 +62,41 @@ class PhiloxRule(ABC):
     """How one op draws ``n`` elements."""
 
     def at(self, n: int) -> PhiloxRule:
-        """The rule for ``n`` elements, when the op chooses by their number."""
+        """The rule for ``n`` elements, for ops that choose by the number of elements."""
         return self
 
     @abstractmethod
     def increment(self, launch: Launch, n: int) -> int:
-        """How far the op moves the offset."""
+        """The distance by which the op advances the offset."""
 
     @abstractmethod
     def address(self, launch: Launch, n: int, element: Index) -> Address:
-        """Where each element's random number comes from."""
+        """The position in the generator's stream of each element's random number."""
 
 
 class ChunkedRule(PhiloxRule):
-    """A rule whose op, on a whole number of chunks with the offset moved on, makes the elements of those chunks.
+    """A rule whose op writes whole chunks alike wherever they start: with the offset advanced to a chunk, it writes its
+    elements.
 
-    True when the launch has all threads (``n`` saturates the device); a smaller fill is generated whole.
+    This holds if the launch has all threads (``n`` saturates the device); a smaller fill is generated whole.
     """
 
     @abstractmethod
     def chunk(self, launch: Launch) -> int:
-        """Elements of a chunk: one pass of all threads."""
+        """The number of elements of a chunk: one pass of all threads."""
 
     @abstractmethod
     def chunk_increment(self) -> int:
-        """How far the offset moves from a chunk to the next."""
+        """The distance of the offsets of two consecutive chunks."""
 
     def padded(self, count: int) -> int:
-        """Elements of a call that makes at least ``count`` elements by this rule and no other."""
+        """The number of elements of a call that generates at least ``count`` elements by this very rule."""
         return count
 
 
 @dataclass(frozen=True)
 class GridStride(ChunkedRule):
-    """Element ``i`` is thread ``i % T``'s number ``i // T``; each block of a thread's stream holds ``unroll`` numbers."""
+    """Element ``i`` is number ``i // T`` of thread ``i % T``; each block of a thread's stream holds ``unroll`` numbers."""
 
     unroll: int
 
@@ -115,10 +116,12 @@ class GridStride(ChunkedRule):
 
 @dataclass(frozen=True)
 class Vectors(ChunkedRule):
-    """``native_dropout``: each thread takes ``width`` (1, 2, 4 or 8) neighbours at a time, from one or two blocks.
+    """``native_dropout``: each thread processes ``width`` (1, 2, 4 or 8) adjacent elements at a time, from one or two
+    blocks.
 
-    The widest that divides the number of elements. The offset moves as if it took 4: a width of 2 or 8 reads beyond,
-    and the next op reads those blocks again. A width of 1 is another kernel, which draws as :class:`GridStride`.
+    The width is the largest one that divides the number of elements. The offset advances as if the width were 4: with a
+    width of 2 or 8 more blocks are read, and the next op reads them again. A width of 1 is another kernel, which draws as
+    :class:`GridStride`.
     """
 
     width: int
@@ -152,10 +155,10 @@ class Vectors(ChunkedRule):
 
 @dataclass(frozen=True)
 class Quads(PhiloxRule):
-    """``bernoulli_`` with a tensor of probabilities: four neighbours are the lanes of one block of one thread."""
+    """``bernoulli_`` with a tensor of probabilities: four adjacent elements use the lanes of one block of one thread."""
 
     def increment(self, launch: Launch, n: int) -> int:
-        return 12 if n else 0  # it asks for 10 words, which are rounded up
+        return 12 if n else 0  # 10 words, rounded up
 
     def address(self, launch: Launch, n: int, element: Index) -> Address:
         return element // 4, np.zeros_like(element), element % 4
@@ -167,7 +170,8 @@ def fits_one_launch(extent: int, itemsize: int) -> bool:
 
 
 def leaves(n: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """``(start, stop)`` of the launches that a fill of ``n`` contiguous elements is split into: 32-bit offsets each."""
+    """``(start, stop)`` of the launches into which a fill of ``n`` contiguous elements is split, so that each has 32-bit
+    offsets."""
 
     def split(start: int, stop: int) -> Iterator[tuple[int, int]]:
         if fits_one_launch(stop - start, itemsize):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,12 +14,13 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
 from vescale.fsdp import ManagedParameter
 from vescale.gradients import GradientReducer, GradientRule
-from vescale.ir import Annotate, Batch, Hook, Instruction, Program, Redistribute
+from vescale.ir import Annotate, Instruction, Program, Redistribute
 from vescale.ops import convert, wrap_global
 from vescale.placements import contiguous_stride, without_partials
-from vescale.runtime._units import accumulating, managed_parameters, states_in
+from vescale.runtime._executors import Executor, executor_of
+from vescale.runtime._plan_units import accumulating, managed_parameters, states_in
 
-__all__ = ["GradientHooks", "full_name", "single_instructions"]
+__all__ = ["GradientHooks", "full_name"]
 
 
 class GradientHooks:
@@ -33,7 +33,7 @@ class GradientHooks:
         reducer: None on ranks outside the mesh, and before the first forward.
     """
 
-    def __init__(self, instructions: Mapping[str, Instruction], mesh: DeviceMesh) -> None:
+    def __init__(self, instructions: Mapping[str, Sequence[Instruction]], mesh: DeviceMesh) -> None:
         self.reducer: GradientReducer | None = None
         self._instructions, self._mesh = instructions, mesh
         self._slots: list[tuple[nn.Module, str, str]] = []
@@ -43,7 +43,11 @@ class GradientHooks:
 
     @classmethod
     def of(cls, program: Program, mesh: DeviceMesh) -> GradientHooks:
-        return cls({full_name(i): i for i in single_instructions(program) if i.hook is Hook.BACKWARD}, mesh)
+        instructions: dict[str, list[Instruction]] = {}
+        for instruction in program:
+            if executor_of(instruction) is Executor.GRADIENT:
+                instructions.setdefault(full_name(instruction), []).append(instruction)
+        return cls(instructions, mesh)
 
     def of_copy(self) -> GradientHooks:
         """The hooks of a copy of the model, without any parameters."""
@@ -74,7 +78,7 @@ class GradientHooks:
             if known is None or known() is not parameter:
                 self._hooked[id(parameter)] = weakref.ref(parameter)
                 if isinstance(parameter, DTensor):
-                    new.append((name, parameter, _rule(self._instructions.get(name), parameter, name)))
+                    new.append((name, parameter, _rule(self._instructions.get(name, ()), parameter, name)))
         if self._mesh.get_coordinate() is None:
             return
         if self.reducer is None:
@@ -107,15 +111,11 @@ def _is_replicated_elsewhere(parameter: ManagedParameter) -> bool:
     return any(sharded.placements[axis].is_replicate() for axis in others)
 
 
-def _rule(instruction: Instruction | None, parameter: DTensor, name: str) -> GradientRule:
-    """``instruction`` is the plan's entry for the gradient: an annotation gives the placements that it has on every rank, a
+def _rule(instructions: Sequence[Instruction], parameter: DTensor, name: str) -> GradientRule:
+    """``instructions`` are those of the gradient: an annotation gives the placements that it has on every rank, a
     redistribution those that it is brought to."""
-    source = target = None
-    if instruction is not None and isinstance(instruction.op, Redistribute):
-        target = instruction.op.dst
-    elif instruction is not None:
-        assert isinstance(instruction.op, Annotate)
-        source = instruction.op.placements
+    source = next((i.op.placements for i in instructions if isinstance(i.op, Annotate)), None)
+    target = next((i.op.dst for i in instructions if isinstance(i.op, Redistribute)), None)
     own, mesh = without_partials(parameter.placements), parameter.device_mesh
     complete = tuple(o if p is None else p for o, p in zip(own, target or own))
 
@@ -131,16 +131,6 @@ def _rule(instruction: Instruction | None, parameter: DTensor, name: str) -> Gra
         return grad if tuple(grad.placements) == complete else convert(grad, complete, requester=f"{name}.grad")
 
     return GradientRule(source, target, on_captured)
-
-
-def single_instructions(program: Program) -> Iterator[Instruction]:
-    """The instructions, with each batch replaced by its parts."""
-    for instruction in program:
-        if isinstance(instruction.op, Batch):
-            for target, index, op in instruction.op.parts:
-                yield replace(instruction, target=target, index=index, op=op)
-        else:
-            yield instruction
 
 
 def full_name(instruction: Instruction) -> str:

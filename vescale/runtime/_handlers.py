@@ -11,19 +11,23 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale.comm import record
 from vescale.compat import (
     DispatchListener,
-    OpSchema,
-    install_checkpointing,
-    install_dispatch,
+    DTensorSpec,
+    ModelHooks,
+    OpHandler,
+    OutputSharding,
+    install_part,
     is_view,
     local_of,
     make_dtensor,
     make_spec,
     map_tensors,
     no_torch_function,
+    output_meta,
     spec_of,
     stock_dispatch,
 )
 from vescale.ops import (
+    LIVE_COPIES,
     bring,
     entries,
     remember_copy,
@@ -34,9 +38,9 @@ from vescale.ops import (
     write_through,
 )
 from vescale.placements import move_local
-from vescale.runtime._forward import checkpointed
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
-from vescale.runtime._sums import DERIVATIVE_HANDLERS, accumulated, derivative, where
+from vescale.runtime._linear_on_partial import DERIVATIVE_HANDLERS, accumulated, derivative, where
+from vescale.runtime._module_calls import checkpointed
 
 __all__ = ["install_handlers"]
 
@@ -46,35 +50,28 @@ _aten = torch.ops.aten
 def install_handlers() -> None:
     """Teach DTensor's dispatcher; idempotent. Ops without a handler, and DTensors of other code, are not affected."""
     own = {
-        _aten.as_strided.default: _as_strided,
-        _aten.fill_.Tensor: _fill,
-        _aten.fill_.Scalar: _fill,
-        _aten.index_put.default: _index_put,
-        _aten.index_put_.default: _index_put,
-        _aten.clone.default: _clone,
-        _aten.masked_fill_.Scalar: _masked_fill,
-        _aten.where.self: where,
+        _aten.as_strided.default: OpHandler(_as_strided),
+        _aten.fill_.Tensor: OpHandler(_fill, takes_plain=True),
+        _aten.fill_.Scalar: OpHandler(_fill, _is_pending),
+        _aten.index_put.default: OpHandler(_index_put, takes_plain=True),
+        _aten.index_put_.default: OpHandler(_index_put, takes_plain=True),
+        _aten.clone.default: OpHandler(_clone, _is_pending),
+        _aten.masked_fill_.Scalar: OpHandler(_masked_fill, _is_pending),
+        _aten.where.self: OpHandler(where, _is_pending),
     }
     for op, entry in entries().items():
         if entry.handler is not None:
-            own[op] = entry.handler if entry.applies is None else _where_it_applies(entry.handler, entry.applies)
-    own.update(INPLACE_VIEW_HANDLERS)
-    own.update(DERIVATIVE_HANDLERS)
-    install_dispatch(own, _Listener())
-    install_checkpointing(checkpointed)
+            applies = entry.applies or (lambda op, schema: True)
+            own[op] = OpHandler(entry.handler, applies, bool(entry.takes_plain))
+    own.update((op, OpHandler(handler)) for op, handler in INPLACE_VIEW_HANDLERS.items())
+    own.update((op, OpHandler(handler, takes_plain=True)) for op, handler in DERIVATIVE_HANDLERS.items())
+    install_part("models", ModelHooks(own, _Listener(), LIVE_COPIES, checkpointed))
 
 
-def _where_it_applies(handler: Any, applies: Any) -> Any:
-    """A handler that leaves calls to stock DTensor to which it does not apply."""
-
-    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def of(x: Any) -> Any:
-            return spec_of(x) if isinstance(x, DTensor) else x
-
-        schema = OpSchema(op, tuple(of(x) for x in args), {name: of(x) for name, x in kwargs.items()})
-        return handler(op, args, kwargs) if applies(op, schema) else stock_dispatch(op, args, kwargs)
-
-    return handle
+def _is_pending(op: Any, schema: Any) -> bool:
+    """Whether an operand is Partial on an axis."""
+    specs = (x for x in schema.args_schema if isinstance(x, DTensorSpec))
+    return any(p.is_partial() for spec in specs for p in spec.placements)
 
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,16 +116,11 @@ def _index_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return stock_dispatch(op, (x, indices, values, *more), kwargs)
 
 
-def _clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def _clone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputSharding:
     """A copy of each rank's part; stock DTensor reduces a Partial tensor to copy it."""
-    x = args[0]
-    with no_torch_function():
-        local = op(local_of(x), **kwargs)
-        # Of the whole tensor, not of this rank's part: an empty part has no order of its own.
-        looks = torch.empty_strided(x.shape, x.stride(), device="meta")
-        strides = torch.empty_like(looks, memory_format=kwargs.get("memory_format") or torch.preserve_format).stride()
-        spec = make_spec(x.device_mesh, x.placements, x.shape, strides, local.dtype)
-        return make_dtensor(local, spec)
+    spec = spec_of(args[0])
+    meta: Any = output_meta(op, (spec,), kwargs, None)
+    return OutputSharding(make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, meta.dtype))
 
 
 def _masked_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vescale.compat import local_of, no_torch_function, spec_of
-from vescale.compat.random import correct_inplace_view
+from vescale.compat.random_ops import correct_inplace_view
 
 __all__ = ["INPLACE_VIEW_HANDLERS"]
 

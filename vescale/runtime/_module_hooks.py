@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import map_tensors, no_torch_function, suspend_compiling
-from vescale.ir import Annotate, Hook, Instruction, Redistribute, Wrap
+from vescale.ir import Annotate, Instruction, Redistribute, Wrap
 from vescale.ops import convert, enter_local, wrap_global
 from vescale.placements import at_dim, from_local, shard_dim
 from vescale.plans import PlanError
-from vescale.runtime._forward import enter, leave, warn_of_compiler
+from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._implicit_site import placements_text
+from vescale.runtime._module_calls import enter, leave, warn_of_compiler
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._shared_conversion import convert_once
 
@@ -38,10 +39,9 @@ class ModuleHooks:
         self.runtime = runtime
         self.path = path
         self.is_root = path == ""
-        pre = [i for i in instructions if i.hook is Hook.FORWARD_PRE]
-        self._inputs = [i for i in pre if i.target == "<in>"]
-        self._parameters = [i for i in pre if i.target not in ("<in>", "<out>", "<self>")]
-        self._outputs = [i for i in instructions if i.hook is Hook.FORWARD_POST and i.target == "<out>"]
+        self._inputs = [i for i in instructions if executor_of(i) is Executor.INPUT]
+        self._parameters = [i for i in instructions if executor_of(i) is Executor.PARAMETER]
+        self._outputs = [i for i in instructions if executor_of(i) is Executor.OUTPUT]
         self._positions = _positions(module) if self._inputs else {}
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),

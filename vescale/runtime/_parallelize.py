@@ -16,7 +16,6 @@ from vescale.fsdp import FSDPModule
 from vescale.gradients import GradientReducer, refuse_reducers_of
 from vescale.ir import (
     Annotate,
-    Hook,
     Instruction,
     Local,
     Place,
@@ -32,17 +31,18 @@ from vescale.placements import from_local
 from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.rng import enable as enable_rng
 from vescale.rng import has_deferred, is_deferred, materialize
+from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._expert_region import ExpertRegion
-from vescale.runtime._gradient_hooks import GradientHooks, full_name, single_instructions
+from vescale.runtime._gradient_hooks import GradientHooks, full_name
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_report import RuntimeObserver
 from vescale.runtime._implicit_site import ImplicitSite
 from vescale.runtime._local_region import LocalRegion
 from vescale.runtime._module_hooks import ModuleHooks
+from vescale.runtime._plan_units import Units
 from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._tensor_placement import TensorSlots, load_plain, place_tensor
-from vescale.runtime._units import Units
 
 __all__ = ["gradient_reducer", "implicit_communication", "install", "no_sync", "parallelize"]
 
@@ -107,7 +107,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
     units.place(lambda into: _materialize(model, program, mesh, units.deferred, into))
     _place_tensors(model, program, mesh, units.names)
     by_module: dict[str, list[Instruction]] = {}
-    for instruction in single_instructions(program):
+    for instruction in program:
         by_module.setdefault(instruction.path, []).append(instruction)
     for path, module in model.named_modules():
         instructions = by_module.get(path, [])
@@ -179,9 +179,10 @@ def _place_tensors(model: nn.Module, program: Program, mesh: DeviceMesh, placed:
     slots = TensorSlots(model)
     joint = _joint_cuts(program, slots)
     for instruction in program:
-        if instruction.hook is not Hook.INIT or not isinstance(instruction.op, Place | Annotate):
+        if executor_of(instruction) is not Executor.STATE:
             continue
         name = full_name(instruction)
+        assert isinstance(instruction.op, Place | Annotate)
         if name in placed:
             continue
         old = slots[name]
@@ -230,7 +231,7 @@ def _materialize(
     slots = TensorSlots(model)
     places, joint = dict(planned), _joint_cuts(program, slots)
     for instruction in program:
-        if instruction.hook is Hook.INIT and isinstance(instruction.op, Place):
+        if isinstance(instruction.op, Place):
             tensor = slots[full_name(instruction)]
             if id(tensor) not in places:
                 places[id(tensor)] = _at_rest(mesh, instruction.op, joint.get(id(tensor), ()))

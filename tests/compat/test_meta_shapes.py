@@ -1,0 +1,82 @@
+"""What ops give on meta tensors is what they give on PyTorch's fake tensors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.compat.test_exact_matches import DTYPES, OPS
+from vescale import ops
+
+aten = torch.ops.aten
+
+MORE: list[tuple[Any, list[tuple[int, ...]], tuple[Any, ...]]] = [
+    (aten.add.Tensor, [(8, 4), ()], ({}, {})),
+    (aten.mul.Tensor, [(1, 4, 1), (8, 1, 6)], ({}, {})),
+    (aten.view.default, [(8, 4)], ({}, [4, 2, 4])),
+    (aten.expand.default, [(8, 1)], ({}, [3, 8, 5])),
+    (aten.split.Tensor, [(8, 4)], ({}, 3, 1)),
+    (aten.unbind.int, [(8, 4)], ({}, 1)),
+    (aten.select.int, [(8, 4)], ({}, 0, 2)),
+    (aten.clone.default, [(8, 4, 6)], ({},)),
+    (aten.baddbmm.default, [(2, 3, 5), (2, 3, 4), (2, 4, 5)], ({}, {}, {})),
+    (aten._log_softmax.default, [(8, 4)], ({}, 0, False)),
+    (
+        aten.native_layer_norm_backward.default,
+        [(8, 6), (8, 6), (8, 1), (8, 1), (6,), (6,)],
+        ({}, {}, [6], {}, {}, {}, {}, [True, False, True]),
+    ),
+]
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def draw(op: Any, position: int, shape: tuple[int, ...], mesh: DeviceMesh, chance: random.Random) -> DTensorSpec:
+    """Of any layout in memory and dtype."""
+    dtype = DTYPES.get((op, position)) or chance.choice([torch.float32] * 3 + [torch.bfloat16])
+    order = chance.sample(range(len(shape)), len(shape))
+    tensor = torch.empty([shape[dim] for dim in order], dtype=dtype, device="meta")
+    tensor = tensor.permute([order.index(dim) for dim in range(len(shape))])
+    assert tensor.shape == shape
+    return DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
+
+
+def test_shapes_strides_and_dtypes_are_those_of_fake_tensors(mesh: DeviceMesh) -> None:
+    ops.install()
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    found = type(propagator)._propagate_tensor_meta_non_cached
+    chance = random.Random(0)
+    compared = 0
+    for op, shapes, arguments in OPS + MORE:
+        for _ in range(8):
+            left = iter(draw(op, position, shape, mesh, chance) for position, shape in enumerate(shapes))
+            args = tuple(
+                [next(left) for _ in a] if isinstance(a, list) and a and a[0] == {} else next(left) if a == {} else a
+                for a in arguments
+            )
+            schema = OpSchema(op, args, {})
+            try:
+                expected = found.__wrapped__(propagator, schema)
+            except Exception as error:
+                with pytest.raises(Exception, match=r".") as caught:
+                    found(propagator, schema)
+                assert type(caught.value) is type(error), schema
+                continue
+            assert found(propagator, schema) == expected, schema
+            compared += 1
+    assert compared > 4 * len(OPS + MORE)

@@ -1,0 +1,209 @@
+"""DTensor's methods and functions learn of placements that stock DTensor does not know.
+
+Each wrapper first looks for a custom placement and calls the original if there is none. What happens otherwise is given by
+:class:`DTensorHooks`, which ``vescale.placements`` and ``vescale.ops`` fill in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _api as tensor_api
+from torch.distributed.tensor import _redistribute as tensor_redistribute
+
+from vescale.compat.checkpoint_plans import CheckpointHooks
+from vescale.compat.patching import Changes
+
+__all__ = [
+    "DTensorHooks",
+    "stock",
+    "wrap_conversions",
+    "wrap_distribute_tensor",
+    "wrap_local_gradient",
+    "wrap_redistribute_local",
+    "wrap_set_item",
+]
+
+
+@dataclass(frozen=True)
+class DTensorHooks:
+    """What runs instead of stock DTensor once a custom placement is involved.
+
+    ``has_custom(placements)`` decides: whether the type of one is in ``custom_types``, a set that may grow. The others have
+    the signatures of what they replace (``set_item`` gets the original first), except
+    ``local_gradient(grad, spec, grad_placements)``, the DTensor that ``to_local``'s backward gives for the gradient of the
+    local tensor of a DTensor with ``spec``, and ``run_op(op, args, kwargs, schema)``, which runs an op or gives the
+    sharding decision that the dispatcher caches.
+    """
+
+    has_custom: Callable[..., bool]
+    custom_types: Set[type]
+    redistribute: Callable[..., Any]
+    redistribute_local: Callable[..., Any]
+    local_gradient: Callable[..., Any]
+    full_tensor: Callable[..., Any]
+    from_local: Callable[..., Any]
+    distribute_tensor: Callable[..., Any]
+    checkpoint: CheckpointHooks
+    run_op: Callable[..., Any]
+    set_item: Callable[..., None]
+
+
+# PyTorch's own, whether or not anything is installed.
+_STOCK = SimpleNamespace(
+    redistribute=DTensor.redistribute,
+    full_tensor=DTensor.full_tensor,
+    from_local=DTensor.from_local,
+    distribute_tensor=tensor_api.distribute_tensor,
+)
+
+
+def stock() -> Any:
+    """PyTorch's own ``redistribute``, ``full_tensor``, ``from_local`` and ``distribute_tensor``."""
+    return _STOCK
+
+
+def _again(placements: Any) -> Any:
+    """Placements that can be looked at and passed on, also when they come from a generator, as stock entry points allow."""
+    return placements if placements is None or isinstance(placements, list | tuple) else tuple(placements)
+
+
+def wrap_conversions(changes: Changes, hooks: DTensorHooks) -> None:
+    changes.attribute(DTensor, "redistribute", _redistribute(hooks))
+    changes.attribute(DTensor, "full_tensor", _full_tensor(hooks))
+    changes.attribute(DTensor, "from_local", staticmethod(_from_local(hooks)))
+
+
+def _redistribute(hooks: DTensorHooks) -> Callable[..., Any]:
+    original, has_custom, custom_types = _STOCK.redistribute, hooks.has_custom, hooks.custom_types
+
+    @functools.wraps(original)
+    def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        if type(placements) is list or type(placements) is tuple:  # the loops are has_custom, whose calls would show
+            for placement in self._spec.placements:
+                if type(placement) in custom_types:
+                    break
+            else:
+                for placement in placements:
+                    if type(placement) in custom_types:
+                        break
+                else:
+                    return original(self, device_mesh, placements, **options)
+        placements = _again(placements)
+        if placements is None or not (has_custom(self._spec.placements) or has_custom(placements)):
+            return original(self, device_mesh, placements, **options)
+        return hooks.redistribute(self, device_mesh, placements, **options)
+
+    return redistribute
+
+
+def _full_tensor(hooks: DTensorHooks) -> Callable[..., Any]:
+    original, has_custom = _STOCK.full_tensor, hooks.has_custom
+
+    @functools.wraps(original)
+    def full_tensor(self: Any, *, grad_placements: Any = None) -> Any:
+        if not (has_custom(self._spec.placements) or (grad_placements and has_custom(grad_placements))):
+            return original(self, grad_placements=grad_placements)
+        return hooks.full_tensor(self, grad_placements=grad_placements)
+
+    return full_tensor
+
+
+def _from_local(hooks: DTensorHooks) -> Callable[..., Any]:
+    original, has_custom, custom_types = _STOCK.from_local, hooks.has_custom, hooks.custom_types
+
+    @functools.wraps(original)
+    def from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        if not options and type(placements) is list:  # most calls
+            for placement in placements:
+                if type(placement) in custom_types:
+                    break
+            else:
+                return original(local_tensor, device_mesh, placements)
+        placements = _again(placements)
+        gradient = _again(options.get("grad_placements"))
+        if "grad_placements" in options:  # before 2.12 there is none
+            options["grad_placements"] = gradient
+        if not ((placements and has_custom(placements)) or (gradient and has_custom(gradient))):
+            return original(local_tensor, device_mesh, placements, **options)
+        return hooks.from_local(local_tensor, device_mesh, placements, **options)
+
+    return from_local
+
+
+def wrap_set_item(changes: Changes, hooks: DTensorHooks) -> None:
+    original = DTensor.__setitem__
+
+    @functools.wraps(original)
+    def __setitem__(self: Any, index: Any, value: Any) -> None:
+        if not hooks.has_custom(self._spec.placements):
+            return original(self, index, value)
+        return hooks.set_item(original, self, index, value)
+
+    changes.attribute(DTensor, "__setitem__", __setitem__)
+
+
+def wrap_local_gradient(changes: Changes, hooks: DTensorHooks) -> None:
+    """``to_local`` itself does what it should for every placement, and is too cheap to be wrapped; only its backward
+    asks what the placements mean."""
+    original, has_custom = tensor_api._ToTorchTensor.backward, hooks.has_custom
+
+    @functools.wraps(original)
+    def backward(ctx: Any, grad_output: Any) -> Any:
+        spec, wanted = ctx.dtensor_spec, ctx.grad_placements
+        if grad_output is None or not (has_custom(spec.placements) or (wanted and has_custom(wanted))):
+            return original(ctx, grad_output)
+        return hooks.local_gradient(grad_output, spec, wanted), None
+
+    changes.attribute(tensor_api._ToTorchTensor, "backward", staticmethod(backward))
+
+
+def wrap_redistribute_local(changes: Changes, hooks: DTensorHooks) -> None:
+    original, custom_types = tensor_redistribute.redistribute_local_tensor, hooks.custom_types
+
+    @functools.wraps(original)
+    def redistribute_local_tensor(local_tensor: Any, current_spec: Any, target_spec: Any, **options: Any) -> Any:
+        for placement in current_spec.placements:
+            if type(placement) in custom_types:
+                break
+        else:
+            for placement in target_spec.placements:
+                if type(placement) in custom_types:
+                    break
+            else:
+                try:
+                    return original(local_tensor, current_spec, target_spec, **options)
+                except RuntimeError:
+                    # PyTorch does not turn a shard into a summand, which adding one to a pending gradient asks for: the
+                    # gradients of two microbatches may be placed differently.
+                    if not _becomes_summand(current_spec.placements, target_spec.placements):
+                        raise
+        return hooks.redistribute_local(
+            local_tensor, current_spec, target_spec, async_op=options.get("async_op", False)
+        )
+
+    changes.function(original, redistribute_local_tensor)
+
+
+def _becomes_summand(source: Any, target: Any) -> bool:
+    return any(before.is_shard() and after.is_partial() for before, after in zip(source, target))
+
+
+def wrap_distribute_tensor(changes: Changes, hooks: DTensorHooks) -> None:
+    original = _STOCK.distribute_tensor
+
+    @functools.wraps(original)
+    def distribute_tensor(
+        tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: int | None = 0
+    ) -> Any:
+        placements = _again(placements)
+        if not placements or not hooks.has_custom(placements):
+            return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+        return hooks.distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+
+    changes.function(original, distribute_tensor)

@@ -1,0 +1,114 @@
+"""What PyTorch knows of an op on DTensors: schemas, sharding decisions, the shapes of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, _clear_DTensor_sharding_propagator_cache, _dispatch_has_kernel_for_dispatch_key
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._utils import ExplicitRedistributionContext
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+__all__ = [
+    "PACKING",
+    "OpSchema",
+    "OutputSharding",
+    "clear_sharding_cache",
+    "decompose",
+    "has_results",
+    "is_view",
+    "iterate_specs",
+    "native_sharding",
+    "observe_redistribution",
+    "output_meta",
+    "schema_arguments",
+    "static_keywords",
+    "takes_only_tensors",
+    "with_aliasing",
+]
+
+_aten = torch.ops.aten
+
+# What torch.nn.utils.rnn makes a packed sequence with, and padded sequences of it.
+PACKING = (torch._C._VariableFunctions._pack_padded_sequence, torch._C._VariableFunctions._pad_packed_sequence)
+
+
+def native_sharding(
+    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], schema_info: Any
+) -> OutputSharding | None:
+    """PyTorch's own sharding decision for stock placements, or None when it has no strategy for the op."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    try:
+        return propagator.propagate_op_sharding_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
+    except NotImplementedError:
+        return None
+
+
+def output_meta(
+    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], schema_info: Any
+) -> TensorMeta | Sequence[TensorMeta | None] | None:
+    """Global shape, stride and dtype of the op's results, from a run on fake tensors."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    return propagator._propagate_tensor_meta_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
+
+
+def clear_sharding_cache() -> None:
+    """Forget the C++ side's sharding decisions of this thread."""
+    _clear_DTensor_sharding_propagator_cache()
+
+
+def static_keywords(schema_info: Any) -> Sequence[str]:
+    """The keyword arguments that the C++ cache distinguishes."""
+    return (schema_info.static_kwargkey or ()) if schema_info is not None else ()
+
+
+def schema_arguments(op: Any) -> tuple[tuple[str, bool], ...]:
+    """``(name, whether the op writes to it)`` of each argument of the op."""
+    return tuple((a.name, a.alias_info is not None and a.alias_info.is_write) for a in op._schema.arguments)
+
+
+def takes_only_tensors(op: Any) -> bool:
+    """Whether the op has no other arguments, so that what it is called on decides all."""
+    return all(isinstance(a.type, torch.TensorType) for a in op._schema.arguments)
+
+
+def has_results(op: Any) -> bool:
+    return bool(op._schema.returns)
+
+
+def is_view(op: Any) -> bool:
+    return bool(op._schema._is_view_op())
+
+
+def decompose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op as its composite implementation, or NotImplemented when it has none."""
+    if _dispatch_has_kernel_for_dispatch_key(op.name(), DispatchKey.CompositeImplicitAutograd):
+        return op.decompose(*args, **kwargs)
+    return NotImplemented
+
+
+def with_aliasing(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """The result with the storage relations that the op's schema promises (views share their base's)."""
+    return return_and_correct_aliasing(op, args, kwargs, result)
+
+
+def observe_redistribution(source: DTensorSpec, target: DTensorSpec, op: Any) -> None:
+    """Let ``ExplicitRedistributionContext`` refuse or report an implicit redistribution."""
+    if getattr(ExplicitRedistributionContext._local, "_active", None) is not None:
+        message: Any = f"implicit redistribution in {op}: {source} -> {target}"
+        ExplicitRedistributionContext.observe_redistribution(source, target, message)
+
+
+def iterate_specs(args: Any) -> Iterator[DTensorSpec]:
+    """The specs among arguments, in order; tensor lists may be nested one level."""
+    for arg in args:
+        if isinstance(arg, DTensorSpec):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            for item in arg:
+                if isinstance(item, DTensorSpec):
+                    yield item

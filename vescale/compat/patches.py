@@ -1,0 +1,358 @@
+"""Everything that vescale changes in PyTorch, as one table, and what puts it in place and takes it back.
+
+Importing vescale changes nothing. The patches of a *part* are put in place together, when the part is first used:
+
+==============  ==================================================================================
+``placements``  the first placement that stock DTensor does not know (also :func:`fully_shard`)
+``models``      :func:`vescale.parallelize`
+``ops``         with the first of these two
+``random``      :func:`vescale.rng.enable`, which ``parallelize``, ``fully_shard`` and ``deferred_init`` call
+``observation`` while collectives are observed (hang report, trace, ``verify``)
+==============  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vescale.compat import (
+    activation_checkpointing,
+    checkpoint_plans,
+    copying,
+    dispatch,
+    dispatch_observers,
+    dtensor_methods,
+    random_ops,
+)
+from vescale.compat.collective_kernels import register_collective_kernels
+from vescale.compat.exact_matches import search_only_mismatches
+from vescale.compat.meta_shapes import run_on_meta
+from vescale.compat.needs import CHECKPOINTS, EXACT_MATCHES, OBSERVATION, lacking, self_check
+from vescale.compat.patching import HOOKS, Changes
+
+__all__ = [
+    "PATCHES",
+    "Patch",
+    "extend_dtensor",
+    "install",
+    "install_part",
+    "is_installed",
+    "patch_states",
+    "uninstall",
+    "uninstall_part",
+]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to PyTorch.
+
+    Attributes:
+        target: what is changed.
+        replacement: what it does then.
+        reason: why PyTorch without it will not do.
+        part: with which part it is installed.
+        apply: ``(changes, hooks of the part)`` makes the change by way of ``changes``, which can take it back exactly.
+        issue: the upstream issue, or "none".
+        torch: the versions that need it, as far as they are known.
+        feature: the optional feature that it belongs to; "" for patches that nothing works without.
+    """
+
+    target: str
+    replacement: str
+    reason: str
+    part: str
+    apply: Callable[[Changes, Any], None]
+    issue: str = "none"
+    torch: str = ">=2.11"
+    feature: str = ""
+
+
+_DTENSOR = "torch.distributed.tensor.DTensor"
+_DISPATCHER = f"{_DTENSOR}._op_dispatcher"
+_CUSTOM = "stock DTensor refuses placements that it does not know"
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        f"{_DISPATCHER}._propagate_op_sharding_dispatch_slow_path",
+        "op handlers of models and rules of vescale's placements, then PyTorch's decision",
+        "ops without a rule, with a wrong one, or on placements that DTensor does not know",
+        "ops",
+        dispatch.take_over_undecided_ops,
+    ),
+    Patch(
+        f"{_DISPATCHER}._custom_op_handlers: argmax, argmin, as_strided, convolution and its backward",
+        "the same, then PyTorch's handler",
+        "PyTorch handles these before it asks for a decision",
+        "ops",
+        dispatch.take_over_handled_ops,
+    ),
+    Patch(
+        f"{_DTENSOR}.redistribute, full_tensor, from_local",
+        "convert vescale's placements",
+        _CUSTOM,
+        "placements",
+        dtensor_methods.wrap_conversions,
+    ),
+    Patch(
+        f"{_DTENSOR}.__setitem__",
+        "raises where the write would be lost",
+        "an item of a gathered tensor is a copy",
+        "placements",
+        dtensor_methods.wrap_set_item,
+    ),
+    Patch(
+        "torch.distributed.tensor._api._ToTorchTensor.backward",
+        "places the gradient of to_local()",
+        _CUSTOM,
+        "placements",
+        dtensor_methods.wrap_local_gradient,
+    ),
+    Patch(
+        "torch.distributed.tensor._redistribute.redistribute_local_tensor, wherever it is imported",
+        "moves vescale's placements, and turns a shard into a summand",
+        _CUSTOM,
+        "placements",
+        dtensor_methods.wrap_redistribute_local,
+    ),
+    Patch(
+        "torch.distributed.tensor.distribute_tensor, wherever it is imported",
+        "accepts vescale's placements",
+        _CUSTOM,
+        "placements",
+        dtensor_methods.wrap_distribute_tensor,
+    ),
+    Patch(
+        f"{_DTENSOR}.__create_write_items__, __create_chunk_list__, __get_tensor_shard__",
+        "the blocks of vescale's placements",
+        "PyTorch saves one block a rank and skips placements that it does not know",
+        "placements",
+        checkpoint_plans.wrap_protocol,
+    ),
+    Patch(
+        "torch.distributed.checkpoint: _create_default_metadata_only_plan, create_default_local_load_plan",
+        "plans with these blocks, and a check of what is loaded",
+        "PyTorch plans one block a rank",
+        "placements",
+        checkpoint_plans.wrap_planning,
+        feature=CHECKPOINTS,
+    ),
+    Patch(
+        "torch.distributed._state_dict_utils: _distribute_tensors, _broadcast_state_dict, _distribute_state_dict",
+        "cut full tensors for vescale's placements",
+        _CUSTOM,
+        "placements",
+        checkpoint_plans.wrap_full_state_dicts,
+        feature=CHECKPOINTS,
+    ),
+    Patch(
+        "torch.distributed.checkpoint: prepare_global_plan of the file and Hugging Face writers",
+        "raises where blocks would be lost",
+        "a safetensors file keeps one block of each tensor; PyTorch drops the others silently",
+        "placements",
+        checkpoint_plans.refuse_lossy_safetensors,
+        feature=CHECKPOINTS,
+    ),
+    Patch(
+        f"{_DTENSOR}.__deepcopy__, __reduce_ex__",
+        "copy and pickle DTensors whose local tensor is inside of a larger storage",
+        "PyTorch raises 'invalid python storage'",
+        "placements",
+        copying.wrap_copying,
+    ),
+    Patch(
+        f"{_DISPATCHER}._custom_op_handlers: losses, index_put, fill_ and some gradients",
+        "take plain tensors among DTensors, the same on every rank",
+        "PyTorch refuses plain tensors before it asks for a decision",
+        "models",
+        dispatch.take_over_mixed_ops,
+    ),
+    Patch(
+        "torch.distributed.tensor._sharding_prop._expand_single_dim_strategy_to_mesh",
+        "looks up the combination that moves nothing, then searches",
+        "PyTorch searches for 0.7 s for one op on three axes",
+        "ops",
+        search_only_mismatches,
+        feature=EXACT_MATCHES,
+    ),
+    Patch(
+        "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
+        "finds shapes with meta kernels",
+        "PyTorch makes a FakeTensorMode for each op and shape, 0.5 to 1.5 ms",
+        "ops",
+        run_on_meta,
+    ),
+    Patch(
+        f"{_DISPATCHER}.redistribute_local_args",
+        "reports implicit communication, then PyTorch's own",
+        "PyTorch moves operands without telling anybody",
+        "models",
+        dispatch_observers.observe_redistributions,
+    ),
+    Patch(
+        "torch.distributed.tensor._dispatch.get_active_debug_mode",
+        "while gathered copies are viewed, writes to them reach their originals",
+        "x[0].zero_() of a tensor sharded over dim 0 is lost",
+        "models",
+        dispatch_observers.observe_writes,
+    ),
+    Patch(
+        f"{_DISPATCHER}._try_replicate_spec_for_scalar_tensor",
+        "inside of a model, a plain tensor among DTensors is the same on every rank",
+        "PyTorch refuses plain tensors that are not scalars",
+        "models",
+        dispatch_observers.accept_plain_operands,
+    ),
+    Patch(f"{_DTENSOR}.__format__", 'f"{loss:.3f}"', "PyTorch refuses it", "models", dispatch_observers.format_scalars),
+    Patch(
+        "torch.utils.checkpoint: _checkpoint_without_reentrant_generator, CheckpointFunction.forward",
+        "recompute a function in the module whose forward checkpointed it",
+        "a recomputation runs outside of the model's forward",
+        "models",
+        activation_checkpointing.wrap_checkpointed_functions,
+    ),
+    Patch(
+        f"{_DISPATCHER}._custom_op_handlers: random ops, item()",
+        "one device's random numbers; the value of the whole tensor",
+        "PyTorch draws by local index, and reads the local share of a pending sum",
+        "random",
+        random_ops.wrap_random_ops,
+    ),
+    Patch(
+        f"{_DISPATCHER}.sharding_propagator.op_to_schema_info: empty_like",
+        "decisions are cached under memory_format, too",
+        "PyTorch forgets memory_format after the first call",
+        "random",
+        random_ops.key_by_memory_format,
+    ),
+    Patch(
+        "torch.distributed.tensor._api._dtensor_init_helper",
+        "rand and randn with one device's numbers",
+        "PyTorch draws by local index",
+        "random",
+        random_ops.wrap_factories,
+    ),
+    Patch(
+        "torch.nn.init: initializers that do not only draw",
+        "one device's values of DTensors",
+        "they compute on local shares",
+        "random",
+        random_ops.wrap_initializers,
+    ),
+    Patch(
+        "kernels of the c10d operators at BackendSelect",
+        "tell observers of a collective, then call the backend's",
+        "PyTorch has no hook for collectives of C++ and Python alike",
+        "observation",
+        register_collective_kernels,
+        feature=OBSERVATION,
+    ),
+)
+
+# Parts that a program asks for by name; "ops" comes with the first two.
+_ON_DTENSORS = ("placements", "models")
+_LOCK = threading.RLock()
+_APPLIED: list[tuple[Patch, Changes]] = []
+# Hooks of the parts that the last uninstall() removed.
+_REMOVED: dict[str, Any] = {}
+# The package whose install() provides the hooks of "placements". It is named instead of imported, because it imports the
+# placements, whose constructors call extend_dtensor(): a program that imports nothing but a placement gets the ops as well.
+_PROVIDER = "vescale.ops"
+
+
+def extend_dtensor() -> None:
+    """Install the part ``placements``, once in a process.
+
+    Raises UnsupportedTorchError when this torch lacks something that it builds on; nothing is changed then.
+    """
+    if "placements" not in HOOKS:
+        importlib.import_module(_PROVIDER).install()
+
+
+def install() -> None:
+    """Install again what :func:`uninstall` removed; in a program that has installed nothing, the part ``placements``.
+
+    Does nothing when that has been done. Raises UnsupportedTorchError when this torch lacks something that the patches
+    build on; nothing is changed then.
+    """
+    with _LOCK:
+        if _REMOVED:
+            _install(dict(_REMOVED))
+            _REMOVED.clear()
+    if not HOOKS:
+        extend_dtensor()
+
+
+def install_part(part: str, hooks: Any) -> None:
+    """Put the patches of a part in place, with what they run; does nothing when they are. All of them, or none."""
+    with _LOCK:
+        if part not in HOOKS:
+            _install({part: hooks})
+            _REMOVED.pop(part, None)
+
+
+def _install(parts: dict[str, Any]) -> None:
+    self_check()
+    new = {part: hooks for part, hooks in parts.items() if part not in HOOKS}
+    if "ops" not in HOOKS and not new.keys().isdisjoint(_ON_DTENSORS):
+        new["ops"] = None
+    num_before = len(_APPLIED)
+    HOOKS.update(new)
+    try:
+        for patch in PATCHES:
+            if patch.part in new and not (patch.feature and lacking(patch.feature)):
+                _APPLIED.append((patch, Changes()))
+                patch.apply(_APPLIED[-1][1], new[patch.part])
+    except BaseException:
+        _take_back(_APPLIED[num_before:])
+        for part in new:
+            del HOOKS[part]
+        raise
+
+
+def uninstall() -> None:
+    """Leave PyTorch as it was found: every attribute, table entry and kernel is the very object that it was.
+
+    Parallelized models and DTensors with vescale's placements must not be used until they are installed again, by
+    :func:`install` or by the next ``parallelize`` or placement. Does nothing when nothing is installed.
+    """
+    with _LOCK:
+        _take_back(list(_APPLIED))
+        _REMOVED.update((part, hooks) for part, hooks in HOOKS.items() if part != "ops")
+        HOOKS.clear()
+
+
+def uninstall_part(part: str) -> None:
+    """Take the patches of one part back, for good."""
+    with _LOCK:
+        _take_back([applied for applied in _APPLIED if applied[0].part == part])
+        HOOKS.pop(part, None)
+        _REMOVED.pop(part, None)
+
+
+def _take_back(applied: list[tuple[Patch, Changes]]) -> None:
+    for patch, changes in reversed(applied):
+        changes.undo()
+        _APPLIED.remove((patch, changes))
+
+
+def is_installed(part: str | None = None) -> bool:
+    """Whether the part, or any, is installed."""
+    return part in HOOKS if part is not None else bool(HOOKS)
+
+
+def patch_states() -> tuple[tuple[Patch, str], ...]:
+    """Each patch of the table with its state: ``installed``, ``not installed`` or ``unavailable: `` and what is missing."""
+    installed = {id(patch) for patch, _ in _APPLIED}
+
+    def state(patch: Patch) -> str:
+        missing = lacking(patch.feature) if patch.feature else []
+        if missing:
+            return f"unavailable: torch lacks {', '.join(missing)}"
+        return "installed" if id(patch) in installed else "not installed"
+
+    return tuple((patch, state(patch)) for patch in PATCHES)

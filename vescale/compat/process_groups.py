@@ -1,0 +1,69 @@
+"""Process groups made by their members alone, and the key-value store that the ranks met in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["default_store", "default_timeout", "is_alone", "make_group", "own_connection"]
+
+
+def make_group(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
+    """A new group of the default group's backend over sorted global ``ranks``, called by exactly those ranks.
+
+    ``dist.new_group(use_local_synchronization=True)`` promises the same, but names the group after the *number* of
+    groups that the calling rank knows; ranks that know different numbers (a pipeline stage with a mesh of its own)
+    wait for each other for ever. Here the name follows from the ranks and ``purpose``, so one group can be made for each
+    two. A member that never comes is an error after the default group's timeout, where stock groups wait half an hour.
+    """
+    world = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[world]
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        backend,
+        store,
+        f"vescale ranks {'_'.join(map(str, ranks))} {purpose}".rstrip(),  # type: ignore[arg-type]  # GroupName is str at run time
+        timeout=_timeout_of(world, backend),
+        device_id=world.bound_device_id,
+        group_desc=f"vescale {purpose}".rstrip(),
+    )
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+def _timeout_of(group: dist.ProcessGroup, backend: str) -> timedelta:
+    """How long a group's collectives wait; the default of the backend where it does not tell."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        found = getattr(options, "_timeout", None)
+        if found is not None:
+            return timedelta(seconds=found.total_seconds())
+    return c10d._get_default_timeout(dist.Backend(backend))
+
+
+def default_store() -> dist.Store:
+    """The default process group's store."""
+    return c10d._world.pg_map[c10d._get_default_group()][1]
+
+
+def own_connection() -> dist.Store:
+    """The same store over a connection of its own: a thread that waits for a key keeps others from using its connection."""
+    store: Any = default_store()
+    return store.clone()
+
+
+def default_timeout() -> timedelta:
+    """How long the default group's backend waits for other ranks."""
+    backend = c10d._world.pg_map[c10d._get_default_group()][0]
+    return c10d._get_default_timeout(dist.Backend(backend))
+
+
+def is_alone() -> bool:
+    """Whether the other ranks do not exist: one rank of a large job is tried out on the ``fake`` backend."""
+    return dist.get_backend() == "fake"

@@ -1,0 +1,122 @@
+"""Where random ops on DTensors, DTensor factories and initializers are intercepted; ``vescale.rng`` says what runs there."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_compiling
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _api as tensor_api
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from vescale.compat.dispatch import handlers_of_dtensor
+from vescale.compat.model_hooks import telling
+from vescale.compat.op_info import clear_sharding_cache
+from vescale.compat.patching import Changes
+
+__all__ = [
+    "Handler",
+    "RandomHooks",
+    "correct_inplace_view",
+    "has_composite_kernel",
+    "is_symbolic",
+    "key_by_memory_format",
+    "seeded_ops",
+    "wrap_factories",
+    "wrap_initializers",
+    "wrap_random_ops",
+]
+
+# (op, args, kwargs) with DTensors as they are; consulted by DTensor's dispatcher before its sharding rules.
+Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class RandomHooks:
+    """What runs instead of PyTorch's own.
+
+    ``handlers``: random ops on DTensors. ``factory(init_op, size, dtype, requires_grad, mesh, placements)``:
+    ``torch.distributed.tensor.rand`` and ``randn``. ``initializers``: name in ``torch.nn.init`` -> function that gets the
+    original first; it must call it for tensors that are not its business.
+    """
+
+    handlers: Mapping[OpOverload, Handler]
+    factory: Callable[..., Any]
+    initializers: Mapping[str, Callable[..., Any]]
+
+
+def wrap_random_ops(changes: Changes, hooks: RandomHooks) -> None:
+    for op, handler in hooks.handlers.items():
+        changes.entry(handlers_of_dtensor, op, telling(op, handler))
+
+
+def key_by_memory_format(changes: Changes, _: Any) -> None:
+    """PyTorch caches where ``empty_like`` puts its result under the dtype only, and forgets ``memory_format``."""
+    op = torch.ops.aten.empty_like.default
+    infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    known = infos.get(op)
+    if known is not None and "memory_format" not in (known.static_kwargkey or ()):
+        keys = [*(known.static_kwargkey or ()), "memory_format"]
+        changes.entry(lambda: infos, op, dataclasses.replace(known, static_kwargkey=keys))
+        clear_sharding_cache()
+        changes.on_undo(clear_sharding_cache)
+
+
+def wrap_factories(changes: Changes, hooks: RandomHooks) -> None:
+    original = tensor_api._dtensor_init_helper
+
+    @functools.wraps(original)
+    def init_helper(init_op: Any, size: Any, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Any:
+        if init_op not in (torch.rand, torch.randn):
+            return original(init_op, size, device_mesh=device_mesh, placements=placements, **kwargs)
+        mesh = device_mesh or tensor_api._mesh_resources.get_current_mesh()
+        return hooks.factory(init_op, size, kwargs.get("dtype"), bool(kwargs.get("requires_grad")), mesh, placements)
+
+    changes.function(original, init_helper)
+
+
+def wrap_initializers(changes: Changes, hooks: RandomHooks) -> None:
+    for name, initializer in hooks.initializers.items():
+        if hasattr(torch.nn.init, name):
+            original = getattr(torch.nn.init, name)
+            wrapper = functools.update_wrapper(functools.partial(initializer, original), original)
+            changes.attribute(torch.nn.init, name, wrapper)
+
+
+def is_symbolic(local: torch.Tensor) -> bool:
+    """Whether a local tensor holds no numbers: meta, fake, or under a tracer. Nothing is drawn for such."""
+    return local.is_meta or isinstance(local, FakeTensor) or is_compiling() or get_proxy_mode() is not None
+
+
+def correct_inplace_view(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], local: torch.Tensor, spec: Any
+) -> Any:
+    """Give the DTensor ``args[0]`` the local tensor and spec that an in-place view op leaves it with."""
+    dtensor = args[0]
+    dtensor._local_tensor = local
+    dtensor._spec = spec
+    return return_and_correct_aliasing(op, args, kwargs, dtensor)
+
+
+def has_composite_kernel(op: OpOverload) -> bool:
+    """Whether the op is made of others: a handler would only see it in inference mode, and must let it decompose."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def seeded_ops() -> list[OpOverload]:
+    """Every overload of ATen that draws random numbers (``torch.Tag.nondeterministic_seeded``)."""
+    found = []
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if isinstance(packet, torch._ops.OpOverloadPacket):
+            overloads = [getattr(packet, overload) for overload in packet.overloads()]
+            found += [op for op in overloads if torch.Tag.nondeterministic_seeded in op.tags]
+    return found

@@ -1,0 +1,272 @@
+"""The thread that watches a rank's collectives, and the ranks' reports through the store if one hangs."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from vescale.comm import Observer, Operation, observe
+from vescale.compat import own_connection
+from vescale.debug._diagnosis import RankReport, StartedCollective, diagnose
+from vescale.debug._job_processes import ProcessIdentity
+from vescale.debug._locations import Place, main_thread_stack, main_thread_waits, place_of_traceback, running_place
+
+__all__ = ["EXIT_CODE", "HangWatch"]
+
+EXIT_CODE = 70  # of every rank that a report ends: EX_SOFTWARE
+
+# Collectives of a watched job have no timeout of their own: the watchdog ends the job, and suspends it at breakpoints.
+_NO_TIMEOUT = 7 * 24 * 3600.0
+_STACK_BYTES = 20_000
+
+
+class HangWatch(Observer):
+    """Watches one rank.
+
+    ===================  =============================================================================================
+    event                action of a rank's thread
+    ===================  =============================================================================================
+    every beat           reports (last collective of each group, location of the main thread) under its key; checks for an
+                         alarm, and for a breakpoint, which suspends the timeout
+    a collective runs    raises the alarm, once for the job
+    for ``timeout``
+    an exception leaves  reports it, and raises the alarm
+    the program
+    an alarm             all ranks report; the rank that raised it collects the reports, and prints and writes the sentence
+    after the sentence   ends its process, and those on its host that are stopped or do not answer
+    ===================  =============================================================================================
+
+    No collective is used. Each rank makes one request to the store a beat, and two that only read.
+    """
+
+    def __init__(self, timeout: float, folder: str | os.PathLike[str] | None = None, *, exits: bool = True) -> None:
+        self.limit = timeout
+        self.timeout = max(_NO_TIMEOUT, timeout)
+        self._folder = Path(folder) if folder is not None else Path(os.environ.get("VESCALE_REPORTS", "."))
+        self._exits = exits
+        self._beat = min(1.0, max(0.1, timeout / 8))
+        self._running: collections.deque[Operation] = collections.deque()
+        self._last: dict[str, Operation] = {}
+        self._ending = ""
+        self._place = Place(None, "", "")
+        self._resumed = 0.0  # collectives count time from here on
+        self._sentence = ""
+        self._stops = threading.Event()
+        self._excepthook = sys.excepthook
+        self._unobserve: Callable[[], None] = observe(self)
+        sys.excepthook = self._on_exception
+        self._channel: _Channel | None = None
+        if dist.is_initialized():  # other ranks know this process from now on
+            self._channel = _Channel(dist.get_rank(), dist.get_world_size())
+            self._channel.write("beat", self._report(dist.get_rank(), stack=False))
+        atexit.register(self._at_exit)
+        self._thread = threading.Thread(target=self._watch, name="vescale hang report", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stops.set()
+        self._unobserve()
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._excepthook
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+        atexit.unregister(self._at_exit)
+
+    def pending(self) -> list[str]:
+        """The collectives that this rank has started and that have not ended."""
+        now = time.time()
+        return [StartedCollective.of(o, now).text() for o in list(self._running) if not o.has_ended()]
+
+    # On the program's threads
+
+    def started(self, operation: Operation) -> None:
+        place = running_place()
+        operation.module, operation.phase, operation.line = place.module or "", place.phase, place.line
+        self._running.append(operation)
+        if operation.op not in ("send", "recv"):  # of two ranks only; they have no number among the group's
+            self._last[operation.group] = operation
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        self._excepthook(kind, error, trace)
+        self._place = place_of_traceback(trace)
+        summary = str(error).strip().partition("\n")[0][:500]
+        self._ending = f"with {kind.__name__}: {summary} (at {self._place.text()})"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self._channel is not None and not self._stops.is_set():  # the watchdog's thread will end the process
+            self._stops.wait(self._beat * 4 + 10.0)
+
+    def _at_exit(self) -> None:
+        """The end of the program: ranks that wait for this rank are notified."""
+        if self._channel is not None and not self._stops.is_set():
+            self._stops.set()
+            self._ending = self._ending or "normally"
+            with contextlib.suppress(RuntimeError):
+                self._channel.write("beat", self._report(self._channel.rank, stack=False))
+
+    # On the watchdog's thread
+
+    def _watch(self) -> None:
+        while not dist.is_initialized():
+            if self._stops.wait(self._beat):
+                return
+        channel = self._channel = self._channel or _Channel(dist.get_rank(), dist.get_world_size())
+        lost = 0
+        while not self._stops.is_set():
+            try:
+                self._step(channel)
+                lost = 0
+            except RuntimeError as error:  # the store is gone with its host, a rank or the launcher
+                lost += 1
+                if lost >= 3 and (self._hung() is not None or self._ending):
+                    self._end(f"the store of the job is gone ({error}), and rank {channel.rank} waits", channel, {})
+            self._stops.wait(0.02 if self._ending else self._beat)
+
+    def _step(self, channel: _Channel) -> None:
+        channel.write("beat", self._report(channel.rank, stack=False))
+        if not channel.is_initialized_still():
+            return
+        if channel.is_paused():
+            self._resumed = time.time()
+            return
+        hung = self._hung()
+        if hung is not None or self._ending:
+            channel.raise_alarm()
+        leader = channel.alarm()
+        if leader is None:
+            return
+        channel.write("report", self._report(channel.rank, stack=True))
+        if leader == channel.rank:
+            reports, silent = channel.collect(min(5.0, 3 * self._beat + 1.0))
+            sentence = diagnose(reports, silent)
+            channel.set_verdict(sentence, sorted({*silent, *(r for r, x in reports.items() if not x.is_answer)}))
+            self._write(channel, sentence, reports)
+            print(f"vescale: {sentence}", file=sys.stderr, flush=True)
+        verdict = channel.verdict(10.0)
+        if verdict is None:
+            sentence = f"rank {leader} found a hanging collective, and has reported nothing else"
+            verdict = {"sentence": sentence, "silent": [leader]}
+            print(f"vescale: {sentence}", file=sys.stderr, flush=True)
+        self._end(verdict["sentence"], channel, {rank: channel.read("beat", rank) for rank in verdict["silent"]})
+
+    def _hung(self) -> Operation | None:
+        """The oldest collective that has run for longer than the timeout."""
+        while self._running and self._running[0].has_ended():
+            self._running.popleft()
+        now = time.time()
+        for operation in list(self._running):
+            is_late = now - max(operation.began, self._resumed) > self.limit
+            if is_late and not operation.has_ended() and (not operation.is_mute or main_thread_waits()):
+                return operation
+        return None
+
+    def _report(self, rank: int, *, stack: bool) -> RankReport:
+        now, text = time.time(), ""
+        if not self._ending:
+            self._place, text = main_thread_stack()
+        running = [StartedCollective.of(o, now) for o in list(self._running) if not o.has_ended()]
+        last = {name: StartedCollective.of(operation, now) for name, operation in list(self._last.items())}
+        text = text[-_STACK_BYTES:] if stack else ""
+        return RankReport(rank, ProcessIdentity.own(), last, running, self._place, text, self._ending)
+
+    def _write(self, channel: _Channel, sentence: str, reports: dict[int, RankReport]) -> None:
+        lines = [sentence, ""]
+        for rank, report in sorted(reports.items()):
+            lines += [f"--- rank {rank} of {channel.size} {report.whereabouts()}"]
+            lines += [f"waits in {c.text()} for {c.seconds:.1f} s" for c in report.running]
+            lines += [f"last in its group: {c.text()}" for c in report.last.values()]
+            lines += [report.stack, ""]
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"vescale-hang-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+            path.write_text("\n".join(lines))
+            print(f"vescale: the stacks of all ranks are in {path}", file=sys.stderr, flush=True)
+
+    def _end(self, sentence: str, channel: _Channel, silent: dict[int, RankReport | None]) -> None:
+        self._sentence = sentence
+        if not self._exits:
+            self._stops.set()
+            return
+        if channel.rank != channel.alarmed_by:
+            print(f"vescale: rank {channel.rank} ends: {sentence}", file=sys.stderr, flush=True)
+        for report in silent.values():
+            if report is not None and report.rank != channel.rank:
+                report.process.kill()
+        if channel.rank == channel.alarmed_by:
+            time.sleep(0.2)  # this rank may host the store that others are reading
+        sys.stdout.flush()
+        os._exit(EXIT_CODE)
+
+
+class _Channel:
+    """The ranks' keys in the store, over a separate connection: another thread may be waiting on the default one."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._world = dist.group.WORLD
+        self._store = own_connection()
+        self.alarmed_by: int | None = None
+
+    def is_initialized_still(self) -> bool:
+        return dist.is_initialized()
+
+    def write(self, kind: str, report: RankReport) -> None:
+        self._store.set(f"vescale watch {kind} {self.rank}", json.dumps(report.to_json()))
+
+    def read(self, kind: str, rank: int) -> RankReport | None:
+        key = f"vescale watch {kind} {rank}"
+        return RankReport.from_json(json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def is_paused(self) -> bool:
+        return self._store.add("vescale paused", 0) > 0
+
+    def raise_alarm(self) -> None:
+        self._store.compare_set("vescale watch alarm", "", str(self.rank))
+
+    def alarm(self) -> int | None:
+        """The rank that has raised the alarm."""
+        if self.alarmed_by is None and self._store.check(["vescale watch alarm"]):
+            self.alarmed_by = int(self._store.get("vescale watch alarm"))
+        return self.alarmed_by
+
+    def collect(self, seconds: float) -> tuple[dict[int, RankReport], list[int]]:
+        """Reports of all ranks, older ones of ranks that do not answer; and the ranks without any report."""
+        deadline = time.monotonic() + seconds
+        found: dict[int, RankReport] = {}
+        while len(found) < self.size and time.monotonic() < deadline:
+            for rank in range(self.size):
+                if rank not in found and (report := self.read("report", rank)) is not None:
+                    found[rank] = report
+            time.sleep(0.02)
+        silent = []
+        for rank in sorted(set(range(self.size)) - set(found)):
+            earlier = self.read("beat", rank)
+            if earlier is None:
+                silent.append(rank)
+            else:
+                found[rank] = RankReport(**{**earlier.__dict__, "is_answer": False})
+        return found, silent
+
+    def set_verdict(self, sentence: str, silent: list[int]) -> None:
+        self._store.set("vescale watch verdict", json.dumps({"sentence": sentence, "silent": silent}))
+
+    def verdict(self, seconds: float) -> dict[str, Any] | None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self._store.check(["vescale watch verdict"]):
+                return dict(json.loads(self._store.get("vescale watch verdict")))
+            time.sleep(0.02)
+        return None

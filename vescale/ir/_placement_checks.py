@@ -1,0 +1,203 @@
+"""Checks of the placements of parameters and buffers: whole heads, even shards, values instead of partial sums."""
+
+from __future__ import annotations
+
+import math
+
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import StridedShard
+from vescale.ir._attention_heads import Heads, heads_of
+from vescale.ir._findings import Findings
+from vescale.ir._joint_sharding import gathered_positions, join_placements, ragged_positions
+from vescale.ir._model_index import ModelIndex, StateTensor, enclosing
+from vescale.ir._planned_placements import PlannedPlacement, PlannedState
+from vescale.ir._resolve import Resolution, shown_name
+from vescale.placements import InterleavedShard, normalize_placements, shard_dim
+from vescale.plans import Entry, MeshAxes, placement_text
+
+__all__ = ["check_boundaries", "check_states"]
+
+
+def check_states(resolution: Resolution, index: ModelIndex, axes: MeshAxes, findings: Findings) -> None:
+    """Errors in the placements of parameters and buffers.
+
+    A cut that is there while the module computes must be even: local shapes then follow from the global ones by division,
+    on every rank alike, which views and reshapes inside models rely on. At rest any cut is fine.
+    """
+    for name, planned in resolution.states.items():
+        state = index.states[name]
+        if state.shape is None:
+            continue
+        _check_phases(planned, state, axes, findings)
+        _check_partial(planned, state, findings)
+        _check_annotated(planned, state, findings)
+        running = {axis: choice for axis in axes if (choice := planned.running_at(axis))}
+        _check_cuts(running, state, resolution, index, axes, findings)
+        _check_ragged(planned, state, axes, findings)
+
+
+def check_boundaries(resolution: Resolution, findings: Findings) -> None:
+    """Errors in the placements of the model's inputs."""
+    for (path, side, _), planned in resolution.boundaries.items():
+        if path or side != "<in>":
+            continue
+        arriving = planned.src if planned.src else planned.dst
+        for axis, choice in arriving.items().items():
+            if isinstance(choice.placement, Partial):
+                findings.error(
+                    "partial",
+                    f"'{choice.entry.path}' gives an input of the model as {placement_text(choice.placement)} on {axis}: a "
+                    "tensor that the caller passes holds values, not summands; use R, or S(dim)",
+                    choice.entry.source,
+                )
+
+
+def _check_phases(planned: PlannedState, state: StateTensor, axes: MeshAxes, findings: Findings) -> None:
+    running = dict(zip(axes, planned.running(axes)))
+    for axis, choice in planned.backward.items().items():
+        forward = running[axis]
+        if choice.placement != forward:
+            findings.error(
+                "phase",
+                f"'{choice.entry.path}' places {{names}} as {placement_text(choice.placement)} on {axis} in the backward "
+                f"and {placement_text(forward)} in the forward; a parameter has one placement while it runs: write "
+                "phase=run; for its gradient, name .grad",
+                choice.entry.source,
+                shown_name(state),
+            )
+
+
+def _check_partial(planned: PlannedState, state: StateTensor, findings: Findings) -> None:
+    for role in (planned.init, planned.forward, planned.annotated):
+        for axis, choice in role.items().items():
+            if isinstance(choice.placement, Partial):
+                findings.error(
+                    "partial",
+                    f"'{choice.entry.path}' makes {{names}} {placement_text(choice.placement)} on {axis}: parameters and "
+                    "buffers hold values, not summands; use R or S(dim); for a gradient, annotate name.grad",
+                    choice.entry.source,
+                    shown_name(state),
+                )
+                return
+
+
+def _check_annotated(planned: PlannedState, state: StateTensor, findings: Findings) -> None:
+    for axis, choice in planned.annotated.items().items():
+        placed = planned.init.get(axis) or planned.forward.get(axis)
+        if placed is not None:
+            findings.error(
+                "conflict",
+                f"{{names}} on axis {axis!r}: annotate '{choice.entry.path}' says that it is placed so already, but shard "
+                f"'{placed.entry.path}' ({placed.entry.source}) places it; keep one of the two",
+                choice.entry.source,
+                shown_name(state),
+            )
+
+
+def _check_cuts(
+    running: dict[str, PlannedPlacement],
+    state: StateTensor,
+    resolution: Resolution,
+    index: ModelIndex,
+    axes: MeshAxes,
+    findings: Findings,
+) -> None:
+    """Each dim is cut into equal parts, and between heads, by all the axes that cut it together."""
+    assert state.shape is not None
+    by_dim: dict[int, list[tuple[str, PlannedPlacement]]] = {}
+    for axis, choice in running.items():
+        dim = shard_dim(choice.placement)
+        if dim is not None:
+            by_dim.setdefault(dim, []).append((axis, choice))
+    for dim, cuts in by_dim.items():
+        num_ranks = math.prod(axes.size(axis) for axis, _ in cuts)
+        entry = cuts[-1][1].entry
+        sizes = " x ".join(f"{axis}={axes.size(axis)}" for axis, _ in cuts)
+        heads = heads_of(index, state.names, state.shape, dim)
+        if (
+            heads is not None
+            and heads.count % num_ranks
+            and not any(_is_interleaved(choice.placement) for _, choice in cuts)
+        ):
+            _head_error(heads, num_ranks, sizes, cuts, state, entry, findings)
+            continue
+        pieces = math.prod(_pieces(choice.placement) for _, choice in cuts)
+        if state.shape[dim] % (num_ranks * pieces):
+            region = next(
+                (path for path in enclosing(state.names[0].rpartition(".")[0]) if path in resolution.locals), None
+            )
+            if dim == 0 and region is not None and resolution.locals[region].kind == "experts":
+                fewer = max(size for size in range(1, num_ranks) if state.shape[0] % size == 0)
+                findings.error(
+                    "divisible",
+                    f"{{names}}: {state.shape[0]} experts over {num_ranks} ranks ({sizes}); every rank must have as many: "
+                    f"spread them over a number of ranks that divides {state.shape[0]}, for example {fewer}",
+                    entry.source,
+                    shown_name(state),
+                )
+                continue
+            parts = f"{num_ranks} ranks ({sizes})" + (f", {pieces} pieces each" if pieces > 1 else "")
+            findings.error(
+                "divisible",
+                f"dim {dim} of {{names}} has size {state.shape[dim]}, which {parts} do not divide (shape {state.shape}, "
+                f"{placement_text(cuts[-1][1].placement)}); use a number of ranks that divides it, replicate it, or pad the "
+                "model",
+                entry.source,
+                shown_name(state),
+            )
+
+
+def _head_error(
+    heads: Heads,
+    num_ranks: int,
+    sizes: str,
+    cuts: list[tuple[str, PlannedPlacement]],
+    state: StateTensor,
+    entry: Entry,
+    findings: Findings,
+) -> None:
+    axis = cuts[-1][0]
+    fewer = max(size for size in range(1, num_ranks + 1) if heads.count % size == 0)
+    whole = "k and v" if heads.kind == "key/value" else "it"
+    advice = f"replicate {whole} on {axis} ({{{axis}: R}})"
+    if fewer > 1:
+        advice += f", or use a number of ranks that divides {heads.count}, for example {fewer}"
+    noun = "head" if heads.count == 1 else "heads"
+    findings.error(
+        "head",
+        f"{{names}}: {heads.count} {heads.kind} {noun} of {heads.size} ({heads.attribute}={heads.count}) over {sizes}: the "
+        f"cut falls inside an attention head; {advice}",
+        entry.source,
+        shown_name(state),
+    )
+
+
+def _check_ragged(planned: PlannedState, state: StateTensor, axes: MeshAxes, findings: Findings) -> None:
+    """What the placements themselves refuse: several ragged axes, units that do not cover the tensor."""
+    assert state.shape is not None
+    resting, running = planned.init.complete(axes), planned.running(axes)
+    joint = gathered_positions(resting, running)
+    if state.is_parameter and not joint and len(ragged_positions(resting)) > 1:
+        return  # told with the units
+    for stage in dict.fromkeys((resting, running)):
+        placements, sizes = join_placements(stage, axes.sizes, joint) if stage == resting else (stage, axes.sizes)
+        try:
+            normalize_placements(placements, state.shape, sizes)
+        except ValueError as error:
+            role = planned.init if stage == resting else planned.forward
+            entries = [choice.entry for choice in role.items().values()] or [
+                s.entry for s in planned.init.items().values()
+            ]
+            findings.error(
+                "placement", f"{{names}}: {error}", entries[-1].source if entries else None, shown_name(state)
+            )
+
+
+def _is_interleaved(placement: Placement) -> bool:
+    return isinstance(placement, InterleavedShard | StridedShard)
+
+
+def _pieces(placement: Placement) -> int:
+    return placement.num_chunks if isinstance(placement, InterleavedShard) else 1

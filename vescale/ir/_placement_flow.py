@@ -1,0 +1,236 @@
+"""How placements flow through ops between two planned boundaries, if that is certain; unknown otherwise.
+
+These rules leave no choice: replicated operands give a replicated result; elementwise ops keep a common placement; the
+results of ``linear`` and ``embedding`` follow from their weights; views move a dim. If DTensor has a choice, the result
+is unknown, and so is all that follows from it up to the next planned placement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.placements import InterleavedShard, at_dim, shard_dim
+
+__all__ = ["AxisPlacement", "Flow", "Rule", "indexed_dims", "is_elementwise", "rule_for"]
+
+# A placement on one axis; None: unknown.
+AxisPlacement = Placement | None
+
+# (arguments, result) -> placement of the result on one axis of `size` ranks, by the placements of the tensor arguments.
+Rule = Callable[["Flow"], AxisPlacement]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One call of an op, seen on one axis.
+
+    Attributes:
+        placements: the placement of each tensor argument, in order.
+        tensors: the tensor arguments.
+        result: what the op returned.
+        args, kwargs: all its arguments.
+        size: ranks on the axis.
+    """
+
+    placements: Sequence[AxisPlacement]
+    tensors: Sequence[torch.Tensor]
+    result: torch.Tensor
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    size: int
+
+
+def rule_for(name: str, flow: Flow, others: Mapping[str, Rule]) -> AxisPlacement:
+    """The placement of the result of the op called ``name``, or None; ``others``: rules for ops that have none here."""
+    if all(isinstance(placement, Replicate) for placement in flow.placements):
+        return Replicate()
+    rule = _RULES.get(name.strip("_")) or others.get(name)
+    return rule(flow) if rule is not None and None not in flow.placements else None
+
+
+def is_elementwise(name: str) -> bool:
+    return name.strip("_") in _ELEMENTWISE | _SUMS
+
+
+def _linear(flow: Flow) -> AxisPlacement:
+    x, weight = flow.placements[:2]
+    last = flow.tensors[0].ndim - 1
+    if _cuts(weight, 0):
+        return Shard(last) if isinstance(x, Replicate) else None
+    if _cuts(weight, 1):
+        return Partial() if _cuts(x, last) or isinstance(x, Replicate) else None
+    if isinstance(weight, Replicate) and _is_cut(x) and shard_dim(x) != last:
+        return x
+    return None
+
+
+def _embedding(flow: Flow) -> AxisPlacement:
+    indices, weight = flow.placements[:2]
+    if isinstance(indices, Replicate):
+        if _cuts(weight, 0):
+            return Partial()  # indices of other ranks' rows give zero here
+        return Shard(flow.result.ndim - 1) if _cuts(weight, 1) else None
+    return indices if isinstance(weight, Replicate) else None
+
+
+def _elementwise(flow: Flow) -> AxisPlacement:
+    """The common placement; replicated and one-element operands follow it."""
+    found: set[Placement] = set()
+    for placement, tensor in zip(flow.placements, flow.tensors):
+        if tensor.ndim == 0 and isinstance(placement, Replicate):
+            continue
+        dim = shard_dim(placement) if placement is not None else None
+        if dim is not None:
+            if not _is_cut(placement) or tensor.shape[dim] != flow.result.shape[dim - tensor.ndim]:
+                return None
+            found.add(at_dim(placement, flow.result.ndim + dim - tensor.ndim))
+        elif placement is not None:
+            found.add(placement)
+    shards = found - {Replicate()}
+    only = next(iter(shards)) if len(shards) == 1 else None
+    return only if _is_cut(only) else None
+
+
+def _sum_like(flow: Flow) -> AxisPlacement:
+    """Addition also keeps Partial, where every operand is."""
+    if all(isinstance(placement, Partial) and placement == flow.placements[0] for placement in flow.placements):
+        return flow.placements[0]
+    return _elementwise(flow)
+
+
+def _along_dims(flow: Flow) -> AxisPlacement:
+    """Reductions, softmax and normalization: kept on a dim that they do not go along."""
+    x, tensor = flow.placements[0], flow.tensors[0]
+    if any(not isinstance(placement, Replicate) for placement in flow.placements[1:]) or not _is_cut(x):
+        return None
+    if flow.result.ndim != tensor.ndim:
+        return None
+    dims = flow.kwargs.get("dim", flow.args[1] if len(flow.args) > 1 else None)
+    dims = (dims,) if isinstance(dims, int) else dims
+    if not isinstance(dims, tuple | list) or not all(isinstance(dim, int) for dim in dims):
+        return None
+    return None if x.dim in {dim % tensor.ndim for dim in dims} else x
+
+
+def _normalize(flow: Flow) -> AxisPlacement:
+    """``layer_norm`` and ``rms_norm`` go along the last dims; their weights are replicated."""
+    x, tensor = flow.placements[0], flow.tensors[0]
+    shape = flow.kwargs.get("normalized_shape", flow.args[1] if len(flow.args) > 1 else None)
+    if (
+        any(not isinstance(placement, Replicate) for placement in flow.placements[1:])
+        or not _is_cut(x)
+        or shape is None
+    ):
+        return None
+    return x if x.dim < tensor.ndim - len(shape) else None
+
+
+def _view(flow: Flow) -> AxisPlacement:
+    """A cut dim that opens a group of dims stays cut when the group is merged or split, if its new dim divides evenly."""
+    x, tensor = flow.placements[0], flow.tensors[0]
+    if not _is_cut(x):
+        return None
+    before = math.prod(tensor.shape[: x.dim])
+    for dim in range(flow.result.ndim):
+        size = flow.result.shape[dim]
+        if math.prod(flow.result.shape[:dim]) == before and size > 1:
+            divides = size % flow.size == 0 if type(x) is Shard else size == tensor.shape[x.dim]
+            return at_dim(x, dim) if divides else None
+    return None
+
+
+def _transpose(flow: Flow) -> AxisPlacement:
+    x, ndim = flow.placements[0], flow.tensors[0].ndim
+    first, second = (int(dim) % ndim for dim in flow.args[1:3])
+    return at_dim(x, {first: second, second: first}.get(x.dim, x.dim)) if _is_cut(x) else None
+
+
+def _unsqueeze(flow: Flow) -> AxisPlacement:
+    x, dim = flow.placements[0], int(flow.args[1] if len(flow.args) > 1 else flow.kwargs["dim"]) % flow.result.ndim
+    return at_dim(x, x.dim + 1 if x.dim >= dim else x.dim) if _is_cut(x) else None
+
+
+def _item(flow: Flow) -> AxisPlacement:
+    """``x[:, None, 3]``: a cut dim that is taken whole stays cut."""
+    x, tensor = flow.placements[0], flow.tensors[0]
+    if not _is_cut(x):
+        return None
+    for dim, item, after in indexed_dims(flow.args[1], tensor.ndim):
+        if dim == x.dim and isinstance(item, slice):
+            return at_dim(x, after) if len(range(*item.indices(tensor.shape[dim]))) == tensor.shape[dim] else None
+    return None
+
+
+def indexed_dims(index: Any, ndim: int) -> Iterator[tuple[int, Any, int]]:
+    """(dim, what is taken of it, the result's dim) of ``x[index]`` with numbers, slices, None and ``...``; nothing for other
+    indices."""
+    index = index if isinstance(index, tuple) else (index,)
+    if not all(item is None or item is ... or isinstance(item, int | slice) for item in index):
+        return
+    rest = [slice(None)] * (ndim - sum(item is not None and item is not ... for item in index))
+    at = index.index(...) if ... in index else len(index)
+    before = after = 0
+    for item in (*index[:at], *rest, *index[at + 1 :]):
+        if item is not None:
+            yield before, item, after
+        before, after = before + (item is not None), after + (not isinstance(item, int))
+
+
+def _same_shape_dim(flow: Flow) -> AxisPlacement:
+    """Splits and concatenations along other dims."""
+    x, tensor = flow.placements[0], flow.tensors[0]
+    if not _is_cut(x) or any(placement != x for placement in flow.placements) or flow.result.ndim != tensor.ndim:
+        return None
+    return x if flow.result.shape[x.dim] == tensor.shape[x.dim] else None
+
+
+def _attention(flow: Flow) -> AxisPlacement:
+    """Attention over a part of the batch or of the heads: the query's, whether keys and values are cut alike or whole. Over
+    a part of the sequence: the query's, whatever is exchanged for it."""
+    query, *others = flow.placements[:3]
+    if shard_dim(query) == flow.tensors[0].ndim - 2:  # type: ignore[arg-type]
+        return query
+    if type(query) is not Shard or query.dim > 1:
+        return None
+    return query if all(placement == query or isinstance(placement, Replicate) for placement in others) else None
+
+
+def _is_cut(placement: AxisPlacement) -> TypeGuard[Shard | InterleavedShard]:
+    """In contiguous parts, or in interleaved pieces."""
+    return type(placement) in (Shard, InterleavedShard)
+
+
+def _cuts(placement: AxisPlacement, dim: int) -> bool:
+    return type(placement) is Shard and placement.dim == dim
+
+
+# fmt: off
+_ELEMENTWISE = frozenset((
+    "mul", "rmul", "imul", "div", "truediv", "rtruediv", "rsub", "pow", "rsqrt", "sqrt", "exp", "silu",
+    "gelu", "relu", "sigmoid", "tanh", "neg", "abs", "square", "dropout", "clamp", "type_as", "cos", "sin",
+    "masked_fill", "where", "contiguous", "clone", "float", "to", "half", "bfloat16", "double", "view_as",
+))
+# fmt: on
+_SUMS = frozenset(("add", "radd", "iadd", "sub", "isub"))
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_SUMS, _sum_like),
+    **dict.fromkeys(("mean", "sum", "softmax", "var"), _along_dims),
+    **dict.fromkeys(("layer_norm", "rms_norm"), _normalize),
+    **dict.fromkeys(("view", "reshape", "flatten"), _view),
+    **dict.fromkeys(("cat", "chunk", "split"), _same_shape_dim),
+    "getitem": _item,
+    "linear": _linear,
+    "embedding": _embedding,
+    "transpose": _transpose,
+    "unsqueeze": _unsqueeze,
+    F.scaled_dot_product_attention.__name__: _attention,
+}

@@ -1,0 +1,84 @@
+"""Normalized placements: tensor dims counted from the front, ragged units decided and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Placement
+
+from vescale.placements._placement_kinds import at_dim, ragged_axis, shard_dim
+from vescale.placements._ragged import RaggedShard, StridedRaggedShard
+from vescale.placements._region import largest_shape, local_region
+
+__all__ = ["normalize_placements"]
+
+
+def normalize_placements(
+    placements: Sequence[Placement], shape: Sequence[int], mesh: DeviceMesh | Sequence[int]
+) -> tuple[Placement, ...]:
+    """Resolve placements for a tensor of global ``shape`` on a mesh, or on the sizes of its axes; pure, the same on every
+    rank.
+
+    Negative dims become positive; a ragged placement without units is balanced; a :class:`RaggedShard` with ``Shard(0)``
+    on a later axis becomes the :class:`StridedRaggedShard` that it means.
+
+    Raises:
+        ValueError: a placement count that is not the mesh's, dims out of range, several ragged axes, units that do not
+            fit the axis or cover the tensor, a wrong ``split_factor``, pending reductions whose order would matter.
+    """
+    mesh_shape = tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)
+    if len(placements) != len(mesh_shape):
+        raise ValueError(
+            f"{len(placements)} placements {tuple(placements)} for a mesh of {len(mesh_shape)} axes {mesh_shape}; give "
+            "one placement for each axis"
+        )
+    resolved = [_with_front_dim(placement, tuple(shape)) for placement in placements]
+    pending = {placement.reduce_op for placement in resolved if type(placement) is Partial}
+    if len(pending) > 1 and pending != {"sum", "avg"}:
+        raise ValueError(
+            f"placements {tuple(placements)} mix pending reductions {sorted(pending)}, whose order would matter; use one "
+            "operation (sum and avg go together), or redistribute one axis to Replicate() first"
+        )
+    axis = ragged_axis(resolved)
+    if axis is not None:
+        resolved[axis] = _resolve_ragged(resolved, axis, tuple(shape), mesh_shape)
+        local_region(shape, resolved, mesh_shape, (0,) * len(mesh_shape))  # checks the units against the tensor
+    return tuple(resolved)
+
+
+def _with_front_dim(placement: Placement, shape: tuple[int, ...]) -> Placement:
+    dim = shard_dim(placement)
+    if dim is None:
+        return placement
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(
+            f"{placement!r} names tensor dim {dim}, but the tensor has shape {shape}; use a dim in "
+            f"[{-len(shape)}, {len(shape)})"
+        )
+    return placement if dim >= 0 else at_dim(placement, dim + len(shape))
+
+
+def _resolve_ragged(
+    placements: list[Placement], axis: int, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> RaggedShard:
+    placement = placements[axis]
+    assert isinstance(placement, RaggedShard)
+    others: list[Placement] = [p for a, p in enumerate(placements) if a != axis]
+    other_sizes = tuple(n for a, n in enumerate(mesh_shape) if a != axis)
+    held = largest_shape(shape, tuple(others), other_sizes)
+    inner_dims = [dim for p in others if (dim := shard_dim(p)) is not None and dim > 0]
+    num_pieces = 1
+    for later in range(axis + 1, len(placements)):
+        if shard_dim(placements[later]) == 0:
+            num_pieces *= mesh_shape[later]
+    if isinstance(placement, StridedRaggedShard):
+        if placement.split_factor != num_pieces:
+            raise ValueError(
+                f"{placement!r} on mesh axis {axis}: split_factor={placement.split_factor}, but the Shard(0) axes after "
+                f"it cut dim 0 into {num_pieces} pieces ({tuple(placements)} on mesh {mesh_shape}); write "
+                + (f"split_factor={num_pieces}" if num_pieces > 1 else "RaggedShard")
+            )
+    elif num_pieces > 1:
+        placement = StridedRaggedShard(placement.dims, placement.local_units, placement.block, split_factor=num_pieces)
+    return placement.resolve(held, mesh_shape[axis], inner_dims)

@@ -1,0 +1,369 @@
+"""``PlanEntries``: the methods that write entries, each checked on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Self
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.plans._entries import (
+    ATTENTION_METHODS,
+    AnnotateEntry,
+    AttentionEntry,
+    AttentionMethod,
+    AxisPlacements,
+    Entry,
+    FactoryEntry,
+    LocalEntry,
+    RedistributeEntry,
+    ShardEntry,
+    UnitEntry,
+)
+from vescale.plans._errors import PlanError, Source, calling_line, did_you_mean
+from vescale.plans._mesh_axes import MeshAxes
+from vescale.plans._path import Path, Target
+from vescale.plans._phase import ALL, Phase, parse_phase
+from vescale.plans._unit_policies import mp_policy_of, pins_memory
+
+__all__ = ["PlanEntries"]
+
+# One placement for the axis named by mesh=, one for each axis named there, or {axis: placement}.
+PlacementSpec = Placement | Sequence[Placement] | Mapping[str, Placement]
+
+
+class PlanEntries:
+    """An ordered list of entries over the axes of a mesh: what :class:`vescale.Plan` consists of.
+
+    Each method checks the path, axes and placements of an entry and adds it. All raise PlanError with the line of the call.
+    """
+
+    def __init__(self, mesh: DeviceMesh | Mapping[str, int] | MeshAxes) -> None:
+        try:
+            self._axes = MeshAxes.of(mesh)
+        except ValueError as error:
+            raise PlanError(str(error), calling_line()) from None
+        self._mesh = mesh if isinstance(mesh, DeviceMesh) else None
+        self._entries: list[Entry] = []
+
+    @property
+    def axes(self) -> MeshAxes:
+        return self._axes
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The DeviceMesh the plan was written for, or None for a plan over names and sizes."""
+        return self._mesh
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(self._entries)
+
+    def shard(
+        self,
+        path: str,
+        placement: PlacementSpec,
+        mesh: str | Sequence[str] | None = None,
+        phase: Phase | str = ALL,
+        *,
+        given: Literal["global", "local"] = "global",
+        source: Source | None = None,
+    ) -> Self:
+        """Place the tensors that ``path`` names.
+
+        Args:
+            path: see :mod:`vescale.plans._path`.
+            placement: one placement; or ``{axis: placement}`` without ``mesh``.
+            mesh: the axis, or axes, of the placement; may be left out on a mesh of one axis.
+            phase: when it holds; see :class:`Phase`.
+            given: for inputs of the model, whether plain tensors are global or this rank's part.
+            source: where the entry was written; the calling line when left out.
+
+        Returns the plan, so that calls can be chained.
+        """
+        source = source or calling_line()
+        parsed = self._path(path, source)
+        if given not in ("global", "local"):
+            raise PlanError(f"given={given!r}; use 'global' or 'local'", source)
+        if given == "local" and not (parsed.target is Target.IN and parsed.pattern == ""):
+            raise PlanError(
+                f"given='local' on {path!r}: only inputs of the model itself, <in:name>, are given by the caller; leave "
+                "it out",
+                source,
+            )
+        placements = self._placements(placement, mesh, source)
+        return self._add(ShardEntry(parsed, placements, self._phase(phase, source), given, source))
+
+    def redistribute(
+        self,
+        path: str,
+        src: PlacementSpec,
+        dst: PlacementSpec,
+        *,
+        grad_src: PlacementSpec | None = None,
+        grad_dst: PlacementSpec | None = None,
+        mesh: str | Sequence[str] | None = None,
+        source: Source | None = None,
+    ) -> Self:
+        """At the boundary ``path`` (``<in>`` or ``<out>``), bring a tensor from ``src`` to ``dst``, and its gradient from
+        ``grad_src`` to ``grad_dst``; see :class:`RedistributeEntry`."""
+        source = source or calling_line()
+        parsed = self._boundary(path, "redistribute", source)
+        before, after = self._placements(src, mesh, source), self._placements(dst, mesh, source)
+        if [axis for axis, _ in before] != [axis for axis, _ in after]:
+            raise PlanError(
+                f"redistribute {path!r}: src names axes {[a for a, _ in before]} and dst {[a for a, _ in after]}; name "
+                "the same axes in both",
+                source,
+            )
+        gradients = [None if g is None else self._placements(g, mesh, source) for g in (grad_src, grad_dst)]
+        return self._add(RedistributeEntry(parsed, before, after, gradients[0], gradients[1], source))
+
+    def annotate(
+        self,
+        path: str,
+        placement: PlacementSpec,
+        mesh: str | Sequence[str] | None = None,
+        *,
+        source: Source | None = None,
+    ) -> Self:
+        """Declare the placements that a local tensor has already; nothing moves."""
+        source = source or calling_line()
+        return self._add(AnnotateEntry(self._path(path, source), self._placements(placement, mesh, source), source))
+
+    def factory(
+        self,
+        path: str,
+        placement: PlacementSpec,
+        mesh: str | Sequence[str] | None = None,
+        *,
+        source: Source | None = None,
+    ) -> Self:
+        """Give placements to tensors that are made inside the forward of the modules that ``path`` matches."""
+        source = source or calling_line()
+        parsed = self._module(path, "factory", source)
+        return self._add(FactoryEntry(parsed, self._placements(placement, mesh, source), source))
+
+    def attention(
+        self,
+        path: str,
+        method: AttentionMethod | Mapping[str, AttentionMethod],
+        mesh: str | Sequence[str] | None = None,
+        *,
+        source: Source | None = None,
+    ) -> Self:
+        """Choose the method of attention in the modules that ``path`` matches, on axes that shard its *sequence* (context
+        parallelism); see :class:`AttentionEntry`. Axes that shard the batch or heads need no method.
+
+        ==============  ==========================================================================  ====================
+        method          communication in forward (backward: the same in the other direction)        restriction
+        ==============  ==========================================================================  ====================
+        ``all_gather``  one all-gather of keys and values: ``2 (n-1)/n`` of their size              any number of heads
+        ``ring``        keys and values, a block at a time: ``(n-1)/n`` of their size (backward:    any number of heads,
+                        ``2 - 1/n`` of it), or less, because masked blocks are not sent             the longest sequences
+        ``ulysses``     an all-to-all each of q, k, v and the result: ``(n-1)/n**2`` of their size  heads that n divides
+        ==============  ==========================================================================  ====================
+
+        ``method`` may be a mapping from axis to method; otherwise it holds for the axes of ``mesh``.
+        """
+        source = source or calling_line()
+        parsed = self._module(path, "attention", source)
+        given = dict(self._pairs(method, mesh, source))
+        for axis, name in given.items():
+            if axis not in self._axes:
+                raise PlanError(
+                    f"attention {path!r}: no axis {axis!r}; the axes are {self._axes}{did_you_mean(axis, self._axes)}",
+                    source,
+                )
+            if name not in ATTENTION_METHODS:
+                raise PlanError(
+                    f"attention {path!r}: {name!r} on {axis} is no method; use one of {', '.join(ATTENTION_METHODS)}"
+                    f"{did_you_mean(str(name), ATTENTION_METHODS)}",
+                    source,
+                )
+        methods = tuple((axis, given[axis]) for axis in self._axes if axis in given)
+        return self._add(AttentionEntry(parsed, methods, source))
+
+    def local(
+        self,
+        path: str,
+        *,
+        kind: str | None = None,
+        dispatch: str | None = None,
+        inputs: Mapping[str, Placement] | None = None,
+        outputs: Mapping[str, Placement] | None = None,
+        source: Source | None = None,
+    ) -> Self:
+        """Run the modules that ``path`` matches on plain local tensors; see :class:`LocalEntry`."""
+        source = source or calling_line()
+        parsed = self._module(path, "local", source)
+        if dispatch is not None and dispatch not in ("mask", "all_to_all"):
+            raise PlanError(f"local {path!r}: dispatch={dispatch!r}; use 'mask' or 'all_to_all'", source)
+        if kind is not None and kind != "experts":
+            raise PlanError(f"local {path!r}: kind={kind!r}; use 'experts', or leave it out", source)
+        if dispatch is not None and kind != "experts":
+            raise PlanError(f"local {path!r}: dispatch= is for kind='experts'; give kind='experts' too", source)
+        borders = [self._placements(border, None, source) if border else () for border in (inputs, outputs)]
+        return self._add(LocalEntry(parsed, kind, dispatch, borders[0], borders[1], source))
+
+    def unit(
+        self,
+        path: str,
+        *,
+        reshard_after_forward: bool | int | None = None,
+        reshard_after_backward: bool | None = None,
+        mp_policy: MixedPrecisionPolicy | Mapping[str, Any] | None = None,
+        offload_policy: OffloadPolicy | Mapping[str, Any] | None = None,
+        source: Source | None = None,
+    ) -> Self:
+        """Gather and reduce the parameters of each module that ``path`` matches together: those that rest ragged over one
+        axis or several, and run replicated there. ``""`` is the model itself, for what no smaller unit holds.
+
+        Without unit entries the model's repeated blocks are units, and the model itself. An entry takes the place of the
+        blocks inside of the modules that it names.
+
+        ==========  =========================  =====================================================================
+        stage       written                    parameters are whole
+        ==========  =========================  =====================================================================
+        ZeRO-3      (nothing)                  while the unit's forward runs, and again while its backward does
+        ZeRO-2      reshard_after_forward      from the unit's forward to the end of its backward
+                    =False
+        ZeRO-1      both False                 from the first forward of a step to the end of the backward that
+                                               reduces gradients, through all that accumulate (``no_sync``)
+        ==========  =========================  =====================================================================
+
+        Args:
+            reshard_after_forward: True, False, or how many consecutive ranks keep a piece each between forward and
+                backward. None: True, but False for the model itself, whose backward follows its forward.
+            reshard_after_backward: False keeps parameters gathered between backwards that only accumulate. None: True.
+            mp_policy: PyTorch's ``MixedPrecisionPolicy``, or its arguments, dtypes by name: parameters are gathered in
+                ``param_dtype``, to which floating inputs of the module are cast; gradients are reduced in
+                ``reduce_dtype``. Modules around and inside need entries of their own.
+            offload_policy: ``CPUOffloadPolicy``, or ``{"pin_memory": bool}``: parameters, gradients and optimizer state
+                are in host memory, and are copied to the device to be gathered.
+        """
+        source = source or calling_line()
+        keep = reshard_after_forward
+        if not (keep is None or isinstance(keep, bool) or (isinstance(keep, int) and keep >= 1)):
+            raise PlanError(
+                f"unit {path!r}: reshard_after_forward={keep!r}; use True, False, or a number of ranks "
+                "that divides those of the axis",
+                source,
+            )
+        if reshard_after_backward is not None and not isinstance(reshard_after_backward, bool):
+            raise PlanError(
+                f"unit {path!r}: reshard_after_backward={reshard_after_backward!r}; use True or False", source
+            )
+        try:
+            precision, pinned = mp_policy_of(mp_policy), pins_memory(offload_policy)
+        except ValueError as error:
+            raise PlanError(f"unit {path!r}: {error}", source) from error
+        parsed = self._module(path, "unit", source)
+        return self._add(UnitEntry(parsed, keep, reshard_after_backward, precision, pinned, source))
+
+    def add(self, entry: Entry) -> Self:
+        """Add an entry of another plan, with its source. Raises PlanError for an axis that this plan does not have."""
+        for stage in (value for value in vars(entry).values() if isinstance(value, tuple)):
+            for axis, _ in stage:
+                if axis not in self._axes:
+                    raise PlanError(f"'{entry.path}' names axis {axis!r}, but the axes are {self._axes}", entry.source)
+        return self._add(entry)
+
+    # Validation
+
+    def _add(self, entry: Entry) -> Self:
+        self._entries.append(entry)
+        return self
+
+    def _path(self, text: str, source: Source) -> Path:
+        try:
+            return Path.parse(text)
+        except ValueError as error:
+            raise PlanError(str(error), source) from None
+
+    def _boundary(self, text: str, what: str, source: Source) -> Path:
+        path = self._path(text, source)
+        if path.target not in (Target.IN, Target.OUT):
+            raise PlanError(
+                f"{what} {text!r} names a parameter, but acts at a module's boundary; write module.<in> or module.<out>",
+                source,
+            )
+        return path
+
+    def _module(self, text: str, what: str, source: Source) -> Path:
+        path = self._path(text, source) if text else Path("", "", Target.STATE)
+        if path.target is not Target.STATE:
+            raise PlanError(f"{what} {text!r} takes a module path; leave out <...> and .grad", source)
+        return path
+
+    def _phase(self, phase: Phase | str, source: Source) -> Phase:
+        try:
+            return parse_phase(phase) if isinstance(phase, str) else Phase(phase)
+        except ValueError as error:
+            raise PlanError(str(error), source) from None
+
+    def _placements(self, spec: PlacementSpec, mesh: str | Sequence[str] | None, source: Source) -> AxisPlacements:
+        """Placements in the order of the mesh's axes."""
+        pairs = list(self._pairs(spec, mesh, source))
+        try:
+            order = [self._axes.index(axis) for axis, _ in pairs]
+        except ValueError as error:
+            raise PlanError(str(error), source) from None
+        for axis, placement in pairs:
+            if not isinstance(placement, Placement):
+                raise PlanError(
+                    f"{placement!r} on axis {axis!r} is not a placement; use Replicate(), Shard(dim), Partial(op), "
+                    "RaggedShard(...), InterleavedShard(dim, chunks)",
+                    source,
+                )
+        if len(set(order)) != len(order):
+            raise PlanError(f"axes {[axis for axis, _ in pairs]} repeat; name each axis once", source)
+        return tuple(pair for _, pair in sorted(zip(order, pairs), key=lambda item: item[0]))
+
+    def _pairs(self, spec: Any, mesh: str | Sequence[str] | None, source: Source) -> Iterator[tuple[str, Any]]:
+        if isinstance(spec, Mapping):
+            if mesh is not None:
+                raise PlanError(
+                    f"mesh={mesh!r} beside {dict(spec)!r}, which names its axes itself; leave mesh out", source
+                )
+            if not spec:
+                raise PlanError("no placement is given; name at least one axis", source)
+            yield from spec.items()
+            return
+        if mesh is None:
+            if len(self._axes.names) != 1:
+                raise PlanError(
+                    f"which of the axes {', '.join(self._axes.names)} is {spec!r} for? pass mesh=, or {{axis: placement}}",
+                    source,
+                )
+            mesh = self._axes.names[0]
+        if isinstance(mesh, str):
+            yield mesh, spec
+            return
+        placements = [spec] * len(mesh) if isinstance(spec, Placement | str) else list(spec)
+        if len(placements) != len(mesh):
+            raise PlanError(
+                f"{len(placements)} placements for the {len(mesh)} axes {tuple(mesh)}; give one for each", source
+            )
+        yield from zip(mesh, placements)
+
+    # Value semantics
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PlanEntries):
+            return NotImplemented
+        return self._axes == other._axes and self._by_path() == other._by_path()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _by_path(self) -> list[Entry]:
+        """Entries by kind and path. Their order has no other meaning, because entries never override each other."""
+        return sorted(self._entries, key=lambda entry: (type(entry).__name__, entry.path.text))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._axes}; {len(self._entries)} entries)"

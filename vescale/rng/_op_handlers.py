@@ -1,0 +1,346 @@
+"""Random ops on DTensors: the handler of each ATen overload, which runs instead of the op on the local tensor.
+
+In-place fills call the engine. Ops that return a tensor are composed as on one device: an allocation, a fill, and
+arithmetic. Ops whose number of draws depends on values run whole on every rank. All other random ops raise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from vescale.compat import local_of, make_dtensor, make_spec, spec_of, stock_dispatch
+from vescale.compat.cuda_kernels import fused_dropout
+from vescale.compat.random_ops import (
+    Handler,
+    correct_inplace_view,
+    has_composite_kernel,
+    is_symbolic,
+    seeded_ops,
+)
+from vescale.rng._dtensor_fill import (
+    empty,
+    empty_like,
+    fill,
+    outside_mesh,
+    part_of_whole,
+    region_of,
+    replicated,
+    whole_of,
+)
+from vescale.rng._multinomial import multinomial
+from vescale.rng._random_ops import DROPOUT_MASK, RandomOp, inplace_overloads
+from vescale.rng._stream_spans import is_contiguous, stream_order
+
+__all__ = ["handlers"]
+
+aten = torch.ops.aten
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+
+
+def _numbers_only(handler: Callable[..., Any]) -> Handler:
+    """Pass calls on fake, meta and traced tensors, which hold no numbers, to DTensor's own rules."""
+
+    def handle(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        dtensors = [value for value in (*args, *kwargs.values()) if isinstance(value, DTensor)]
+        if any(is_symbolic(local_of(dtensor)) for dtensor in dtensors):
+            return stock_dispatch(op, args, kwargs)
+        return handler(op, args, kwargs)
+
+    return handle
+
+
+def _inplace(op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
+    target: DTensor = args[0]
+    fill(target, RandomOp.of_call(op, args, kwargs), kwargs.get("generator"))
+    return target
+
+
+def _bernoulli_tensor_(op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
+    target: DTensor = args[0]
+    _bernoulli_from(target, args[1], kwargs.get("generator"))
+    return target
+
+
+def _bernoulli_from(target: DTensor, probabilities: Any, generator: torch.Generator | None) -> None:
+    """``target.bernoulli_(probabilities)``: probabilities are expanded and redistributed to the target's placements."""
+    spec = spec_of(target)
+    region = region_of(spec, "bernoulli_")
+    if not isinstance(probabilities, DTensor):  # the same on every rank
+        whole = probabilities.expand(spec.shape)
+        local = whole[:0] if region is None else part_of_whole(whole, region)
+        probabilities = make_dtensor(
+            local, make_spec(spec.mesh, spec.placements, spec.shape, whole.stride(), whole.dtype)
+        )
+    elif probabilities.shape != target.shape or probabilities.placements != target.placements:
+        expanded: Any = probabilities.expand(target.shape)
+        probabilities = expanded.redistribute(spec.mesh, spec.placements)
+    fill(target, RandomOp("bernoulli_"), generator, probabilities)
+
+
+def _like(op: RandomOp, source: DTensor, kwargs: _Kwargs) -> DTensor:
+    result = empty_like(source, kwargs.get("dtype"), kwargs.get("memory_format") or torch.preserve_format)
+    fill(result, op, kwargs.get("generator"))
+    return result
+
+
+def _rand_like(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    return _like(RandomOp("uniform_", (0.0, 1.0)), args[0], kwargs)
+
+
+def _randn_like(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    return _like(RandomOp("normal_", (0.0, 1.0)), args[0], kwargs)
+
+
+def _randint_like(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    bounds = [int(whole_of(bound)) for bound in args[1:]]
+    return _like(RandomOp("random_", (bounds[0], bounds[1]) if len(bounds) == 2 else (0, bounds[0])), args[0], kwargs)
+
+
+def _bernoulli(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    probabilities = args[0]
+    result: Any = empty_like(probabilities, memory_format=torch.contiguous_format)
+    if len(args) > 1 or "p" in kwargs:
+        fill(result, RandomOp("bernoulli_", (args[1] if len(args) > 1 else kwargs["p"],)), kwargs.get("generator"))
+    else:
+        _bernoulli_from(result, probabilities, kwargs.get("generator"))
+    return result
+
+
+def _native_dropout(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    source, p, train = args
+    region_of(spec_of(source), "dropout")  # refuses Partial
+    if source.numel() == 0:
+        return source, empty_like(source)
+    if train is False:
+        mask: Any = torch.ones_like(source, dtype=torch.bool)
+        return source.clone(), mask
+    spec = spec_of(source)
+    if local_of(source).device.type == "cuda":
+        return _native_dropout_cuda(source, p)
+    if _dropout_mask_keeps_strides():
+        mask = empty_like(source, torch.bool)
+    else:
+        mask = empty(spec.shape, torch.bool, spec.mesh, spec.placements)
+    fill(mask, RandomOp("bernoulli_", (1.0 - p,)))
+    return source.mul(mask).mul_(0.0 if p == 1 else 1.0 / (1.0 - p)), mask
+
+
+def _native_dropout_cuda(source: Any, p: float) -> Any:
+    """On CUDA the kernel depends on the strides of the input: element by element in the order of the dims if it cannot read
+    adjacent elements together, otherwise in memory order."""
+    if p == 1:  # draws nothing
+        return torch.zeros_like(source), empty_like(source, torch.bool).fill_(False)
+    spec = spec_of(source)
+    assert spec.tensor_meta is not None
+    shape, strides = tuple(spec.shape), spec.tensor_meta.stride
+    order = stream_order(shape, strides)
+    has_holes = not is_contiguous([shape[dim] for dim in order], [strides[dim] for dim in order])
+    if has_holes or source.numel() % 2:
+        mask: Any = empty(shape, torch.bool, spec.mesh, spec.placements)
+    else:
+        mask = empty_like(source, torch.bool)
+    fill(mask, RandomOp(DROPOUT_MASK, (p, has_holes), source.dtype))
+    accumulated = torch.float64 if source.dtype == torch.float64 else torch.float32
+    return source.mul(mask).mul_(_cuda_dropout_scale(p, accumulated, local_of(source).device)), mask
+
+
+@functools.lru_cache(maxsize=64)
+def _cuda_dropout_scale(p: float, dtype: torch.dtype, device: torch.device) -> float:
+    """The factor for kept elements, 1 / (1 - p), with the device's rounding."""
+    ones = torch.ones(4096, dtype=dtype, device=device)
+    kept, _ = fused_dropout(ones, 1.0 - p, torch.Generator(device).manual_seed(0))
+    return float(kept.max().item()) or 1.0 / (1.0 - p)
+
+
+@functools.cache
+def _dropout_mask_keeps_strides() -> bool:
+    """Whether the mask of ``native_dropout`` on a CPU has the strides of its input; else it is row-major (by version)."""
+    state = torch.get_rng_state()
+    mask = torch.native_dropout(torch.zeros(2, 3).t(), 0.5, True)[1]
+    torch.set_rng_state(state)
+    return not mask.is_contiguous()
+
+
+def _normal_out_of_place(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    mean: Any = args[0]
+    std: Any = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+    if not isinstance(std, torch.Tensor):
+        result: Any = empty_like(mean, memory_format=torch.contiguous_format)
+        fill(result, RandomOp("normal_", (0.0, float(std))), kwargs.get("generator"))
+        return result.add_(mean)
+    if isinstance(mean, torch.Tensor):
+        # DTensor's own rule decides the placements of the broadcast result.
+        added: Any = torch.add(mean, std)
+        result = empty_like(added, memory_format=torch.contiguous_format)
+    else:
+        scale: Any = std
+        result = empty_like(scale, memory_format=torch.contiguous_format)
+    fill(result, RandomOp("normal_", (0.0, 1.0)), kwargs.get("generator"))
+    return result.mul_(std).add_(mean)
+
+
+def _replayed(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    """Run the op whole on every rank (communication: all-gather of sharded arguments) and keep this rank's part."""
+    first = next(value for value in args if isinstance(value, DTensor))
+    spec = spec_of(first)
+    if outside_mesh(spec):
+        raise RuntimeError(
+            f"{op} on a DTensor of shape {tuple(spec.shape)}: how much it draws depends on the values, which this rank, "
+            "outside of the mesh, does not have; expected a mesh of all ranks: move the tensor there first"
+        )
+    whole_args = [whole_of(value) for value in args]
+    shape = torch.broadcast_shapes(*(value.shape for value in args if isinstance(value, torch.Tensor)))
+    placements = spec.placements if tuple(first.shape) == tuple(shape) else (Replicate(),) * spec.mesh.ndim
+    if any(placement.is_partial() for placement in placements):
+        placements = (Replicate(),) * spec.mesh.ndim
+    whole = op(*whole_args, **kwargs)
+    result_spec = make_spec(spec.mesh, placements, whole.shape, whole.stride(), whole.dtype)
+    region = region_of(result_spec, str(op))
+    assert region is not None
+    return make_dtensor(part_of_whole(whole, region), result_spec)
+
+
+def _rrelu_with_noise(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    """In training it draws for the elements that are not positive, so that every rank runs it whole."""
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not given.get("training", False):
+        return stock_dispatch(op, args, kwargs)
+    source, noise = given["self"], given["noise"]
+    source_region, noise_region = region_of(spec_of(source), str(op)), region_of(spec_of(noise), str(op))
+    if source_region is None or noise_region is None:
+        return _replayed(op, args, kwargs)  # raises
+    whole, whole_noise = whole_of(source).clone(), whole_of(noise).clone()
+    rest = {key: value for key, value in given.items() if key not in ("self", "noise")}
+    out = aten.rrelu_with_noise.default(whole, whole_noise, **rest)
+    local_of(noise).copy_(part_of_whole(whole_noise, noise_region))
+    if op is aten.rrelu_with_noise_.default:
+        local_of(source).copy_(part_of_whole(out, source_region))
+        return source
+    spec = make_spec(source.device_mesh, source.placements, out.shape, out.stride(), out.dtype)
+    return make_dtensor(part_of_whole(out, source_region), spec)
+
+
+def _fused_attention(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    """Fused kernels number dropout by batch and head of the local tensor: allowed only if that is the whole tensor."""
+    names = [argument.name for argument in op._schema.arguments]
+    dropout_p = {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0)
+    query: DTensor = args[0]
+    if dropout_p > 0 and not all(placement.is_replicate() for placement in query.placements):
+        raise RuntimeError(
+            f"{op} with dropout_p={dropout_p} on a query of shape {tuple(query.shape)} with placements "
+            f"{query.placements}: fused kernels draw by local index, so that shards would repeat each other's dropout; "
+            "expected the math kernel: wrap the call in torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+    return stock_dispatch(op, args, kwargs)
+
+
+def _refused(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    shapes = [(tuple(v.shape), v.placements) for v in (*args, *kwargs.values()) if isinstance(v, DTensor)]
+    raise NotImplementedError(
+        f"{op} on DTensors {shapes}: this random op has no rule with single-device semantics; expected an op of "
+        "docs/rng.md: write it with one of those (uniform_, normal_, bernoulli_, ...), or call .full_tensor() first"
+    )
+
+
+def _decomposed(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    return op.decompose(*args, **kwargs)
+
+
+def _local_scalar_dense(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    """``item()``, ``bool()``, ``int()``: the value of the whole tensor (an all-reduce on Partial axes).
+
+    DTensor's own returns each rank's local term: ranks would take different branches at ``if mask.any()``.
+    """
+    dtensor: DTensor = args[0]
+    if outside_mesh(spec_of(dtensor)):
+        raise RuntimeError(
+            f"the value of a DTensor of shape {tuple(dtensor.shape)} on a rank outside of its mesh: this rank does not "
+            "have it; expected a rank of the mesh: guard the call with `mesh.get_coordinate() is not None`"
+        )
+    if all(placement.is_replicate() for placement in dtensor.placements):
+        return local_of(dtensor).item()
+    if dtensor.dtype == torch.bool:  # sums of booleans overflow into themselves on some backends
+        integers: Any = dtensor.to(torch.int32)
+        return bool(local_of(replicated(integers)).item())
+    return local_of(replicated(dtensor)).item()
+
+
+def _t_(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    """``t_()``, for which DTensor has no rule; ``nn.init.orthogonal_`` needs it."""
+    transposed = args[0].t()
+    return correct_inplace_view(op, args, kwargs, local_of(transposed), spec_of(transposed))
+
+
+def _eye_out(op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
+    """``torch.eye(..., out=dtensor)``: DTensor's own writes the rows of rank 0 on every rank."""
+    out: DTensor = kwargs["out"]
+    spec = spec_of(out)
+    region = region_of(spec, str(op))
+    if region is not None:
+        sizes = tuple(args[:2]) if len(args) > 1 else (args[0], args[0])
+        if sizes != tuple(spec.shape):
+            raise RuntimeError(f"{op} of size {sizes} into a DTensor of shape {tuple(spec.shape)}; expected that shape")
+        local = local_of(out)
+        local.zero_()
+        for box in region.boxes:
+            rows, columns = (
+                torch.arange(start, start + size, device=local.device)
+                for start, size in zip(box.offset, box.sizes, strict=True)
+            )
+            box.view(local).copy_(rows[:, None] == columns[None, :])
+    return out
+
+
+def handlers() -> dict[Any, Handler]:
+    """The table of handlers by overload. It contains every random op of ATen; unknown ones are refused."""
+    table: dict[Any, Handler] = {
+        aten.bernoulli_.Tensor: _bernoulli_tensor_,
+        aten.rand_like.default: _rand_like,
+        aten.randn_like.default: _randn_like,
+        aten.randint_like.default: _randint_like,
+        aten.randint_like.low_dtype: _randint_like,
+        aten.randint_like.Tensor: _randint_like,
+        aten.bernoulli.default: _bernoulli,
+        aten.bernoulli.p: _bernoulli,
+        aten.native_dropout.default: _native_dropout,
+        aten.normal.Tensor_float: _normal_out_of_place,
+        aten.normal.float_Tensor: _normal_out_of_place,
+        aten.normal.Tensor_Tensor: _normal_out_of_place,
+        aten.multinomial.default: multinomial,
+        aten._local_scalar_dense.default: _local_scalar_dense,
+        aten.t_.default: _t_,
+        aten.eye.m_out: _eye_out,
+        aten.eye.out: _eye_out,
+        aten.rrelu_with_noise.default: _rrelu_with_noise,
+        aten.rrelu_with_noise_.default: _rrelu_with_noise,
+    }
+    table.update((op, _inplace) for op in inplace_overloads())
+    for packet in (aten.rand_like, aten.randn_like, aten.randint_like):  # torch 2.12 and newer
+        for overload in packet.overloads():
+            if "generator" in overload and not overload.endswith("out"):
+                table[getattr(packet, overload)] = table[packet.default]
+    for packet in (aten.poisson, aten.binomial, aten._standard_gamma, aten._sample_dirichlet):
+        table[packet.default] = _replayed
+    attention = (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+    table.update((getattr(aten, name).default, _fused_attention) for name in attention if hasattr(aten, name))
+    # Inference mode does not decompose composite ops, and DTensor has rules for some of them: they must be decomposed.
+    composite = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu")
+    table.update((getattr(aten, name + end).default, _decomposed) for name in composite for end in ("", "_"))
+    table.update((op, _decomposed) for op in (aten.item.default, aten.is_nonzero.default))
+    for op in seeded_ops():
+        if op not in table and "backward" not in op.name():
+            table[op] = _decomposed if has_composite_kernel(op) else _refused
+    return {op: _numbers_only(handler) for op, handler in table.items()}

@@ -1,0 +1,161 @@
+"""The in-place random ops of ATen, and the rules by which they draw on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vescale.compat.cuda_kernels import fused_dropout
+from vescale.rng._draw_rules import DrawRule, NormalBlocks, NormalPairs, WordsPerElement
+from vescale.rng._mt19937 import Mt19937State
+
+__all__ = ["DROPOUT_MASK", "RandomOp", "half_normal_tail_follows_last_block", "inplace_overloads", "words_drawn"]
+
+DROPOUT_MASK = "native_dropout's mask"
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class RandomOp:
+    """One in-place random op with its scalar arguments, for example ``RandomOp("normal_", (0.0, 0.02))``.
+
+    ``name`` is the method of ``torch.Tensor``. ``bernoulli_`` with a tensor of probabilities takes it at each call as
+    ``parameter``, with the shape of the filled tensor. ``DROPOUT_MASK`` fills a boolean tensor with the elements that
+    ``native_dropout`` on CUDA keeps, for an input of ``dtype``; its arguments are the probability of dropping, and whether
+    the input has holes in memory (its kernel then processes one element at a time).
+    """
+
+    name: str
+    arguments: tuple[float | int | None, ...] = ()
+    dtype: torch.dtype | None = None
+
+    def fill(
+        self, out: torch.Tensor, generator: torch.Generator | None, parameter: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The native op."""
+        if self.name == DROPOUT_MASK:
+            return self._fill_dropout_mask(out, generator)
+        arguments = self.arguments if parameter is None else (parameter,)
+        result: torch.Tensor = getattr(torch.Tensor, self.name)(out, *arguments, generator=generator)
+        return result
+
+    def telling(self, dtype: torch.dtype) -> RandomOp:
+        """The op with arguments for which a difference in draws or rounding shows in the result."""
+        general: dict[str, tuple[float, ...]] = {
+            "uniform_": (-0.37, 1.91),
+            "normal_": (0.3, 1.7),
+            "log_normal_": (0.1, 0.7),
+            "exponential_": (1.3,),
+            "cauchy_": (0.2, 1.1),
+            "geometric_": (0.3,),
+        }
+        match self.name, self.arguments:
+            case name, _ if name in general:
+                arguments: tuple[Any, ...] = general[name]
+            case "bernoulli_", (_,):
+                arguments = (0.37,)
+            case name, (_, has_holes) if name == DROPOUT_MASK:
+                arguments = (0.37, has_holes)
+            case "random_", (*low, int(_)) if self._random_words(dtype) == 1:
+                high = min(2**27, _integers_up_to(dtype))
+                arguments = (1, high) if low and high > 2 else (high,)
+            case _:
+                arguments = self.arguments
+        return RandomOp(self.name, arguments, self.dtype)
+
+    def _fill_dropout_mask(self, out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        p, has_holes = self.arguments
+        if has_holes:
+            source = torch.empty(2 * out.numel(), dtype=self.dtype, device=out.device)[::2]
+        else:
+            source = torch.empty_strided(out.shape, out.stride(), dtype=self.dtype, device=out.device)
+        _, mask = fused_dropout(source, 1.0 - float(p or 0.0), generator)
+        return out.copy_(mask.view(out.shape) if has_holes else mask)
+
+    @classmethod
+    def of_call(cls, overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RandomOp:
+        """The op of a call of an in-place ATen overload, for example ``aten.normal_.default(x, 0.0, std=0.02)``."""
+        scalars = list(args[1:])
+        for argument in overload._schema.arguments[len(args) :]:
+            if not argument.kwarg_only:
+                scalars.append(kwargs.get(argument.name, argument.default_value))
+        return cls(overload._schema.name.removeprefix("aten::"), tuple(scalars))
+
+    def cpu_rule(
+        self, dtype: torch.dtype, n: int, contiguous: bool, parameter_dtype: torch.dtype | None = None
+    ) -> DrawRule | None:
+        """How a fill of ``n`` elements draws; None if that is not known."""
+        match self.name:
+            case "uniform_":
+                return WordsPerElement(2 if dtype == torch.float64 else 1)
+            case "normal_":
+                if n < 16 or not contiguous:
+                    return NormalPairs(strided=True)
+                half_tail = dtype in _HALVES and half_normal_tail_follows_last_block()
+                return NormalBlocks(2 if dtype == torch.float64 else 1, half_tail)
+            case "log_normal_":
+                return NormalPairs(strided=False)
+            case "bernoulli_":
+                return WordsPerElement(1 if parameter_dtype in (torch.float32, *_HALVES) else 2)
+            case "exponential_" | "cauchy_" | "geometric_":
+                return WordsPerElement(2)
+            case "random_":
+                return WordsPerElement(self._random_words(dtype))
+        return None
+
+    def _random_words(self, dtype: torch.dtype) -> int:
+        match self.arguments:
+            case ():
+                return 2 if dtype in (torch.int64, torch.float64) else 1
+            case (int(low), None):
+                if low == torch.iinfo(torch.int64).min:
+                    return 2
+                return 1 if _integers_up_to(dtype) - low < 2**28 else 2
+            case (int(low), int(high)):
+                return 1 if high - low < 2**28 else 2
+            case (int(high),):
+                return 1 if high < 2**28 else 2
+        raise TypeError(f"random_ with arguments {self.arguments!r}; expected (), (high,), (low, high) or (low, None)")
+
+
+def inplace_overloads() -> list[Any]:
+    """The ATen overloads that :meth:`RandomOp.of_call` accepts."""
+    aten = torch.ops.aten
+    names = ("uniform_", "normal_", "log_normal_", "exponential_", "cauchy_", "geometric_")
+    fills = [getattr(aten, name).default for name in names]
+    return [*fills, aten.bernoulli_.float, aten.random_.default, aten.random_.to, getattr(aten.random_, "from")]
+
+
+def _integers_up_to(dtype: torch.dtype) -> int:
+    """One more than the largest integer that ``random_(low, None)`` draws for a dtype."""
+    match dtype:
+        case torch.float64:
+            return 2**53 + 1
+        case torch.float32:
+            return 2**24 + 1
+        case torch.float16:
+            return 2**11 + 1
+        case torch.bfloat16:
+            return 2**8 + 1
+        case torch.bool:
+            return 2
+    return torch.iinfo(dtype).max + (0 if dtype == torch.int64 else 1)
+
+
+def words_drawn(fill: RandomOp, out: torch.Tensor, limit: int = 4096) -> int | None:
+    """The number of words that the native op draws to fill ``out``, if at most ``limit``."""
+    generator = torch.Generator().manual_seed(0)
+    before = Mt19937State.of(generator)
+    fill.fill(out, generator)
+    return before.words_until(Mt19937State.of(generator), limit)
+
+
+@functools.cache
+def half_normal_tail_follows_last_block() -> bool:
+    """Whether ``normal_`` on 16-bit floats takes its last 16 uniforms after the last whole block (torch 2.13), or after the
+    last element as for float32 (2.11)."""
+    return words_drawn(RandomOp("normal_"), torch.empty(17, dtype=torch.bfloat16)) == 32
