@@ -193,15 +193,15 @@ class ParameterGroup:
         """Before a forward: what an earlier one has left, and no backward has freed, may be older than the parameters."""
         if self.memory.residency is Residency.KEPT_PIECE:
             self.reshard()
-        if has_replaced(self.parameters):
+        if has_replaced(self.at_rest.parameters):
             self.rebuild()
         is_left = self.memory.residency is Residency.LEFTOVER
         if is_left and self.reshard_after_backward and (torch.is_grad_enabled() or self.is_kept_by_default):
             self.reshard()
 
     def before_forward(self) -> None:
-        self.unshard()
-        self.wait_for_unshard()
+        self.memory.unshard()
+        self.memory.wait()
 
     def recompute(self, *, is_recorded: bool) -> None:
         """Activation checkpointing runs the forward anew inside of its backward. Not ``is_recorded``: the first forward was
@@ -225,16 +225,16 @@ class ParameterGroup:
 
     def prefetch_for_backward(self) -> None:
         if self.unshard_in_backward:
-            self.unshard()
+            self.memory.unshard()
 
     def before_backward(self, *, prefetch: bool) -> None:
         if self._backward.is_running:
             return
-        with profiled(f"vescale.fsdp::before_backward ({self.path})"):
+        with profiled(f"vescale.fsdp::before_backward ({self.at_rest.path})"):
             self._backward.is_running = self._backward.is_due = True
             self._backward.builds_graph = torch.is_grad_enabled()
             self.prefetch_for_backward()
-            self.wait_for_unshard()
+            self.memory.wait()
             self.memory.comm.take_back_borrowed()
             if prefetch:
                 self._backward.prefetch_next = self._previous()
@@ -271,7 +271,9 @@ class ParameterGroup:
 
     def conclude_backward(self, *, is_last: bool) -> None:
         """At the end of a backward: what no input's gradient has triggered. ``is_last``: no more come in this iteration."""
-        if self._backward.is_due or any(bucket.unreduced.has_any for bucket in self.buckets if self.reduce_gradients):
+        if self._backward.is_due or any(
+            bucket.unreduced.has_any for bucket in self.at_rest.buckets if self.reduce_gradients
+        ):
             self._reduce()
         elif self._goes_after_backward:
             self.reshard()
@@ -290,7 +292,7 @@ class ParameterGroup:
         self._reduce()
 
     def _receive_all(self) -> None:
-        for bucket in self.buckets:
+        for bucket in self.at_rest.buckets:
             bucket.unreduced.receive_all()
 
     def _reduce(self) -> None:
@@ -306,10 +308,10 @@ class ParameterGroup:
             return
         self.memory.prepare()
         comm = self.memory.comm
-        with profiled(f"vescale.fsdp::reduce ({self.path})"):
+        with profiled(f"vescale.fsdp::reduce ({self.at_rest.path})"):
             reductions = [
                 ShardedReduction(bucket.gradients, self.options, comm.reduce_stream, comm.replica_stream, self.path)
-                for bucket in self.buckets
+                for bucket in self.at_rest.buckets
                 if bucket.requires_grad
             ]
             if reductions:
@@ -319,7 +321,7 @@ class ParameterGroup:
         """After an exception: forget this iteration, gradients included, and go to rest."""
         self.forward_places.clear()
         self._backward = _BackwardState()
-        for bucket in self.buckets:
+        for bucket in self.at_rest.buckets:
             bucket.gradients.abandon()
         self.memory.reshard()
         self.memory.give_back(())

@@ -13,11 +13,14 @@ from vescale.buffer import Allocation, PendingBuffer
 from vescale.comm import group_of_ranks
 from vescale.compat import backend_memory_pool, profiled
 from vescale.fsdp._context import CommContext
-from vescale.fsdp._residency import HOLDINGS, Event, Residency, after
+from vescale.fsdp._residency import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
 from vescale.fsdp._sharded_parameters import ShardedParameters
 from vescale.gradients import GradientPlace, ShardedReduction
 
 __all__ = ["GroupMemory"]
+
+
+_WITHOUT_PARAMETERS = (Residency.SHARDED, Residency.KEPT_PIECE)
 
 
 class GroupMemory:
@@ -51,7 +54,10 @@ class GroupMemory:
         return CommContext(self.at_rest.device)
 
     def _move(self, event: Event) -> None:
-        self.residency = after(self.residency, event, self.at_rest.path)
+        found = TRANSITIONS.get((self.residency, event))
+        if found is None:
+            raise ResidencyError(self.at_rest.path, self.residency, event)
+        self.residency = found[0]
 
     @property
     def is_unsharded(self) -> bool:
@@ -99,7 +105,7 @@ class GroupMemory:
         """Start the all-gathers; nothing happens when they are running, or done."""
         if self.is_borrowed:
             self.comm.take_back_borrowed()
-        if after(self.residency, Event.GATHER, self.at_rest.path) is self.residency:
+        if self.residency not in _WITHOUT_PARAMETERS:
             return
         if self.at_rest.is_stale:
             self.at_rest.rebuild(self.forget_buffers)

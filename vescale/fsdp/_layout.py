@@ -57,9 +57,9 @@ class PlannedLayout:
         return found
 
     @cached_property
-    def slots(self) -> list[tuple[int, tuple[int, ...]]]:
-        """(offset, shape) of each parameter's part in this rank's piece."""
-        return [(offset, (numel,)) for offset, numel, _ in self._runs]
+    def slots(self) -> list[tuple[int, int, tuple[int, ...] | None]]:
+        """(offset, elements, shape unless it is flat) of each parameter's part in this rank's piece."""
+        return [(offset, numel, None) for offset, numel, _ in self._runs]
 
     def own(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole (local) parameter."""
@@ -122,9 +122,10 @@ class CallerLayout:
         return self.axes.mesh.get_local_rank(self.axes.shard)
 
     @cached_property
-    def slots(self) -> list[tuple[int, tuple[int, ...]]]:
+    def slots(self) -> list[tuple[int, int, tuple[int, ...] | None]]:
         """See :class:`PlannedLayout`, for this and the next three."""
-        return [(offset, self._shape(index, self.rank)) for index, offset in enumerate(self._piece.offsets)]
+        shapes = [self._shape(index, self.rank) for index in range(len(self.parameters))]
+        return [(offset, math.prod(shape), shape) for offset, shape in zip(self._piece.offsets, shapes, strict=True)]
 
     def own(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         return self._part(index, self.rank, whole)

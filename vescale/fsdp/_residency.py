@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-__all__ = ["CONTRACT", "HOLDINGS", "TRANSITIONS", "Event", "Holding", "Residency", "ResidencyError", "after"]
+__all__ = ["CONTRACT", "HOLDINGS", "TRANSITIONS", "Event", "Holding", "Residency", "ResidencyError"]
 
 CONTRACT = """
 ===========  ==========  ========  =====  =============================================================================
@@ -85,6 +85,13 @@ class Event(Enum):
 class ResidencyError(RuntimeError):
     """An event in a state in which it must not happen."""
 
+    def __init__(self, group: str, state: Residency, event: Event) -> None:
+        legal = ", ".join(repr(one.value) for (of, one) in TRANSITIONS if of is state)
+        super().__init__(
+            f"group {group!r} of fully_shard is {state.value!r} and got the event {event.value!r}; expected one of {legal}. "
+            "This is an error of the engine, or of code that drives it from several threads"
+        )
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -118,15 +125,3 @@ TRANSITIONS = MappingProxyType(
     }
 )
 """(state, event) -> (next state, the collective that is started)."""
-
-
-def after(state: Residency, event: Event, group: str) -> Residency:
-    """The next state. Raises ResidencyError, which names the group, where the contract has none."""
-    found = TRANSITIONS.get((state, event))
-    if found is None:
-        legal = ", ".join(repr(one.value) for (of, one) in TRANSITIONS if of is state)
-        raise ResidencyError(
-            f"group {group!r} of fully_shard is {state.value!r} and got the event {event.value!r}; expected one of {legal}. "
-            "This is an error of the engine, or of code that drives it from several threads"
-        )
-    return found[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -51,8 +50,8 @@ class GradientLayout(Protocol):
         """The buffer that is reduced."""
 
     @property
-    def slots(self) -> list[tuple[int, tuple[int, ...]]]:
-        """(offset, shape) of each gradient's part in this rank's piece."""
+    def slots(self) -> list[tuple[int, int, tuple[int, ...] | None]]:
+        """(offset, elements, shape unless it is flat) of each gradient's part in this rank's piece."""
 
     def placement(self, index: int) -> Placement:
         """Of the part, along the shard axis."""
@@ -137,9 +136,9 @@ class ShardedGradients:
         sharded, contribution = parameter.sharded, parameter.contribution
         if not sharded.requires_grad:
             return
-        (offset, shape), spec = self.layout.slots[index], self._specs[index]
-        part = reduced.narrow(0, offset, math.prod(shape))
-        part = part if len(shape) == 1 else part.view(shape)
+        (offset, numel, shape), spec = self.layout.slots[index], self._specs[index]
+        part = reduced.narrow(0, offset, numel)
+        part = part if shape is None else part.view(shape)
         if code and (code > 1 or contribution.pending):
             contribution.pending = pending_axes(code)
         if contribution.pending:
