@@ -11,7 +11,7 @@ of the table and exit code 1; so is an exception.
 part               what must hold
 =================  =========================================================================================================
 stream order       losses and gradients equal those without delays bit for bit, with freed buffers poisoned (NaN) on the
-                   stream that frees them, and random sleeps on every lane: a read before its write has come, or after
+                   stream that frees them, and random sleeps on every stream: a read before its write has come, or after
                    memory has gone, gives NaN or other bits
 memory reuse       allocated memory returns to that at rest after each step; reserved memory stops growing after the second
 peak, time         peak of reserved memory and median step time against FSDP2, turns interleaved
@@ -274,7 +274,7 @@ def reuse(device: Device, ranks: int, dim: int, depth: int, steps: int) -> Itera
                     group.path
                     for part in model.modules()
                     for group in getattr(getattr(part, "_state", None), "groups", ())
-                    if group._whole_memory._storage is not None and group._whole_memory._storage.size()
+                    if group.memory.gathered is not None and group.memory.gathered.is_allocated
                 ]
                 if still:
                     row.wrong.append(f"gathered memory of {sorted(set(still))} is there after a step")

@@ -77,8 +77,12 @@ def failing() -> None:
         dist.barrier()
 
 
-if __name__ == "__main__":
+def main(what: str) -> None:
     dist.init_process_group("gloo")
-    globals()[sys.argv[1]]()
+    globals()[what]()
     print(f"rank {dist.get_rank()} is done", flush=True)
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -24,25 +24,21 @@ LIMIT = 120.0
 
 
 class Job:
-    """A torchrun job of four ranks on a pseudo-terminal of its own, or without one."""
+    """A job of four ranks on a pseudo-terminal of its own, or without one, started by torchrun or by its agent."""
 
-    def __init__(self, what: str, *, terminal: bool = True, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, what: str, *, terminal: bool = True, env: dict[str, str] | None = None, torchrun: bool = False
+    ) -> None:
         self.mark = f"VESCALE_TEST_JOB={uuid.uuid4()}"
         self.output = ""
         self._seen = 0
         master, slave = pty.openpty()
         self.master, self.slave = master, slave
         self.modes = termios.tcgetattr(slave)
-        arguments = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "4",
-            "-m",
-            "tests.debug.stopping",
-            what,
-        ]
+        if torchrun:
+            launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "tests.debug.stopping"]
+        else:
+            launcher = ["tests.debug.forked_torchrun"]
 
         def take_terminal() -> None:
             os.setsid()
@@ -55,7 +51,7 @@ class Job:
         reader, writer = os.pipe()
         self.reader = master if terminal else reader
         self.process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, "-m", *launcher, what],
             stdin=slave if terminal else null,
             stdout=slave if terminal else writer,
             stderr=slave if terminal else writer,
@@ -217,7 +213,7 @@ _QUICK = ("q", "Ctrl-C", "death of the rank with the prompt")
     "way", [way if way in _QUICK else pytest.param(way, marks=pytest.mark.slow) for way in LEAVING]
 )
 def test_every_way_of_leaving(start: Callable[..., Job], way: str) -> None:
-    job = start("in_loop")
+    job = start("in_loop", torchrun="rank" in way)  # only then does a rank's environment tell which one it is
     job.expect(r"\(rank 0\) ")
     assert len(job.workers()) >= 4
     LEAVING[way](job)
@@ -254,7 +250,7 @@ def test_a_job_without_a_terminal(start: Callable[..., Job]) -> None:
 
 
 def test_an_exception_stops_the_job_where_it_was_raised(start: Callable[..., Job]) -> None:
-    job = start("failing")
+    job = start("failing", torchrun=True)
     begin = job.expect(r"\(rank 1\) ")
     assert "ValueError: planted 11" in begin and '-> raise ValueError(f"planted {lost}")' in begin, begin
     assert "(not stopped here: ranks [0, 2, 3])" in begin and job.ask("p lost").startswith("11\n")

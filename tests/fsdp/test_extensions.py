@@ -29,7 +29,7 @@ from vescale.buffer import Allocation, DBuffer
 from vescale.comm import record_comms
 from vescale.fsdp import fully_shard, report
 from vescale.fsdp._api import _move_to_device
-from vescale.fsdp._extended_bucket import ExtendedBucket
+from vescale.fsdp._hook_gather import HookGather
 from vescale.fsdp._preflight import ShardingMismatchError
 
 
@@ -137,10 +137,10 @@ def memory(block: Any) -> dict[str, list[torch.UntypedStorage]]:
     found: dict[str, list[torch.UntypedStorage]] = {"outputs": [], "unsharded": []}
     (group,) = block._state.groups
     for bucket in group.buckets:
-        if not isinstance(bucket, ExtendedBucket):
+        if not isinstance(bucket.gathering, HookGather):
             found.setdefault("plain", []).append(bucket.whole.local.untyped_storage())
             continue
-        gathered = bucket._gathered
+        gathered = bucket.gathering.exchange
         assert gathered is not None
         found["outputs"] += [t.untyped_storage() for outputs in gathered.outputs for t in outputs]
         for parameter in bucket.parameters:

@@ -11,7 +11,7 @@ from tests.fsdp.compare import by_block, mesh_of, same_gradients
 from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools, run_cases
 from vescale.comm import record_comms
-from vescale.fsdp import fully_shard
+from vescale.fsdp import Residency, fully_shard
 
 FORWARD = {"blocks.0": 0, "blocks.1": 1, "blocks.2": 2}
 
@@ -66,13 +66,13 @@ def implicit() -> None:
     # The group that is gathered at the end of another's backward is the one that ran before it in forward.
     begun: list[bool] = []
     model.blocks[2].norm.register_full_backward_hook(
-        lambda *_: begun.append(model.blocks[1]._state.groups[0]._gathering is not None)
+        lambda *_: begun.append(model.blocks[1]._state.groups[0].memory.residency is Residency.GATHERING)
     )
     group = model.blocks[1]._state.groups[0]
     before_backward = group.before_backward
 
     def prefetched(**options: Any) -> None:
-        begun.append(group._gathering is not None)
+        begun.append(group.memory.residency is Residency.GATHERING)
         before_backward(**options)
 
     group.before_backward = prefetched

@@ -1,4 +1,4 @@
-"""Stream order without a device: lanes that keep vector clocks take the place of streams, and every buffer that is freed or
+"""Stream order without a device: stand-ins for streams keep vector clocks, and every buffer that is freed or
 read must have been waited for. The engine then goes the way that it goes on a device, and must find the same gradients."""
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools, run_cases
 from vescale.buffer import Allocation
 from vescale.fsdp import fully_shard
-from vescale.fsdp._group import ParameterGroup
-from vescale.fsdp._lanes import Lane
+from vescale.fsdp._group_memory import GroupMemory
 from vescale.fsdp._reduction import Reduction
+from vescale.fsdp._residency import Residency
+from vescale.fsdp._streams import SideStream
 
 Time = dict[str, int]
 
@@ -52,7 +53,7 @@ class Clocks:
             assert self.known[stream].get(other, 0) >= time, f"{what} on {stream} before {other} was waited for"
 
 
-class ClockedLane(Lane):
+class ClockedStream(SideStream):
     def __init__(self, clocks: Clocks, name: str) -> None:
         self.clocks, self.name, self.stream = clocks, name, name
 
@@ -89,35 +90,35 @@ class ClockedLane(Lane):
 def clocked(model: Any, patch: pytest.MonkeyPatch) -> Iterator[Clocks]:
     """``model`` has run once; its streams become clocks."""
     clocks, comm = Clocks(), model._state.comm
-    comm.gather_lane, comm.reduce_lane = ClockedLane(clocks, "gather"), ClockedLane(clocks, "reduce")
-    comm.replica_lane = ClockedLane(clocks, "replica")
+    comm.gather_stream, comm.reduce_stream = ClockedStream(clocks, "gather"), ClockedStream(clocks, "reduce")
+    comm.replica_stream = ClockedStream(clocks, "replica")
     own: dict[str, Callable[..., Any]] = {
-        "wait": ParameterGroup.wait_for_unshard,
-        "unshard": ParameterGroup.unshard,
-        "release": ParameterGroup._release,
+        "wait": GroupMemory.wait,
+        "unshard": GroupMemory.unshard,
+        "release": GroupMemory._release,
         "start": Reduction.start,
         "free": Allocation.free,
     }
 
     def unshard(self: Any) -> None:
-        starts = self._gathering is None and not self.is_unsharded
+        starts = self.residency in (Residency.SHARDED, Residency.KEPT_PIECE)
         own["unshard"](self)
-        if starts and self._gathering:  # otherwise it was taken back, with its contents
-            clocks.uses[id(self._whole_memory)] = []
-            clocks.owners[id(self._whole_memory)] = "gather"
-            clocks.use(self._whole_memory, "gather")
-            self._gathered_event = clocks.tick("gather")
+        if starts and self._pending:  # otherwise it was taken back, with its contents
+            clocks.uses[id(self.gathered)] = []
+            clocks.owners[id(self.gathered)] = "gather"
+            clocks.use(self.gathered, "gather")
+            self._event = clocks.tick("gather")
 
     def wait(self: Any) -> None:
-        gathers = self._gathering is not None
+        gathers = self.residency is Residency.GATHERING
         own["wait"](self)
         if gathers:
-            clocks.check(self._whole_memory, "compute", "parameters are read")
+            clocks.check(self.gathered, "compute", "parameters are read")
 
-    def release(self: Any, **options: Any) -> None:
+    def release(self: Any, event: Any) -> None:
         if self.is_unsharded:
-            clocks.use(self._whole_memory, clocks.current)
-        own["release"](self, **options)
+            clocks.use(self.gathered, clocks.current)
+        own["release"](self, event)
 
     def start(self: Any) -> None:
         memory = self.bucket.unreduced.buffer._allocation
@@ -135,9 +136,9 @@ def clocked(model: Any, patch: pytest.MonkeyPatch) -> Iterator[Clocks]:
             clocks.uses[id(self)] = []
         own["free"](self)
 
-    patch.setattr(ParameterGroup, "unshard", unshard)
-    patch.setattr(ParameterGroup, "wait_for_unshard", wait)
-    patch.setattr(ParameterGroup, "_release", release)
+    patch.setattr(GroupMemory, "unshard", unshard)
+    patch.setattr(GroupMemory, "wait", wait)
+    patch.setattr(GroupMemory, "_release", release)
     patch.setattr(Reduction, "start", start)
     patch.setattr(Allocation, "free", free)
     yield clocks

@@ -241,7 +241,7 @@ def offloaded_with_tensor_parallelism() -> None:
         model, twin = copy.deepcopy(reference), copy.deepcopy(reference)
         parallelize(model, plan(offload), strict=True)
         groups = [g for block in model.blocks for g in state_of(block).groups]  # type: ignore[union-attr]
-        assert all(g.offloads == isinstance(offload, CPUOffloadPolicy) for g in groups)
+        assert all(g.at_rest.offloads == isinstance(offload, CPUOffloadPolicy) for g in groups)
         came: list[tuple[Any, frozenset[int]]] = []
         for parameter in (p for g in groups for p in g.parameters if p.name.endswith("norm.weight")):
 

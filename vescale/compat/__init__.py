@@ -35,14 +35,7 @@ try:
     from vescale.compat.checkpoint_plans import CheckpointHooks
     from vescale.compat.collective_kernels import group_description, on_completion
     from vescale.compat.containers import hides_tensors, map_tensors, tensors_in
-    from vescale.compat.dispatch import (
-        DispatchListener,
-        ModelHooks,
-        OpHandler,
-        no_torch_function,
-        stock_dispatch,
-        tell_move,
-    )
+    from vescale.compat.dispatch import no_torch_function, stock_dispatch
     from vescale.compat.dtensor import (
         DTensorSpec,
         MaskPartial,
@@ -79,6 +72,7 @@ try:
     from vescale.compat.gradient_rows import ParameterRow, TensorRow, is_dense, plain_parts, share_memory
     from vescale.compat.hook_gate import HookGate
     from vescale.compat.meshes import DataParallelMeshDims, concatenate_meshes, mesh_over
+    from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, tell_move
     from vescale.compat.op_info import (
         PACKING,
         OpSchema,

@@ -1,30 +1,25 @@
-"""DTensor's op dispatcher: where an op is taken over, and where vescale is told of redistributions and writes.
+"""DTensor's op dispatcher: where an op is taken over.
 
 In C++, PyTorch looks for a handler of the op (``_custom_op_handlers``), then in the thread's cache of sharding decisions.
 On a miss it calls ``_propagate_op_sharding_dispatch_slow_path``. That method returns a sharding decision, which is cached
 and followed, or the op's result. Ops that PyTorch runs without Python are therefore taken over on a miss: where stock
 DTensor's decision is kept, it is cached, and the next call does not reach Python.
-
-What is told and asked is decided by the hooks, which look up the model that the running op belongs to.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import _dispatch as tensor_dispatch
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
+from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, model_hooks, telling
 from vescale.compat.op_info import (
     OutputSharding,
     clear_sharding_cache,
@@ -35,102 +30,18 @@ from vescale.compat.op_info import (
 from vescale.compat.patching import HOOKS, Changes
 
 __all__ = [
-    "DispatchListener",
-    "ModelHooks",
-    "OpHandler",
-    "accept_plain_operands",
-    "format_scalars",
     "handlers_of_dtensor",
     "no_torch_function",
-    "observe_redistributions",
-    "observe_writes",
     "stock_dispatch",
     "take_over_handled_ops",
     "take_over_mixed_ops",
     "take_over_undecided_ops",
-    "tell_move",
-    "telling",
 ]
 
 # Switches __torch_function__ off for modes and subclasses alike: DTensor's ops (which use __torch_dispatch__) still run.
 no_torch_function = torch._C.DisableTorchFunction
 
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class OpHandler:
-    """What runs in place of an op on DTensors.
-
-    Attributes:
-        run: ``(op, args, kwargs)`` to the op's result, or to an ``OutputSharding`` that PyTorch caches and follows.
-        applies: ``(op, schema) -> bool``, whether it takes the call. It must follow from what PyTorch's cache is keyed by,
-            the specs of the operands and the arguments that a placement can depend on: a call that it does not take is
-            decided by PyTorch, and ``applies`` is not asked again.
-        takes_plain: whether plain tensors among the operands are global ones, the same on every rank. PyTorch refuses them
-            before it asks for a decision, so that all calls of the op go through Python.
-    """
-
-    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-    applies: Callable[[Any, Any], bool] = lambda op, schema: True
-    takes_plain: bool = False
-
-
-class DispatchListener:
-    """What the dispatcher tells, and asks."""
-
-    def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, DTensorSpec, DTensorSpec]]) -> None:
-        """Before an op brings operands (position, local tensor, from, to) to other placements on its own account."""
-
-    def placement_move(
-        self, op: Any, operand: str, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec
-    ) -> None:
-        """The same, for an op on vescale's placements, operand by operand."""
-
-    def viewed_copies(
-        self, op: Any, moves: Sequence[tuple[torch.Tensor, DTensorSpec, torch.Tensor, DTensorSpec]]
-    ) -> None:
-        """After operands of a view were brought elsewhere (local tensor and spec, before and now): the result is a view of
-        the new ones, and what is written to it does not reach the old ones by itself."""
-
-    def wrote(self, tensor: DTensor) -> None:
-        """After an op has written to ``tensor`` in place."""
-
-    def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Stock DTensor has no rule for ``op``, or one that refuses: return its result, or NotImplemented to let the error
-        out."""
-        return NotImplemented
-
-    def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
-        """Stock DTensor would move operands of ``op``, of which one is a ``_StridedShard``: return a sharding decision
-        that does not, for it to cache, or the op's result, or None."""
-        return None
-
-    def moves_nothing(self, op: Any, schema: Any, sharding: Any) -> Any:
-        """Stock DTensor would move operands of ``op`` by the decision ``sharding``: return one that does not, for it to
-        cache, or None."""
-        return None
-
-    def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
-        """Whether a plain tensor among DTensors is the global one, the same on every rank; False: stock refuses it."""
-        return False
-
-
-@dataclass(frozen=True)
-class ModelHooks:
-    """What runs and listens for parallelized models.
-
-    Attributes:
-        handlers: by overload.
-        listener: what the dispatcher tells and asks.
-        view_copies: what writes have to be followed for; the listener's ``wrote`` is called while it is not empty.
-        checkpointed: what runs in place of a function that is checkpointed (:mod:`torch.utils.checkpoint`).
-    """
-
-    handlers: Mapping[Any, OpHandler]
-    listener: DispatchListener
-    view_copies: AbstractSet[int]
-    checkpointed: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 # From so many mesh axes on, stock DTensor takes half a minute and more for one op with a _StridedShard among its operands:
@@ -147,7 +58,7 @@ def handlers_of_dtensor() -> dict[Any, Any]:
 def _taken_over(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
     """What a handler, or the rules for custom placements, make of the op; NotImplemented where they leave it to
     PyTorch."""
-    models: ModelHooks | None = HOOKS.get("models")
+    models = model_hooks()
     handler = models.handlers.get(op) if models is not None else None
     if handler is not None and handler.applies(op, schema):
         return telling(op, handler.run)(op, args, kwargs)
@@ -234,7 +145,7 @@ def take_over_undecided_ops(changes: Changes, _: Any) -> None:
         found = _taken_over(op_call, args, kwargs, op_info.schema)
         if found is not NotImplemented:
             return found
-        models: ModelHooks | None = HOOKS.get("models")
+        models = model_hooks()
         return decided(
             models.handlers.get(op_call) if models is not None else None, op_call, args, kwargs, op_info, try_cache
         )
@@ -244,7 +155,7 @@ def take_over_undecided_ops(changes: Changes, _: Any) -> None:
         return decided(None, op_call, args, kwargs, op_info, try_cache) if found is NotImplemented else found
 
     def decided(handler: OpHandler | None, *call: Any) -> Any:
-        models: ModelHooks | None = HOOKS.get("models")
+        models = model_hooks()
         if models is None:
             return original(*call)
         # A function mode may be on where no torch function leads here (torch.vmap views its results): none of a model's is
@@ -355,105 +266,3 @@ def _lacks_rule(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
-    dispatcher, listener = DTensor._op_dispatcher, hooks.listener
-    original = dispatcher.redistribute_local_args
-
-    @functools.wraps(original)
-    def redistribute_local_args(op_info: Any, schema: Any, use_val: bool) -> None:
-        wanted = schema.args_schema
-        if op_info.args_tree_spec is not None:
-            wanted = tensor_dispatch.pytree.tree_leaves(wanted)
-        moves = [
-            (position, op_info.local_args[position], found, wanted[position])
-            for position, found in enumerate(op_info.flat_args_schema)
-            if type(found) is DTensorSpec and found.placements != wanted[position].placements
-        ]
-        if not moves:
-            return original(op_info, schema, use_val)
-        listener.redistribution(schema.op, moves)
-        original(op_info, schema, use_val)
-        if is_view(schema.op):
-            copies = [(local, found, op_info.local_args[position], to) for position, local, found, to in moves]
-            listener.viewed_copies(schema.op, copies)
-
-    changes.attribute(dispatcher, "redistribute_local_args", redistribute_local_args)
-
-
-def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
-    """Tell the listener of in-place ops and those with ``out=``.
-
-    C++ looks up what it calls at the end of such an op once in a process, so that another attribute would not be found. The
-    function that it keeps calls ``get_active_debug_mode`` first, when the local tensors have been written to.
-    """
-    original = tensor_dispatch.get_active_debug_mode
-    tail = type(DTensor._op_dispatcher)._dispatch_fast_path_python_tail.__code__
-    copies, listener = hooks.view_copies, hooks.listener
-
-    @functools.wraps(original)
-    def get_active_debug_mode() -> Any:
-        if copies:
-            frame = sys._getframe(1)
-            if frame.f_code is tail:
-                for tensor in _written(frame.f_locals):
-                    listener.wrote(tensor)
-        return original()
-
-    changes.attribute(tensor_dispatch, "get_active_debug_mode", get_active_debug_mode)
-
-
-def _written(call: Mapping[str, Any]) -> list[DTensor]:
-    """What the op wrote to, of which these are the local variables of PyTorch's function."""
-    found: list[Any] = []
-    if call["participating"] and call["is_inplace_op"]:
-        found = [call["args"][0]]
-    elif call["participating"] and call["is_out_variant_op"]:
-        found = [call["kwargs"].get(a.name) for a in call["op_call"]._schema.arguments if a.is_out]
-    return [tensor for tensor in found if isinstance(tensor, DTensor)]
-
-
-def telling(op: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler that tells the listener when an in-place op has been handled."""
-    if not op._schema.is_mutable or op._schema.name.startswith("aten::_foreach"):
-        return handler
-
-    @functools.wraps(handler)
-    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = handler(op, args, kwargs)
-        models: ModelHooks | None = HOOKS.get("models")
-        if models is not None and args and isinstance(args[0], DTensor):
-            models.listener.wrote(args[0])
-        return result
-
-    return handle
-
-
-def accept_plain_operands(changes: Changes, hooks: ModelHooks) -> None:
-    dispatcher, listener = DTensor._op_dispatcher, hooks.listener
-    original = dispatcher._try_replicate_spec_for_scalar_tensor
-
-    @functools.wraps(original)
-    def replicate_spec(op_call: Any, tensor_arg: torch.Tensor, compute_mesh: Any) -> DTensorSpec:
-        if tensor_arg.ndim and listener.plain_operand(op_call, tensor_arg):
-            meta = TensorMeta(tensor_arg.shape, tensor_arg.stride(), tensor_arg.dtype)
-            return DTensorSpec(compute_mesh, (Replicate(),) * compute_mesh.ndim, tensor_meta=meta)
-        return original(op_call, tensor_arg, compute_mesh)
-
-    changes.attribute(dispatcher, "_try_replicate_spec_for_scalar_tensor", replicate_spec)
-
-
-def format_scalars(changes: Changes, _: Any) -> None:
-    def __format__(self: DTensor, spec: str) -> str:
-        return format(self.item() if self.dim() == 0 else repr(self) if not spec else self, spec)
-
-    if "__format__" not in vars(DTensor):
-        changes.attribute(DTensor, "__format__", __format__)
-
-
-def tell_move(op: Any, operand: str, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:
-    """A rule of ours, not DTensor's own, brings an operand elsewhere; called before anything is communicated."""
-    models: ModelHooks | None = HOOKS.get("models")
-    if models is not None:
-        models.listener.placement_move(op, operand, local, source, target)

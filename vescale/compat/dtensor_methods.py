@@ -74,12 +74,12 @@ def _again(placements: Any) -> Any:
 
 
 def wrap_conversions(changes: Changes, hooks: DTensorHooks) -> None:
-    _wrap_redistribute(changes, hooks)
-    _wrap_full_tensor(changes, hooks)
-    _wrap_from_local(changes, hooks)
+    changes.attribute(DTensor, "redistribute", _redistribute(hooks))
+    changes.attribute(DTensor, "full_tensor", _full_tensor(hooks))
+    changes.attribute(DTensor, "from_local", staticmethod(_from_local(hooks)))
 
 
-def _wrap_redistribute(changes: Changes, hooks: DTensorHooks) -> None:
+def _redistribute(hooks: DTensorHooks) -> Callable[..., Any]:
     original, has_custom, custom_types = _STOCK.redistribute, hooks.has_custom, hooks.custom_types
 
     @functools.wraps(original)
@@ -99,10 +99,10 @@ def _wrap_redistribute(changes: Changes, hooks: DTensorHooks) -> None:
             return original(self, device_mesh, placements, **options)
         return hooks.redistribute(self, device_mesh, placements, **options)
 
-    changes.attribute(DTensor, "redistribute", redistribute)
+    return redistribute
 
 
-def _wrap_full_tensor(changes: Changes, hooks: DTensorHooks) -> None:
+def _full_tensor(hooks: DTensorHooks) -> Callable[..., Any]:
     original, has_custom = _STOCK.full_tensor, hooks.has_custom
 
     @functools.wraps(original)
@@ -111,10 +111,10 @@ def _wrap_full_tensor(changes: Changes, hooks: DTensorHooks) -> None:
             return original(self, grad_placements=grad_placements)
         return hooks.full_tensor(self, grad_placements=grad_placements)
 
-    changes.attribute(DTensor, "full_tensor", full_tensor)
+    return full_tensor
 
 
-def _wrap_from_local(changes: Changes, hooks: DTensorHooks) -> None:
+def _from_local(hooks: DTensorHooks) -> Callable[..., Any]:
     original, has_custom, custom_types = _STOCK.from_local, hooks.has_custom, hooks.custom_types
 
     @functools.wraps(original)
@@ -133,7 +133,7 @@ def _wrap_from_local(changes: Changes, hooks: DTensorHooks) -> None:
             return original(local_tensor, device_mesh, placements, **options)
         return hooks.from_local(local_tensor, device_mesh, placements, **options)
 
-    changes.attribute(DTensor, "from_local", staticmethod(from_local))
+    return from_local
 
 
 def wrap_set_item(changes: Changes, hooks: DTensorHooks) -> None:

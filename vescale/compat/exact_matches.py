@@ -8,7 +8,7 @@ axis, the combination of these lines costs nothing, and the search ends with it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -17,14 +17,19 @@ from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 
 from vescale.compat.patching import Changes
 
-__all__ = ["exact_match", "search_only_what_moves"]
+try:
+    from torch.distributed.tensor._ops.single_dim_strategy import _PreparedSingleDimStrategy
+except ImportError:  # older than 2.12: rules for one mesh axis do not have this form, and are searched
+    _PreparedSingleDimStrategy = None  # type: ignore[assignment,misc]
+
+__all__ = ["exact_match", "search_only_mismatches"]
 
 _PLAIN = (Replicate, Shard, Partial)
 
 
-def search_only_what_moves(changes: Changes, hooks: Any) -> None:
+def search_only_mismatches(changes: Changes, _: Any) -> None:
     """Let PyTorch search only where :func:`exact_match` finds nothing."""
-    expand: Any = sharding_propagation._expand_single_dim_strategy_to_mesh
+    expand: Callable[..., Any] = sharding_propagation._expand_single_dim_strategy_to_mesh
 
     @functools.wraps(expand)
     def expand_single_dim_strategy_to_mesh(mesh: Any, schema: OpSchema, rule: Any, output_meta: Any) -> Any:
@@ -33,7 +38,7 @@ def search_only_what_moves(changes: Changes, hooks: Any) -> None:
             return expand(mesh, schema, rule, output_meta)
         return lambda op, args, kwargs: match
 
-    changes.attribute(sharding_propagation, "_expand_single_dim_strategy_to_mesh", expand_single_dim_strategy_to_mesh)
+    changes.function(expand, expand_single_dim_strategy_to_mesh)
 
 
 def exact_match(mesh: Any, schema: OpSchema, rule: Any, output_meta: Any) -> OpStrategy | None:
@@ -53,8 +58,6 @@ def exact_match(mesh: Any, schema: OpSchema, rule: Any, output_meta: Any) -> OpS
     specs = [operand.strategies[0].output_spec for operand in operands]
     if any(spec.mesh != mesh or type(p) not in _PLAIN for spec in specs for p in spec.placements):
         return None
-    from torch.distributed.tensor._ops.single_dim_strategy import _PreparedSingleDimStrategy  # optional, see needs
-
     prepared = _PreparedSingleDimStrategy(rule, schema, output_meta)
     if prepared.num_inputs != len(specs) or prepared.num_outputs == 0 or not _is_function(prepared):
         return None
@@ -70,7 +73,7 @@ def exact_match(mesh: Any, schema: OpSchema, rule: Any, output_meta: Any) -> OpS
     return strategy
 
 
-def _is_function(prepared: Any) -> bool:
+def _is_function(prepared: _PreparedSingleDimStrategy) -> bool:
     """Whether each combination of input placements has one combination of output placements."""
     outputs, found = prepared.num_outputs, prepared.strategy_lookup
     return all(found[tuple(line[outputs:])] == tuple(line[:outputs]) for line in prepared.expanded_strategies)

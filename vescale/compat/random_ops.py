@@ -17,7 +17,8 @@ from torch.distributed.tensor import _api as tensor_api
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from vescale.compat.dispatch import handlers_of_dtensor, telling
+from vescale.compat.dispatch import handlers_of_dtensor
+from vescale.compat.model_hooks import telling
 from vescale.compat.op_info import clear_sharding_cache
 from vescale.compat.patching import Changes
 

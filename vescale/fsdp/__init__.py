@@ -9,15 +9,16 @@ from vescale.fsdp._extensions import is_extended
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from vescale.fsdp._parameter import ManagedParameter, Slot
-from vescale.fsdp._phase import Phase
 from vescale.fsdp._report import GroupReport, Report, report
-from vescale.fsdp._resting_group import GroupMember
-from vescale.fsdp._state import ModuleState, state_of
+from vescale.fsdp._residency import Event, Residency, ResidencyError
+from vescale.fsdp._sharded_parameters import GroupMember
+from vescale.fsdp._state import ModuleState, Phase, state_of
 
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelAxes",
     "DataParallelMeshDims",
+    "Event",
     "FSDPModule",
     "GroupMember",
     "GroupReport",
@@ -28,6 +29,8 @@ __all__ = [
     "ParameterGroup",
     "Phase",
     "Report",
+    "Residency",
+    "ResidencyError",
     "Slot",
     "UnshardHandle",
     "fully_shard",

@@ -27,7 +27,7 @@ from vescale.fsdp._extensions import is_extended
 from vescale.fsdp._group import BlockPolicy, ParameterGroup
 from vescale.fsdp._module import FSDPModule
 from vescale.fsdp._parameter import find_slots
-from vescale.fsdp._resting_group import GroupMember
+from vescale.fsdp._sharded_parameters import GroupMember
 from vescale.fsdp._state import ModuleState, state_of
 from vescale.ops import install as install_placements
 from vescale.rng import check_recorded_alike, has_deferred, is_deferred, materialize

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
-from vescale.compat import current_backward, node_sequence, will_run
+from vescale.compat import current_backward, map_tensors, node_sequence, tensors_in, will_run
 
-__all__ = ["Call", "Calls"]
+__all__ = ["Call", "Calls", "watch_outputs"]
 
 
 class Call:
     """One forward call, and where the gradients of its inputs arrive.
 
     To be held by the hooks of the call's outputs, and by nothing that leads to them: it then goes with the graph that may
-    bring a backward, at once and without the garbage collector. A call that is gone is awaited by nobody.
+    bring a backward, at once and without the garbage collector. Nobody waits for a call that is gone.
     """
 
     def __init__(self, nodes: list[Node]) -> None:
@@ -50,10 +52,22 @@ class Calls:
     def __init__(self) -> None:
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
 
-    def add(self, inputs: Sequence[torch.Tensor], when_ended: Callable[[], None]) -> Call:
-        """A call with these inputs, results of ops. ``when_ended`` runs in each backward that reaches some of them, when
+    def watch_inputs(self, args: Any, kwargs: Any, when_ended: Callable[[], None]) -> tuple[Any, Any, Call | None]:
+        """The inputs of a call as views of themselves, so that what other modules do with the same tensors does not count;
+        a view may be written to like the tensor itself. ``when_ended`` runs in each backward that reaches some of them, when
         their gradients are there; not once the call is gone."""
-        call = Call([tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None])
+        watched: list[torch.Tensor] = []
+
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            watched.append(tensor.view_as(tensor))
+            return watched[-1]
+
+        args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs)
+        if not watched:
+            return args, kwargs, None
+        call = Call([tensor.grad_fn for tensor in watched if tensor.grad_fn is not None])
         self._calls.add(call)
         known = weakref.ref(call)
 
@@ -62,12 +76,31 @@ class Calls:
             if own is not None and own.arrive():
                 when_ended()
 
-        for tensor in inputs:
+        for tensor in watched:
             tensor.register_hook(arrive)
-        return call
+        return args, kwargs, call
 
     @property
     def are_awaited(self) -> bool:
         """Inside a backward: whether it will still come to the inputs of some call."""
         now = current_backward()
         return any(call.ended_in != now and any(map(will_run, call.nodes)) for call in self._calls)
+
+
+def watch_outputs(output: Any, call: Call | None, begin: Callable[..., None]) -> bool:
+    """Call ``begin`` for each gradient of an output, from hooks that hold the call; whether there can be any."""
+
+    def hook(node: Node | None) -> Callable[..., None]:
+        return functools.partial(begin, call) if call is not None and call.may_be_held_by(node) else begin
+
+    found = False
+    for tensor in tensors_in(output):
+        if not tensor.requires_grad:
+            continue
+        found = True
+        tensor.register_hook(hook(tensor.grad_fn))
+        base = tensor._base
+        if base is not None and base.grad_fn is not None:
+            # An in-place op on a view drops the view's own history, and the hook with it; its base's stays.
+            base.grad_fn.register_prehook(hook(base.grad_fn))
+    return found

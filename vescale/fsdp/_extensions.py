@@ -20,6 +20,7 @@ from vescale.rng import is_deferred
 __all__ = [
     "check_extended",
     "check_one_kind",
+    "copied",
     "gather_inputs",
     "is_extended",
     "refuse_hooks",
@@ -83,6 +84,13 @@ def check_one_kind(name: str, tensor: torch.Tensor, was_extended: bool) -> None:
             f"parameter {name!r} was {'a tensor subclass' if was_extended else 'a plain tensor'} when it was given to "
             f"fully_shard, and was replaced by a {type(tensor.data).__name__} since; convert parameters before fully_shard"
         )
+
+
+def copied(local: torch.Tensor) -> torch.Tensor:
+    """The same values in new memory, by the ops that a subclass must have to be sharded at all."""
+    new = local.new_zeros(local.size())
+    new.copy_(local)
+    return new
 
 
 def gather_inputs(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 from vescale.comm import group_of_ranks
 from vescale.fsdp._direct import use_direct_gradients
 from vescale.fsdp._group import ParameterGroup
-from vescale.fsdp._state import ModuleState, state_of
+from vescale.fsdp._state import ModuleState, Phase, state_of
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
 
@@ -65,9 +64,14 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free this module's own gathered parameters and register the sharded ones."""
+        """Free this module's own gathered parameters and register the sharded ones; inside of its forward as
+        ``reshard_after_forward`` says."""
+        in_forward = self._state.phase is Phase.FORWARD
         for group in self._state.groups:
-            group.reshard()
+            if in_forward:
+                group.reshard_in_forward()
+            else:
+                group.reshard()
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: forget the iteration, its gradients included; on the root only.
@@ -201,7 +205,7 @@ class FSDPModule:
         """``comm(output_tensor=, input_tensor=, group=, async_op=)`` gathers, between the buffers of this engine;
         ``comm.allocate`` is not called, for parameters are views of the output."""
         for group in self._single_group("set_custom_all_gather"):
-            group.custom_all_gather = comm
+            group.memory.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """``comm(output_tensor=, input_tensor=, group=, op=, async_op=)`` reduces, between the buffers of this engine;
@@ -220,7 +224,7 @@ class FSDPModule:
         """Take communication buffers from the process group's own memory where its backend has such (NCCL): a memory pool
         on its allocator. Other backends have none, and nothing changes."""
         for group in self._state.groups:
-            group.use_backend_memory(enable)
+            group.memory.use_backend_memory(enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Not supported, whatever the backend: raises NotImplementedError, and changes nothing.
@@ -331,8 +335,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         return
     first, *others = _states_of(modules)
     for root in others:
-        for state in root.tree.states or [root]:
-            state.comm = first.comm
+        root.tree.comm = first.comm
+        for state in root.tree_states():
             for group in state.groups:
                 group.comm = first.comm
-                group.on_gradients = functools.partial(state.tree.at_end_of_backward, first.comm)

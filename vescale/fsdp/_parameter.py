@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.comm import asking
 from vescale.compat import DTensorSpec, StridedShard, concatenate_meshes, local_of, make_dtensor, make_spec, spec_of
 from vescale.fsdp._axes import DataParallelAxes
-from vescale.fsdp._extensions import check_extended, is_extended
+from vescale.fsdp._extensions import check_extended, copied, is_extended
 from vescale.fsdp._summands import summands
 from vescale.placements import (
     RaggedShard,
@@ -242,6 +243,16 @@ class ManagedParameter:
         if self.requires_grad:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
         return self.unsharded
+
+    def copy(self) -> ManagedParameter:
+        """Another one with the same values; those of a plain one are in the same memory."""
+        twin = copy.copy(self)
+        assert isinstance(self.sharded, DTensor)
+        with torch.no_grad():
+            local = copied(local_of(self.sharded)) if self.is_extended else local_of(self.sharded)
+        data = make_dtensor(local, spec_of(self.sharded))
+        twin.sharded, twin.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad), None
+        return twin
 
     def register(self, parameter: nn.Parameter) -> None:
         for module, name in self.slots:

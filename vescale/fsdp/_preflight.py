@@ -1,9 +1,8 @@
-"""Have all ranks given the same parameters to ``fully_shard``? Asked through the store, before the first collective."""
+"""Comparisons between ranks, through the store and before the first collective: have all of them built the same groups?"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,69 +11,60 @@ from vescale.buffer import BufferMismatchError
 from vescale.comm import Consensus, ConsensusError, Description, compare_descriptions
 from vescale.plans import PlanMismatchError
 
-if TYPE_CHECKING:
-    from vescale.fsdp._group import ParameterGroup
-
 __all__ = ["ShardingMismatchError", "compare_groups", "compare_inputs"]
+
+Rows = Sequence[tuple[str, str]]
 
 
 class ShardingMismatchError(PlanMismatchError, BufferMismatchError):
     """Ranks have given different parameters, or options, to ``fully_shard``."""
 
 
-def compare_groups(model: str, groups: Sequence[ParameterGroup], along: dist.ProcessGroup) -> None:
-    """Compare the groups that communicate ``along`` a process group, in their order. No collective.
+def compare_groups(model: str, parameters: Rows, buffers: Rows, along: dist.ProcessGroup) -> None:
+    """Compare the groups that communicate ``along`` a process group: descriptions of their parameters and buffers, by name
+    and in their order. No collective.
 
     Raises ShardingMismatchError, the same on every rank of ``along``: what differs, and on which ranks.
     """
-    if along.size() == 1:
-        return
-    buffers = [
-        (f"{group.path or 'the root'}[{number}]", bucket.description)
-        for group in groups
-        for number, bucket in enumerate(group.buckets)
-    ]
-    parameters = [
-        (parameter.name, f"{tuple(parameter.sharded.shape)} {str(parameter.sharded.dtype).removeprefix('torch.')}")
-        for group in groups
-        for parameter in group.parameters
-    ]
-    sections: Description = {
-        "versions": [("torch", torch.__version__)],
-        "parameters": parameters,
-        "buffers": buffers,
-    }
-    consensus = Consensus(dist.get_process_group_ranks(along), f"fully_shard {along.group_name}")
-    try:
-        found = compare_descriptions(sections, consensus, lambda: f"the first forward of {model} after fully_shard")
-    except ConsensusError as error:
-        raise ShardingMismatchError(f"{error}; run the forward on every rank", error.ranks) from None
-    if found is not None:
-        raise ShardingMismatchError(
-            f"ranks disagree about fully_shard of {model}: {found.text()}; every rank must build the same model with the "
-            "same parameters, dtypes, requires_grad and sharding options, in the same order",
-            found.ranks,
-        )
+    sections = {"versions": [("torch", torch.__version__)], "parameters": parameters, "buffers": buffers}
+    _compare(
+        sections,
+        "fully_shard",
+        along,
+        f"the first forward of {model} after fully_shard",
+        f"ranks disagree about fully_shard of {model}",
+        "every rank must build the same model with the same parameters, dtypes, requires_grad and sharding options, in the "
+        "same order",
+    )
 
 
-def compare_inputs(path: str, outcome: str, inputs: Sequence[tuple[str, str]], along: dist.ProcessGroup) -> None:
+def compare_inputs(path: str, outcome: str, inputs: Rows, along: dist.ProcessGroup) -> None:
     """Compare what tensor subclasses want to have gathered ``along`` a process group: whether their hooks have answered, and
     dtypes and shapes by parameter.
 
     Raises ShardingMismatchError, the same on every rank of ``along``: what differs, and on which ranks.
     """
+    where = path or "the root"
+    _compare(
+        {"fsdp_pre_all_gather": [("", outcome)], "all-gather inputs": inputs},
+        "fsdp_pre_all_gather",
+        along,
+        f"the first gather of {where}",
+        f"ranks want to gather different tensors of {where}",
+        "fsdp_pre_all_gather must return tensors of the same dtypes and shapes on every rank: pad what a rank with fewer "
+        "rows, or none, returns",
+    )
+
+
+def _compare(
+    sections: Description, name: str, along: dist.ProcessGroup, moment: str, problem: str, advice: str
+) -> None:
     if along.size() == 1:
         return
-    where = path or "the root"
-    consensus = Consensus(dist.get_process_group_ranks(along), f"fsdp_pre_all_gather {along.group_name}")
-    sections: Description = {"fsdp_pre_all_gather": [("", outcome)], "all-gather inputs": inputs}
+    consensus = Consensus(dist.get_process_group_ranks(along), f"{name} {along.group_name}")
     try:
-        found = compare_descriptions(sections, consensus, lambda: f"the first gather of {where}")
+        found = compare_descriptions(sections, consensus, lambda: moment)
     except ConsensusError as error:
         raise ShardingMismatchError(f"{error}; run the forward on every rank", error.ranks) from None
     if found is not None:
-        raise ShardingMismatchError(
-            f"ranks want to gather different tensors of {where}: {found.text()}; fsdp_pre_all_gather must return tensors of "
-            "the same dtypes and shapes on every rank: pad what a rank with fewer rows, or none, returns",
-            found.ranks,
-        )
+        raise ShardingMismatchError(f"{problem}: {found.text()}; {advice}", found.ranks)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.fsdp._bucket import Bucket
-from vescale.fsdp._lanes import Lane
+from vescale.fsdp._streams import SideStream
 
 __all__ = ["Reduction", "ReductionOptions"]
 
@@ -58,11 +58,13 @@ class Reduction:
     ===========  =====================================================================================================
     """
 
-    def __init__(self, bucket: Bucket, options: ReductionOptions, lane: Lane, replica_lane: Lane, asker: str) -> None:
+    def __init__(
+        self, bucket: Bucket, options: ReductionOptions, stream: SideStream, replica_stream: SideStream, requester: str
+    ) -> None:
         self.bucket = bucket
         self.options = options
-        self.asker = asker
-        self._lane, self._replica_lane = lane, replica_lane
+        self.requester = requester
+        self._stream, self._replica_stream = stream, replica_stream
         self.received = bucket.unreduced.complete()
         self._reduced: torch.Tensor | None = None
         self.event: Any = None
@@ -82,18 +84,18 @@ class Reduction:
             ranks = axes.shard_size * axes.num_replicas
             self._divide = factor if factor is not None else float(ranks)
         self._op = op
-        self._lane.wait_for_compute()
-        with self._lane():
+        self._stream.wait_for_compute()
+        with self._stream():
             if bucket.reduce_dtype == torch.float16 and self._divide is not None:
                 before = 2.0 ** int(math.log2(max(self._divide, 1)) / 2)  # half of it, to stay in range
                 bucket.unreduced.buffer.mul_(1 / before)
                 self._divide /= before
             self._pending = bucket.reduce_scatter(
-                op, options.group, options.custom_reduce_scatter, self.asker, at_once=options.in_place
+                op, options.group, options.custom_reduce_scatter, self.requester, at_once=options.in_place
             )
-            if self._lane.is_stream:
+            if self._stream.is_real:
                 self._pending.wait()
-                self.event = self._lane.done()
+                self.event = self._stream.done()
 
     def wait(self) -> None:
         """Wait for the collective and leave its result."""
@@ -105,19 +107,19 @@ class Reduction:
         Returns False when this one's stays pending, too; then it is to be carried.
         """
         bucket, options, axes = self.bucket, self.options, self.bucket.axes
-        with self._lane(), torch.no_grad():
+        with self._stream(), torch.no_grad():
             piece = self._pending.wait()
             if carried is not None:
                 piece.local.add_(carried._pending.buffer.local)
                 self.received = [max(pair) for pair in zip(self.received, carried.received, strict=True)]
             if axes.replicate:
                 if not options.all_reduce:
-                    self.event = self._lane.done()
+                    self.event = self._stream.done()
                     return False
-                self._replica_lane.wait_event(self._lane.done())
-                with self._replica_lane():
-                    piece.all_reduce(axes.replicate, op=self._op, asker=self.asker).wait()
-                self._lane.wait_event(self._replica_lane.done())
+                self._replica_stream.wait_event(self._stream.done())
+                with self._replica_stream():
+                    piece.all_reduce(axes.replicate, op=self._op, asker=self.requester).wait()
+                self._stream.wait_event(self._replica_stream.done())
             if options.hook is not None:
                 self._run_hook(piece.local)
             if self._divide is not None:
@@ -131,25 +133,25 @@ class Reduction:
                 if received or options.unused_as_zero:
                     bucket.assign(index, local, received)
             self._reduced = local if not self.is_complete_here else None
-            self.event = self._lane.done()
+            self.event = self._stream.done()
         return True
 
     def _run_hook(self, reduced: torch.Tensor) -> None:
         assert self.options.hook is not None
         stream = self.options.hook_stream
-        if stream is None or not self._lane.is_stream:
+        if stream is None or not self._stream.is_real:
             self.options.hook(reduced)
             return
-        stream.wait_event(self._lane.done())
+        stream.wait_event(self._stream.done())
         with torch.get_device_module(reduced.device.type).stream(stream):
             self.options.hook(reduced)
-        self._lane.wait_event(stream.record_event())
+        self._stream.wait_event(stream.record_event())
 
     def settle(self, received_anywhere: list[int]) -> None:
         """Give parameters without a gradient on this rank what other ranks contributed, as they have received it."""
         if self._reduced is None:
             return
-        with self._lane(), torch.no_grad():
+        with self._stream(), torch.no_grad():
             for index, (received, used) in enumerate(zip(self.received, received_anywhere, strict=True)):
                 if used and not received:
                     self.bucket.assign(index, self._reduced, used)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import overload
 
 from torch import nn
 
@@ -69,54 +67,40 @@ class GroupReport:
         return self.whole_bytes + (0 if self.gradients_in_place else self.gradient_bytes) + reduced
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(tuple[GroupReport, ...]):
     """The buckets of all groups of a model, outer groups first; ``str()`` is a table for people."""
 
-    buckets: tuple[GroupReport, ...]
-
-    def __iter__(self) -> Iterator[GroupReport]:
-        return iter(self.buckets)
-
-    def __len__(self) -> int:
-        return len(self.buckets)
-
-    @overload
-    def __getitem__(self, index: int) -> GroupReport: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[GroupReport, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> GroupReport | tuple[GroupReport, ...]:
-        return self.buckets[index]
+    @property
+    def buckets(self) -> tuple[GroupReport, ...]:
+        return tuple(self)
 
     @property
     def resting_bytes(self) -> int:
         """Of all shards on this rank, padding included."""
-        return sum(one.resting_bytes for one in self.buckets)
+        return sum(one.resting_bytes for one in self)
 
     @property
     def padding_bytes(self) -> int:
         """The padding in :attr:`resting_bytes`, evenly shared by the ranks."""
-        return sum(one.padding_bytes for one in self.buckets)
+        return sum(one.padding_bytes for one in self)
 
     @property
     def step_bytes(self) -> int:
         """What this rank receives and sends in one forward and backward, without the sum over replicas."""
-        return sum(one.step_bytes for one in self.buckets)
+        return sum(one.step_bytes for one in self)
 
     def to_json(self) -> str:
         """One JSON object: ``format``, ``version``, the totals, and ``buckets`` with the fields of each."""
         totals = {name: getattr(self, name) for name in ("resting_bytes", "padding_bytes", "step_bytes")}
-        buckets = [dataclasses.asdict(one) | {"peak_bytes": one.peak_bytes} for one in self.buckets]
+        buckets = [dataclasses.asdict(one) | {"peak_bytes": one.peak_bytes} for one in self]
         return json.dumps({"format": _FORMAT, "version": _VERSION, **totals, "buckets": buckets})
 
     def __str__(self) -> str:
         """Sizes in MiB: ``rest`` is always there, ``peak`` comes on top, ``gather`` and ``reduce`` are of one collective."""
         header = ("group", "params", "dtype", "grad", "elements", "padding", "rest", "peak", "gather", "reduce")
-        rows = [header, *(_row(one) for one in self.buckets)]
-        elements = sum(one.num_elements for one in self.buckets)
-        padding = sum(one.padding_elements for one in self.buckets)
+        rows = [header, *(_row(one) for one in self)]
+        elements = sum(one.num_elements for one in self)
+        padding = sum(one.padding_elements for one in self)
         total = ("total", "", "", "", f"{elements:,}", _percent(padding, elements), _mib(self.resting_bytes))
         rows.append((*total, "", "", ""))
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -136,11 +120,11 @@ def report(module: nn.Module) -> Report:
             continue
         seen.add(id(state))
         found += [_bucket_report(path, group, bucket) for group in state.groups for bucket in group.buckets]
-    return Report(tuple(found))
+    return Report(found)
 
 
 def _bucket_report(path: str, group: ParameterGroup, bucket: Bucket) -> GroupReport:
-    layout, ranks = bucket.shards.group.layout, group.axes.shard_size
+    layout, ranks = bucket.layout.exchanged.layout, group.axes.shard_size
     whole = bucket.gathered_bytes
     gradients = layout.buffer_size * bucket.reduce_dtype.itemsize if bucket.requires_grad else 0
     return GroupReport(
@@ -150,10 +134,10 @@ def _bucket_report(path: str, group: ParameterGroup, bucket: Bucket) -> GroupRep
         requires_grad=bucket.requires_grad,
         num_ranks=ranks,
         num_replicas=group.axes.num_replicas,
-        num_elements=sum(bucket.group.layout.numels),
-        padding_elements=bucket.padding_elements,
+        num_elements=sum(bucket.layout.whole.layout.numels),
+        padding_elements=bucket.at_rest.padding_elements,
         digest=layout.digest,
-        resting_bytes=bucket.resting_bytes,
+        resting_bytes=bucket.at_rest.num_bytes,
         whole_bytes=whole,
         gradient_bytes=gradients,
         all_gather_bytes=whole // ranks * (ranks - 1),

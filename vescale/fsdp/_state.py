@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale.compat import FSDP2State, hides_tensors, in_backward, map_tensors, tensors_in
-from vescale.fsdp._calls import Call, Calls
-from vescale.fsdp._context import CommContext, TreeContext
+from vescale.compat import FSDP2State, hides_tensors, in_backward, map_tensors
+from vescale.fsdp._calls import Call, Calls, watch_outputs
+from vescale.fsdp._context import CommContext
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._parameter import Slot
-from vescale.fsdp._phase import Phase
-from vescale.fsdp._preflight import compare_groups
-from vescale.fsdp._registered import check_distinct, has_replaced, warn_of_strays
+from vescale.fsdp._registered import check_distinct, has_replaced
+from vescale.fsdp._root import check_root
+from vescale.fsdp._tree import Tree
 
-__all__ = ["ModuleState", "state_of"]
+__all__ = ["ModuleState", "Phase", "state_of"]
 
 _STATES = "_vescale_fsdp_state"
+
+
+class Phase(Enum):
+    """Where a module is in an iteration: ``IDLE`` -> ``FORWARD`` -> ``IDLE`` -> ``BACKWARD`` -> ``IDLE``."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    """From before forward until after it."""
+    BACKWARD = auto()
+    """From the first gradient of an output until the end of backward."""
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
@@ -37,7 +47,7 @@ class ModuleState(FSDP2State):
     ==================  ============================================================================================
     moment              what happens
     ==================  ============================================================================================
-    before forward      (root: lanes wait for the optimizer) inputs are cast; groups are gathered; explicit prefetch;
+    before forward      (root: gathers wait for the optimizer) inputs are cast; groups are gathered; explicit prefetch;
                         a hook waits for the gradients of the inputs
     after forward       groups reshard; a hook waits for the first gradient of an output; outputs are cast
     an output's         groups are gathered again; the group that ran before is prefetched
@@ -61,18 +71,15 @@ class ModuleState(FSDP2State):
         hooks_first: bool = True,
         ignored: Sequence[Slot] | None = None,
     ) -> None:
-        self.modules = tuple(modules)
-        self.groups = list(groups)
-        self.mp_policy = mp_policy
-        self.device = device
+        self.modules, self.groups = tuple(modules), list(groups)
+        self.mp_policy, self.device = mp_policy, device
         self.phase = Phase.IDLE
         self.is_root: bool | None = None
         self.reshard_root = reshard_root
         """What the user said of ``reshard_after_forward``; None: the root keeps its parameters."""
         self.ignored = ignored
         """Parameters that belong to no group on purpose; None: those outside of groups are somebody else's."""
-        self.tree = TreeContext()
-        self.comm = CommContext(device)
+        self.tree: Tree[ModuleState] = Tree(CommContext(device))
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
         self.max_gradient_buffers = 1
@@ -83,7 +90,11 @@ class ModuleState(FSDP2State):
             module.__dict__[_STATES] = self
         self._install_hooks(hooks_first)
 
-    # Hooks------
+    @property
+    def comm(self) -> CommContext:
+        return self.tree.comm
+
+    # Hooks
 
     def _install_hooks(self, first: bool) -> None:
         together = len(self.modules) > 1
@@ -105,13 +116,11 @@ class ModuleState(FSDP2State):
     def to_rest(self, *_: Any) -> None:
         """The registered parameters are the sharded ones."""
         for group in self.groups:
-            group.phase, before = Phase.IDLE, group.phase
             group.reshard()
-            group.phase = before
 
     def _parameters_may_be_new(self, *_: Any) -> None:
         for group in self.groups:
-            group.is_stale = True
+            group.at_rest.is_stale = True
 
     def _before_one(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Of several modules in one group: the first one of a pass begins for all."""
@@ -149,7 +158,7 @@ class ModuleState(FSDP2State):
             args, kwargs = self._watch_inputs(args, kwargs)
             for other in self.forward_prefetch:
                 for group in other.groups:
-                    group.prefetch(Phase.FORWARD)
+                    group.unshard()
         return args, kwargs
 
     @torch.compiler.disable
@@ -179,11 +188,11 @@ class ModuleState(FSDP2State):
             for group in groups:
                 group.begin_iteration()
         self.tree.forward_root = self
-        lane, event = self.comm.gather_lane, self.tree.post_optimizer_event
+        stream, event = self.comm.gather_stream, self.tree.post_optimizer_event
         if event is None:
-            lane.wait_for_compute()  # for the optimizer, which may still be writing parameters
+            stream.wait_for_compute()  # for the optimizer, which may still be writing parameters
         else:
-            lane.wait_event(event)
+            stream.wait_event(event)
             self.tree.post_optimizer_event = None
         if self.device.type != "cpu":
             move = functools.partial(_to_device, self.device)
@@ -199,10 +208,11 @@ class ModuleState(FSDP2State):
         self._forget_forward()
         if self.tree.forward_root is self:
             self.tree.forward_root = None
-            self.comm.post_forward_order.clear()
+            self.comm.prefetches.clear()
             for state in self.tree.states:
                 state._forget_forward()
-                state.forget_forward_order()
+                for group in state.groups:
+                    group.forward_places.clear()
 
     def _forget_forward(self) -> None:
         self.to_rest()
@@ -210,8 +220,6 @@ class ModuleState(FSDP2State):
         self._call = None
         if self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
-            for group in self.groups:
-                group.phase = Phase.IDLE
 
     def _conclude_incomplete(self, output: Any) -> Any:
         """Groups of several modules of which only some have run end their forward with the root's."""
@@ -239,21 +247,10 @@ class ModuleState(FSDP2State):
     # Backward
 
     def _watch_inputs(self, args: Any, kwargs: Any) -> Any:
-        """Find out when the gradients of the inputs are complete. Inputs become views of themselves, so that what other
-        modules do with the same tensors does not count; a view may be written to like the tensor itself."""
+        """Find out when the gradients of the inputs are complete."""
         if not self.groups or not torch.is_grad_enabled():
             return args, kwargs
-        watched: list[torch.Tensor] = []
-
-        def watch(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            watched.append(tensor.view_as(tensor))
-            return watched[-1]
-
-        args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs)
-        if watched:
-            self._call = self._calls.add(watched, self._after_backward)
+        args, kwargs, self._call = self._calls.watch_inputs(args, kwargs, self._after_backward)
         return args, kwargs
 
     def _watch_outputs(self, output: Any) -> bool:
@@ -261,50 +258,30 @@ class ModuleState(FSDP2State):
         call, self._call = self._call, None
         if not torch.is_grad_enabled():
             return True
-        found = False
-        for tensor in tensors_in(output):
-            if not tensor.requires_grad:
-                continue
-            found = True
-            tensor.register_hook(self._begin_backward_of(call, tensor.grad_fn))
-            base = tensor._base
-            if base is not None and base.grad_fn is not None:
-                # An in-place op on a view drops the view's own history, and the hook with it; its base's stays.
-                base.grad_fn.register_prehook(self._begin_backward_of(call, base.grad_fn))
-        return found or not hides_tensors(output)
-
-    def _begin_backward_of(self, call: Call | None, node: Node | None) -> Callable[..., None]:
-        """A hook of an output's node, which holds the call."""
-        if call is None or not call.may_be_held_by(node):
-            return self._before_backward
-        return functools.partial(self._before_backward, call)
+        return watch_outputs(output, call, self._before_backward) or not hides_tensors(output)
 
     @torch.compiler.disable
     def _before_backward(self, *_: Any) -> None:
         self.phase = Phase.BACKWARD
-        self.tree.at_end_of_backward(self.comm)
+        self.tree.follow_backward()
         for group in self.groups:
             group.before_backward(prefetch=not self.backward_prefetch)
         for other in self.backward_prefetch:
             for group in reversed(other.groups):
-                group.prefetch(Phase.BACKWARD)
+                group.prefetch_for_backward()
 
     @torch.compiler.disable
     def _after_backward(self) -> None:
-        self.tree.at_end_of_backward(self.comm)
+        self.tree.follow_backward()
         is_last = not self._calls.are_awaited
         for group in reversed(self.groups):
             group.after_backward(is_last=is_last)
 
-    def conclude_backward(self) -> None:
+    def conclude_backward(self, *, is_last: bool) -> None:
         self._still_to_run.clear()
         for group in reversed(self.groups):
-            group.conclude_backward()
+            group.conclude_backward(is_last=is_last)
         self.phase = Phase.IDLE
-
-    def forget_forward_order(self) -> None:
-        for group in self.groups:
-            group.forget_forward_order()
 
     # Gradients that are reduced apart from a backward, after several without sync: by a pipeline schedule
 
@@ -317,7 +294,7 @@ class ModuleState(FSDP2State):
             group.reduce_accumulated()
 
     def conclude_accumulation(self) -> None:
-        self.tree.conclude(self.comm)
+        self.tree.conclude()
 
     # Copies
 
@@ -334,7 +311,7 @@ class ModuleState(FSDP2State):
                 for parameter, other in zip(group.parameters, copied.parameters, strict=True):
                     memo[id(parameter.sharded)] = other.sharded
             twin.phase, twin.is_root = Phase.IDLE, None
-            twin.tree, twin.comm = TreeContext(), CommContext(state.device)
+            twin.tree = Tree(CommContext(state.device))
             twin._still_to_run, twin._calls = set(), Calls()
             made.append(twin)
         return made
@@ -386,48 +363,26 @@ class ModuleState(FSDP2State):
             found.append(state)
         for state in found:
             state.is_root = state is self
-            state.tree, state.comm = self.tree, self.comm
+            state.tree = self.tree
             for group in state.groups:
                 group.comm = self.comm
-                group.on_gradients = functools.partial(self.tree.at_end_of_backward, self.comm)
+                group.on_gradients = self.tree.follow_backward
         self.tree.states = found
         self.comm.max_gradient_buffers = max(state.max_gradient_buffers for state in found)
         if self.reshard_root is None:
             for group in self.groups:
                 group.reshard_after_forward, group.is_kept_by_default = False, True
-        self._name_parameters(root)
+        groups = [group for state in found for group in state.groups]
+        on_purpose = None if self.ignored is None else [slot for state in found for slot in state.ignored or ()]
         try:
-            self._check_parameters(root)
-            self._compare_ranks()
+            check_root(root, groups, on_purpose)
         except Exception:
             for state in found:
                 state.is_root = None
             raise
-        for state in found:
-            for group in state.groups:
-                group.rebuild()
-                group.prepare()
-
-    def _name_parameters(self, root: nn.Module) -> None:
-        names = {id(parameter): name for name, parameter in root.named_parameters()}
-        for state in self.tree.states:
-            for group in state.groups:
-                for parameter in group.parameters:
-                    parameter.name = names.get(id(parameter.sharded), parameter.name)
-
-    def _check_parameters(self, root: nn.Module) -> None:
-        parameters = [p for state in self.tree.states for group in state.groups for p in group.parameters]
-        check_distinct(parameters)
-        if self.ignored is not None:
-            warn_of_strays(root, parameters, [slot for state in self.tree.states for slot in state.ignored or ()])
-
-    def _compare_ranks(self) -> None:
-        along: dict[Any, list[ParameterGroup]] = {}
-        for state in self.tree.states:
-            for group in state.groups:
-                along.setdefault(group.axes.data_parallel.group, []).append(group)
-        for process_group, groups in along.items():
-            compare_groups(type(self.modules[0]).__name__, groups, process_group)
+        for group in groups:
+            group.rebuild()
+            group.memory.prepare()
 
     def abandon_iteration(self) -> None:
         """See :meth:`FSDPModule.reset_iter_state`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,9 +11,19 @@ from torch.distributed.tensor import DTensor
 from vescale.buffer import DBuffer
 from vescale.compat import ParameterRow, TensorRow, local_of, set_versions, share_memory
 from vescale.fsdp._parameter import ManagedParameter, arrived
-from vescale.fsdp._phase import GradientPlace
 
-__all__ = ["UnreducedGradients"]
+__all__ = ["GradientPlace", "UnreducedGradients"]
+
+
+class GradientPlace(Enum):
+    """Where the unreduced gradients of a bucket are until they are reduced."""
+
+    APART = auto()
+    """Copied to memory of their own as they come: parameters stay gathered, or gradients add up over backwards."""
+    HELD = auto()
+    """In autograd's own tensors until parameters are resharded, and then copied to where those were."""
+    IN_PLACE = auto()
+    """Copied to where their parameters were, as they come if :meth:`FSDPModule.set_in_place_gradients` says so."""
 
 
 class UnreducedGradients:

@@ -120,7 +120,7 @@ class Units:
             if not any(
                 self._originals[p.name].is_meta and not is_deferred(self._originals[p.name]) for p in group.parameters
             ):
-                group.fill(group.device, self._write(memory))
+                group.at_rest.fill(group.device, self._write(memory))
             else:
                 for parameter in group.parameters:
                     parameter.register(parameter.sharded)

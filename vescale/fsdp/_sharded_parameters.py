@@ -1,7 +1,8 @@
-"""``RestingGroup``: parameters that are cut together, and the buffers of their shards."""
+"""``ShardedParameters``: the parameters of a group at rest, in buckets."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,13 +15,12 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import local_of
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._bucket import Bucket
-from vescale.fsdp._extended_bucket import ExtendedBucket
 from vescale.fsdp._extensions import check_one_kind
-from vescale.fsdp._given_bucket import GivenBucket
+from vescale.fsdp._layout import Layout
 from vescale.fsdp._parameter import ManagedParameter, Slot
 from vescale.fsdp._registered import replacement
 
-__all__ = ["GroupMember", "RestingGroup"]
+__all__ = ["GroupMember", "ShardedParameters"]
 
 
 class GroupMember(NamedTuple):
@@ -34,10 +34,13 @@ class GroupMember(NamedTuple):
     given: Placement | None = None
 
 
-class RestingGroup:
-    """What a :class:`ParameterGroup` is at rest: buckets by dtype, ``requires_grad`` and kind of cut, each with this rank's
-    shards in one allocation (but tensor subclasses, which have memory of their own). Arguments as for
-    :class:`ParameterGroup`."""
+class ShardedParameters:
+    """Buckets by dtype, ``requires_grad`` and kind of cut, each with this rank's shards in one allocation (but tensor
+    subclasses, which have memory of their own). Arguments as for :class:`ParameterGroup`.
+
+    Attributes:
+        is_stale: parameters may have been replaced in the modules; looked into before they are gathered.
+    """
 
     def __init__(
         self,
@@ -47,14 +50,15 @@ class RestingGroup:
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         alignment_bytes: int,
+        path: str,
     ) -> None:
+        self.path = path
         self.axes = axes
         self.device = axes.device
         self.mp_policy = mp_policy
         self.offload_policy = offload_policy
         self.alignment_bytes = alignment_bytes
         self.is_stale = False
-        """Parameters may have been replaced in the modules; looked into before they are gathered."""
         self.parameters = [ManagedParameter(m.name, m.parameter, m.slots, axes, m.block, m.given) for m in members]
         self.buckets: list[Bucket] = []
         self._build([_local(m.parameter) for m in members])
@@ -71,20 +75,21 @@ class RestingGroup:
             self.buckets.append(bucket)
 
     def _kinds(self, dtypes: Sequence[torch.dtype]) -> list[list[int]]:
-        found: dict[tuple[torch.dtype, bool, type[Bucket]], list[int]] = {}
+        found: dict[tuple[torch.dtype, bool, str], list[int]] = {}
         for index, (parameter, dtype) in enumerate(zip(self.parameters, dtypes, strict=True)):
-            found.setdefault((dtype, parameter.requires_grad, _kind(parameter)), []).append(index)
+            found.setdefault((dtype, parameter.requires_grad, Bucket.kind(parameter)), []).append(index)
         return list(found.values())
 
-    def _bucket(self, indices: Sequence[int], locals_: Sequence[torch.Tensor], like: Bucket | None = None) -> Bucket:
+    def _bucket(self, indices: Sequence[int], locals_: Sequence[torch.Tensor], layout: Layout | None = None) -> Bucket:
+        """``layout``: of the same parameters in another dtype; None: a new one."""
         parameters = [self.parameters[i] for i in indices]
-        bucket = _kind(parameters[0])(
+        bucket = Bucket(
             parameters,
             locals_,
             self.axes,
             mp_policy=self.mp_policy,
             alignment_bytes=self.alignment_bytes,
-            like=like,
+            layout=layout,
         )
         self._allocate_shards(bucket, bucket.device)
         return bucket
@@ -94,7 +99,7 @@ class RestingGroup:
             device = torch.device("cpu")
         # Pinned memory is for copies to a device; computing on the CPU copies none.
         pin = device.type == "cpu" != self.device.type and getattr(self.offload_policy, "pin_memory", False)
-        bucket.allocate_shards(device, pin_memory=pin)
+        bucket.at_rest.allocate(device, pin_memory=pin)
 
     def fill(self, device: torch.device, write: Callable[[ManagedParameter, torch.Tensor], bool]) -> None:
         """Give a group that was built on the meta device its memory. ``write(parameter, local)`` writes this rank's part of
@@ -102,13 +107,13 @@ class RestingGroup:
         for bucket in self.buckets:
             self._allocate_shards(bucket, device)
             for index, parameter in enumerate(bucket.parameters):
-                local = bucket.shard(index)
+                local = bucket.at_rest.local(index)
                 if write(parameter, local):
-                    parameter.make_sharded(local, bucket.placement(index))
+                    parameter.make_sharded(local, bucket.layout.placement(index))
 
-    def rebuild(self) -> None:
+    def rebuild(self, before_change: Callable[[], None]) -> None:
         """Take up parameters that were replaced in modules (``to_empty``, ``load_state_dict(assign=True)``): their local
-        tensors become slices of one buffer again."""
+        tensors become slices of one buffer again. ``before_change`` runs before buckets are replaced."""
         self.is_stale = False
         changed = False
         for parameter in self.parameters:
@@ -122,31 +127,37 @@ class RestingGroup:
             self.is_stale = True
             return
         places = [(bucket, i) for bucket in self.buckets for i in range(len(bucket.parameters))]
-        if not changed and all(bucket.holds(i) for bucket, i in places):
+        if not changed and all(bucket.at_rest.holds(i) for bucket, i in places):
             return
         for parameter in self.parameters:
             check_one_kind(parameter.name, _local(parameter.sharded), parameter.is_extended)
-        self._drop_unsharded()
-        old = {p: _local(p.sharded) for p in self.parameters}
-        before = {tuple(map(id, bucket.parameters)): bucket for bucket in self.buckets}
+        before_change()
+        for parameter in self.parameters:
+            parameter.unsharded = None
+        self._regroup(self._layouts())
+
+    def _layouts(self) -> dict[tuple[int, ...], Layout]:
+        """Of the buckets, by the parameters in them."""
+        numbers = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        return {tuple(numbers[id(p)] for p in bucket.parameters): bucket.layout for bucket in self.buckets}
+
+    def _regroup(self, layouts: dict[tuple[int, ...], Layout]) -> None:
+        """New buckets, with memory of their own, for the sharded parameters as they are."""
+        locals_ = [_local(p.sharded) for p in self.parameters]
         self.buckets = []
-        for indices in self._kinds([old[p].dtype for p in self.parameters]):
-            like = before.get(tuple(id(self.parameters[i]) for i in indices))
-            bucket = self._bucket(indices, [old[self.parameters[i]] for i in indices], like)
+        for indices in self._kinds([local.dtype for local in locals_]):
+            bucket = self._bucket(indices, [locals_[i] for i in indices], layouts.get(tuple(indices)))
             bucket.adopt()
             self.buckets.append(bucket)
 
-    def _drop_unsharded(self) -> None:
-        """Forget what was made of the buckets that are about to be replaced."""
-        for parameter in self.parameters:
-            parameter.unsharded = None
+    def copy(self) -> ShardedParameters:
+        """The same values in memory of its own. The copied parameters hang nowhere yet: the caller puts them, and the slots,
+        into copies of the modules."""
+        twin = copy.copy(self)
+        twin.parameters = [parameter.copy() for parameter in self.parameters]
+        twin._regroup(self._layouts())
+        return twin
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return local_of(parameter) if isinstance(parameter, DTensor) else parameter
-
-
-def _kind(parameter: ManagedParameter) -> type[Bucket]:
-    if parameter.is_extended:
-        return ExtendedBucket
-    return Bucket if parameter.given is None else GivenBucket

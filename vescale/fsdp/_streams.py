@@ -1,4 +1,4 @@
-"""``Lane``: a stream beside the computation, and nothing at all on the CPU."""
+"""``SideStream``: a stream beside the computation's, and nothing at all on the CPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Lane"]
+__all__ = ["SideStream"]
 
 
-class Lane:
+class SideStream:
     """Work that a device does beside its computation.
 
     On the CPU there are no streams: collectives run on the backend's threads, and the methods do nothing.
@@ -21,11 +21,12 @@ class Lane:
         self.stream: Any = self._module.Stream(priority=-1 if urgent else 0) if self._module else None
 
     @property
-    def is_stream(self) -> bool:
+    def is_real(self) -> bool:
+        """Whether there is a stream."""
         return self.stream is not None
 
     def __call__(self) -> contextlib.AbstractContextManager[Any]:
-        """Run what follows on this lane."""
+        """Run what follows on this stream."""
         return self._module.stream(self.stream) if self._module else contextlib.nullcontext()
 
     def wait_for_compute(self) -> None:
@@ -38,7 +39,7 @@ class Lane:
             self.stream.wait_event(event)
 
     def done(self) -> Any:
-        """An event after all that this lane has been given; None on the CPU."""
+        """An event after all that this stream has been given; None on the CPU."""
         return self.stream.record_event() if self._module else None
 
     def compute_done(self) -> Any:

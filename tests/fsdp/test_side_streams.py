@@ -1,4 +1,4 @@
-"""``Lane`` on a device, with a stub in the place of the device's module: what is asked of which stream."""
+"""``SideStream`` on a device, with a stub in the place of the device's module: what is asked of which stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vescale.fsdp._lanes import Lane
+from vescale.fsdp._streams import SideStream
 
 Call = tuple[Any, ...]
 
@@ -36,7 +36,7 @@ class Device:
         self.current = Stream(self.calls, "compute")
 
     def Stream(self, priority: int) -> Stream:
-        return Stream(self.calls, f"lane {priority}")
+        return Stream(self.calls, f"side {priority}")
 
     def current_stream(self) -> Stream:
         return self.current
@@ -48,34 +48,34 @@ class Device:
         self.current = before
 
 
-def test_a_lane_is_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
-    lane, other = Lane(torch.device("cuda", 0)), Lane(torch.device("cuda", 0), urgent=False)
-    assert lane.is_stream and lane.stream.name == "lane -1" and other.stream.name == "lane 0"
-    with lane():
-        assert device.current is lane.stream
-        assert lane.compute_done() == "event of lane -1"  # the current stream, whichever that is
+    stream, other = SideStream(torch.device("cuda", 0)), SideStream(torch.device("cuda", 0), urgent=False)
+    assert stream.is_real and stream.stream.name == "side -1" and other.stream.name == "side 0"
+    with stream():
+        assert device.current is stream.stream
+        assert stream.compute_done() == "event of side -1"  # the current stream, whichever that is
     assert device.current.name == "compute"
-    assert (lane.done(), lane.compute_done()) == ("event of lane -1", "event of compute")
-    lane.wait_for_compute()
-    lane.wait_event(None)
-    lane.wait_event("e")
-    lane.compute_waits(None)
-    lane.compute_waits("f")
+    assert (stream.done(), stream.compute_done()) == ("event of side -1", "event of compute")
+    stream.wait_for_compute()
+    stream.wait_event(None)
+    stream.wait_event("e")
+    stream.compute_waits(None)
+    stream.compute_waits("f")
     assert device.calls == [
-        ("lane -1", "waits for", "compute"),
-        ("lane -1", "waits for", "e"),
+        ("side -1", "waits for", "compute"),
+        ("side -1", "waits for", "e"),
         ("compute", "waits for", "f"),
     ]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta"])
-def test_a_lane_is_nothing_without_streams(kind: str) -> None:
-    lane = Lane(torch.device(kind))
-    assert not lane.is_stream and lane.done() is None and lane.compute_done() is None
-    lane.wait_for_compute()
-    lane.wait_event(None)
-    lane.compute_waits(None)
-    with lane():
+def test_nothing_without_streams(kind: str) -> None:
+    stream = SideStream(torch.device(kind))
+    assert not stream.is_real and stream.done() is None and stream.compute_done() is None
+    stream.wait_for_compute()
+    stream.wait_event(None)
+    stream.compute_waits(None)
+    with stream():
         pass

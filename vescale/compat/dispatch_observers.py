@@ -1,0 +1,98 @@
+"""DTensor's op dispatcher: where vescale is told of redistributions and writes, and asked about plain operands."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import _dispatch as tensor_dispatch
+
+from vescale.compat.dtensor import DTensorSpec, TensorMeta
+from vescale.compat.model_hooks import ModelHooks
+from vescale.compat.op_info import is_view
+from vescale.compat.patching import Changes
+
+__all__ = ["accept_plain_operands", "format_scalars", "observe_redistributions", "observe_writes"]
+
+
+def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
+    dispatcher, listener = DTensor._op_dispatcher, hooks.listener
+    original = dispatcher.redistribute_local_args
+
+    @functools.wraps(original)
+    def redistribute_local_args(op_info: Any, schema: Any, use_val: bool) -> None:
+        wanted = schema.args_schema
+        if op_info.args_tree_spec is not None:
+            wanted = tensor_dispatch.pytree.tree_leaves(wanted)
+        moves = [
+            (position, op_info.local_args[position], found, wanted[position])
+            for position, found in enumerate(op_info.flat_args_schema)
+            if type(found) is DTensorSpec and found.placements != wanted[position].placements
+        ]
+        if not moves:
+            return original(op_info, schema, use_val)
+        listener.redistribution(schema.op, moves)
+        original(op_info, schema, use_val)
+        if is_view(schema.op):
+            copies = [(local, found, op_info.local_args[position], to) for position, local, found, to in moves]
+            listener.viewed_copies(schema.op, copies)
+
+    changes.attribute(dispatcher, "redistribute_local_args", redistribute_local_args)
+
+
+def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
+    """Tell the listener of in-place ops and those with ``out=``.
+
+    C++ looks up what it calls at the end of such an op once in a process, so that another attribute would not be found. The
+    function that it keeps calls ``get_active_debug_mode`` first, when the local tensors have been written to.
+    """
+    original = tensor_dispatch.get_active_debug_mode
+    tail = type(DTensor._op_dispatcher)._dispatch_fast_path_python_tail.__code__
+    copies, listener = hooks.view_copies, hooks.listener
+
+    @functools.wraps(original)
+    def get_active_debug_mode() -> Any:
+        if copies:
+            frame = sys._getframe(1)
+            if frame.f_code is tail:
+                for tensor in _written(frame.f_locals):
+                    listener.wrote(tensor)
+        return original()
+
+    changes.attribute(tensor_dispatch, "get_active_debug_mode", get_active_debug_mode)
+
+
+def _written(call: Mapping[str, Any]) -> list[DTensor]:
+    """What the op wrote to, of which these are the local variables of PyTorch's function."""
+    found: list[Any] = []
+    if call["participating"] and call["is_inplace_op"]:
+        found = [call["args"][0]]
+    elif call["participating"] and call["is_out_variant_op"]:
+        found = [call["kwargs"].get(a.name) for a in call["op_call"]._schema.arguments if a.is_out]
+    return [tensor for tensor in found if isinstance(tensor, DTensor)]
+
+
+def accept_plain_operands(changes: Changes, hooks: ModelHooks) -> None:
+    dispatcher, listener = DTensor._op_dispatcher, hooks.listener
+    original = dispatcher._try_replicate_spec_for_scalar_tensor
+
+    @functools.wraps(original)
+    def replicate_spec(op_call: Any, tensor_arg: torch.Tensor, compute_mesh: Any) -> DTensorSpec:
+        if tensor_arg.ndim and listener.plain_operand(op_call, tensor_arg):
+            meta = TensorMeta(tensor_arg.shape, tensor_arg.stride(), tensor_arg.dtype)
+            return DTensorSpec(compute_mesh, (Replicate(),) * compute_mesh.ndim, tensor_meta=meta)
+        return original(op_call, tensor_arg, compute_mesh)
+
+    changes.attribute(dispatcher, "_try_replicate_spec_for_scalar_tensor", replicate_spec)
+
+
+def format_scalars(changes: Changes, _: Any) -> None:
+    def __format__(self: DTensor, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else repr(self) if not spec else self, spec)
+
+    if "__format__" not in vars(DTensor):
+        changes.attribute(DTensor, "__format__", __format__)

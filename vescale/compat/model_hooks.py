@@ -1,0 +1,121 @@
+"""What runs and listens for parallelized models where DTensor's op dispatcher is patched."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale.compat.dtensor import DTensorSpec
+from vescale.compat.patching import HOOKS
+
+__all__ = ["DispatchListener", "ModelHooks", "OpHandler", "model_hooks", "tell_move", "telling"]
+
+
+@dataclass(frozen=True)
+class OpHandler:
+    """What runs in place of an op on DTensors.
+
+    Attributes:
+        run: ``(op, args, kwargs)`` to the op's result, or to an ``OutputSharding`` that PyTorch caches and follows.
+        applies: ``(op, schema) -> bool``, whether it takes the call. It must follow from what PyTorch's cache is keyed by,
+            the specs of the operands and the arguments that a placement can depend on: a call that it does not take is
+            decided by PyTorch, and ``applies`` is not asked again.
+        takes_plain: whether plain tensors among the operands are global ones, the same on every rank. PyTorch refuses them
+            before it asks for a decision, so that all calls of the op go through Python.
+    """
+
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    applies: Callable[[Any, Any], bool] = lambda op, schema: True
+    takes_plain: bool = False
+
+
+class DispatchListener:
+    """What the dispatcher tells, and asks."""
+
+    def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, DTensorSpec, DTensorSpec]]) -> None:
+        """Before an op brings operands (position, local tensor, from, to) to other placements on its own account."""
+
+    def placement_move(
+        self, op: Any, operand: str, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec
+    ) -> None:
+        """The same, for an op on vescale's placements, operand by operand."""
+
+    def viewed_copies(
+        self, op: Any, moves: Sequence[tuple[torch.Tensor, DTensorSpec, torch.Tensor, DTensorSpec]]
+    ) -> None:
+        """After operands of a view were brought elsewhere (local tensor and spec, before and now): the result is a view of
+        the new ones, and what is written to it does not reach the old ones by itself."""
+
+    def wrote(self, tensor: DTensor) -> None:
+        """After an op has written to ``tensor`` in place."""
+
+    def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stock DTensor has no rule for ``op``, or one that refuses: return its result, or NotImplemented to let the error
+        out."""
+        return NotImplemented
+
+    def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
+        """Stock DTensor would move operands of ``op``, of which one is a ``_StridedShard``: return a sharding decision
+        that does not, for it to cache, or the op's result, or None."""
+        return None
+
+    def moves_nothing(self, op: Any, schema: Any, sharding: Any) -> Any:
+        """Stock DTensor would move operands of ``op`` by the decision ``sharding``: return one that does not, for it to
+        cache, or None."""
+        return None
+
+    def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor among DTensors is the global one, the same on every rank; False: stock refuses it."""
+        return False
+
+
+@dataclass(frozen=True)
+class ModelHooks:
+    """What runs and listens for parallelized models.
+
+    Attributes:
+        handlers: by overload.
+        listener: what the dispatcher tells and asks.
+        view_copies: what writes have to be followed for; the listener's ``wrote`` is called while it is not empty.
+        checkpointed: what runs in place of a function that is checkpointed (:mod:`torch.utils.checkpoint`).
+    """
+
+    handlers: Mapping[Any, OpHandler]
+    listener: DispatchListener
+    view_copies: AbstractSet[int]
+    checkpointed: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def model_hooks() -> ModelHooks | None:
+    """The hooks of parallelized models, while they are installed."""
+    hooks: ModelHooks | None = HOOKS.get("models")
+    return hooks
+
+
+def telling(op: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler that tells the listener when an in-place op has been handled."""
+    if not op._schema.is_mutable or op._schema.name.startswith("aten::_foreach"):
+        return handler
+
+    @functools.wraps(handler)
+    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = handler(op, args, kwargs)
+        models = model_hooks()
+        if models is not None and args and isinstance(args[0], DTensor):
+            models.listener.wrote(args[0])
+        return result
+
+    return handle
+
+
+def tell_move(op: Any, operand: str, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:
+    """A rule of ours, not DTensor's own, brings an operand elsewhere; called before anything is communicated."""
+    models = model_hooks()
+    if models is not None:
+        models.listener.placement_move(op, operand, local, source, target)

@@ -1,0 +1,248 @@
+"""``GroupMemory``: the gathered buffer of a group, and what is done with it by the contract of :class:`Residency`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale.buffer import Allocation, PendingBuffer
+from vescale.comm import group_of_ranks
+from vescale.compat import backend_memory_pool, profiled
+from vescale.fsdp._bucket import Bucket
+from vescale.fsdp._context import CommContext
+from vescale.fsdp._reduction import Reduction
+from vescale.fsdp._residency import HOLDINGS, Event, Residency, after
+from vescale.fsdp._sharded_parameters import ShardedParameters
+from vescale.fsdp._unreduced import GradientPlace
+
+__all__ = ["GroupMemory"]
+
+
+class GroupMemory:
+    """Gathers, keeps and frees the parameters of a group; :attr:`residency` changes in :meth:`_move` only.
+
+    Args:
+        at_rest: the parameters and their shards.
+        reduce_op: of the gradients, ``avg`` or ``sum``.
+        begin_gradients: called before the first gradient of a bucket; says where gradients go.
+
+    Attributes:
+        gathered: memory of the gathered buffer; None until the first gather.
+        custom_all_gather: see :meth:`FSDPModule.set_custom_all_gather`.
+    """
+
+    def __init__(
+        self, at_rest: ShardedParameters, reduce_op: str, begin_gradients: Callable[[], GradientPlace]
+    ) -> None:
+        self.at_rest = at_rest
+        self._comm: CommContext | None = None
+        self.custom_all_gather: Any = None
+        self.residency = Residency.SHARDED
+        self.gathered: Allocation | None = None
+        self._reduce_op, self._begin_gradients = reduce_op, begin_gradients
+        self._pool: Any = None
+        self._gradients: dict[int, Allocation] = {}
+        self._pending: list[PendingBuffer] = []
+        self._event: object = None  # after the gathers, or the copies of pieces
+
+    @property
+    def comm(self) -> CommContext:
+        """Streams, and what is in flight on them."""
+        if self._comm is None:
+            self._comm = CommContext(self.at_rest.device)
+        return self._comm
+
+    @comm.setter
+    def comm(self, comm: CommContext) -> None:
+        self._comm = comm
+
+    def _move(self, event: Event) -> None:
+        self.residency = after(self.residency, event, self.at_rest.path)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the unsharded parameters are registered."""
+        return HOLDINGS[self.residency].registered
+
+    @property
+    def is_borrowed(self) -> bool:
+        return self.residency is Residency.BORROWED
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the pieces that are kept for backward, with a number for ``reshard_after_forward``."""
+        return sum(bucket.gathering.kept_bytes for bucket in self.at_rest.buckets if self.gathered is not None)
+
+    def prepare(self) -> Allocation:
+        """Before the first gather: the buffers of the running group. Returns the memory that is gathered to.
+
+        Raises RuntimeError for parameters on the meta device, or elsewhere than where the group computes.
+        """
+        if self.gathered is not None:
+            return self.gathered
+        on_meta = [p.name for p in self.at_rest.parameters if p.sharded.is_meta]
+        if on_meta:
+            raise RuntimeError(
+                f"parameters {', '.join(on_meta[:5])} of {self.at_rest.path or 'the root'} are on the meta device; "
+                "materialize them before the first forward: model.to_empty(device=...), then initialize or load a state dict"
+            )
+        device, offloads = self.at_rest.device, self.at_rest.offloads
+        gathered = Allocation(device, pool=self._pool)
+        self._gradients = {}
+        for bucket in self.at_rest.buckets:
+            if bucket.shards.device.type != ("cpu" if offloads else device.type):
+                raise RuntimeError(
+                    f"parameters of {self.at_rest.path or 'the root'} are on {bucket.shards.device}, and the group computes "
+                    f"on {device}{' with offload to cpu' if offloads else ''}; move the model with to_empty() or to(), or "
+                    "load a state dict from that device"
+                )
+            memory = self._gradients[id(bucket)] = Allocation(device, pool=self._pool)
+            bucket.prepare(device, gathered, memory, self._reduce_op, self._begin_gradients)
+        self.gathered = gathered
+        return gathered
+
+    # Gather
+
+    def unshard(self) -> None:
+        """Start the all-gathers; nothing happens when they are running, or done."""
+        if self.is_borrowed:
+            self.comm.take_back_borrowed()
+        if after(self.residency, Event.GATHER, self.at_rest.path) is self.residency:
+            return
+        if self.at_rest.is_stale:
+            self.at_rest.rebuild(self.forget_buffers)
+        memory, comm, path = self.prepare(), self.comm, self.at_rest.path
+        with profiled(f"vescale.fsdp::all_gather ({path})"):
+            if comm.reclaim(memory):
+                self._move(Event.GATHER)
+                return
+            if self.residency is Residency.KEPT_PIECE:
+                comm.gather_stream.wait_event(self._event)
+            with comm.gather_stream(), torch.no_grad():
+                comm.make_room()
+                memory.allocate()
+                self._pending = [b.gathering.start(path, self.custom_all_gather) for b in self.at_rest.buckets]
+                self._move(Event.GATHER)
+                if comm.gather_stream.is_real:
+                    for pending in self._pending:
+                        pending.wait()
+                    self._event = comm.gather_stream.done()
+
+    def wait(self) -> None:
+        """The gathered parameters are there for the current stream, and registered."""
+        if self.residency is not Residency.GATHERING:
+            return
+        if self.comm.gather_stream.is_real:
+            self.comm.gather_stream.compute_waits(self._event)
+        else:
+            for pending in self._pending:
+                pending.wait()
+        self._pending = []
+        for bucket in self.at_rest.buckets:
+            bucket.gathering.drop_piece()
+            for index, parameter in enumerate(bucket.parameters):
+                unsharded, sharded = parameter.unsharded, parameter.sharded
+                if unsharded is None or unsharded.requires_grad != sharded.requires_grad:  # frozen or thawed in between
+                    parameter.requires_grad = sharded.requires_grad
+                    bucket.make_unsharded(index)
+                assert parameter.unsharded is not None
+                parameter.register(parameter.unsharded)
+            bucket.requires_grad = any(p.requires_grad for p in bucket.parameters)
+            bucket.unreduced.restore_versions()
+        self._move(Event.ARRIVE)
+
+    # Free
+
+    def reshard(self) -> None:
+        """Register the sharded parameters and free the gathered ones, and what was kept of them."""
+        self._release(Event.RESHARD)
+
+    def keep_piece(self, num_ranks: int) -> None:
+        """Reshard, but let every rank keep one of ``num_ranks`` pieces, so that this number of consecutive ranks of the
+        shard axis holds all, and backward gathers from them alone: from the ranks of one machine, when it is the number of
+        its devices. Makes a process group of them on first use."""
+        axes = self.at_rest.axes
+        ranks = dist.get_process_group_ranks(axes.mesh.get_group(axes.shard))
+        first = ranks.index(dist.get_rank()) // num_ranks * num_ranks
+        neighbours = group_of_ranks(tuple(ranks[first : first + num_ranks]))
+        for bucket in self.at_rest.buckets:
+            bucket.gathering.keep_piece(neighbours)
+        self._event = self.comm.gather_stream.compute_done()
+        self._release(Event.KEEP_PIECE)
+
+    def expect_backward(self, comes: bool) -> None:
+        """At the end of a forward, or backward: whether a backward will reshard what is unsharded now."""
+        if self.is_unsharded:
+            self._move(Event.EXPECT if comes else Event.LEAVE)
+
+    def reshard_for_reduction(self) -> None:
+        """Reshard; gradients take the place of the parameters, if some can, and are reduced from there."""
+        self._release(Event.BORROW)
+
+    def _release(self, event: Event) -> None:
+        """``event``: why the parameters go. ``BORROW``: gradients are reduced next, from the place of the parameters where
+        they can be there; where none can, the group is resharded."""
+        self.wait()
+        was_unsharded = self.is_unsharded
+        if was_unsharded:
+            for parameter in self.at_rest.parameters:
+                parameter.register(parameter.sharded)
+            if event is Event.BORROW and not self._put_gradients_in_place():
+                event = Event.RESHARD
+            if event is not Event.BORROW:
+                assert self.gathered is not None
+                for bucket in self.at_rest.buckets:
+                    bucket.unreduced.leave_place_of_parameters()
+                self.comm.retire(self.gathered)
+        elif self.residency is Residency.KEPT_PIECE:
+            for bucket in self.at_rest.buckets:
+                bucket.gathering.drop_piece()
+        self._move(event if was_unsharded else Event.RESHARD)
+
+    def _put_gradients_in_place(self) -> bool:
+        """Whether some are there."""
+        if len(self.at_rest.buckets) > 1:  # all are in one block of memory
+            for bucket in self.at_rest.buckets:
+                bucket.unreduced.save_from_overwriting()
+        for bucket in self.at_rest.buckets:
+            bucket.unreduced.take_place_of_parameters()
+        return any(bucket.unreduced.in_place for bucket in self.at_rest.buckets)
+
+    def give_back(self, reductions: Sequence[Reduction]) -> None:
+        """The gathered memory that reductions read from, when they are done; it was allocated on the gather stream."""
+        if self.is_borrowed:
+            assert self.gathered is not None
+            for reduction in reductions:
+                self.comm.gather_stream.wait_event(reduction.event)
+            self.gathered.free()
+            self._move(Event.GIVE_BACK)
+
+    def use_backend_memory(self, enable: bool) -> None:
+        """Allocate communication buffers from the process group's own memory, where its backend has such."""
+        group = self.at_rest.axes.mesh.get_group(self.at_rest.axes.shard)
+        self._pool = backend_memory_pool(group, self.at_rest.device) if enable else None
+        self.forget_buffers()
+        for parameter in self.at_rest.parameters:
+            parameter.unsharded = None
+
+    def copy_settings(self, other: GroupMemory) -> None:
+        self._pool, self.custom_all_gather = other._pool, other.custom_all_gather
+
+    def forget_buffers(self) -> None:
+        """Reshard, and plan the buffers anew before the next gather."""
+        self.reshard()
+        self.gathered = None
+
+    def gradient_memory(self, bucket: Bucket) -> Allocation:
+        """For gradients that are not in the place of the parameters."""
+        return self._gradients[id(bucket)]
+
+    def free(self) -> None:
+        """After an exception: all that is not at rest."""
+        self.reshard()
+        self.give_back(())
+        for memory in self._gradients.values():
+            memory.free()

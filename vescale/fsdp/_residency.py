@@ -1,0 +1,128 @@
+"""``Residency``: what a group of parameters has in memory, as a state machine. The code reads its contract, ``CONTRACT``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+__all__ = ["CONTRACT", "HOLDINGS", "TRANSITIONS", "Event", "Holding", "Residency", "ResidencyError", "after"]
+
+CONTRACT = """
+===========  ==========  ========  =====  =============================================================================
+state        registered  gathered  piece  meaning
+===========  ==========  ========  =====  =============================================================================
+sharded      sharded     no        no     at rest
+kept piece   sharded     no        yes    between forward and backward, with a number for ``reshard_after_forward``
+gathering    sharded     yes       no     an all-gather writes the gathered buffer
+unsharded    unsharded   yes       no     whoever has gathered the parameters will reshard them
+leftover     unsharded   yes       no     nothing will reshard them before the next iteration begins
+borrowed     sharded     yes       no     a reduction reads gradients that have taken the place of the parameters
+===========  ==========  ========  =====  =============================================================================
+
+registered: the form of the parameters that modules have. gathered: the buffer of whole parameters is allocated. piece: a
+copy of an equal part of it is allocated, until it has been gathered from. Where a device computes on streams, a buffer that
+is freed stays allocated until the gather after the next one; a gather that comes before finds its contents there, and
+communicates nothing. Memory of gradients and shards is apart from this.
+
+===========  ==========  ===========  ==============================  ==================================================
+state        event       next state   communication                   when
+===========  ==========  ===========  ==============================  ==================================================
+sharded      gather      gathering    all-gather over the shard axis  the parameters are needed
+sharded      reshard     sharded      none
+kept piece   gather      gathering    all-gather among neighbours     backward needs the parameters
+kept piece   reshard     sharded      none                            an iteration begins, or ends
+gathering    gather      gathering    none
+gathering    arrive      unsharded    none                            the all-gather is done
+unsharded    gather      unsharded    none
+unsharded    reshard     sharded      none                            nobody needs the parameters any more
+unsharded    keep piece  kept piece   none                            a forward has ended
+unsharded    expect      unsharded    none                            a forward has ended; its backward will reshard
+unsharded    leave       leftover     none                            a forward, or backward, has ended; none will reshard
+unsharded    borrow      borrowed     none                            a backward has ended
+leftover     gather      leftover     none
+leftover     reshard     sharded      none                            an iteration begins
+leftover     keep piece  kept piece   none
+leftover     expect      unsharded    none                            another forward has ended
+leftover     leave       leftover     none
+leftover     borrow      borrowed     none                            a backward has come, and ended
+borrowed     reshard     borrowed     none
+borrowed     give back   sharded      none                            the reduction is done
+===========  ==========  ===========  ==============================  ==================================================
+
+Any other pair of state and event raises ResidencyError.
+"""
+
+
+class Residency(Enum):
+    """A state of :data:`CONTRACT`."""
+
+    SHARDED = "sharded"
+    KEPT_PIECE = "kept piece"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+    LEFTOVER = "leftover"
+    BORROWED = "borrowed"
+
+
+class Event(Enum):
+    """An event of :data:`CONTRACT`."""
+
+    GATHER = "gather"
+    ARRIVE = "arrive"
+    RESHARD = "reshard"
+    KEEP_PIECE = "keep piece"
+    EXPECT = "expect"
+    LEAVE = "leave"
+    BORROW = "borrow"
+    GIVE_BACK = "give back"
+
+
+class ResidencyError(RuntimeError):
+    """An event in a state in which it must not happen."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Of a state: whether unsharded parameters are registered, the gathered buffer is allocated, and a piece of it."""
+
+    registered: bool
+    gathered: bool
+    piece: bool
+
+
+def _rows(table: int) -> list[list[str]]:
+    """The cells of one of the tables, without its header."""
+    lines = CONTRACT.splitlines()
+    rules = [number for number, line in enumerate(lines) if line.startswith("===")][3 * table :]
+    ends = [len(rule) for rule in lines[rules[0]].split("  ")]
+    starts = [sum(ends[:column]) + 2 * column for column in range(len(ends))]
+    rows = lines[rules[1] + 1 : rules[2]]
+    return [[row[start : start + width].strip() for start, width in zip(starts, ends)] for row in rows]
+
+
+HOLDINGS = MappingProxyType(
+    {
+        Residency(state): Holding(registered == "unsharded", gathered == "yes", piece == "yes")
+        for state, registered, gathered, piece, _ in _rows(0)
+    }
+)
+TRANSITIONS = MappingProxyType(
+    {
+        (Residency(state), Event(event)): (Residency(to), "" if communication == "none" else communication)
+        for state, event, to, communication, _ in _rows(1)
+    }
+)
+"""(state, event) -> (next state, the collective that is started)."""
+
+
+def after(state: Residency, event: Event, group: str) -> Residency:
+    """The next state. Raises ResidencyError, which names the group, where the contract has none."""
+    found = TRANSITIONS.get((state, event))
+    if found is None:
+        legal = ", ".join(repr(one.value) for (of, one) in TRANSITIONS if of is state)
+        raise ResidencyError(
+            f"group {group!r} of fully_shard is {state.value!r} and got the event {event.value!r}; expected one of {legal}. "
+            "This is an error of the engine, or of code that drives it from several threads"
+        )
+    return found[0]

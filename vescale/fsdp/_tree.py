@@ -1,0 +1,74 @@
+"""``Tree``: the states under one root, and where the root is in its iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from vescale.compat import at_end_of_backward, profiled
+from vescale.fsdp._context import CommContext
+from vescale.fsdp._usage import settle_unused
+
+__all__ = ["Tree"]
+
+
+class Member(Protocol):
+    """A state, as far as a tree knows it."""
+
+    def conclude_backward(self, *, is_last: bool) -> None: ...
+
+
+MemberT = TypeVar("MemberT", bound=Member)
+
+
+class Tree(Generic[MemberT]):
+    """The states under one root, and where the root is in its iteration.
+
+    Attributes:
+        comm: what the groups of all states communicate through.
+        forward_root: the module whose forward is the iteration's; a part of the tree may run alone.
+        on_backward: called once in every backward that reaches a state, when its end has been arranged for.
+        awaits_end_of_backward: a backward has begun, and its end has not come; if it is not running, an exception broke it
+            off.
+    """
+
+    def __init__(self, comm: CommContext) -> None:
+        self.comm = comm
+        self.states: list[MemberT] = []
+        self.forward_root: MemberT | None = None
+        self.is_last_backward = True
+        self.on_backward: Callable[[], None] | None = None
+        self.post_optimizer_event: Any = None
+        self.awaits_end_of_backward = False
+
+    def follow_backward(self) -> None:
+        """Conclude the running backward at its end; called by every state that it reaches."""
+        if not self.awaits_end_of_backward:
+            self.awaits_end_of_backward = True
+            at_end_of_backward(self.conclude)
+            if self.on_backward is not None:
+                self.on_backward()
+
+    def expect_conclusion(self) -> None:
+        """Gradients are about to be reduced apart from a backward: who does that calls :meth:`conclude`."""
+        self.awaits_end_of_backward = True
+
+    def conclude(self) -> None:
+        """Reductions finish, and on the last backward sharded gradients are complete."""
+        comm = self.comm
+        self.forward_root = None
+        with profiled("vescale.fsdp::end_of_backward"):
+            for state in reversed(self.states):
+                state.conclude_backward(is_last=self.is_last_backward)
+            if self.is_last_backward:
+                comm.finish_reductions()
+                settle_unused(comm.finished)
+                comm.finished.clear()
+                comm.prefetches.clear()
+                comm.make_room(keep=0)
+        self.awaits_end_of_backward = False
+
+    def abandon(self) -> None:
+        """Forget the iteration after an exception."""
+        self.forward_root = None
+        self.awaits_end_of_backward = False
