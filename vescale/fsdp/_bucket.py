@@ -215,7 +215,7 @@ class Bucket:
         piece = self._new("piece " + op, axes.buffer_placements(RaggedShard(), Partial(op)))
         if custom is None:
             return gradients.reduce_scatter(
-                (axes.shard,), op=op, out=piece, process_group=group, at_once=at_once, asker=requester
+                (axes.shard,), op=op, out=piece, process_group=group, at_once=at_once, requester=requester
             )
         group = group or axes.mesh.get_group(axes.shard)
         how = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import asking
+from vescale.comm import requested_by
 from vescale.compat import DTensorSpec, StridedShard, concatenate_meshes, local_of, make_dtensor, make_spec, spec_of
 from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._extensions import check_extended, copied, is_extended
@@ -281,7 +281,7 @@ class ManagedParameter:
         self.pending |= way.pending
         local = arrived(gradient)
         if way.target != tuple(gradient.placements):
-            with asking(f"{self.name}.grad"):
+            with requested_by(f"{self.name}.grad"):
                 local = move_local(local, spec.mesh, gradient.shape, gradient.placements, way.target).wait()
         if any(coordinate[axis] for axis in way.whole | (self.pending - way.pending)):
             return None

@@ -118,7 +118,7 @@ class Reduction:
                     return False
                 self._replica_stream.wait_event(self._stream.done())
                 with self._replica_stream():
-                    piece.all_reduce(axes.replicate, op=self._op, asker=self.requester).wait()
+                    piece.all_reduce(axes.replicate, op=self._op, requester=self.requester).wait()
                 self._stream.wait_event(self._replica_stream.done())
             if options.hook is not None:
                 self._run_hook(piece.local)

@@ -33,7 +33,7 @@ def settle_unused(reductions: Sequence[Reduction]) -> None:
         flags = [flag for reduction in members for flag in reduction.received]
         device = members[0].bucket.unreduced.buffer.device
         used = torch.tensor(flags, dtype=torch.uint8, device=device)
-        pending = all_reduce_(used, "max", group, asker="which parameters got a gradient")
+        pending = all_reduce_(used, "max", group, requester="which parameters got a gradient")
         if all(flags) and device.type != "cpu":
             continue  # nobody here needs the answer, and the device need not be waited for
         answer = pending.wait().tolist()
