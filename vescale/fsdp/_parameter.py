@@ -266,8 +266,8 @@ class ManagedParameter:
 
         Along data-parallel axes a gradient may come as a sum, or whole (the batch is not cut there): of the latter the first
         rank's counts. ``earlier`` holds what was accumulated before; where it was whole along an axis on which this gradient
-        is a sum, it becomes one. Communicates what lies otherwise than the parameter on the other axes, unless it is left
-        pending.
+        is a sum, it becomes one. Redistributes it on the other axes to the placements of the parameter, unless it is
+        left pending.
         """
         spec = self.unsharded_spec
         if spec is None or not isinstance(gradient, DTensor):

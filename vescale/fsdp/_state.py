@@ -76,7 +76,7 @@ class ModuleState(FSDP2State):
         self.phase = Phase.IDLE
         self.is_root: bool | None = None
         self.reshard_root = reshard_root
-        """What the user said of ``reshard_after_forward``; None: the root keeps its parameters."""
+        """The user's ``reshard_after_forward``; None: the root keeps its parameters."""
         self.ignored = ignored
         """Parameters that belong to no group on purpose; None: those outside of groups are somebody else's."""
         self.tree: Tree[ModuleState] = Tree(CommContext(device))

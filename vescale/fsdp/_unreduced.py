@@ -71,7 +71,7 @@ class UnreducedGradients:
 
     @property
     def in_place(self) -> bool:
-        """They lie where the parameters were."""
+        """Whether they are in the memory of the gathered parameters."""
         return self.has_any and self._place is GradientPlace.IN_PLACE
 
     # As they come

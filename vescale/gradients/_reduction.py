@@ -227,7 +227,7 @@ def _outside(mesh: DeviceMesh, other: DeviceMesh, union: MeshUnion | None) -> tu
     common = set(mesh.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
     if len(common) > 1:
         raise ValueError(
-            f"a parameter lies on {mesh}, and the gradients are to be reduced over {other}: they share ranks "
+            f"a parameter is on {mesh}, and the gradients are to be reduced over {other}: they share ranks "
             f"{sorted(common)[:8]}, but are not axes of one mesh; build both by slicing one DeviceMesh"
         )
     return axes
