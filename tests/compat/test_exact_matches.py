@@ -125,10 +125,10 @@ def test_decisions_are_those_of_the_search(mesh: DeviceMesh, monkeypatch: pytest
     name = "_expand_single_dim_strategy_to_mesh"
     with_matches = getattr(sharding_propagation, name)
     chance = random.Random(0)
-    for (op, shapes, arguments), _ in itertools.product(OPS, range(24 if mesh.ndim < 3 else 8)):
+    for (op, shapes, arguments), _ in itertools.product(OPS, range({1: 24, 2: 12, 3: 4}[mesh.ndim])):
         schema = schema_of(op, shapes, arguments, draw(op, shapes, mesh, chance))
         monkeypatch.setattr(sharding_propagation, name, with_matches.__wrapped__)
         expected = decide(schema)
         monkeypatch.setattr(sharding_propagation, name, with_matches)
         assert decide(schema) == expected, schema
-    assert len(+looked_up) >= 12 and sum(looked_up.values()) >= 40, looked_up
+    assert len(+looked_up) >= 8 and sum(looked_up.values()) >= 20, looked_up

@@ -27,8 +27,9 @@ from tests.ranks import RankPools, run_cases
 from vescale.placements import InterleavedShard, RaggedShard, StridedRaggedShard, distribute_tensor
 
 GRID = ((0, 1), (2, 3))
-STOCK = ((0, 1, 2, 3), (Shard(0),))
-LAYOUTS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+Layout = tuple[Any, tuple[Any, ...]]
+STOCK: Layout = ((0, 1, 2, 3), (Shard(0),))
+LAYOUTS: dict[str, Layout] = {
     "balanced": ((0, 1, 2, 3), (RaggedShard(),)),
     "skewed": ((0, 1, 2, 3), (RaggedShard((), (0, 0, 1, 0)),)),
     "strided": (GRID, (RaggedShard(), Shard(0))),
@@ -57,7 +58,7 @@ class Net(nn.Module):
 class Job:
     """A model in one layout with an optimizer of two parameter groups, after some steps."""
 
-    def __init__(self, layout: tuple[Any, tuple[Any, ...]], optimizer: str, seed: int, num_steps: int) -> None:
+    def __init__(self, layout: Layout, optimizer: str, seed: int, num_steps: int) -> None:
         torch.manual_seed(seed)
         self.model, self.mesh, self.placements = Net(), make_mesh(layout[0]), layout[1]
         for name, parameter in list(self.model.named_parameters()):
@@ -132,11 +133,16 @@ def gets(job: Job, options: StateDictOptions) -> list[Callable[[], Any]]:
 
 
 def same_gets(layout: str, optimizer: str, full: bool, offload: bool, flatten: bool) -> None:
+    arguments = optimizer, full, offload, flatten
+    assert_same(results_of_gets(LAYOUTS[layout], *arguments), results_of_gets(STOCK, *arguments), optimizer)
+
+
+@functools.cache  # stock's are the same for every layout
+def results_of_gets(where: Layout, optimizer: str, full: bool, offload: bool, flatten: bool) -> list[Any]:
+    """What each function gives; the last is the state afterwards, which asking does not change."""
     options = StateDictOptions(full_state_dict=full, cpu_offload=offload, flatten_optimizer_state_dict=flatten)
-    stock, own = (Job(where, optimizer, 1, 2) for where in (STOCK, LAYOUTS[layout]))
-    for expected, found in zip(gets(stock, options), gets(own, options)):
-        assert_same(outcome(found), outcome(expected), optimizer)
-    assert_same(own.state(), stock.state(), optimizer)  # asking changed nothing
+    job = Job(where, optimizer, 1, 2)
+    return [*(outcome(get) for get in gets(job, options)), job.state()]
 
 
 def set_all(job: Job, model_state: Any, optimizer_state: Any, options: StateDictOptions, together: bool) -> None:
@@ -151,6 +157,14 @@ def set_all(job: Job, model_state: Any, optimizer_state: Any, options: StateDict
 
 def same_sets(layout: str, optimizer: str, full: bool, broadcast: bool, offload: bool, flatten: bool) -> None:
     """What was got is set in a job with other values, and training goes on there."""
+    arguments = optimizer, full, broadcast, offload, flatten
+    assert_same(results_of_sets(LAYOUTS[layout], *arguments), results_of_sets(STOCK, *arguments), optimizer)
+
+
+@functools.cache
+def results_of_sets(
+    where: Layout, optimizer: str, full: bool, broadcast: bool, offload: bool, flatten: bool
+) -> list[Any]:
     taken = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=flatten)
     given = StateDictOptions(
         full_state_dict=full,
@@ -159,21 +173,20 @@ def same_sets(layout: str, optimizer: str, full: bool, broadcast: bool, offload:
         flatten_optimizer_state_dict=flatten,
     )
     results = []
-    for where in (STOCK, LAYOUTS[layout]):
-        source = Job(where, optimizer, 1, 2)
-        for num_steps in (0, 1):  # without state, and with other state
-            job = Job(where, optimizer, 2, num_steps)
-            model_state, optimizer_state = get_state_dict(source.model, source.optimizer, options=taken)
-            if broadcast and dist.get_rank():  # the setters write to what they are given
-                model_state, optimizer_state = {}, {}
-            together = not broadcast  # empty dicts on the other ranks make stock's own function hang
-            answer = outcome(functools.partial(set_all, job, model_state, optimizer_state, given, together))
-            after = job.state()
-            for parameter, other in zip(job.model.parameters(), source.model.parameters()):
-                assert isinstance(parameter, DTensor) and parameter.placements == other.placements
-            job.step(1)
-            results.append((answer, after, job.state()))
-    assert_same(results[2:], results[:2], optimizer)
+    source = Job(where, optimizer, 1, 2)
+    for num_steps in (0, 1):  # without state, and with other state
+        job = Job(where, optimizer, 2, num_steps)
+        model_state, optimizer_state = get_state_dict(source.model, source.optimizer, options=taken)
+        if broadcast and dist.get_rank():  # the setters write to what they are given
+            model_state, optimizer_state = {}, {}
+        together = not broadcast  # empty dicts on the other ranks make stock's own function hang
+        answer = outcome(functools.partial(set_all, job, model_state, optimizer_state, given, together))
+        after = job.state()
+        for parameter, other in zip(job.model.parameters(), source.model.parameters()):
+            assert isinstance(parameter, DTensor) and parameter.placements == other.placements
+        job.step(1)
+        results.append((answer, after, job.state()))
+    return results
 
 
 # Every option goes with every layout and one optimizer, every optimizer with one layout and few options.
