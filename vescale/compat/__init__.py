@@ -24,7 +24,6 @@ try:
         node_sequence,
         num_storage_users,
         profiled,
-        queue_after_backward,
         resume_compiling,
         run_post_accumulate_hooks,
         sequence_number,
@@ -45,7 +44,6 @@ try:
         local_of,
         make_dtensor,
         make_spec,
-        partial_partition,
         partial_reduce,
         rank_in_mesh,
         root_mesh,
@@ -54,11 +52,9 @@ try:
     )
     from vescale.compat.dtensor_methods import DTensorHooks, stock
     from vescale.compat.foreach import (
-        foreach_add_,
         foreach_copy_,
         foreach_mul_,
         foreach_norm,
-        foreach_scale_,
         has_foreach,
     )
     from vescale.compat.fsdp2 import (
@@ -145,11 +141,9 @@ __all__ = [
     "default_store",
     "default_timeout",
     "extend_dtensor",
-    "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
-    "foreach_scale_",
     "fsdp2_state",
     "group_description",
     "has_foreach",
@@ -181,12 +175,10 @@ __all__ = [
     "on_completion",
     "output_meta",
     "own_connection",
-    "partial_partition",
     "partial_reduce",
     "patch_states",
     "plain_parts",
     "profiled",
-    "queue_after_backward",
     "rank_in_mesh",
     "reduce_scatter_single",
     "register_fsdp2_state",

@@ -25,7 +25,6 @@ __all__ = [
     "local_of",
     "make_dtensor",
     "make_spec",
-    "partial_partition",
     "partial_reduce",
     "rank_in_mesh",
     "root_mesh",
@@ -78,8 +77,3 @@ def partial_reduce(partial: Placement, local: torch.Tensor, mesh: DeviceMesh, ax
     """The reduced value of a Partial axis, by the placement's own rule (one all-reduce on the axis)."""
     reduced = partial._reduce_value(local, mesh, axis)  # type: ignore[attr-defined]
     return reduced.wait() if hasattr(reduced, "wait") else reduced
-
-
-def partial_partition(partial: Placement, local: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    """What each rank contributes to a Partial whose reduction gives ``local`` (the same on every rank); local."""
-    return partial._partition_value(local, mesh, axis)  # type: ignore[attr-defined]

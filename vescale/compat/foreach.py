@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["foreach_add_", "foreach_copy_", "foreach_mul_", "foreach_norm", "foreach_scale_", "has_foreach"]
+__all__ = ["foreach_copy_", "foreach_mul_", "foreach_norm", "has_foreach"]
 
 
 def has_foreach(tensors: Sequence[torch.Tensor]) -> bool:
@@ -24,14 +24,6 @@ def foreach_norm(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dty
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
-
-
-def foreach_scale_(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    torch._foreach_mul_(list(tensors), factor)
-
-
-def foreach_add_(tensors: Sequence[torch.Tensor], value: Sequence[torch.Tensor] | float) -> None:
-    torch._foreach_add_(list(tensors), value if isinstance(value, float) else list(value))
 
 
 def foreach_copy_(tensors: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -75,7 +75,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 NEEDS = _parsed("""
-torch: Tensor.register_post_accumulate_grad_hook(hook); _foreach_add_; _foreach_copy_; _foreach_mul_; _foreach_norm
+torch: Tensor.register_post_accumulate_grad_hook(hook); _foreach_copy_; _foreach_mul_; _foreach_norm
 torch._C: DisableTorchFunction; _current_autograd_node; _functorch.peek_interpreter_stack; _current_graph_task_id;
     _disabled_torch_function_impl; DispatchKey.CompositeImplicitAutograd; _clear_DTensor_sharding_propagator_cache;
     _dispatch_has_kernel_for_dispatch_key; _storage_Use_Count; _will_engine_execute_node;
@@ -125,8 +125,7 @@ torch.distributed.tensor._sharding_prop: ShardingPropagator.propagate_op_shardin
     ShardingPropagator._propagate_tensor_meta_non_cached(op_schema)
 torch.distributed.tensor._utils: ExplicitRedistributionContext._local;
     ExplicitRedistributionContext.observe_redistribution(src_spec, dst_spec)
-torch.distributed.tensor.placement_types: _MaskPartial; _StridedShard; Partial._reduce_value(tensor, mesh, mesh_dim);
-    Partial._partition_value(tensor, mesh, mesh_dim)
+torch.distributed.tensor.placement_types: _MaskPartial; _StridedShard; Partial._reduce_value(tensor, mesh, mesh_dim)
 torch.utils._python_dispatch: TorchDispatchMode; _disable_current_modes; return_and_correct_aliasing(func, args,
     kwargs, out)
 torch.utils._pytree: tree_flatten(tree); tree_leaves(tree); tree_map(func, tree); tree_map_only
