@@ -88,7 +88,7 @@ def watched(model: Any) -> Iterator[list[str]]:
         for parameter in self.at_rest.parameters:
             form = parameter.unsharded if holding.registered else parameter.sharded
             assert all(slot.module._parameters[slot.name] is form for slot in parameter.slots), where
-        gathers = [r for r in ledger.records if r.asker == self.at_rest.path and "gather" in r.op]
+        gathers = [r for r in ledger.records if r.requester == self.at_rest.path and "gather" in r.op]
         ledger.records[:] = [r for r in ledger.records if r not in gathers]
         expected = len(self.at_rest.buckets) if communication else 0
         assert len(gathers) == expected, (where, gathers)

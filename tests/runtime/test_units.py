@@ -153,7 +153,7 @@ def gathers_of_a_step(number: int) -> dict[str, Counter[str]]:
                     one_loss(model, 2)
             else:
                 one_loss(model, 3)
-        kept = [r for r in ledger.records if r.asker == "blocks.1"]
+        kept = [r for r in ledger.records if r.requester == "blocks.1"]
         found[name] = Counter(r.op.removesuffix("_v") for r in kept)
     with no_sync(model):
         one_loss(model, 4)
@@ -325,7 +325,7 @@ def as_planned(sizes: dict[str, int]) -> None:
         own = found[bucket.names]
         assert (own.path, own.digest, own.padding_elements) == (bucket.path, bucket.digest, bucket.padding_elements)
         assert (own.resting_bytes, own.whole_bytes) == (bucket.resting_bytes, bucket.whole_bytes)
-        moved = Counter((r.op.removesuffix("_v"), r.bytes) for r in ledger.records if r.asker == bucket.path)
+        moved = Counter((r.op.removesuffix("_v"), r.bytes) for r in ledger.records if r.requester == bucket.path)
         assert moved == Counter((op, num_bytes) for _, op, _, num_bytes in bucket.collectives), bucket.path
 
 

@@ -6,7 +6,7 @@ from vescale.comm._consensus import Consensus, ConsensusError, LateRanksWarning,
 from vescale.comm._flat_collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
 from vescale.comm._joined_axes import join_axes
-from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms, who_asks
+from vescale.comm._ledger import CommRecord, Ledger, current_requester, record, record_comms, requested_by
 from vescale.comm._observation import Observer, Operation, axes_of, name_group, observe
 from vescale.comm._pending import Pending
 from vescale.comm._rank_comparison import Description, Difference, compare_descriptions
@@ -46,11 +46,11 @@ __all__ = [
     "all_reduce",
     "all_reduce_",
     "all_to_all_v",
-    "asking",
     "axes_of",
     "axis_group",
     "bucket_limits",
     "compare_descriptions",
+    "current_requester",
     "fused_bytes",
     "group_of_ranks",
     "join_axes",
@@ -64,8 +64,8 @@ __all__ = [
     "reduce_scatter_into",
     "reduce_scatter_v",
     "reduction_cost",
+    "requested_by",
     "ring_bytes",
     "ring_seconds",
     "wait_limit",
-    "who_asks",
 ]

@@ -1,4 +1,4 @@
-"""Copies and pickles of DTensors whose local tensor lies inside of a larger storage, as gradients in buckets do."""
+"""Copies and pickles of DTensors whose local tensor is a part of a larger storage, as gradients in buckets do."""
 
 from __future__ import annotations
 

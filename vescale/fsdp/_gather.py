@@ -41,7 +41,7 @@ class BufferGather:
         shards, layout, whole = self._shards.buffer, self._layout, self.whole
         if self._kept is not None:
             piece, neighbours = self._kept
-            return PendingBuffer(whole, all_gather_into(whole.local, piece, neighbours, asker=requester))
+            return PendingBuffer(whole, all_gather_into(whole.local, piece, neighbours, requester=requester))
         if self._exchange is None:
             source = shards if self._gathers_as_is else self._own_piece.copy_(shards)
             return all_gather(source, whole, self._axes, requester, custom)
@@ -84,7 +84,7 @@ def all_gather(
 ) -> PendingBuffer:
     """Gather pieces along the shard axis into ``whole``, which is allocated."""
     if custom is None:
-        return piece.all_gather((axes.shard,), out=whole, asker=requester)
+        return piece.all_gather((axes.shard,), out=whole, requester=requester)
     group = axes.mesh.get_group(axes.shard)
     work = custom(output_tensor=whole.local, input_tensor=piece.local, group=group, async_op=True)
     return PendingBuffer(whole, Pending(whole.local, [work]))

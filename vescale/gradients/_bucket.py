@@ -235,7 +235,9 @@ class Bucket:
         local = self._filled(neutral(self.op) if missing is None else missing)
         if self.scatters and self.hook is None:
             assert self.reduction.scatter is not None
-            scattering = self._memory.buffer.reduce_scatter([self.reduction.scatter], op="sum", asker=self.requester)
+            scattering = self._memory.buffer.reduce_scatter(
+                [self.reduction.scatter], op="sum", requester=self.requester
+            )
             self._pending = Pending(scattering.buffer.local, [scattering])
         else:
             self._pending = self._start(0, local)
@@ -263,7 +265,7 @@ class Bucket:
             self._groups = [stage.axes.group().group for stage in self.reduction.stages]
         group = self._groups[number]
         if self.hook is None:
-            return all_reduce_(tensor, stage.op, group, asker=self.requester)
+            return all_reduce_(tensor, stage.op, group, requester=self.requester)
         names = tuple(slot.name for slot in self.slots)
         return call_hook(self.hook, GradientBucket(self.index, names, tensor, group, stage.op))
 
@@ -277,7 +279,7 @@ class Bucket:
             rest = tuple(axis for axis in axes.axes if axis != self.reduction.scatter)
             if rest:
                 group = axis_group(axes.mesh, rest).group
-                self._pending = all_reduce_(self._wait(), "sum", group, asker=self.requester)
+                self._pending = all_reduce_(self._wait(), "sum", group, requester=self.requester)
         for number in range(1, len(self.reduction.stages)):
             self._pending = self._start(number, self._wait())
 

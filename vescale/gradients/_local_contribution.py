@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import asking
+from vescale.comm import requested_by
 from vescale.compat import DTensorSpec
 from vescale.gradients._parameter import local_part
 from vescale.placements import move_local
@@ -53,7 +53,7 @@ class LocalContribution:
             arrival, tuple(spec.placements), tuple(spec.mesh.shape), self._data_parallel, of_one_loss, leaves_pending
         )
         if steps.target != arrival:
-            with asking(f"{self.name}.grad"):
+            with requested_by(f"{self.name}.grad"):
                 local = move_local(local, spec.mesh, gradient.shape, arrival, steps.target).wait()
         if not of_one_loss:
             return local

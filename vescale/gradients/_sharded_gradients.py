@@ -103,7 +103,7 @@ class ShardedGradients:
         if custom is None:
             shard = (axes.shard,)
             return gradients.reduce_scatter(
-                shard, op=op, out=piece, process_group=group, at_once=at_once, asker=requester
+                shard, op=op, out=piece, process_group=group, at_once=at_once, requester=requester
             )
         group = group or axes.mesh.get_group(axes.shard)
         how = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM

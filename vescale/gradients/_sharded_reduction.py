@@ -118,7 +118,7 @@ class ShardedReduction:
                     return False
                 self._replica_stream.wait_event(self._stream.done())
                 with self._replica_stream():
-                    piece.all_reduce(axes.replicate, op=self._op, asker=self.requester).wait()
+                    piece.all_reduce(axes.replicate, op=self._op, requester=self.requester).wait()
                 self._stream.wait_event(self._replica_stream.done())
             if options.hook is not None:
                 self._run_hook(piece.local)
@@ -177,7 +177,7 @@ def reduce_unused(reductions: Sequence[ShardedReduction]) -> None:
         flags = [flag for reduction in members for flag in reduction.received]
         device = members[0].gradients.unreduced.buffer.device
         used = torch.tensor(flags, dtype=torch.uint8, device=device)
-        pending = all_reduce_(used, "max", group, asker="which parameters got a gradient")
+        pending = all_reduce_(used, "max", group, requester="which parameters got a gradient")
         if all(flags) and device.type != "cpu":
             continue  # this rank does not need the answer, and need not wait for the device
         answer = pending.wait().tolist()
