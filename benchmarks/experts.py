@@ -87,7 +87,7 @@ def measure(num_experts: int, repeats: int) -> dict[str, Any]:
         with record_comms() as ledger:
             step(model)
         step(model)
-        received[name] = sum(record.bytes for record in ledger.records if ".grad:" not in record.asker)
+        received[name] = sum(record.bytes for record in ledger.records if ".grad:" not in record.requester)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     for number in range(repeats):
         for name in sorted(models, reverse=bool(number % 2)):

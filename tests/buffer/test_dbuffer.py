@@ -151,9 +151,9 @@ def collectives(shape: tuple[int, ...], sharded: tuple[int, ...], dtype: torch.d
 
     shard = filled(mesh, placed, seed=7, dtype=dtype)
     with record_comms() as ledger:
-        whole = shard.all_gather(asker="unit").wait()
+        whole = shard.all_gather(requester="unit").wait()
     count = math.prod(shape[axis] for axis in sharded)
-    assert [(r.op, r.bytes, r.asker) for r in ledger.records] == [
+    assert [(r.op, r.bytes, r.requester) for r in ledger.records] == [
         ("all_gather_v", (count - 1) * shard.num_bytes, "unit")
     ]
     assert_holds(whole, values(7, dtype))

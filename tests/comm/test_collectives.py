@@ -164,12 +164,12 @@ def exchange() -> None:
         ]
         receive_sizes = [table[i][rank] for i in range(4)]
         with record_comms() as ledger:
-            out = all_to_all_v(torch.cat(sends[rank]), table[rank], receive_sizes, group, asker="the test").wait()
+            out = all_to_all_v(torch.cat(sends[rank]), table[rank], receive_sizes, group, requester="the test").wait()
         expected = torch.cat([sends[i][rank].view(torch.uint8) for i in range(4)])
         assert torch.equal(out.view(torch.uint8), expected)
         (record,) = ledger.records
         assert record.bytes == (sum(receive_sizes) - receive_sizes[rank]) * dtype.itemsize
-        assert record.asker == "the test" and record.num_ranks == 4
+        assert record.requester == "the test" and record.num_ranks == 4
 
 
 def test_all_to_all_v(ranks: RankPools) -> None:
@@ -353,7 +353,7 @@ def ledger_tells_the_truth() -> None:
             assert ledger.bytes() == sum(received for _, received in spy.calls), f"{source} -> {target}: {spy.calls}"
             assert len(ledger.records) <= len(spy.calls) <= 2, f"{source} -> {target}: {spy.calls}"
             for record in ledger.records:
-                assert record.asker == f"redistribute ({source}) -> ({target})"
+                assert record.requester == f"redistribute ({source}) -> ({target})"
     # reduce_scatter_v says what it sends; with gloo it receives every rank's contribution to its own piece.
     pending = torch.distributed.tensor.DTensor.from_local(whole * rank, mesh, [torch.distributed.tensor.Partial()])
     for target in forms[:5]:

@@ -42,7 +42,9 @@ def one_rank_reads() -> None:
         assert pending.item() == 2.0
     (asked,) = ledger.records
     assert (
-        asked.op == "all_reduce" and "item() of a DTensor with placements" in asked.asker and "Partial" in asked.asker
+        asked.op == "all_reduce"
+        and "item() of a DTensor with placements" in asked.requester
+        and "Partial" in asked.requester
     )
 
 

@@ -71,7 +71,7 @@ def sharded() -> None:
     with comm_trace() as trace:
         model(torch.ones(2, 8)).sum().backward()
     assert trace.count("reduce_scatter") == 2 and trace.count("all_gather") >= 2 and not trace.count("broadcast")
-    assert {o.asker for o in trace.operations if o.op == "reduce_scatter"} == {"0", "1"}
+    assert {o.requester for o in trace.operations if o.op == "reduce_scatter"} == {"0", "1"}
     for group in {o.group for o in trace.operations}:
         numbers = [o.number for o in trace.operations if o.group == group]
         assert numbers == list(range(len(numbers))), "messages that one consists of have no numbers of their own"

@@ -117,7 +117,7 @@ def phases() -> None:
     with record_comms() as ledger:
         loss = net_loss(model, 0, dist.get_rank())
     assert seen == [True]
-    assert [r.op for r in ledger.records if r.asker] and ledger.count("all_gather_v") == 4
+    assert [r.op for r in ledger.records if r.requester] and ledger.count("all_gather_v") == 4
     assert isinstance(model.blocks[0].up.weight, DTensor) and not isinstance(model.head.weight, DTensor)
     with record_comms() as ledger:
         loss.backward()
@@ -328,7 +328,7 @@ def reports() -> None:
     assert block.resting_bytes * 4 == block.whole_bytes == 4 * (block.num_elements + block.padding_elements)
     with record_comms() as ledger:
         net_loss(model, 0, dist.get_rank())
-    assert block.all_gather_bytes in [r.bytes for r in ledger.records if r.asker == "blocks.0"]
+    assert block.all_gather_bytes in [r.bytes for r in ledger.records if r.requester == "blocks.0"]
     assert len(str(found).splitlines()) == 7
 
 

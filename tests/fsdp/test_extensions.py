@@ -182,7 +182,7 @@ def phases() -> None:
                 loss = net_loss(model, number, dist.get_rank())
             assert not any(s.nbytes() for found in memory(block).values() for s in found)
             # the trainable subclasses, the frozen one, the plain trainable parameters, and the frozen plain one
-            assert sum(r.asker == "blocks.0" for r in ledger.records) == 4
+            assert sum(r.requester == "blocks.0" for r in ledger.records) == 4
             loss.backward()
             assert not any(s.nbytes() for found in memory(block).values() for s in found)
             optimizer.step()

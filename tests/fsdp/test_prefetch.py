@@ -33,9 +33,9 @@ def events(model: Any) -> list[str]:
 
         def take() -> None:
             for record in ledger.records:
-                if record.asker in FORWARD:
+                if record.requester in FORWARD:
                     what = "gather" if record.op == "all_gather_v" else "reduce"
-                    found.append(f"{what} {FORWARD[record.asker]}")
+                    found.append(f"{what} {FORWARD[record.requester]}")
             ledger.records.clear()
 
         for place, block in enumerate(model.blocks):

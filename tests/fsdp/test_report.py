@@ -42,11 +42,11 @@ def check() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as prof, record_comms() as ledger:
         net_loss(model, 1, rank).backward()
     found = report(model)
-    asked = [r.bytes for r in ledger.records if r.asker in {one.path for one in found}]
+    asked = [r.bytes for r in ledger.records if r.requester in {one.path for one in found}]
     assert sum(asked) == found.step_bytes
     for path in ("blocks.0", "blocks.2"):
         of_group = [one for one in found if one.path == path]
-        assert sum(r.bytes for r in ledger.records if r.asker == path) == sum(one.step_bytes for one in of_group)
+        assert sum(r.bytes for r in ledger.records if r.requester == path) == sum(one.step_bytes for one in of_group)
     names = {event.name for event in prof.events() or []}
     for path in ("blocks.0", "blocks.1", "blocks.2"):
         assert {f"vescale.fsdp::all_gather ({path})", f"vescale.fsdp::reduce ({path})"} <= names

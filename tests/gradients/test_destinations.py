@@ -89,10 +89,10 @@ def destinations(names: tuple[str, ...], mesh_ranks: Any, dtype: torch.dtype, hu
             torch.testing.assert_close(
                 parameter.grad.to_local(), expected, msg=lambda m, c=came, s=shape: f"{s} {c}: {m}"
             )
-        found = [record for record in ledger.records if record.asker.startswith("bucket")]
+        found = [record for record in ledger.records if record.requester.startswith("bucket")]
         assert len(found) == sum(bucket.num_collectives for bucket in reducer.buckets)
         for bucket in reducer.buckets:
-            moved = sum(r.bytes for r in found if r.asker.startswith(f"bucket {bucket.index}:"))
+            moved = sum(r.bytes for r in found if r.requester.startswith(f"bucket {bucket.index}:"))
             assert moved == bucket.moved_bytes
     for bucket in reducer.buckets if huge else ():
         # reduce-scatter on one axis, all-reduce of the piece on the rest: less than the all-reduce of everything

@@ -205,7 +205,7 @@ def second_stages() -> None:
         for parameter in module.parameters():
             assert torch.equal(parameter.grad.to_local(), torch.full((8,), 10.0, dtype=F64))
     assert reducer.num_buckets == 4 and len(ledger.records) == 8
-    order = [int(record.asker.split()[1].strip(":")) for record in ledger.records]
+    order = [int(record.requester.split()[1].strip(":")) for record in ledger.records]
     stages = [(bucket, order[:place].count(bucket)) for place, bucket in enumerate(order)]
     assert stages == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (3, 0), (2, 1), (3, 1)]
 

@@ -142,7 +142,7 @@ def dtensor_models(sizes: tuple[int, ...], op: str | None) -> None:
             loss = model(placed)
             before = len(ledger.records), sum(counts.values())
             loss.square().sum().backward()
-            buckets = [record for record in ledger.records if record.asker.startswith("bucket")]
+            buckets = [record for record in ledger.records if record.requester.startswith("bucket")]
         reference(x).square().sum().backward()
         stock(placed).square().sum().backward()
         partial = {name: p.grad.placements for name, p in stock.named_parameters()}

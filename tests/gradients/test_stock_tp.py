@@ -62,7 +62,7 @@ def train(op: str) -> None:
             model(own).square().sum().backward()
         (reference(whole).square().sum() / (2 if op == "avg" else 1)).backward()
         assert_equal_gradients(model, reference)
-        reduced = [record for record in ledger.records if record.asker.startswith("bucket")]
+        reduced = [record for record in ledger.records if record.requester.startswith("bucket")]
         assert len(reduced) == reducer.num_buckets
         axes = {bucket.reduction.stages[0].axes.names for bucket in reducer.buckets}
         assert axes == {("dp",), ("dp", "tp")}

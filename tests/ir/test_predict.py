@@ -192,7 +192,7 @@ class Reuse(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.one(x) * self.gain
-        return self.two(x) + self.two(x) + torch.logaddexp(x, self.odd)
+        return self.two(x) + self.two(x) + torch.cdist(x, self.odd.expand(1, 8))
 
 
 def test_other_readers_of_a_tensor_see_it_as_it_was() -> None:
@@ -227,7 +227,13 @@ R, S0 = Replicate(), Shard(0)
         ("__add__", [Partial(), Partial()], [(4,), (4,)], (4,), (), Partial()),
         ("__add__", [Partial(), R], [(4,), (4,)], (4,), (), None),
         ("mul", [Partial(), Partial()], [(4,), (4,)], (4,), (), None),
+        ("logaddexp", [S0, S0], [(4, 8), (4, 8)], (4, 8), (), S0),
+        ("__rmul__", [Shard(1), R], [(4, 8), (8,)], (4, 8), (), Shard(1)),
+        ("max", [S0], [(4, 8)], (4,), (None, 1), None),
         ("softmax", [S0], [(4, 8)], (4, 8), (None, -1), S0),
+        ("logaddexp", [S0, S0], [(4, 8), (4, 8)], (4, 8), (), S0),
+        ("__rmul__", [Shard(1), R], [(4, 8), (8,)], (4, 8), (), Shard(1)),
+        ("max", [S0], [(4, 8)], (4,), (None, 1), None),
         ("softmax", [S0], [(4, 8)], (4, 8), (None, 0), None),
         ("layer_norm", [Shard(1), R], [(4, 8, 6), (6,)], (4, 8, 6), (None, (6,)), Shard(1)),
         ("layer_norm", [Shard(2), R], [(4, 8, 6), (6,)], (4, 8, 6), (None, (6,)), None),

@@ -107,7 +107,7 @@ def collectives() -> None:
     assert evaluation.count() == 0
     with record_comms() as backward:
         found.square().mean().backward()
-    asked = [event for event in backward.records if event.asker.startswith("batch_norm")]
+    asked = [event for event in backward.records if event.requester.startswith("batch_norm")]
     assert [event.op for event in asked] == ["all_reduce"]
 
 

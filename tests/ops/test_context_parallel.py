@@ -179,7 +179,7 @@ def communicated() -> list[list[tuple[str, int]]]:
     for method, kv_heads in itertools.product(METHODS, (4, 2)):
         with record_comms() as ledger:
             attend(mesh, Case([(ROWS,)] * 3, method, kv_heads=kv_heads, enable_gqa=kv_heads < 4))
-        found.append([(r.op, r.bytes) for r in ledger.records if r.asker.startswith("attention")])
+        found.append([(r.op, r.bytes) for r in ledger.records if r.requester.startswith("attention")])
     return found
 
 

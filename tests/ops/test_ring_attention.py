@@ -195,7 +195,7 @@ def measured_and_predicted(
     with record_comms() as ledger:
         model(ids).logits.to_local().square().sum().backward()
     found = [
-        ((r.op.removesuffix("_v"), r.axes, ".grad:" in r.asker), r.bytes) for r in ledger.records if r.num_ranks > 1
+        ((r.op.removesuffix("_v"), r.axes, ".grad:" in r.requester), r.bytes) for r in ledger.records if r.num_ranks > 1
     ]
     expected = [((c.op or "", c.axis, c.target.endswith(".grad")), c.num_bytes or 0) for c in prediction.unbucketed]
     for bucket in prediction.buckets:
@@ -243,13 +243,17 @@ def observed() -> list[tuple[str, int, str, str, bool]]:
         model(*(torch.randn(1, 2, 8, 4, dtype=torch.float64) for _ in range(3))).square().sum().backward()
     finally:
         end()
-    return [(o.op, o.number, o.axes, o.asker, o.has_ended()) for o in noted.operations]
+    return [(o.op, o.number, o.axes, o.requester, o.has_ended()) for o in noted.operations]
 
 
 def test_hang_reports_and_traces_see_each_step(ranks: RankPools) -> None:
     found = ranks.run(observed)
     for operations in found:
-        steps = [(op, number) for op, number, axes, asker, _ in operations if asker.startswith("attention: ring on cp")]
+        steps = [
+            (op, number)
+            for op, number, axes, requester, _ in operations
+            if requester.startswith("attention: ring on cp")
+        ]
         assert len(steps) == 3 + 3 + 4 and {op for op, _ in steps} == {"all_to_all"}
         assert steps == [(o[0], o[1]) for o in found[0] if o[3].startswith("attention: ring on cp")]
         assert all(ended for *_, ended in operations)

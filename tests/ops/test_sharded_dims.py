@@ -52,7 +52,7 @@ def normalize(
     x.requires_grad_(not shifted)
     with record_comms() as ledger:
         assert_same_step(reference, model, x, loss=loss)
-    asked = Counter(record.op for record in ledger.records if "norm: statistic" in record.asker)
+    asked = Counter(record.op for record in ledger.records if "norm: statistic" in record.requester)
     assert asked == Counter({"all_reduce": reduced} if reduced else {}), asked
     features = x.shape[-num_normalized:].numel() * x.element_size()
     gathers = [record for record in ledger.records if record.op == "all_gather_v" and shifted]

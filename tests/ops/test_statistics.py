@@ -51,7 +51,7 @@ def same(mesh: Any, name: str, rows: int) -> None:
     with record_comms() as comms:
         found = model(x)
     assert comms.count() == comms.count("all_reduce")
-    assert sum(event.asker.startswith("statistic") for event in comms.records) == num_reduced, comms
+    assert sum(event.requester.startswith("statistic") for event in comms.records) == num_reduced, comms
     assert isinstance(found, DTensor)
     expected = reference(x)
     torch.testing.assert_close(found.full_tensor(), expected)

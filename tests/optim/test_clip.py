@@ -145,7 +145,7 @@ def counts() -> None:
         own, _ = build(MIXED, torch.float64)
         with record_comms() as ledger, counted() as counter:
             clip_grad_norm_(own, 1.0, order)
-        norms = [record for record in ledger.records if record.asker == "norm of gradients"]
+        norms = [record for record in ledger.records if record.requester == "norm of gradients"]
         # tp of dense and turned; all 8 ranks (dp and tp; expert ep and edp; the flat mesh); expert: ep
         assert len(norms) == 3, norms
         assert order == 0 or all(record.bytes <= 8 * 8 for record in norms)
@@ -282,8 +282,8 @@ def everything(orders: list[Any]) -> None:
             with record_comms() as ledger, counted() as counter, NoWaiting():
                 norm = clip_grad_norm_(own, 0.7, order)
             assert NoWaiting.num_syncs == 0
-            askers = Counter(record.asker for record in ledger.records)
-            assert askers == {"norm of gradients": 3, "pending gradients": 4}
+            requesters = Counter(record.requester for record in ledger.records)
+            assert requesters == {"norm of gradients": 3, "pending gradients": 4}
             assert sum(counter.values()) == 7
             torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0, equal_nan=True)
             for a, b in zip(own, reference):

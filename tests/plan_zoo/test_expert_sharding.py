@@ -63,11 +63,13 @@ def trained(name: str, make_plan: Callable[[str], Plan]) -> dict[str, Any]:
     found = same_steps(reference, model, step, around=clip)
     with record_comms() as ledger:
         step(model, 5)
-    layer = [r for r in ledger.records if r.asker == "model.layers.1"]
+    layer = [r for r in ledger.records if r.requester == "model.layers.1"]
     return {
         "difference": found,
         "layer": Counter((r.op.removesuffix("_v"), r.axes) for r in layer),
-        "reductions beside units": sum(".grad" in r.asker or r.asker.startswith("bucket") for r in ledger.records),
+        "reductions beside units": sum(
+            ".grad" in r.requester or r.requester.startswith("bucket") for r in ledger.records
+        ),
         "held": held,
         "all": sum(p.numel() for p in model.parameters()),
     }

@@ -100,9 +100,9 @@ def one_step(
         gradient,
         max((whole(own.detach()) - other.detach()).abs().max().item() for own, other in pairs if own.numel()),
         Counter(
-            ("counts" if r.asker.endswith(": counts") else r.op, r.axes)
+            ("counts" if r.requester.endswith(": counts") else r.op, r.axes)
             for r in ledger.records
-            if ".grad:" not in r.asker
+            if ".grad:" not in r.requester
         ),
         len(implicit_communication(model)),
     )

@@ -407,7 +407,7 @@ def phases() -> None:
     with record_comms() as ledger:
         assert_same_step(reference, model, data(4, 8))
     # Both weights belong to the model's unit, which stays gathered until its backward.
-    assert Counter(r.op for r in ledger.records if r.asker == "") == {"all_gather_v": 1, "reduce_scatter_v": 1}
+    assert Counter(r.op for r in ledger.records if r.requester == "") == {"all_gather_v": 1, "reduce_scatter_v": 1}
 
 
 def hybrid() -> None:
@@ -427,7 +427,7 @@ def hybrid() -> None:
         with record_comms() as ledger:
             assert_same_step(reference, model, data(4, 6, 8))
         reducer = gradient_reducer(model)
-        found = [record for record in ledger.records if record.asker.startswith("bucket")]
+        found = [record for record in ledger.records if record.requester.startswith("bucket")]
         assert len(found) == sum(bucket.num_collectives for bucket in reducer.buckets)
         assert sum(record.bytes for record in found) == sum(bucket.moved_bytes for bucket in reducer.buckets)
         for m in (reference, model):
@@ -462,7 +462,7 @@ def annotated() -> None:
         reference, model = pair(Outer, write, {"dp": 2})
         with record_comms() as ledger:
             assert_same_step(reference, model, data(4, 8))
-        assert [(r.op, r.axes) for r in ledger.records if r.asker.startswith("bucket")] == [("all_reduce", "dp")]
+        assert [(r.op, r.axes) for r in ledger.records if r.requester.startswith("bucket")] == [("all_reduce", "dp")]
 
     def annotated_and_placed(plan: Plan) -> None:
         plan.local("norm").annotate("norm.weight.grad", Partial(), mesh="dp")

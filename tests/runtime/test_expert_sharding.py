@@ -86,7 +86,7 @@ def trained(favourite: int | None, dispatch: str) -> dict[str, Any]:
         "norms": norms,
         "experts": [type(p).__name__ for p in experts.placements],
         "local": experts.to_local().numel(),
-        "exchanges": Counter(r.op for r in ledger.records if r.asker.startswith("experts")),
+        "exchanges": Counter(r.op for r in ledger.records if r.requester.startswith("experts")),
     }
 
 

@@ -233,7 +233,7 @@ def moved_bytes(favourite: int | None) -> tuple[list[int], int, int]:
     model.get_submodule("experts").register_forward_pre_hook(lambda _, args: chosen.append(args[1].full_tensor()))
     with record_comms() as ledger:
         model(x.requires_grad_()).sum().backward()
-    assert [record.bytes for record in ledger.records if record.asker == "experts experts: counts"] == [2 * 4]
+    assert [record.bytes for record in ledger.records if record.requester == "experts experts: counts"] == [2 * 4]
     owner = chosen[0].view(2, 8, 2) // 2  # two experts a rank
     to = [[int((owner[:, 4 * i : 4 * i + 4] == j).any(-1).sum()) for j in range(2)] for i in range(2)]
     rank = torch.distributed.get_rank()

@@ -70,7 +70,9 @@ def trained(sizes: dict[str, int], favourite: int | None, rest: Any) -> dict[str
     with record_comms() as ledger:
         loss_of(model, 9)
     units = Counter(
-        (r.asker, r.op.removesuffix("_v"), r.axes, r.bytes) for r in ledger.records if r.asker.startswith("blocks")
+        (r.requester, r.op.removesuffix("_v"), r.axes, r.bytes)
+        for r in ledger.records
+        if r.requester.startswith("blocks")
     )
     buffers = {bucket.parameters: bucket for bucket in report(model)}
     if not isinstance(rest, Shard):
@@ -194,7 +196,9 @@ def stack_trained(sizes: dict[str, int], **unit: Any) -> None:
     assert found.within(1e-9), found
     with record_comms() as ledger:
         stack_loss(model, 7)
-    units = Counter((r.op.removesuffix("_v"), r.axes) for r in ledger.records if r.asker in ("blocks.0", "blocks.1"))
+    units = Counter(
+        (r.op.removesuffix("_v"), r.axes) for r in ledger.records if r.requester in ("blocks.0", "blocks.1")
+    )
     kept = unit.get("reshard_after_forward") is False
     expected = {("all_gather", "fsdp,ep"): 2 if kept else 4, ("reduce_scatter", "fsdp,ep"): 2}
     if "reshard_after_forward" in unit and not kept:  # again among the ranks that keep pieces
@@ -226,9 +230,9 @@ def explained(sizes: dict[str, int]) -> None:
     ours = ("", "blocks.0", "blocks.1")
     assert prediction.stopped is None
     assert Counter(
-        (r.asker, r.op.removesuffix("_v"), r.axes, r.bytes) for r in ledger.records if r.asker in ours
+        (r.requester, r.op.removesuffix("_v"), r.axes, r.bytes) for r in ledger.records if r.requester in ours
     ) == Counter((c.path, c.op, c.axis, c.num_bytes) for c in prediction.collectives if c.target.startswith("<unit>"))
-    buckets = [r for r in ledger.records if r.asker.startswith("bucket")]
+    buckets = [r for r in ledger.records if r.requester.startswith("bucket")]
     assert buckets and [(r.op, r.axes) for r in buckets] == [
         (op, axes) for bucket in prediction.buckets for op, axes, _ in bucket.collectives
     ]

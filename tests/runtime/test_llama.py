@@ -58,7 +58,9 @@ def step(plan_name: str, dp: int, tp: int, kv_heads: int, heads: int, in_model: 
     return {
         "loss": abs(loss.item() - expected.item()) / expected.item(),
         "gradient": worst_gradient(model, reference),
-        "ledger": dict(Counter((r.op, r.axes, "grad" if r.asker.startswith("bucket") else "") for r in ledger.records)),
+        "ledger": dict(
+            Counter((r.op, r.axes, "grad" if r.requester.startswith("bucket") else "") for r in ledger.records)
+        ),
         "num_collectives": sum(counts.values()),
         "implicit": len(implicit_communication(model)),
     }

@@ -74,7 +74,7 @@ def predicted_and_done(names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
 def check_done(model: nn.Module, prediction: Prediction, ledger: Ledger, sizes: dict[str, int]) -> None:
     """The buckets of a step against those predicted: gradients, axes, bytes, collectives."""
     reducer = gradient_reducer(model)
-    done = [record for record in ledger.records if record.asker.startswith("bucket")]
+    done = [record for record in ledger.records if record.requester.startswith("bucket")]
     assert len(done) == reducer.num_buckets == len(prediction.buckets)
 
     def sort_key(pair: tuple[tuple[str, ...], int]) -> str:

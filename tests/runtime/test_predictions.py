@@ -40,7 +40,7 @@ def compared(prediction: Prediction, forward: Callable[[], Any]) -> tuple[Totals
         # A loss that communicates nothing: each rank's part of a weighted sum.
         forward().to_local().square().sum().backward()
     found = [
-        ((r.op.removesuffix("_v"), r.axes, ".grad:" in r.asker), r.bytes) for r in ledger.records if r.num_ranks > 1
+        ((r.op.removesuffix("_v"), r.axes, ".grad:" in r.requester), r.bytes) for r in ledger.records if r.num_ranks > 1
     ]
     expected = [((c.op or "", c.axis, c.target.endswith(".grad")), c.num_bytes or 0) for c in prediction.unbucketed]
     for bucket in prediction.buckets:

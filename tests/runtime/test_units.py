@@ -153,7 +153,7 @@ def gathers_of_a_step(number: int) -> dict[str, Counter[str]]:
                     one_loss(model, 2)
             else:
                 one_loss(model, 3)
-        kept = [r for r in ledger.records if r.asker == "blocks.1"]
+        kept = [r for r in ledger.records if r.requester == "blocks.1"]
         found[name] = Counter(r.op.removesuffix("_v") for r in kept)
     with no_sync(model):
         one_loss(model, 4)
@@ -243,16 +243,14 @@ def offloaded_with_tensor_parallelism() -> None:
         groups = [g for block in model.blocks for g in state_of(block).groups]  # type: ignore[union-attr]
         assert all(g.at_rest.offloads == isinstance(offload, CPUOffloadPolicy) for g in groups)
         came: list[tuple[Any, frozenset[int]]] = []
-        for parameter in (p for g in groups for p in g.parameters if p.name.endswith("norm.weight")):
+        for summand in (p.contribution for g in groups for p in g.parameters if p.name.endswith("norm.weight")):
 
-            def contribution(
-                gradient: Any, earlier: Any, of: Any = parameter, own: Any = parameter.contribution
-            ) -> Any:
-                found = own(gradient, earlier)
-                came.append((gradient.placements, of.pending))  # noqa: B023
+            def of(gradient: Any, earlier: Any, *, of_one_loss: bool, one: Any = summand, own: Any = summand.of) -> Any:
+                found = own(gradient, earlier, of_one_loss=of_one_loss)
+                came.append((gradient.placements, one.pending))  # noqa: B023
                 return found
 
-            parameter.contribution = contribution  # type: ignore[method-assign]
+            summand.of = of  # type: ignore[method-assign]
         exact(same_steps(twin, model, one_loss, num_steps=3))
         left = frozenset() if isinstance(offload, CPUOffloadPolicy) else frozenset({1})
         assert len(came) == 9 and set(came) == {((Partial(), Partial()), left)}, (left, came)
@@ -327,7 +325,7 @@ def as_planned(sizes: dict[str, int]) -> None:
         own = found[bucket.names]
         assert (own.path, own.digest, own.padding_elements) == (bucket.path, bucket.digest, bucket.padding_elements)
         assert (own.resting_bytes, own.whole_bytes) == (bucket.resting_bytes, bucket.whole_bytes)
-        moved = Counter((r.op.removesuffix("_v"), r.bytes) for r in ledger.records if r.asker == bucket.path)
+        moved = Counter((r.op.removesuffix("_v"), r.bytes) for r in ledger.records if r.requester == bucket.path)
         assert moved == Counter((op, num_bytes) for _, op, _, num_bytes in bucket.collectives), bucket.path
 
 

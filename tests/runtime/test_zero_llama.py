@@ -53,9 +53,13 @@ def exact_steps(sizes: dict[str, int], tied: bool) -> dict[str, Any]:
     with record_comms() as ledger:
         loss_of(model, 5)
     reductions = Counter(
-        (r.op.removesuffix("_v"), r.axes, "unit" if r.asker in ("", "model.layers.0", "model.layers.1") else "bucket")
+        (
+            r.op.removesuffix("_v"),
+            r.axes,
+            "unit" if r.requester in ("", "model.layers.0", "model.layers.1") else "bucket",
+        )
         for r in ledger.records
-        if r.asker in ("", "model.layers.0", "model.layers.1") or r.asker.startswith("bucket")
+        if r.requester in ("", "model.layers.0", "model.layers.1") or r.requester.startswith("bucket")
     )
     assert max(abs(a - b) / a for a, b in zip(*norms)) <= 1e-12
     return {"difference": found, "reductions": reductions}
@@ -211,7 +215,9 @@ def predicted() -> dict[str, Any]:
             loss_of(model, step)
     paths = {c.path for c in prediction.collectives if c.target.startswith("<unit>")}
     return {
-        "units": Counter((r.asker, r.op.removesuffix("_v"), r.bytes) for r in ledger.records if r.asker in paths),
+        "units": Counter(
+            (r.requester, r.op.removesuffix("_v"), r.bytes) for r in ledger.records if r.requester in paths
+        ),
         "expected units": Counter(
             (c.path, c.op, c.num_bytes) for c in prediction.collectives if c.target.startswith("<unit>")
         ),

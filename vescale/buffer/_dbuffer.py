@@ -178,7 +178,7 @@ class DBuffer(LocalPart):
         other._allocation, other._byte_offset = self._allocation, self._byte_offset
         return other
 
-    def all_gather(self, axes: Axes | None = None, *, out: DBuffer | None = None, asker: str = "") -> PendingBuffer:
+    def all_gather(self, axes: Axes | None = None, *, out: DBuffer | None = None, requester: str = "") -> PendingBuffer:
         """Replicate the buffer along sharded axes, by default all: one all-gather, of ``num_bytes`` from every rank.
 
         ``out``: the allocated result; if this buffer is its :meth:`piece`, nothing is copied on this rank. None: a new
@@ -187,7 +187,7 @@ class DBuffer(LocalPart):
         numbers = self.shard_axes if axes is None else self._numbers(axes)
         route = self._routes.get(("all_gather", numbers, out._geometry)) if out is not None else None
         if out is not None and route is not None:
-            return PendingBuffer(out, all_gather_into(out.local, self.local, route, asker=asker))
+            return PendingBuffer(out, all_gather_into(out.local, self.local, route, requester=requester))
         self._must_be(numbers, RaggedShard, "all_gather")
         out = out if out is not None else self._placed(numbers, Replicate()).allocate()
         self._must_nest(out)
@@ -197,7 +197,7 @@ class DBuffer(LocalPart):
                 "dtypes must be equal and the axes replicated"
             )
         along = self._routes["all_gather", numbers, out._geometry] = self._along(numbers)
-        return PendingBuffer(out, all_gather_into(out.local, self.local, along, asker=asker))
+        return PendingBuffer(out, all_gather_into(out.local, self.local, along, requester=requester))
 
     def reduce_scatter(
         self,
@@ -207,7 +207,7 @@ class DBuffer(LocalPart):
         out: DBuffer | None = None,
         process_group: dist.ProcessGroup | None = None,
         at_once: bool = False,
-        asker: str = "",
+        requester: str = "",
     ) -> PendingBuffer:
         """Reduce pending axes, by default all, and leave each rank its piece: one reduce-scatter over all of them.
 
@@ -220,7 +220,7 @@ class DBuffer(LocalPart):
             route = self._routes.get(("reduce_scatter", tuple(axes), out._geometry))
             if route is not None:
                 along = process_group or route
-                pending = reduce_scatter_into(out.local, self.local, op, along, asker=asker, at_once=at_once)
+                pending = reduce_scatter_into(out.local, self.local, op, along, requester=requester, at_once=at_once)
                 return PendingBuffer(out, pending)
         numbers, op = self._pending(axes, op, "reduce_scatter")
         out = out if out is not None else self._placed(numbers, RaggedShard()).allocate()
@@ -233,15 +233,17 @@ class DBuffer(LocalPart):
         along = self._along(numbers)
         self._routes["reduce_scatter", tuple(axes if axes is not None else numbers), out._geometry] = along
         along = process_group or along
-        return PendingBuffer(out, reduce_scatter_into(out.local, self.local, op, along, asker=asker, at_once=at_once))
+        return PendingBuffer(
+            out, reduce_scatter_into(out.local, self.local, op, along, requester=requester, at_once=at_once)
+        )
 
-    def all_reduce(self, axes: Axes | None = None, *, op: str | None = None, asker: str = "") -> PendingBuffer:
+    def all_reduce(self, axes: Axes | None = None, *, op: str | None = None, requester: str = "") -> PendingBuffer:
         """Reduce pending axes, by default all, in place: one all-reduce over all of them. The result is a buffer over
         the same memory, replicated along them."""
         numbers, op = self._pending(axes, op, "all_reduce")
         result = self._placed(numbers, Replicate())
         result._allocation, result._byte_offset = self._allocation, self._byte_offset
-        return PendingBuffer(result, all_reduce_(self.local, op, self._along(numbers), asker=asker))
+        return PendingBuffer(result, all_reduce_(self.local, op, self._along(numbers), requester=requester))
 
     def _pending(self, axes: Axes | None, op: str | None, what: str) -> tuple[tuple[int, ...], str]:
         numbers = self.partial_axes if axes is None else self._numbers(axes)

@@ -151,20 +151,20 @@ def _summary(records: list[Any], units: Collection[str]) -> list[Collective]:
     for record in records:
         if record.num_ranks == 1:
             continue
-        key = (record.axes, record.op.removesuffix("_v"), _purpose(record.asker, record.op, units))
+        key = (record.axes, record.op.removesuffix("_v"), _purpose(record.requester, record.op, units))
         counts[key] += 1
         moved[key] += record.bytes
     return [Collective(*key, counts[key], moved[key]) for key in sorted(counts)]
 
 
-def _purpose(asker: str, op: str, units: Collection[str]) -> str:
+def _purpose(requester: str, op: str, units: Collection[str]) -> str:
     """The requester without the module: an activation, its gradient, parameters of a unit, their gradients, the loss."""
-    if asker in units and op.startswith("all_gather"):
+    if requester in units and op.startswith("all_gather"):
         return "parameters"
-    if ".grad:" in asker or asker in units or "got a gradient" in asker:
+    if ".grad:" in requester or requester in units or "got a gradient" in requester:
         return "parameters' gradients"
-    if "softmax" in asker or "nll" in asker:
+    if "softmax" in requester or "nll" in requester:
         return "loss"
-    if "gradient" in asker:
+    if "gradient" in requester:
         return "activations' gradients"
     return "activations"

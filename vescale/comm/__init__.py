@@ -6,7 +6,7 @@ from vescale.comm._consensus import Consensus, ConsensusError, LateRanksWarning,
 from vescale.comm._flat_collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
 from vescale.comm._joined_axes import join_axes
-from vescale.comm._ledger import CommRecord, Ledger, asking, record, record_comms, who_asks
+from vescale.comm._ledger import CommRecord, Ledger, current_requester, record, record_comms, requested_by
 from vescale.comm._observation import Observer, Operation, axes_of, name_group, observe
 from vescale.comm._pending import Pending
 from vescale.comm._rank_comparison import Description, Difference, compare_descriptions
@@ -20,6 +20,7 @@ from vescale.comm._ring_cost import (
     ring_bytes,
     ring_seconds,
 )
+from vescale.comm._streams import SideStream
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -39,16 +40,17 @@ __all__ = [
     "Operation",
     "Pending",
     "ReductionCost",
+    "SideStream",
     "all_gather_into",
     "all_gather_v",
     "all_reduce",
     "all_reduce_",
     "all_to_all_v",
-    "asking",
     "axes_of",
     "axis_group",
     "bucket_limits",
     "compare_descriptions",
+    "current_requester",
     "fused_bytes",
     "group_of_ranks",
     "join_axes",
@@ -62,8 +64,8 @@ __all__ = [
     "reduce_scatter_into",
     "reduce_scatter_v",
     "reduction_cost",
+    "requested_by",
     "ring_bytes",
     "ring_seconds",
     "wait_limit",
-    "who_asks",
 ]

@@ -45,7 +45,7 @@ def all_to_all_v(
     group: dist.ProcessGroup,
     *,
     out: torch.Tensor | None = None,
-    asker: str = "",
+    requester: str = "",
 ) -> Pending:
     """Send consecutive pieces of ``send`` to the group's ranks; ``out`` holds the received pieces in rank order.
 
@@ -55,7 +55,7 @@ def all_to_all_v(
     out = send.new_empty(sum(receive_sizes)) if out is None else out
     size = send.element_size()  # no early return here: each rank sees its own sizes only, so all must take part
     moved = (sum(receive_sizes) - receive_sizes[rank]) * size
-    with record("all_to_all_v", len(send_sizes), moved, asker=asker, group=group):
+    with record("all_to_all_v", len(send_sizes), moved, requester=requester, group=group):
         return _exchange(send, send_sizes, receive_sizes, group, out)
 
 
@@ -89,7 +89,7 @@ def all_gather_v(
     group: dist.ProcessGroup,
     *,
     out: torch.Tensor | None = None,
-    asker: str = "",
+    requester: str = "",
 ) -> Pending:
     """Concatenate the ranks' ``local`` pieces, ``sizes[i]`` elements from rank ``i``, in ``out`` on every rank.
 
@@ -102,10 +102,10 @@ def all_gather_v(
     if total == 0:
         return Pending(out)
     if is_traced(local):
-        with record("all_gather_v", num_ranks, payload, asker=asker, group=group):
+        with record("all_gather_v", num_ranks, payload, requester=requester, group=group):
             return _exchange(local.repeat(num_ranks), [local.numel()] * num_ranks, sizes, group, out)
     if num_ranks * largest == total:
-        with record("all_gather_v", num_ranks, payload, asker=asker, group=group):
+        with record("all_gather_v", num_ranks, payload, requester=requester, group=group):
             return Pending(out, [all_gather_single(as_bytes(out), as_bytes(local), group=group, async_op=True)])
     if num_ranks * largest <= (1 + MAX_PADDING) * total:
         padding = (num_ranks * largest - total - (largest - sizes[rank])) * size
@@ -113,11 +113,11 @@ def all_gather_v(
         padded[: local.numel()] = local
         wide = local.new_empty(num_ranks * largest)
         moved = payload + padding
-        with record("all_gather_v", num_ranks, moved, padding_bytes=padding, asker=asker, group=group):
+        with record("all_gather_v", num_ranks, moved, padding_bytes=padding, requester=requester, group=group):
             work = all_gather_single(as_bytes(wide), as_bytes(padded), group=group, async_op=True)
         pieces = [wide[i * largest : i * largest + n] for i, n in enumerate(sizes)]
         return Pending(out, [work], lambda: torch.cat(pieces, out=out))
-    with record("all_gather_v", num_ranks, payload, asker=asker, group=group):
+    with record("all_gather_v", num_ranks, payload, requester=requester, group=group):
         return _gather_skewed(local, sizes, group, out)
 
 
@@ -142,7 +142,7 @@ def reduce_scatter_v(
     group: dist.ProcessGroup,
     *,
     out: torch.Tensor | None = None,
-    asker: str = "",
+    requester: str = "",
 ) -> Pending:
     """Reduce the ranks' ``send`` tensors elementwise; rank ``i`` gets the i-th piece, of ``sizes[i]`` elements.
 
@@ -153,7 +153,7 @@ def reduce_scatter_v(
     if sum(sizes) == 0:
         return Pending(out)
     moved = (sum(sizes) - sizes[rank]) * send.element_size()
-    with record("reduce_scatter_v", num_ranks, moved, asker=asker, group=group):
+    with record("reduce_scatter_v", num_ranks, moved, requester=requester, group=group):
         if is_nccl(send, group) and not is_traced(send):
             if len(set(sizes)) == 1:
                 work = reduce_scatter_single(out, send, op=REDUCE_OPS[op], group=group, async_op=True)
@@ -166,7 +166,7 @@ def reduce_scatter_v(
     return Pending(out, [pending], lambda: reduce_rows(pending.out.view(num_ranks, own).unbind(), op, out))
 
 
-def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker: str = "") -> Pending:
+def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, requester: str = "") -> Pending:
     """The reduction of the ranks' tensors (any shape) on every rank; ``local`` is not changed."""
     num_ranks = dist.get_world_size(group)
     if local.numel() == 0:
@@ -174,12 +174,12 @@ def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker:
     if is_traced(local) or (local.dtype not in GLOO_REDUCES and not is_nccl(local, group)):
         base, extra = divmod(local.numel(), num_ranks)
         sizes = [base + (rank < extra) for rank in range(num_ranks)]
-        piece = reduce_scatter_v(local.reshape(-1), sizes, op, group, asker=asker).wait()
-        gathered = all_gather_v(piece, sizes, group, asker=asker)
+        piece = reduce_scatter_v(local.reshape(-1), sizes, op, group, requester=requester).wait()
+        gathered = all_gather_v(piece, sizes, group, requester=requester)
         return gathered.reshaped(gathered.out.view(local.shape))
     moved = math.ceil(2 * (num_ranks - 1) / num_ranks * local.numel() * local.element_size())
     out = local.clone(memory_format=torch.contiguous_format)
     divide = op == "avg" and not is_nccl(local, group)
-    with record("all_reduce", num_ranks, moved, asker=asker, group=group):
+    with record("all_reduce", num_ranks, moved, requester=requester, group=group):
         work = dist.all_reduce(out, op=REDUCE_OPS["sum" if divide else op], group=group, async_op=True)
     return Pending(out, [work], (lambda: out.div_(num_ranks)) if divide else None)

@@ -41,7 +41,9 @@ _FEW_RANKS = 8
 of fully_shard on 4 ranks messages take 0.77 of FSDP2's wall time, broadcasts 0.83."""
 
 
-def all_gather_into(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup, *, asker: str = "") -> Pending:
+def all_gather_into(
+    out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup, *, requester: str = ""
+) -> Pending:
     """``out``: the ranks' pieces in rank order. In place when ``piece`` is its own slot of ``out``.
 
     Receives ``(n - 1) / n`` of ``out``.
@@ -50,7 +52,7 @@ def all_gather_into(out: torch.Tensor, piece: torch.Tensor, group: dist.ProcessG
         return Pending(out)
     num_ranks = group.size()
     moved = (num_ranks - 1) * piece.numel() * piece.element_size()
-    with record("all_gather_v", num_ranks, moved, asker=asker, group=group):
+    with record("all_gather_v", num_ranks, moved, requester=requester, group=group):
         if num_ranks <= _FEW_RANKS and is_gloo(out, group):
             return _all_gather_by_exchanges(out, piece, group)
         return Pending(out, [all_gather_single(as_bytes(out), as_bytes(piece), group=group, async_op=True)])
@@ -92,7 +94,7 @@ def reduce_scatter_into(
     op: str,
     group: dist.ProcessGroup,
     *,
-    asker: str = "",
+    requester: str = "",
     at_once: bool = False,
 ) -> Pending:
     """``out``: this rank's piece of the elementwise reduction of the ranks' ``send``. Sends ``(n - 1) / n`` of it.
@@ -104,7 +106,7 @@ def reduce_scatter_into(
         return Pending(out)
     num_ranks = group.size()
     moved = (num_ranks - 1) * out.numel() * out.element_size()
-    with record("reduce_scatter_v", num_ranks, moved, asker=asker, group=group):
+    with record("reduce_scatter_v", num_ranks, moved, requester=requester, group=group):
         if is_nccl(send, group) or moves_nothing(group):
             return Pending(out, [reduce_scatter_single(out, send, op=REDUCE_OPS[op], group=group, async_op=True)])
         pieces, rank = list(send.view(num_ranks, -1)), group.rank()
@@ -157,18 +159,18 @@ def _options(op: Any) -> dist.AllreduceOptions:
 _REDUCE_OPTIONS = {name: _options(op) for name, op in REDUCE_OPS.items()}
 
 
-def all_reduce_(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, *, asker: str = "") -> Pending:
+def all_reduce_(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, *, requester: str = "") -> Pending:
     """``tensor``: the elementwise reduction of the ranks' tensors, in place. Moves ``2 (n - 1) / n`` of it."""
     if tensor.numel() == 0:
         return Pending(tensor)
     num_ranks = group.size()
     on_nccl = is_nccl(tensor, group)
     if tensor.dtype not in GLOO_REDUCES and not on_nccl:
-        return _reduce_and_gather(tensor, op, group, asker)
+        return _reduce_and_gather(tensor, op, group, requester)
     moved = math.ceil(2 * (num_ranks - 1) / num_ranks * tensor.numel() * tensor.element_size())
     divide = op == "avg" and not on_nccl
     options = _REDUCE_OPTIONS["sum" if divide else op]
-    with record("all_reduce", num_ranks, moved, asker=asker, group=group):
+    with record("all_reduce", num_ranks, moved, requester=requester, group=group):
         if tensor.is_complex():  # not every operation has a meaning
             work = dist.all_reduce(tensor, op=options.reduceOp, group=group, async_op=True)
         else:
@@ -176,15 +178,15 @@ def all_reduce_(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, *, aske
     return Pending(tensor, [work], (lambda: tensor.div_(num_ranks)) if divide else None)
 
 
-def _reduce_and_gather(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, asker: str) -> Pending:
+def _reduce_and_gather(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, requester: str) -> Pending:
     """For types that gloo does not reduce, or would add in half precision."""
     num_ranks = group.size()
     size = -(-tensor.numel() // num_ranks)
     padded = tensor if size * num_ranks == tensor.numel() else tensor.new_zeros(size * num_ranks)
     if padded is not tensor:
         padded[: tensor.numel()] = tensor
-    piece = reduce_scatter_into(tensor.new_empty(size), padded, op, group, asker=asker).wait()
-    gathering = all_gather_into(padded, piece, group, asker=asker)
+    piece = reduce_scatter_into(tensor.new_empty(size), padded, op, group, requester=requester).wait()
+    gathering = all_gather_into(padded, piece, group, requester=requester)
     if padded is tensor:
         return gathering
     return Pending(tensor, [gathering], lambda: tensor.copy_(padded[: tensor.numel()]))

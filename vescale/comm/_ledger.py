@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from vescale.comm._observation import AS_PART, Part, axes_of, is_observed
 
-__all__ = ["CommRecord", "Ledger", "asking", "record", "record_comms", "who_asks"]
+__all__ = ["CommRecord", "Ledger", "current_requester", "record", "record_comms", "requested_by"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class CommRecord:
         bytes: bytes this rank received from other ranks (for ``all_reduce``, ``2 (n-1)/n`` of the tensor, the ring
             algorithm's bound; for ``reduce_scatter_v``, the bytes it sent).
         padding_bytes: of these, bytes of padding.
-        asker: the requester, for example ``model.norm.<out>: redistribute (S(1)) -> (R)``.
+        requester: the requester, for example ``model.norm.<out>: redistribute (S(1)) -> (R)``.
         axes: names of the mesh axes that the group spans, joined with ``,``; empty if they are not known.
     """
 
@@ -32,7 +32,7 @@ class CommRecord:
     num_ranks: int
     bytes: int
     padding_bytes: int = 0
-    asker: str = ""
+    requester: str = ""
     axes: str = ""
 
 
@@ -74,7 +74,7 @@ def record_comms() -> Iterator[Ledger]:
 
 
 @contextlib.contextmanager
-def asking(who: str) -> Iterator[None]:
+def requested_by(who: str) -> Iterator[None]:
     """Collectives that this thread starts inside get ``who`` as their requester."""
     before = getattr(_ASKING, "who", "")
     _ASKING.who = who
@@ -84,8 +84,8 @@ def asking(who: str) -> Iterator[None]:
         _ASKING.who = before
 
 
-def who_asks() -> str:
-    """The requester set by :func:`asking` on this thread."""
+def current_requester() -> str:
+    """The requester set by :func:`requested_by` on this thread."""
     return str(getattr(_ASKING, "who", ""))
 
 
@@ -95,14 +95,14 @@ def record(
     num_bytes: int,
     *,
     padding_bytes: int = 0,
-    asker: str = "",
+    requester: str = "",
     group: dist.ProcessGroup | None = None,
 ) -> contextlib.AbstractContextManager[None]:
     """Enter a collective in the open ledgers of this rank. To observers, collectives that start inside of the returned
     context are this one. Costs nothing if no ledger is open and there is no observer."""
     if not _OPEN and not is_observed():
         return AS_PART
-    who = ": ".join(part for part in (who_asks(), asker) if part)
+    who = ": ".join(part for part in (current_requester(), requester) if part)
     if _OPEN:
         rank = _own_rank()
         entry = CommRecord(op, num_ranks, num_bytes, padding_bytes, who, axes_of(group) if group is not None else "")

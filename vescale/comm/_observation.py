@@ -43,7 +43,7 @@ class Operation:
         group: the process group's name, the same on all its ranks; ranks: its global ranks; axes: the mesh axes it spans,
             joined with ``,``, or "".
         bytes: the bytes that this rank receives from others, as in :class:`CommRecord`.
-        asker: the requester, if known.
+        requester: the requester, if known.
         began, ended: in seconds of ``time.time()``; ``ended`` is None while it runs.
         module, phase, line: the module whose forward or backward started it, and the line of the program; set by observers.
     """
@@ -54,7 +54,7 @@ class Operation:
     ranks: tuple[int, ...]
     axes: str
     bytes: int
-    asker: str = ""
+    requester: str = ""
     began: float = field(default_factory=time.time)
     ended: float | None = None
     module: str = ""
@@ -84,10 +84,10 @@ class Operation:
 class Part:
     """A scope: the calls of ``torch.distributed`` inside, on this thread, are one operation."""
 
-    __slots__ = ("asker", "before", "num_bytes", "op", "operation")
+    __slots__ = ("before", "num_bytes", "op", "operation", "requester")
 
-    def __init__(self, op: str, num_bytes: int, asker: str) -> None:
-        self.op, self.num_bytes, self.asker = op.removesuffix("_v"), num_bytes, asker
+    def __init__(self, op: str, num_bytes: int, requester: str) -> None:
+        self.op, self.num_bytes, self.requester = op.removesuffix("_v"), num_bytes, requester
         self.operation: Operation | None = None
 
     def __enter__(self) -> None:
@@ -246,7 +246,7 @@ def _new(
     ranks = tuple(dist.get_process_group_ranks(group))
     if part is None:
         return Operation(name, number, group_name, ranks, axes_of(group), _received(name, len(ranks), inputs, outputs))
-    operation = Operation(part.op, number, group_name, ranks, axes_of(group), part.num_bytes, part.asker)
+    operation = Operation(part.op, number, group_name, ranks, axes_of(group), part.num_bytes, part.requester)
     part.operation = operation
     return operation
 

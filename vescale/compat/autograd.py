@@ -23,7 +23,6 @@ __all__ = [
     "node_sequence",
     "num_storage_users",
     "profiled",
-    "queue_after_backward",
     "resume_compiling",
     "run_post_accumulate_hooks",
     "sequence_number",
@@ -92,11 +91,6 @@ def is_captured() -> bool:
     except RuntimeError:  # the engine refuses the question for leaves whose gradient it returns
         return True
     return False
-
-
-def queue_after_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward that is running now has finished; RuntimeError when none is."""
-    Variable._execution_engine.queue_callback(callback)
 
 
 def in_backward() -> bool:

@@ -82,7 +82,7 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether ``one``, or a part of it, lies in the same block as ``other``, which is of no subclass, wherever in it."""
+    """Whether ``one``, or a part of it, is in the same block as ``other``, which is of no subclass, wherever in it."""
     if type(one) is not torch.Tensor:
         parts = list(plain_parts(one))
         if len(parts) != 1 or parts[0] is not one:

@@ -66,11 +66,11 @@ def _parsed(table: str, feature: str = "") -> tuple[Need, ...]:
         for entry in names.split("; "):
             name, _, uses = entry.partition(" uses ")
             path, _, parameters = name.rstrip(")").partition("(")
-            found.append(Need(module, path, _words(parameters), _words(uses), feature))
+            found.append(Need(module, path, _names(parameters), _names(uses), feature))
     return tuple(found)
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(", ")) if text else ()
 
 

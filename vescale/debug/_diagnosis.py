@@ -29,7 +29,7 @@ class StartedCollective:
 
     @classmethod
     def of(cls, operation: Operation, now: float) -> StartedCollective:
-        who = operation.asker or operation.module
+        who = operation.requester or operation.module
         if operation.module and operation.module not in who:
             who = f"{who} in {operation.module}" if who else operation.module
         return cls(

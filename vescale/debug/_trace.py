@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.comm import Observer, Operation, axes_of, name_group, observe, who_asks
+from vescale.comm import Observer, Operation, axes_of, current_requester, name_group, observe
 from vescale.compat import default_store, is_alone
 from vescale.debug._locations import running_place
 
@@ -46,8 +46,8 @@ class CommTrace(Observer):
         if not operation.line:
             place = running_place()
             operation.module, operation.phase, operation.line = place.module or "", place.phase, place.line
-        if not operation.asker:
-            operation.asker = who_asks()
+        if not operation.requester:
+            operation.requester = current_requester()
         self.operations.append(operation)
 
     def count(self, op: str | None = None, axis: str | None = None) -> int:
@@ -76,7 +76,7 @@ class CommTrace(Observer):
         along = f" over axis {axis!r}" if axis is not None else ""
         texts = [f"{found[op]} {op}{along}, expected {counts.get(op, 0)}" for op in (*wrong, *others)]
         lines = [
-            f"  {number} of {operation.asker or operation.module or operation.line or 'unknown'}: {operation.op} over "
+            f"  {number} of {operation.requester or operation.module or operation.line or 'unknown'}: {operation.op} over "
             f"{operation.axes or list(operation.ranks)!r}, {operation.bytes} bytes"
             for operation, number in _grouped(op for o in (*wrong, *others) for op in self._chosen(o, axis))
         ]
@@ -100,12 +100,12 @@ class CommTrace(Observer):
         self.wait()
         rows: dict[tuple[str, str, str], list[Operation]] = {}
         for operation in self.operations:
-            rows.setdefault((operation.op, operation.axes or f"{list(operation.ranks)}", _asker(operation)), []).append(
-                operation
-            )
-        for (op, axis, asker), found in rows.items():
+            rows.setdefault(
+                (operation.op, operation.axes or f"{list(operation.ranks)}", _requester(operation)), []
+            ).append(operation)
+        for (op, axis, requester), found in rows.items():
             seconds = sum((operation.ended or operation.began) - operation.began for operation in found)
-            table.add_row(op, axis, asker, str(len(found)), f"{sum(o.bytes for o in found):,}", f"{seconds:.4f}")
+            table.add_row(op, axis, requester, str(len(found)), f"{sum(o.bytes for o in found):,}", f"{seconds:.4f}")
         return table
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ class CommTrace(Observer):
             events.append(
                 {
                     "ph": "X",
-                    "name": f"{operation.op} {_asker(operation)}".strip(),
+                    "name": f"{operation.op} {_requester(operation)}".strip(),
                     "cat": operation.op,
                     "pid": rank,
                     "tid": tracks[_track(operation)],
@@ -145,7 +145,7 @@ class CommTrace(Observer):
                         "ranks": list(operation.ranks),
                         "number": operation.number,
                         "bytes": operation.bytes,
-                        "asked for by": operation.asker,
+                        "asked for by": operation.requester,
                         "module": operation.module,
                         "phase": operation.phase,
                         "line": operation.line,
@@ -220,16 +220,16 @@ def assert_comms(
     trace.assert_comms(axis=axis, only=only, **counts)
 
 
-def _asker(operation: Operation) -> str:
-    module = operation.module if operation.module and operation.module not in operation.asker else ""
+def _requester(operation: Operation) -> str:
+    module = operation.module if operation.module and operation.module not in operation.requester else ""
     phase = f"({operation.phase})" if operation.phase else ""
-    return " ".join(part for part in (operation.asker or module, phase) if part) or operation.line
+    return " ".join(part for part in (operation.requester or module, phase) if part) or operation.line
 
 
 def _grouped(operations: Iterator[Operation]) -> list[tuple[Operation, int]]:
     found: dict[tuple[str, str, str, int], list[Operation]] = {}
     for operation in operations:
-        found.setdefault((operation.op, operation.axes, _asker(operation), operation.bytes), []).append(operation)
+        found.setdefault((operation.op, operation.axes, _requester(operation), operation.bytes), []).append(operation)
     return [(same[0], len(same)) for same in found.values()]
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from vescale.buffer import Allocation, DBuffer, PendingBuffer
 from vescale.comm import Pending, all_gather_into
-from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._layout import CallerLayout
 from vescale.fsdp._shards import BufferShards
+from vescale.gradients import DataParallelAxes
 
 __all__ = ["BufferGather", "all_gather"]
 
@@ -41,7 +41,7 @@ class BufferGather:
         shards, layout, whole = self._shards.buffer, self._layout, self.whole
         if self._kept is not None:
             piece, neighbours = self._kept
-            return PendingBuffer(whole, all_gather_into(whole.local, piece, neighbours, asker=requester))
+            return PendingBuffer(whole, all_gather_into(whole.local, piece, neighbours, requester=requester))
         if self._exchange is None:
             source = shards if self._gathers_as_is else self._own_piece.copy_(shards)
             return all_gather(source, whole, self._axes, requester, custom)
@@ -50,7 +50,7 @@ class BufferGather:
         pending = all_gather(exchange.piece((self._axes.shard,)).copy_(shards), exchange, self._axes, requester, custom)
 
         def copy_out() -> None:
-            layout.copy(pending.wait(), whole, gathered=True)
+            layout.copy_from_exchange(pending.wait(), whole)
 
         return PendingBuffer(whole, Pending(whole.local, (), copy_out))
 
@@ -84,7 +84,7 @@ def all_gather(
 ) -> PendingBuffer:
     """Gather pieces along the shard axis into ``whole``, which is allocated."""
     if custom is None:
-        return piece.all_gather((axes.shard,), out=whole, asker=requester)
+        return piece.all_gather((axes.shard,), out=whole, requester=requester)
     group = axes.mesh.get_group(axes.shard)
     work = custom(output_tensor=whole.local, input_tensor=piece.local, group=group, async_op=True)
     return PendingBuffer(whole, Pending(whole.local, [work]))

@@ -11,13 +11,12 @@ import torch.distributed as dist
 
 from vescale.comm import Pending, all_reduce_, axis_group, link_of, reduction_cost, ring_bytes
 from vescale.compat import ParameterRow, TensorRow, is_dense, num_storage_users
-from vescale.gradients._averages import copy_scaled, divide_, is_exact_before_sum
 from vescale.gradients._bucket_memory import BucketMemory
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._comm_hook import CommHook, GradientBucket, call_hook
 from vescale.gradients._hook_muting import HookMuting
-from vescale.gradients._reduction import Reduction
-from vescale.gradients._unused import clear_signs, neutral
+from vescale.gradients._marks import clear_signs, neutral
+from vescale.gradients._reduction import Reduction, copy_scaled, divide_, is_exact_before_sum
 from vescale.placements import unpack
 
 __all__ = ["Bucket", "Versions"]
@@ -236,7 +235,9 @@ class Bucket:
         local = self._filled(neutral(self.op) if missing is None else missing)
         if self.scatters and self.hook is None:
             assert self.reduction.scatter is not None
-            scattering = self._memory.buffer.reduce_scatter([self.reduction.scatter], op="sum", asker=self.requester)
+            scattering = self._memory.buffer.reduce_scatter(
+                [self.reduction.scatter], op="sum", requester=self.requester
+            )
             self._pending = Pending(scattering.buffer.local, [scattering])
         else:
             self._pending = self._start(0, local)
@@ -264,7 +265,7 @@ class Bucket:
             self._groups = [stage.axes.group().group for stage in self.reduction.stages]
         group = self._groups[number]
         if self.hook is None:
-            return all_reduce_(tensor, stage.op, group, asker=self.requester)
+            return all_reduce_(tensor, stage.op, group, requester=self.requester)
         names = tuple(slot.name for slot in self.slots)
         return call_hook(self.hook, GradientBucket(self.index, names, tensor, group, stage.op))
 
@@ -278,7 +279,7 @@ class Bucket:
             rest = tuple(axis for axis in axes.axes if axis != self.reduction.scatter)
             if rest:
                 group = axis_group(axes.mesh, rest).group
-                self._pending = all_reduce_(self._wait(), "sum", group, asker=self.requester)
+                self._pending = all_reduce_(self._wait(), "sum", group, requester=self.requester)
         for number in range(1, len(self.reduction.stages)):
             self._pending = self._start(number, self._wait())
 

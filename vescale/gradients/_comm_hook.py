@@ -33,7 +33,9 @@ class GradientBucket:
 
     def all_reduce(self, tensor: torch.Tensor | None = None) -> Pending:
         """Reduce ``tensor`` (None: ``buffer``) in place over the group, as the reducer does without a hook."""
-        return all_reduce_(self.buffer if tensor is None else tensor, self.op, self.group, asker=f"bucket {self.index}")
+        return all_reduce_(
+            self.buffer if tensor is None else tensor, self.op, self.group, requester=f"bucket {self.index}"
+        )
 
 
 CommHook = Callable[[GradientBucket], "Pending | torch.Tensor"]

@@ -7,6 +7,7 @@ is unknown, and so is all that follows from it up to the next planned placement.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.ops import is_elementwise as is_elementwise_op
 from vescale.placements import InterleavedShard, at_dim, shard_dim
 
 __all__ = ["AxisPlacement", "Flow", "Rule", "indexed_dims", "is_elementwise", "rule_for"]
@@ -52,12 +54,22 @@ def rule_for(name: str, flow: Flow, others: Mapping[str, Rule]) -> AxisPlacement
     """The placement of the result of the op called ``name``, or None; ``others``: rules for ops that have none here."""
     if all(isinstance(placement, Replicate) for placement in flow.placements):
         return Replicate()
-    rule = _RULES.get(name.strip("_")) or others.get(name)
+    rule = _RULES.get(name.strip("_")) or others.get(name) or (_elementwise if is_elementwise(name) else None)
     return rule(flow) if rule is not None and None not in flow.placements else None
 
 
+@functools.cache
 def is_elementwise(name: str) -> bool:
-    return name.strip("_") in _ELEMENTWISE | _SUMS
+    """Whether each element of the result depends on the operands' elements at the same place only: by the registry's family
+    of elementwise ops, for the ATen op of the torch function ``name``."""
+    base = name.strip("_")
+    if name.startswith("__") and base[0] in "ri":  # y + x and x += y
+        base = base[1:]
+    packet = getattr(torch.ops.aten, {"truediv": "div"}.get(base, base), None)
+    overloads = packet.overloads() if packet is not None and hasattr(packet, "overloads") else ()
+    if "dim" in overloads:  # max and min: of two tensors, or a reduction
+        return False
+    return base in _COPIES or any(is_elementwise_op(getattr(packet, overload)) for overload in overloads)
 
 
 def _linear(flow: Flow) -> AxisPlacement:
@@ -212,17 +224,10 @@ def _cuts(placement: AxisPlacement, dim: int) -> bool:
     return type(placement) is Shard and placement.dim == dim
 
 
-# fmt: off
-_ELEMENTWISE = frozenset((
-    "mul", "rmul", "imul", "div", "truediv", "rtruediv", "rsub", "pow", "rsqrt", "sqrt", "exp", "silu",
-    "gelu", "relu", "sigmoid", "tanh", "neg", "abs", "square", "dropout", "clamp", "type_as", "cos", "sin",
-    "masked_fill", "where", "contiguous", "clone", "float", "to", "half", "bfloat16", "double", "view_as",
-))
-# fmt: on
-_SUMS = frozenset(("add", "radd", "iadd", "sub", "isub"))
+# Elementwise functions without an ATen op of their name, and random ones.
+_COPIES = frozenset(("dropout", "type_as", "contiguous", "float", "to", "half", "bfloat16", "double", "view_as"))
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
-    **dict.fromkeys(_SUMS, _sum_like),
+    **dict.fromkeys(("add", "radd", "iadd", "sub", "isub"), _sum_like),
     **dict.fromkeys(("mean", "sum", "softmax", "var"), _along_dims),
     **dict.fromkeys(("layer_norm", "rms_norm"), _normalize),
     **dict.fromkeys(("view", "reshape", "flatten"), _view),

@@ -29,7 +29,7 @@ def gather_ranks(values: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) ->
         return values.unsqueeze(0)
     group = axis_group(mesh, axes)
     sizes = [values.numel()] * group.size
-    return all_gather_v(values.contiguous(), sizes, group.group, asker="reduction").wait().view(group.size, -1)
+    return all_gather_v(values.contiguous(), sizes, group.group, requester="reduction").wait().view(group.size, -1)
 
 
 def add_ranks(values: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
@@ -38,7 +38,7 @@ def add_ranks(values: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> to
         return values
     if values.is_complex():
         return gather_ranks(values.reshape(-1), mesh, axes).sum(0).view(values.shape)
-    return all_reduce(values, "sum", axis_group(mesh, axes).group, asker="reduction").wait()
+    return all_reduce(values, "sum", axis_group(mesh, axes).group, requester="reduction").wait()
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import asking
+from vescale.comm import requested_by
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, no_torch_function, spec_of
 from vescale.ops._observer import report_implicit_move
 from vescale.placements import contiguous_stride, move_local, stride_like, without_partials
@@ -49,7 +49,7 @@ def _moved(x: DTensor, target: tuple[Placement, ...], requester: str) -> DTensor
     spec, local = spec_of(x), local_of(x)
     if tuple(spec.placements) == target:
         return make_dtensor(local, spec)
-    with asking(requester), no_torch_function():
+    with requested_by(requester), no_torch_function():
         moved = move_local(local, spec.mesh, x.shape, spec.placements, target).wait()
     return make_dtensor(moved, make_spec(spec.mesh, target, x.shape, contiguous_stride(x.shape), x.dtype))
 

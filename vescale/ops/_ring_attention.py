@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from vescale.comm import AxisGroup, Pending, all_to_all_v, asking
+from vescale.comm import AxisGroup, Pending, all_to_all_v, requested_by
 from vescale.ops._block_attention import Attended, BlockGradients, accumulation_dtype
 from vescale.ops._ring_schedule import RingSchedule, meetings
 from vescale.ops._second_derivatives import differentiable_once
@@ -62,7 +62,7 @@ class Ring:
             if target == own:
                 receive[source] = self.schedule.length(owner) * key_size
         assert block is not None
-        with asking(requester):
+        with requested_by(requester):
             pending = all_to_all_v(block if sum(send) else block[:0], send, receive, self.group.group)
         return _Receiving(pending, {owner: source for source, target, owner in moves if target == own}, receive)
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import all_gather_into, all_reduce, asking, axis_group
+from vescale.comm import all_gather_into, all_reduce, axis_group, requested_by
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, bring_with_gradient, enter_local, leave_local
@@ -138,7 +138,7 @@ def _whole_statistics(local: torch.Tensor, group: dist.ProcessGroup | None) -> _
         return _Statistics(mean, deviations / num_values)
     own = torch.cat([mean, deviations, mean.new_full((1,), num_values)])
     every = own.new_empty(group.size(), own.numel())
-    with asking(f"{_OP}: statistics"):
+    with requested_by(f"{_OP}: statistics"):
         all_gather_into(every.view(-1), own, group).wait()
     means, squares, counts = every.split([num_channels, num_channels, 1], dim=1)
     total = counts.sum()
@@ -204,7 +204,7 @@ class _Normalize(torch.autograd.Function):
             if ctx.num_values is not None:
                 sums = torch.stack([of_bias, of_weight])
                 if ctx.group is not None:
-                    with asking(f"{_OP}: statistics: gradient"):
+                    with requested_by(f"{_OP}: statistics: gradient"):
                         sums = all_reduce(sums, "sum", ctx.group).wait()
                 sums = sums / ctx.num_values
                 slope = (sums[1] * inverse.square()).view(shape)

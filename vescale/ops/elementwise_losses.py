@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale.comm import all_reduce, asking, axis_group
+from vescale.comm import all_reduce, axis_group, requested_by
 from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.ops._conversion import bring, cut
 from vescale.ops._registration import handles, is_spread
@@ -69,7 +69,7 @@ def _run(signature: _Signature, op: Any, args: tuple[Any, ...], kwargs: dict[str
             total = result.sum()
             axes = [a for a, p in enumerate(placements) if shard_dim(p) is not None and mesh.size(a) > 1]
             if axes:
-                with asking(str(op)):
+                with requested_by(str(op)):
                     total = all_reduce(total, "sum", axis_group(mesh, axes).group).wait()
             total = total / count if reduction == _MEAN else total
             return make_dtensor(total, make_spec(mesh, (Replicate(),) * mesh.ndim, (), (), total.dtype))

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import all_reduce, asking, axis_group
+from vescale.comm import all_reduce, axis_group, requested_by
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec
 from vescale.ops._conversion import bring, cut
 from vescale.ops._registration import handles, is_spread
@@ -44,7 +44,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 def _sum_over(mesh: DeviceMesh, axes: Sequence[int], local: torch.Tensor, op: str, requester: str) -> torch.Tensor:
     if not axes:
         return local
-    with asking(requester):
+    with requested_by(requester):
         return all_reduce(local, op, axis_group(mesh, axes).group).wait()
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import asking
+from vescale.comm import requested_by
 from vescale.compat import DTensorSpec, local_of, make_dtensor, spec_of
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, convert
@@ -164,7 +164,7 @@ def _scatter_add(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     own = local_of(bring(source, index.placements, str(op), "src"))
     partial = [Replicate() if p.is_replicate() else Partial() for p in index.placements]
     added = torch.zeros_like(local_of(x)).scatter_add(0, local_of(index), own)
-    with asking("statistic: scatter_add"):
+    with requested_by("statistic: scatter_add"):
         added = move_local(added, x.device_mesh, x.shape, partial, x.placements).wait()
     if op is torch.ops.aten.scatter_add_.default:
         local_of(x).add_(added)

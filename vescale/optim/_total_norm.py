@@ -16,7 +16,7 @@ from vescale.compat import AsyncCollectiveTensor, foreach_norm, has_foreach, loc
 
 __all__ = ["Part", "part_of", "result_dtype", "total_norm"]
 
-_ASKER = "norm of gradients"
+_REQUESTER = "norm of gradients"
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def _combine(numbers: torch.Tensor, group: AxisGroup | None, order: float) -> Pe
     if group is None:
         return Pending(numbers)
     if math.isinf(order):  # gathered, because an all-reduced maximum may lose nan
-        return all_gather_v(numbers, [1] * group.size, group.group, asker=_ASKER)
-    return all_reduce(numbers, "sum", group.group, asker=_ASKER)
+        return all_gather_v(numbers, [1] * group.size, group.group, requester=_REQUESTER)
+    return all_reduce(numbers, "sum", group.group, requester=_REQUESTER)
 
 
 def _finished(pending: Pending, order: float) -> torch.Tensor:

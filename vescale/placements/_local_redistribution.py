@@ -69,13 +69,13 @@ def move_local(
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
     local = local.resolve_conj().resolve_neg()  # collectives move the memory as it is
-    asker = f"redistribute {_text(source)} -> {_text(target)}"
+    requester = f"redistribute {_text(source)} -> {_text(target)}"
     pending = Pending(local)
     for axis in _reduction_order(source, target):
-        pending = _reduce(pending.wait(), mesh, shape, source, target, axis, coordinate, asker)
+        pending = _reduce(pending.wait(), mesh, shape, source, target, axis, coordinate, requester)
     if source == target:
         return pending
-    return _exchange(pending.wait(), mesh, shape, source, target, coordinate, asker)
+    return _exchange(pending.wait(), mesh, shape, source, target, coordinate, requester)
 
 
 def _check_partials(source: list[Placement], target: list[Placement], dtype: torch.dtype) -> None:
@@ -120,7 +120,7 @@ def _reduce(
     target: list[Placement],
     axis: int,
     coordinate: Sequence[int],
-    asker: str,
+    requester: str,
 ) -> Pending:
     """Reduce one Partial axis; updates ``source`` to what the result has there."""
     partial = source[axis]
@@ -134,7 +134,7 @@ def _reduce(
     scattered = _scattered(shape, tuple(mesh.shape), source, target, axis)
     if scattered is None:
         source[axis] = Replicate()
-        return all_reduce(local, partial.reduce_op, group.group, asker=asker)
+        return all_reduce(local, partial.reduce_op, group.group, requester=requester)
     held = list(source)
     source[axis] = scattered
     # Each rank holds a contribution to everything that its peers receive, so it sends to each of them.
@@ -143,9 +143,9 @@ def _reduce(
     sizes = [piece.numel for piece in plan.sends]
     out = local.new_empty(plan.target.local_shape)
     if plan.keeps_in_place:
-        reduced = reduce_scatter_v(send, sizes, partial.reduce_op, group.group, out=out.view(-1), asker=asker)
+        reduced = reduce_scatter_v(send, sizes, partial.reduce_op, group.group, out=out.view(-1), requester=requester)
         return reduced.reshaped(out)
-    reduced = reduce_scatter_v(send, sizes, partial.reduce_op, group.group, asker=asker)
+    reduced = reduce_scatter_v(send, sizes, partial.reduce_op, group.group, requester=requester)
     return Pending(out, [reduced], lambda: unpack(reduced.out, [plan.kept], out))
 
 
@@ -181,7 +181,7 @@ def _exchange(
     source: list[Placement],
     target: list[Placement],
     coordinate: Sequence[int],
-    asker: str,
+    requester: str,
 ) -> Pending:
     """Everything but reductions; see the module's table."""
     becoming = [a for a, (s, t) in enumerate(zip(source, target)) if t.is_partial() and s != t]
@@ -203,18 +203,18 @@ def _exchange(
         sizes = [region.numel for region in plan.peer_sources]
         sender = local.reshape(-1)
         if plan.receives_in_place:
-            pending = all_gather_v(sender, sizes, group.group, out=out.view(-1), asker=asker)
+            pending = all_gather_v(sender, sizes, group.group, out=out.view(-1), requester=requester)
         else:
-            gathered = all_gather_v(sender, sizes, group.group, asker=asker)
+            gathered = all_gather_v(sender, sizes, group.group, requester=requester)
             pending = Pending(out, [gathered], lambda: unpack_gathered(gathered.out, plan, out))
     else:
         send = pack(local, plan.sends, plan.send_span)
         send_sizes = [piece.numel for piece in plan.sends]
         receive_sizes = [piece.numel for piece in plan.receives]
         if plan.receives_in_place:
-            pending = all_to_all_v(send, send_sizes, receive_sizes, group.group, out=out.view(-1), asker=asker)
+            pending = all_to_all_v(send, send_sizes, receive_sizes, group.group, out=out.view(-1), requester=requester)
         else:
-            received = all_to_all_v(send, send_sizes, receive_sizes, group.group, asker=asker)
+            received = all_to_all_v(send, send_sizes, receive_sizes, group.group, requester=requester)
             pending = Pending(out, [received], lambda: unpack(received.out, plan.receives, out))
     return Pending(out, [pending], lambda: _contribute(out, mesh, source, target, becoming, coordinate))
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale.comm import asking
+from vescale.comm import requested_by
 from vescale.compat import local_of, make_dtensor, make_spec, spec_of, stock_dispatch
 from vescale.compat.cuda_kernels import fused_dropout
 from vescale.compat.random_ops import (
@@ -269,7 +269,7 @@ def _local_scalar_dense(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     local, whole = local_of(dtensor).detach(), (Replicate(),) * dtensor.device_mesh.ndim
     if dtensor.dtype == torch.bool:  # sums of booleans overflow into themselves on some backends
         local = local.to(torch.int32)
-    with asking(f"item() of a DTensor with placements {placements}"):
+    with requested_by(f"item() of a DTensor with placements {placements}"):
         value = move_local(local, dtensor.device_mesh, dtensor.shape, placements, whole).wait().item()
     return bool(value) if dtensor.dtype == torch.bool else value
 

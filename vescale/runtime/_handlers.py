@@ -186,7 +186,7 @@ def _enter_in_ledger(op: str, local: torch.Tensor, source: Any, target: Any) -> 
             kind, moved = "all_gather_v", size * (num_ranks - 1)
         else:
             kind, moved = "all_to_all_v", size * (num_ranks - 1) // num_ranks
-        record(kind, num_ranks, moved, asker=f"implicit: {op}", group=mesh.get_group(axis))
+        record(kind, num_ranks, moved, requester=f"implicit: {op}", group=mesh.get_group(axis))
 
 
 def _replicated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

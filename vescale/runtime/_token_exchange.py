@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vescale.comm import AxisGroup, all_gather_v, all_to_all_v, asking
+from vescale.comm import AxisGroup, all_gather_v, all_to_all_v, requested_by
 
 __all__ = ["TokenExchange"]
 
@@ -50,7 +50,7 @@ class TokenExchange:
     def plan(cls, goes: torch.Tensor, group: AxisGroup, requester: str) -> TokenExchange:
         """``goes``, of shape (ranks, rows): whether a row goes to a rank."""
         counts = goes.sum(dim=1, dtype=torch.int32)
-        with asking(f"{requester}: counts"):
+        with requested_by(f"{requester}: counts"):
             every = all_gather_v(counts, [group.size] * group.size, group.group).wait().view(group.size, group.size)
         # One wait for the device: what follows needs sizes.
         send, receive = torch.stack((counts, every[:, group.index])).tolist()
@@ -110,7 +110,7 @@ def _moved(
     pieces = [part.contiguous().view(torch.uint8) for part in parts]
     packed = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
     width = packed.shape[1]
-    with asking(requester):
+    with requested_by(requester):
         flat = all_to_all_v(
             packed.view(-1), [n * width for n in send], [n * width for n in receive], group.group
         ).wait()
