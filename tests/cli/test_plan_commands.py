@@ -14,6 +14,7 @@ import pytest
 
 from vescale import plan_zoo
 from vescale.cli import main
+from vescale.compat import PATCHES, patch_states
 
 MODULE = """
 import torch
@@ -278,6 +279,20 @@ def test_env(run: Run) -> None:
     assert code == 0 and any(line.split()[:2] == ["packages", "torch"] for line in out.splitlines())
     data = json.loads(run("env", "--json")[1])
     assert data["torch"]["compat"] == "ok" and data["torch"]["gloo"] is True
+    assert set(data["features"].values()) == {"ok"}
+    assert len(data["patches"]) == len(PATCHES)
+    for patch, state in patch_states():
+        found = data["patches"][patch.target]
+        assert (found["state"], found["replacement"], found["issue"]) == (state, patch.replacement, patch.issue)
+        assert any(patch.target.split()[0] in line and state in line for line in out.splitlines())
+
+
+def test_env_names_what_a_torch_lacks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch._C._dispatch_keyset_full_after")
+    code, out, _ = run("env")
+    assert code == 0, "optional"
+    (line,) = (line for line in out.splitlines() if line.startswith("features") and "observing" in line)
+    assert "unavailable" in line and "_dispatch_keyset_full_after" in line
 
 
 def test_models_by_other_names(run: Run) -> None:

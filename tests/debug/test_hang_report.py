@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tests.debug.jobs import run_job
 from vescale import Plan, parallelize
@@ -132,6 +132,18 @@ def busy_after_a_reduce_scatter() -> None:
         dist.barrier()
 
 
+def in_item(fault: Callable[[], None]) -> None:
+    """The value of a pending loss, which not all ranks ask for."""
+    hang_report(TIMEOUT)
+    model_on_mesh()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    loss: Any = DTensor.from_local(torch.ones(()), mesh, [Partial()])
+    assert loss.item() == dist.get_world_size()
+    if dist.get_rank() == BAD:
+        fault()
+    print(loss.item())
+
+
 GONE = r"rank 1 (is dead|has reported nothing)"
 CASES: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
     (in_forward, sleeps, r"rank 1 did not enter all_reduce number \d+ of axis 'tp' \(\d+ bytes, asked for by blocks.1.down.<out>"  # noqa: E501
@@ -141,6 +153,7 @@ CASES: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
     (in_forward, raises, r"rank 1 has ended with ValueError: planted \(at .*test_hang_report.py:\d+ \(raises\) in forward of blocks.1\)"),  # noqa: E501
     (another_collective, None, r"rank 1 entered broadcast number 1 of ranks \[0, 1, 2\] .*, and ranks \[0, 2\] barrier number 1"),  # noqa: E501
     (in_user_code, sleeps, r"rank 1 did not enter all_reduce number 2 .* \(sleeps\)"),
+    (in_item, sleeps, r"rank 1 did not enter all_reduce number \d+ of axis 'tp' \(\d+ bytes, asked for by item\(\) of a DTensor with placements \(Partial\(sum\),\)"),  # noqa: E501
     (in_a_reduce_scatter, sleeps, r"rank 1 did not enter reduce_scatter number 1 .* \(sleeps\)"),
     (in_a_gathered_buffer, sleeps, r"rank 1 did not enter all_gather number \d+ .* \(sleeps\)"),
 ]  # fmt: skip

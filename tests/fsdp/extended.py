@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 import torch
@@ -15,6 +15,10 @@ __all__ = ["CALLS", "Codes", "MixedBlock", "Rounded"]
 
 CALLS: Counter[str] = Counter()
 """Of hooks, by this process."""
+
+_KEPT: deque[Any] = deque(maxlen=64)
+"""Inputs and results of the last collectives. torch 2.13 lets go of its own references on the backend's thread, which must
+not be the last ones: dropping a tensor that Python has seen needs the interpreter's lock, and may abort the process."""
 
 _aten = torch.ops.aten
 _MAKES_ANOTHER = {
@@ -28,6 +32,14 @@ _MAKES_ANOTHER = {
     _aten.view.default,
     _aten.zeros_like.default,
 }
+
+
+def _kept(func: Any, *args: Any, **options: Any) -> Any:
+    """Call an op on plain tensors; those of a collective are kept for a while."""
+    result = func(*args, **options)
+    if func.namespace == "_c10d_functional":
+        _KEPT.append((args, result))
+    return result
 
 
 def by_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +92,7 @@ class Rounded(torch.Tensor):
             return tensor.master
 
         plain = tree_map_only(cls, inner, (args, kwargs or {}))
-        result = func(*plain[0], **plain[1])
+        result = _kept(func, *plain[0], **plain[1])
         if func in _MAKES_ANOTHER:
             return tree_map_only(torch.Tensor, lambda tensor: cls(tensor, own[0].how, own[0].pads), result)
         return (
@@ -196,7 +208,7 @@ class Codes(torch.Tensor):
                 return cls(codes, affine, first.dtype)
             return [cls(*pair, first.dtype) for pair in zip(codes, affine, strict=True)]
         args, options = tree_map_only(cls, cls.decoded, (args, options))
-        return func(*args, **options)
+        return _kept(func, *args, **options)
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return (self.codes, self.affine), self.dtype

@@ -17,11 +17,11 @@ from tests.fsdp.extended import MixedBlock
 from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools, run_cases
 from vescale.buffer import Allocation
+from vescale.comm import SideStream
 from vescale.fsdp import fully_shard
 from vescale.fsdp._group_memory import GroupMemory
-from vescale.fsdp._reduction import Reduction
 from vescale.fsdp._residency import Residency
-from vescale.fsdp._streams import SideStream
+from vescale.gradients import ShardedReduction
 
 Time = dict[str, int]
 
@@ -55,7 +55,7 @@ class Clocks:
 
 class ClockedStream(SideStream):
     def __init__(self, clocks: Clocks, name: str) -> None:
-        self.clocks, self.name, self.stream = clocks, name, name
+        self.clocks, self.name, self.stream, self.is_real = clocks, name, name, True
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
@@ -96,7 +96,7 @@ def clocked(model: Any, patch: pytest.MonkeyPatch) -> Iterator[Clocks]:
         "wait": GroupMemory.wait,
         "unshard": GroupMemory.unshard,
         "release": GroupMemory._release,
-        "start": Reduction.start,
+        "start": ShardedReduction.start,
         "free": Allocation.free,
     }
 
@@ -121,7 +121,7 @@ def clocked(model: Any, patch: pytest.MonkeyPatch) -> Iterator[Clocks]:
         own["release"](self, event)
 
     def start(self: Any) -> None:
-        memory = self.bucket.unreduced.buffer._allocation
+        memory = self.gradients.unreduced.buffer._allocation
         if id(memory) not in clocks.owners:
             clocks.owners[id(memory)] = "compute"
         clocks.use(memory, "compute")  # gradients were written
@@ -139,7 +139,7 @@ def clocked(model: Any, patch: pytest.MonkeyPatch) -> Iterator[Clocks]:
     patch.setattr(GroupMemory, "unshard", unshard)
     patch.setattr(GroupMemory, "wait", wait)
     patch.setattr(GroupMemory, "_release", release)
-    patch.setattr(Reduction, "start", start)
+    patch.setattr(ShardedReduction, "start", start)
     patch.setattr(Allocation, "free", free)
     yield clocks
 

@@ -243,16 +243,14 @@ def offloaded_with_tensor_parallelism() -> None:
         groups = [g for block in model.blocks for g in state_of(block).groups]  # type: ignore[union-attr]
         assert all(g.at_rest.offloads == isinstance(offload, CPUOffloadPolicy) for g in groups)
         came: list[tuple[Any, frozenset[int]]] = []
-        for parameter in (p for g in groups for p in g.parameters if p.name.endswith("norm.weight")):
+        for summand in (p.contribution for g in groups for p in g.parameters if p.name.endswith("norm.weight")):
 
-            def contribution(
-                gradient: Any, earlier: Any, of: Any = parameter, own: Any = parameter.contribution
-            ) -> Any:
-                found = own(gradient, earlier)
-                came.append((gradient.placements, of.pending))  # noqa: B023
+            def of(gradient: Any, earlier: Any, *, of_one_loss: bool, one: Any = summand, own: Any = summand.of) -> Any:
+                found = own(gradient, earlier, of_one_loss=of_one_loss)
+                came.append((gradient.placements, one.pending))  # noqa: B023
                 return found
 
-            parameter.contribution = contribution  # type: ignore[method-assign]
+            summand.of = of  # type: ignore[method-assign]
         exact(same_steps(twin, model, one_loss, num_steps=3))
         left = frozenset() if isinstance(offload, CPUOffloadPolicy) else frozenset({1})
         assert len(came) == 9 and set(came) == {((Partial(), Partial()), left)}, (left, came)

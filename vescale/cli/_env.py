@@ -1,4 +1,4 @@
-"""``vescale env``: versions, what this machine's torch can do, which helpers were built. For bug reports."""
+"""``vescale env``: versions, what this torch can do, which helpers were built, what is patched. For bug reports."""
 
 from __future__ import annotations
 
@@ -39,11 +39,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _collect() -> dict[str, dict[str, Any]]:
+    torch = _torch()
+    is_complete = torch["compat"] == "ok"
     return {
         "vescale": {"version": __version__, "folder": str(Path(__file__).parent.parent)},
         "python": {"version": platform.python_version(), "executable": sys.executable, "platform": platform.platform()},
         "packages": {name: _version(name) for name in _PACKAGES},
-        "torch": _torch(),
+        "torch": torch,
+        "features": _features() if is_complete else {},
+        "patches": _patches() if is_complete else {},
         "helpers": _helpers(),
         "machine": {"cpus": os.cpu_count(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")},
     }
@@ -73,12 +77,35 @@ def _torch() -> dict[str, Any]:
 
 
 def _compat() -> str:
-    """Whether every private name of torch that vescale uses is there."""
+    """Whether every private name of torch that vescale cannot do without is there."""
     try:
-        importlib.import_module("vescale.compat")
+        importlib.import_module("vescale.compat").self_check()
     except (ImportError, AttributeError) as error:
         return str(error)
     return "ok"
+
+
+def _features() -> dict[str, str]:
+    """What is optional, and whether this torch has what it needs."""
+    needs = importlib.import_module("vescale.compat.needs")
+    missing = {feature: needs.lacking(feature) for feature in dict.fromkeys(need.feature for need in needs.OPTIONAL)}
+    return {name: f"unavailable: torch lacks {', '.join(lacks)}" if lacks else "ok" for name, lacks in missing.items()}
+
+
+def _patches() -> dict[str, dict[str, str]]:
+    """Everything that vescale can change in PyTorch, and whether this process has."""
+    states = importlib.import_module("vescale.compat").patch_states()
+    return {
+        patch.target: {
+            "state": state,
+            "part": patch.part,
+            "replacement": patch.replacement,
+            "reason": patch.reason,
+            "issue": patch.issue,
+            "torch": patch.torch,
+        }
+        for patch, state in states
+    }
 
 
 def _helpers() -> dict[str, str]:
@@ -95,6 +122,8 @@ def _shown(value: Any) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, dict):
+        return f"{value['state']} ({value['part']}): {value['replacement']}"
     if isinstance(value, list):
         return ", ".join(value) or "none"
     return str(value)

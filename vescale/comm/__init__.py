@@ -20,6 +20,7 @@ from vescale.comm._ring_cost import (
     ring_bytes,
     ring_seconds,
 )
+from vescale.comm._streams import SideStream
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -39,6 +40,7 @@ __all__ = [
     "Operation",
     "Pending",
     "ReductionCost",
+    "SideStream",
     "all_gather_into",
     "all_gather_v",
     "all_reduce",

@@ -1,102 +1,40 @@
 """Every private PyTorch name that vescale uses, under a stable name, and everything that it changes in PyTorch."""
 
+# ruff: noqa: F403
 from vescale.compat.needs import OBSERVATION, UnsupportedTorchError, require, self_check
 
 try:
-    from vescale.compat.async_tensors import (
-        AsyncCollectiveTensor,
-        all_gather_single,
-        as_async_tensor,
-        backend_memory_pool,
-        is_traced,
-        reduce_scatter_single,
-        traced_all_to_all,
+    from vescale.compat import (
+        async_tensors,
+        autograd,
+        containers,
+        dtensor,
+        foreach,
+        fsdp2,
+        gradient_rows,
+        hook_gate,
+        meshes,
+        op_info,
+        patches,
+        process_groups,
     )
-    from vescale.compat.autograd import (
-        TELLS_HOLDERS,
-        are_unheld,
-        at_end_of_backward,
-        current_autograd_node,
-        current_backward,
-        in_backward,
-        in_transform,
-        is_captured,
-        node_sequence,
-        num_storage_users,
-        profiled,
-        resume_compiling,
-        run_post_accumulate_hooks,
-        sequence_number,
-        set_versions,
-        suspend_compiling,
-        will_run,
-    )
+    from vescale.compat.async_tensors import *
+    from vescale.compat.autograd import *
     from vescale.compat.checkpoint_plans import CheckpointHooks
     from vescale.compat.collective_kernels import group_description, on_completion
-    from vescale.compat.containers import hides_tensors, map_tensors, tensors_in
+    from vescale.compat.containers import *
     from vescale.compat.dispatch import no_torch_function, stock_dispatch
-    from vescale.compat.dtensor import (
-        DTensorSpec,
-        MaskPartial,
-        StridedShard,
-        TensorMeta,
-        current_mesh,
-        local_of,
-        make_dtensor,
-        make_spec,
-        partial_reduce,
-        rank_in_mesh,
-        root_mesh,
-        set_local,
-        spec_of,
-    )
+    from vescale.compat.dtensor import *
     from vescale.compat.dtensor_methods import DTensorHooks, stock
-    from vescale.compat.foreach import (
-        foreach_copy_,
-        foreach_mul_,
-        foreach_norm,
-        has_foreach,
-    )
-    from vescale.compat.fsdp2 import (
-        FSDP2Module,
-        FSDP2State,
-        fsdp2_state,
-        is_replicated,
-        mark_as_managed,
-        register_fsdp2_state,
-    )
-    from vescale.compat.gradient_rows import ParameterRow, TensorRow, is_dense, plain_parts, share_memory
-    from vescale.compat.hook_gate import HookGate
-    from vescale.compat.meshes import DataParallelMeshDims, concatenate_meshes, mesh_over
+    from vescale.compat.foreach import *
+    from vescale.compat.fsdp2 import *
+    from vescale.compat.gradient_rows import *
+    from vescale.compat.hook_gate import *
+    from vescale.compat.meshes import *
     from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, tell_move
-    from vescale.compat.op_info import (
-        PACKING,
-        OpSchema,
-        OutputSharding,
-        clear_sharding_cache,
-        decompose,
-        has_results,
-        is_view,
-        native_sharding,
-        observe_redistribution,
-        output_meta,
-        schema_arguments,
-        static_keywords,
-        takes_only_tensors,
-        with_aliasing,
-    )
-    from vescale.compat.patches import (
-        PATCHES,
-        Patch,
-        extend_dtensor,
-        install,
-        install_part,
-        is_installed,
-        patch_states,
-        uninstall,
-        uninstall_part,
-    )
-    from vescale.compat.process_groups import default_store, default_timeout, is_alone, make_group, own_connection
+    from vescale.compat.op_info import *
+    from vescale.compat.patches import *
+    from vescale.compat.process_groups import *
     from vescale.compat.tensor_subclasses import without_modes
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
@@ -104,106 +42,31 @@ except (ImportError, AttributeError):
 
 __all__ = [
     "OBSERVATION",
-    "PACKING",
-    "PATCHES",
-    "TELLS_HOLDERS",
-    "AsyncCollectiveTensor",
     "CheckpointHooks",
     "DTensorHooks",
-    "DTensorSpec",
-    "DataParallelMeshDims",
     "DispatchListener",
-    "FSDP2Module",
-    "FSDP2State",
-    "HookGate",
-    "MaskPartial",
     "ModelHooks",
     "OpHandler",
-    "OpSchema",
-    "OutputSharding",
-    "ParameterRow",
-    "Patch",
-    "StridedShard",
-    "TensorMeta",
-    "TensorRow",
     "UnsupportedTorchError",
-    "all_gather_single",
-    "are_unheld",
-    "as_async_tensor",
-    "at_end_of_backward",
-    "backend_memory_pool",
-    "clear_sharding_cache",
-    "concatenate_meshes",
-    "current_autograd_node",
-    "current_backward",
-    "current_mesh",
-    "decompose",
-    "default_store",
-    "default_timeout",
-    "extend_dtensor",
-    "foreach_copy_",
-    "foreach_mul_",
-    "foreach_norm",
-    "fsdp2_state",
     "group_description",
-    "has_foreach",
-    "has_results",
-    "hides_tensors",
-    "in_backward",
-    "in_transform",
-    "install",
-    "install_part",
-    "is_alone",
-    "is_captured",
-    "is_dense",
-    "is_installed",
-    "is_replicated",
-    "is_traced",
-    "is_view",
-    "local_of",
-    "make_dtensor",
-    "make_group",
-    "make_spec",
-    "map_tensors",
-    "mark_as_managed",
-    "mesh_over",
-    "native_sharding",
     "no_torch_function",
-    "node_sequence",
-    "num_storage_users",
-    "observe_redistribution",
     "on_completion",
-    "output_meta",
-    "own_connection",
-    "partial_reduce",
-    "patch_states",
-    "plain_parts",
-    "profiled",
-    "rank_in_mesh",
-    "reduce_scatter_single",
-    "register_fsdp2_state",
     "require",
-    "resume_compiling",
-    "root_mesh",
-    "run_post_accumulate_hooks",
-    "schema_arguments",
     "self_check",
-    "sequence_number",
-    "set_local",
-    "set_versions",
-    "share_memory",
-    "spec_of",
-    "static_keywords",
     "stock",
     "stock_dispatch",
-    "suspend_compiling",
-    "takes_only_tensors",
     "tell_move",
-    "tensors_in",
-    "traced_all_to_all",
-    "uninstall",
-    "uninstall_part",
-    "will_run",
-    "with_aliasing",
     "without_modes",
 ]
+__all__ += async_tensors.__all__
+__all__ += autograd.__all__
+__all__ += containers.__all__
+__all__ += dtensor.__all__
+__all__ += foreach.__all__
+__all__ += fsdp2.__all__
+__all__ += gradient_rows.__all__
+__all__ += hook_gate.__all__
+__all__ += meshes.__all__
+__all__ += op_info.__all__
+__all__ += patches.__all__
+__all__ += process_groups.__all__

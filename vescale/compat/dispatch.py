@@ -85,6 +85,25 @@ def _are_numbers_of_several_meshes(specs: Any) -> bool:
 
 def take_over_handled_ops(changes: Changes, _: Any) -> None:
     """Ops that PyTorch has a handler of its own for, which would meet placements that it does not know."""
+
+    def before(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if op is _aten.as_strided.default:
+                return _handle(stock, op, args, kwargs)
+            placements, models = HOOKS.get("placements"), model_hooks()
+            custom = () if placements is None else placements.custom_types
+            has_handler = models is not None and op in models.handlers
+            for x in args:  # as cheap as can be, for DTensors of other code
+                if isinstance(x, DTensor):
+                    for p in x._spec.placements:
+                        if type(p) in custom or (has_handler and type(p) is not Replicate):
+                            return _handle(stock, op, args, kwargs)
+                elif has_handler and isinstance(x, torch.Tensor):
+                    return _handle(stock, op, args, kwargs)
+            return stock(op, args, kwargs)
+
+        return handle
+
     table = handlers_of_dtensor()
     for op in (
         _aten.argmax.default,
@@ -94,7 +113,7 @@ def take_over_handled_ops(changes: Changes, _: Any) -> None:
         _aten.convolution_backward.default,
     ):
         if op in table:
-            changes.entry(handlers_of_dtensor, op, functools.partial(_handle, table[op]))
+            changes.entry(handlers_of_dtensor, op, before(table[op]))
 
 
 def take_over_mixed_ops(changes: Changes, hooks: ModelHooks) -> None:
@@ -102,7 +121,16 @@ def take_over_mixed_ops(changes: Changes, hooks: ModelHooks) -> None:
     table = handlers_of_dtensor()
     for op, handler in hooks.handlers.items():
         if handler.takes_plain and op not in table:
-            changes.entry(handlers_of_dtensor, op, functools.partial(_handle, _on_replicas))
+            changes.entry(handlers_of_dtensor, op, _handle_mutable if op._schema.is_mutable else _handle_mixed)
+
+
+def _handle_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = _on_replicas(op, args) if not kwargs else NotImplemented
+    return _handle(stock_dispatch, op, args, kwargs) if found is NotImplemented else found
+
+
+def _handle_mutable(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _handle(stock_dispatch, op, args, kwargs)
 
 
 def _handle(otherwise: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,29 +139,45 @@ def _handle(otherwise: Callable[..., Any], op: Any, args: tuple[Any, ...], kwarg
     return otherwise(op, args, kwargs) if found is NotImplemented else found
 
 
-def _on_replicas(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op on operands that are Replicate: on each rank's local tensors, without asking for a decision."""
-    mesh: Any = None
-    locals_ = []
+# Results of ops on operands that are all Replicate, by op, specs and arguments.
+_REPLICAS: dict[tuple[Any, ...], tuple[DTensorSpec, ...]] = {}
+_MAX_REPLICAS = 4096
+
+
+def _on_replicas(op: Any, args: tuple[Any, ...]) -> Any:
+    """The op on the local tensors of operands that are all Replicate, as cheap as PyTorch's own; else NotImplemented."""
+    key, locals_ = [op], []
     for x in args:
-        if isinstance(x, DTensor):
+        if type(x) is DTensor:
             spec = x._spec
-            if not spec.is_replicated() or (mesh is not None and spec.mesh is not mesh):
-                return stock_dispatch(op, args, kwargs)
-            mesh, x = spec.mesh, x._local_tensor
+            for placement in spec.placements:
+                if type(placement) is not Replicate:
+                    return NotImplemented
+            key.append(spec)
+            locals_.append(x._local_tensor)
         elif isinstance(x, torch.Tensor | list | tuple):
-            return stock_dispatch(op, args, kwargs)
-        locals_.append(x)
-    if op._schema.is_mutable or mesh.get_coordinate() is None:
-        return stock_dispatch(op, args, kwargs)
+            return NotImplemented
+        else:
+            key.append(x)
+            locals_.append(x)
+    call = tuple(key)
+    specs = _REPLICAS.get(call)
+    if specs is None:
+        meshes = {spec.mesh for spec in key if isinstance(spec, DTensorSpec)}
+        if len(meshes) > 1 or any(mesh.get_coordinate() is None for mesh in meshes):
+            return NotImplemented
     with no_torch_function():
-        result = op(*locals_, **kwargs)
-    replicate = (Replicate(),) * mesh.ndim
-
-    def wrapped(x: torch.Tensor) -> DTensor:
-        return make_dtensor(x, make_spec(mesh, replicate, x.shape, x.stride(), x.dtype))
-
-    return tuple(map(wrapped, result)) if isinstance(result, tuple) else wrapped(result)
+        result = op(*locals_)
+    results = result if isinstance(result, tuple) else (result,)
+    if specs is None:
+        (mesh,) = meshes
+        placements = (Replicate(),) * mesh.ndim
+        if len(_REPLICAS) >= _MAX_REPLICAS:
+            _REPLICAS.clear()
+        specs = _REPLICAS[call] = tuple(make_spec(mesh, placements, x.shape, x.stride(), x.dtype) for x in results)
+    if len(results) == 1:
+        return make_dtensor(results[0], specs[0])
+    return tuple(map(make_dtensor, results, specs))
 
 
 def take_over_undecided_ops(changes: Changes, _: Any) -> None:

@@ -4,7 +4,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from vescale.compat import DataParallelMeshDims
 from vescale.fsdp._api import fully_shard, give_methods
-from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._extensions import is_extended
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
@@ -13,6 +12,7 @@ from vescale.fsdp._report import GroupReport, Report, report
 from vescale.fsdp._residency import Event, Residency, ResidencyError
 from vescale.fsdp._sharded_parameters import GroupMember
 from vescale.fsdp._state import ModuleState, Phase, state_of
+from vescale.gradients import DataParallelAxes
 
 __all__ = [
     "CPUOffloadPolicy",

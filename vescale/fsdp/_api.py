@@ -22,13 +22,13 @@ from vescale.compat import (
     mark_as_managed,
     register_fsdp2_state,
 )
-from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._extensions import is_extended
 from vescale.fsdp._group import BlockPolicy, ParameterGroup
 from vescale.fsdp._module import FSDPModule
 from vescale.fsdp._parameter import find_slots
 from vescale.fsdp._sharded_parameters import GroupMember
 from vescale.fsdp._state import ModuleState, state_of
+from vescale.gradients import DataParallelAxes
 from vescale.ops import install as install_placements
 from vescale.rng import check_recorded_alike, has_deferred, is_deferred, materialize
 from vescale.rng import enable as enable_random_ops
@@ -195,7 +195,7 @@ fully_shard.state = _state  # type: ignore[attr-defined]
 
 def give_methods(state: ModuleState, *, for_torch: bool = False) -> None:
     """Make the modules of a state :class:`FSDPModule`, with all its methods, beside what they are. ``for_torch``: PyTorch,
-    and who asks its classes, take them for FSDP2's, whose gradients can be accumulated and then reduced apart."""
+    and code that checks its classes, treats them as FSDP2's, whose gradients can be accumulated and then reduced apart."""
     for one in state.modules:
         one.__class__ = _sharded_class(type(one), for_torch)
         if for_torch:

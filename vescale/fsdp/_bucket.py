@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
-from vescale.buffer import Allocation, DBuffer, PendingBuffer
-from vescale.comm import Pending
+from vescale.buffer import Allocation, DBuffer
 from vescale.compat import (
-    DTensorSpec,
     local_of,
-    make_dtensor,
-    make_spec,
-    run_post_accumulate_hooks,
-    spec_of,
 )
-from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._extensions import refuse_hooks
 from vescale.fsdp._gather import BufferGather
 from vescale.fsdp._hook_gather import HookGather
 from vescale.fsdp._layout import CallerLayout, Layout, PlannedLayout
 from vescale.fsdp._parameter import ManagedParameter
 from vescale.fsdp._shards import BufferShards, Shards, SubclassShards
-from vescale.fsdp._unreduced import GradientPlace, UnreducedGradients
-from vescale.placements import RaggedShard, redistribute
+from vescale.gradients import DataParallelAxes, GradientPlace, ShardedGradients
 
 __all__ = ["GRADIENT_PLACE", "Bucket"]
 
@@ -61,8 +50,7 @@ class Bucket:
     kind                        ``layout``                ``at_rest``              ``gathering``
     ==========================  ========================  =======================  =====================================
     plain                       :class:`PlannedLayout`    :class:`BufferShards`    :class:`BufferGather`
-    a cut that the caller asks  :class:`CallerLayout`     :class:`BufferShards`    :class:`BufferGather`
-    for
+    with the caller's layout    :class:`CallerLayout`     :class:`BufferShards`    :class:`BufferGather`
     tensor subclass             :class:`CallerLayout`     :class:`SubclassShards`  :class:`HookGather`, without ``whole``
     ==========================  ========================  =======================  =====================================
 
@@ -114,7 +102,11 @@ class Bucket:
         else:
             self.at_rest = BufferShards(layout, self.dtype)
         self.gathering: BufferGather | HookGather
-        self.unreduced = UnreducedGradients(self.parameters)
+
+    def allocate_shards(self, device: torch.device, *, pin_memory: bool) -> None:
+        self.at_rest.allocate(device, pin_memory=pin_memory)
+        self.gradients = ShardedGradients(self.layout, self.dtype, self.reduce_dtype, device)
+        self.unreduced = self.gradients.unreduced
 
     # At rest
 
@@ -122,12 +114,6 @@ class Bucket:
     def shards(self) -> DBuffer:
         """This rank's piece; of tensor subclasses without memory."""
         return self.at_rest.buffer
-
-    def part(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """One parameter's part of any flat piece that is laid out as the shards are."""
-        offset, shape = self.layout.slot(index)
-        part = flat.narrow(0, offset, math.prod(shape))
-        return part if len(shape) == 1 else part.view(shape)
 
     def cut(self, whole_locals: Sequence[torch.Tensor]) -> None:
         """Take this rank's part of each whole (local) or deferred tensor, and register the sharded forms."""
@@ -141,48 +127,29 @@ class Bucket:
             for index in range(len(self.parameters)):
                 self.at_rest.adopt(index)
 
-    @cached_property
-    def gradient_specs(self) -> list[DTensorSpec]:
-        """The parameters' own objects: an optimizer's ops then find equal specs by identity."""
-        found = []
-        for index, parameter in enumerate(self.parameters):
-            spec, sharded = parameter.sharded_spec(self.layout.placement(index), self.dtype), parameter.sharded
-            own = spec_of(sharded) if isinstance(sharded, DTensor) else None
-            found.append(own if own == spec else spec)
-        return found
-
     # While the group computes
 
     def prepare(
         self,
         device: torch.device,
-        whole: Allocation,
-        gradients: Allocation,
+        gathered: Allocation,
+        pool: Any,
         reduce_op: str,
         begin_gradients: Callable[[], GradientPlace],
     ) -> None:
         """Reserve the buffers of the running group; ``begin_gradients`` is called before the first gradient and says where
-        gradients go.
+        gradients go, those of tensor subclasses excepted: what these gather may be of any dtype and size.
 
         Raises ValueError, or NotImplementedError, for parameters without the all-gather hooks that they need.
         """
-        mesh, axes = self.axes.mesh, self.axes
-        placements = axes.unreduced(reduce_op)
-        apart = DBuffer(self.layout.whole, mesh, placements, dtype=self.reduce_dtype, allocation=gradients)
+        whole = None
         if isinstance(self.at_rest, SubclassShards):
-            self.gathering = HookGather(self.at_rest, self.mp_policy, self.compute_dtype, device, whole)
-
-            def begin() -> GradientPlace:
-                begin_gradients()
-                return GradientPlace.APART  # what was gathered may be of any dtype and size
-
-            self.unreduced.prepare(apart, apart, None, sums=reduce_op == "sum", begin=begin)
+            self.gathering = HookGather(self.at_rest, self.mp_policy, self.compute_dtype, device, gathered)
         else:
             refuse_hooks((p.name, local_of(p.sharded)) for p in self.parameters if isinstance(p.sharded, DTensor))
-            self.gathering = BufferGather(self.at_rest, self.compute_dtype, device, whole)
-            over_whole = self.whole.over(placements) if self.compute_dtype == self.reduce_dtype else None
-            self.unreduced.prepare(self.whole, apart, over_whole, sums=reduce_op == "sum", begin=begin_gradients)
-        self._geometry: dict[str, DBuffer] = {}
+            self.gathering = BufferGather(self.at_rest, self.compute_dtype, device, gathered)
+            whole = self.gathering.whole
+        self.gradients.prepare(whole, Allocation(device, pool=pool), reduce_op, begin_gradients)
 
     @property
     def whole(self) -> DBuffer:
@@ -199,68 +166,6 @@ class Bucket:
         if isinstance(self.gathering, BufferGather):
             unsharded.__dict__[GRADIENT_PLACE] = (self.unreduced, index)
         self.unreduced.parameters_changed()
-
-    def reduce_scatter(
-        self, op: str, group: dist.ProcessGroup | None, custom: Any, requester: str, *, at_once: bool = False
-    ) -> PendingBuffer:
-        """Start to reduce :attr:`unreduced` gradients, which are complete, over the shard axis, in a piece of new memory
-        that is laid out as the shards are."""
-        axes, gradients, layout = self.axes, self.unreduced.buffer, self.layout
-        if isinstance(layout, CallerLayout):
-            exchange = self._new("exchange " + op, axes.unreduced(op))
-            if layout.has_gaps:
-                exchange.zero_()
-            layout.copy(exchange, gradients, gathered=False)
-            gradients = exchange
-        piece = self._new("piece " + op, axes.buffer_placements(RaggedShard(), Partial(op)))
-        if custom is None:
-            return gradients.reduce_scatter(
-                (axes.shard,), op=op, out=piece, process_group=group, at_once=at_once, requester=requester
-            )
-        group = group or axes.mesh.get_group(axes.shard)
-        how = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
-        work = custom(output_tensor=piece.local, input_tensor=gradients.local, group=group, op=how, async_op=True)
-        return PendingBuffer(piece, Pending(piece.local, [work]))
-
-    def _new(self, what: str, placements: Sequence[Any]) -> DBuffer:
-        """Memory for gradients on their way."""
-        geometry = self._geometry.get(what)
-        if geometry is None:
-            geometry = self._geometry[what] = DBuffer(
-                self.layout.exchanged,
-                self.axes.mesh,
-                placements,
-                dtype=self.reduce_dtype,
-                device=self.unreduced.buffer.device,
-            )
-        return geometry.fresh()
-
-    # Gradients, reduced
-
-    def assign(self, index: int, reduced: torch.Tensor, received: int = 1) -> None:
-        """Add one parameter's part of ``reduced``, this rank's piece, to the sharded gradient; ``received`` tells the axes
-        along which it is pending still, as :meth:`UnreducedGradients.complete` does."""
-        parameter = self.parameters[index]
-        sharded = parameter.sharded
-        if not sharded.requires_grad:
-            return
-        part, spec = self.part(reduced, index), self.gradient_specs[index]
-        if received:
-            parameter.pending = _axes_of(received) if received > 1 else _NO_AXES
-        if parameter.pending:
-            pending = parameter.pending_at_rest
-            placements = [Partial() if axis in pending else p for axis, p in enumerate(spec.placements)]
-            spec = make_spec(spec.mesh, placements, parameter.global_shape, spec.stride, self.dtype)
-        accumulated = sharded.grad
-        if accumulated is None:
-            sharded.grad = make_dtensor(part, spec)
-        elif not isinstance(accumulated, DTensor):
-            accumulated.add_(part)
-        else:
-            if accumulated.placements != spec.placements:  # autograd's, of a loss that read the sharded parameter
-                accumulated = sharded.grad = redistribute(accumulated, spec.mesh, spec.placements)
-            local_of(accumulated).add_(part)
-        run_post_accumulate_hooks(sharded)
 
     # What is reported
 
@@ -283,10 +188,3 @@ class Bucket:
             return text
         kinds = ",".join(type(self.at_rest.local(index)).__name__ for index in range(len(self.parameters)))
         return f"{text}, gathered by the hooks of {kinds}"
-
-
-_NO_AXES: frozenset[int] = frozenset()
-
-
-def _axes_of(received: int) -> frozenset[int]:
-    return frozenset(axis for axis in range(received.bit_length()) if (received - 1) >> axis & 1)

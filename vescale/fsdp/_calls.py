@@ -18,8 +18,8 @@ __all__ = ["Call", "Calls", "watch_outputs"]
 class Call:
     """One forward call, and where the gradients of its inputs arrive.
 
-    To be held by the hooks of the call's outputs, and by nothing that leads to them: it then goes with the graph that may
-    bring a backward, at once and without the garbage collector. Nobody waits for a call that is gone.
+    Only the hooks of the call's outputs hold it, so that it is freed together with the graph, at once and without the
+    garbage collector.
     """
 
     def __init__(self, nodes: list[Node]) -> None:

@@ -8,40 +8,35 @@ from typing import Any, Protocol
 import torch
 
 from vescale.buffer import Allocation
-from vescale.fsdp._reduction import Reduction
-from vescale.fsdp._streams import SideStream
+from vescale.comm import SideStream
+from vescale.gradients import ShardedReduction
 
-__all__ = ["CommContext", "ReducingGroup"]
+__all__ = ["CommContext"]
 
 
-class ReducingGroup(Protocol):
-    """What a :class:`CommContext` asks of a group whose gradients are being reduced."""
+class Lender(Protocol):
+    """A group whose gradients are being reduced, maybe from the memory of its parameters."""
 
     @property
     def is_borrowed(self) -> bool: ...
 
-    def finish_reductions(self, reductions: Sequence[Reduction]) -> None: ...
-
-    def give_back(self, reductions: Sequence[Reduction]) -> None: ...
-
-    def free_gradients(self, reductions: Sequence[Reduction]) -> None: ...
+    def give_back(self, reductions: Sequence[ShardedReduction]) -> None: ...
 
 
 class CommContext:
     """Streams, and memory that they may still be using. Roots that run in turns may share one (``share_comm_ctx``).
 
-    ============  ===========================================  ======================================================
-    memory        allocated on, used by                        freed
-    ============  ===========================================  ======================================================
-    whole         gather stream; computation                     CPU: at reshard. Device: when the gather after the next
-                                                               one needs room, after the gather stream has waited for the
-                                                               computation, so that one gather overlaps computation
-    whole, with   gather stream; computation; reduce stream        before the next gather, after the gather stream has waited
-    gradients in                                               for the reduction
-    place
-    gradients     computation; reduce stream                     after the computation has waited for the reduction; at
-    apart                                                      most ``max_gradient_buffers`` are in flight
-    ============  ===========================================  ======================================================
+    =====================  ==============================  ===========================================================
+    memory                 allocated on, used by           freed
+    =====================  ==============================  ===========================================================
+    gathered               gather stream; computation      CPU: at reshard. Device: when the gather after the next one
+                                                           needs room, after the gather stream has waited for the
+                                                           computation, so that one gather overlaps computation
+    gathered, borrowed by  gather stream; computation;     before the next gather, after the gather stream has waited
+    gradients              reduce stream                   for the reduction
+    gradients apart        computation; reduce stream      after the computation has waited for the reduction; at most
+                                                           ``max_gradient_buffers`` are in flight
+    =====================  ==============================  ===========================================================
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,8 +48,8 @@ class CommContext:
         self.prefetches: list[Callable[[], None]] = []
         """One for each group, in the order in which they have run forward: start to gather it for backward."""
         self._retired: list[tuple[Allocation, Any]] = []
-        self._reducing: list[tuple[ReducingGroup, list[Reduction]]] = []
-        self.finished: list[Reduction] = []
+        self._reducing: list[tuple[Lender, list[ShardedReduction]]] = []
+        self.finished: list[ShardedReduction] = []
         """Reductions of this backward, in the order in which they were started."""
 
     # Memory of gathered parameters
@@ -95,27 +90,31 @@ class CommContext:
 
     # Gradients
 
-    def make_room_for_gradients(self, group: ReducingGroup) -> None:
-        """Wait for reductions until ``group`` may write gradients: its own buffer is free, and there are not too many."""
+    def make_room_for_gradients(self, group: Lender) -> None:
+        """Wait for reductions until a group may write gradients: its own buffer is free, and there are not too many."""
         limit = self.max_gradient_buffers + (1 if self.reduce_stream.is_real else 0)
         while len(self._reducing) >= limit or any(other is group for other, _ in self._reducing):
             self._finish_oldest()
 
-    def reduce(self, group: ReducingGroup, reductions: list[Reduction]) -> None:
+    def reduce(self, group: Lender, reductions: list[ShardedReduction]) -> None:
         """Start reductions of one group; they finish when room is needed, or at the end of backward."""
         for reduction in reductions:
             reduction.start()
         self._reducing.append((group, reductions))
         if self.reduce_stream.is_real:  # all of it can be given to the device now
-            group.finish_reductions(reductions)
+            self._finish(reductions)
+
+    def _finish(self, reductions: Sequence[ShardedReduction]) -> None:
+        self.finished += [reduction for reduction in reductions if reduction.finish()]
 
     def _finish_oldest(self) -> None:
         group, reductions = self._reducing.pop(0)
         if not self.reduce_stream.is_real:
-            group.finish_reductions(reductions)
+            self._finish(reductions)
         for reduction in reductions:
             self.reduce_stream.compute_waits(reduction.event)
-        group.free_gradients(reductions)
+            reduction.gradients.unreduced.free()
+        group.give_back(reductions)
 
     def finish_reductions(self) -> None:
         while self._reducing:

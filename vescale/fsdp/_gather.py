@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from vescale.buffer import Allocation, DBuffer, PendingBuffer
 from vescale.comm import Pending, all_gather_into
-from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._layout import CallerLayout
 from vescale.fsdp._shards import BufferShards
+from vescale.gradients import DataParallelAxes
 
 __all__ = ["BufferGather", "all_gather"]
 
@@ -50,7 +50,7 @@ class BufferGather:
         pending = all_gather(exchange.piece((self._axes.shard,)).copy_(shards), exchange, self._axes, requester, custom)
 
         def copy_out() -> None:
-            layout.copy(pending.wait(), whole, gathered=True)
+            layout.copy_from_exchange(pending.wait(), whole)
 
         return PendingBuffer(whole, Pending(whole.local, (), copy_out))
 

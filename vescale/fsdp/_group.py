@@ -13,16 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES
 from vescale.compat import profiled
-from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._bucket import Bucket
-from vescale.fsdp._context import CommContext
 from vescale.fsdp._group_memory import GroupMemory
 from vescale.fsdp._parameter import ManagedParameter
-from vescale.fsdp._reduction import Reduction, ReductionOptions
 from vescale.fsdp._registered import has_replaced
 from vescale.fsdp._residency import Residency
 from vescale.fsdp._sharded_parameters import GroupMember, ShardedParameters
-from vescale.fsdp._unreduced import GradientPlace
+from vescale.gradients import DataParallelAxes, GradientPlace, ReductionOptions, ShardedReduction
 
 __all__ = ["BlockPolicy", "ParameterGroup"]
 
@@ -75,9 +72,8 @@ class ParameterGroup:
         path: of the module, for messages and profiles.
 
     Attributes:
-        is_kept_by_default: ``reshard_after_forward`` is False for the group is the root's, and not because somebody asked
-            for it.
-        on_gradients: called when the first gradient of a backward is there, to see to its end.
+        is_kept_by_default: ``reshard_after_forward`` is False because the group is the root's, not because the user set it.
+        on_gradients: called when the first gradient of a backward is there, to arrange for the backward's end.
     """
 
     def __init__(
@@ -112,7 +108,6 @@ class ParameterGroup:
     def _set_idle(self) -> None:
         self.memory = GroupMemory(self.at_rest, self.options.op, self._begin_gradients)
         self.on_gradients: Callable[[], None] = _nothing
-        self._carried: dict[int, Reduction] = {}
         self._backward = _BackwardState()
         self.forward_places: list[int] = []
 
@@ -135,21 +130,13 @@ class ParameterGroup:
     def path(self, path: str) -> None:
         self.at_rest.path = path
 
-    @property
-    def comm(self) -> CommContext:
-        return self.memory.comm
-
-    @comm.setter
-    def comm(self, comm: CommContext) -> None:
-        self.memory.comm = comm
-
     def rebuild(self) -> None:
         """See :meth:`ShardedParameters.rebuild`."""
         self.at_rest.rebuild(self.memory.forget_buffers)
 
     def copy(self) -> ParameterGroup:
-        """A group at rest with the same values in memory of its own. Its sharded parameters hang nowhere yet: the caller
-        puts them, and the slots, into copies of the modules."""
+        """A group at rest with the same values in memory of its own. Its sharded parameters are not registered yet: the
+        caller registers them, and sets their slots, in copies of the modules."""
         self.reshard()
         if self.at_rest.is_stale:
             self.rebuild()
@@ -161,10 +148,11 @@ class ParameterGroup:
         return twin
 
     def _begin_gradients(self) -> GradientPlace:
-        """Room for a bucket's gradients, and where they go. They take the place of parameters that go when they are reduced,
-        so that the two need memory once; earlier than that only if asked to, for somebody may read the parameters still."""
+        """Make room for a bucket's gradients, and decide where they go. They take the place of parameters that will be
+        resharded when they are reduced, so that the two need memory once; before that only with ``in_place``, because other
+        code may still read the parameters."""
         self.on_gradients()
-        self.comm.make_room_for_gradients(self)
+        self.memory.comm.make_room_for_gradients(self.memory)
         if not (self.is_unsharded and self._goes_after_backward and self.reduce_gradients):
             return GradientPlace.APART
         at_once = self.options.in_place and not self._backward.reads_weights_late
@@ -176,10 +164,6 @@ class ParameterGroup:
     def is_unsharded(self) -> bool:
         """Whether the unsharded parameters are registered."""
         return self.memory.is_unsharded
-
-    @property
-    def is_borrowed(self) -> bool:
-        return self.memory.is_borrowed
 
     def unshard(self) -> None:
         """Start the all-gathers; nothing happens when they are running, or done."""
@@ -194,7 +178,7 @@ class ParameterGroup:
         self.memory.reshard()
 
     def reshard_in_forward(self) -> None:
-        """Reshard as ``reshard_after_forward`` says, but keep nothing for a backward that will not come."""
+        """Reshard according to ``reshard_after_forward``, but keep nothing if no backward can follow."""
         backward_comes = torch.is_grad_enabled()
         if self.reshard_after_forward is False and (backward_comes or not self.is_kept_by_default):
             return
@@ -209,15 +193,15 @@ class ParameterGroup:
         """Before a forward: what an earlier one has left, and no backward has freed, may be older than the parameters."""
         if self.memory.residency is Residency.KEPT_PIECE:
             self.reshard()
-        if has_replaced(self.parameters):
+        if has_replaced(self.at_rest.parameters):
             self.rebuild()
         is_left = self.memory.residency is Residency.LEFTOVER
         if is_left and self.reshard_after_backward and (torch.is_grad_enabled() or self.is_kept_by_default):
             self.reshard()
 
     def before_forward(self) -> None:
-        self.unshard()
-        self.wait_for_unshard()
+        self.memory.unshard()
+        self.memory.wait()
 
     def recompute(self, *, is_recorded: bool) -> None:
         """Activation checkpointing runs the forward anew inside of its backward. Not ``is_recorded``: the first forward was
@@ -236,25 +220,25 @@ class ParameterGroup:
         self.memory.expect_backward(is_watched and torch.is_grad_enabled() and not self.is_kept_by_default)
         if torch.is_grad_enabled():
             self._backward.is_due = True
-            self.forward_places.append(len(self.comm.prefetches))
-            self.comm.prefetches.append(self.prefetch_for_backward)
+            self.forward_places.append(len(self.memory.comm.prefetches))
+            self.memory.comm.prefetches.append(self.prefetch_for_backward)
 
     def prefetch_for_backward(self) -> None:
         if self.unshard_in_backward:
-            self.unshard()
+            self.memory.unshard()
 
     def before_backward(self, *, prefetch: bool) -> None:
         if self._backward.is_running:
             return
-        with profiled(f"vescale.fsdp::before_backward ({self.path})"):
+        with profiled(f"vescale.fsdp::before_backward ({self.at_rest.path})"):
             self._backward.is_running = self._backward.is_due = True
             self._backward.builds_graph = torch.is_grad_enabled()
             self.prefetch_for_backward()
-            self.wait_for_unshard()
-            self.comm.take_back_borrowed()
+            self.memory.wait()
+            self.memory.comm.take_back_borrowed()
             if prefetch:
                 self._backward.prefetch_next = self._previous()
-                if self.comm.gather_stream.is_real:
+                if self.memory.comm.gather_stream.is_real:
                     self._prefetch_next()
 
     def _previous(self) -> Callable[[], None] | None:
@@ -262,7 +246,7 @@ class ParameterGroup:
         if not self.forward_places:
             return None
         place = self.forward_places.pop()
-        return self.comm.prefetches[place - 1] if 0 < place < len(self.comm.prefetches) else None
+        return self.memory.comm.prefetches[place - 1] if 0 < place < len(self.memory.comm.prefetches) else None
 
     def _prefetch_next(self) -> None:
         """Beside this group's backward where there are streams. On a CPU, whose cores would do both, when it is over: then
@@ -287,7 +271,9 @@ class ParameterGroup:
 
     def conclude_backward(self, *, is_last: bool) -> None:
         """At the end of a backward: what no input's gradient has triggered. ``is_last``: no more come in this iteration."""
-        if self._backward.is_due or any(bucket.unreduced.has_any for bucket in self.buckets if self.reduce_gradients):
+        if self._backward.is_due or any(
+            bucket.unreduced.has_any for bucket in self.at_rest.buckets if self.reduce_gradients
+        ):
             self._reduce()
         elif self._goes_after_backward:
             self.reshard()
@@ -306,7 +292,7 @@ class ParameterGroup:
         self._reduce()
 
     def _receive_all(self) -> None:
-        for bucket in self.buckets:
+        for bucket in self.at_rest.buckets:
             bucket.unreduced.receive_all()
 
     def _reduce(self) -> None:
@@ -321,40 +307,24 @@ class ParameterGroup:
             self._receive_all()  # so that what was added by hand since the last backward adds up in the reduction's dtype
             return
         self.memory.prepare()
-        comm = self.comm
-        with profiled(f"vescale.fsdp::reduce ({self.path})"):
+        comm = self.memory.comm
+        with profiled(f"vescale.fsdp::reduce ({self.at_rest.path})"):
             reductions = [
-                Reduction(bucket, self.options, comm.reduce_stream, comm.replica_stream, self.path)
-                for bucket in self.buckets
+                ShardedReduction(bucket.gradients, self.options, comm.reduce_stream, comm.replica_stream, self.path)
+                for bucket in self.at_rest.buckets
                 if bucket.requires_grad
             ]
             if reductions:
-                comm.reduce(self, reductions)
-
-    def finish_reductions(self, reductions: Sequence[Reduction]) -> None:
-        for reduction in reductions:
-            key = id(reduction.bucket)
-            if reduction.finish(self._carried.pop(key, None)):
-                self.comm.finished.append(reduction)
-            else:
-                self._carried[key] = reduction
-
-    def free_gradients(self, reductions: Sequence[Reduction]) -> None:
-        for reduction in reductions:
-            self.memory.gradient_memory(reduction.bucket).free()
-        self.give_back(reductions)
-
-    def give_back(self, reductions: Sequence[Reduction]) -> None:
-        self.memory.give_back(reductions)
+                comm.reduce(self.memory, reductions)
 
     def abandon(self) -> None:
         """After an exception: forget this iteration, gradients included, and go to rest."""
-        self._carried.clear()
         self.forward_places.clear()
         self._backward = _BackwardState()
-        for bucket in self.buckets:
-            bucket.unreduced.drop()
-        self.memory.free()
+        for bucket in self.at_rest.buckets:
+            bucket.gradients.abandon()
+        self.memory.reshard()
+        self.memory.give_back(())
 
     def __repr__(self) -> str:
         return f"ParameterGroup({self.path!r}, {len(self.parameters)} parameters)"

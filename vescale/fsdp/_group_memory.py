@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,14 +12,15 @@ import torch.distributed as dist
 from vescale.buffer import Allocation, PendingBuffer
 from vescale.comm import group_of_ranks
 from vescale.compat import backend_memory_pool, profiled
-from vescale.fsdp._bucket import Bucket
 from vescale.fsdp._context import CommContext
-from vescale.fsdp._reduction import Reduction
-from vescale.fsdp._residency import HOLDINGS, Event, Residency, after
+from vescale.fsdp._residency import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
 from vescale.fsdp._sharded_parameters import ShardedParameters
-from vescale.fsdp._unreduced import GradientPlace
+from vescale.gradients import GradientPlace, ShardedReduction
 
 __all__ = ["GroupMemory"]
+
+
+_WITHOUT_PARAMETERS = (Residency.SHARDED, Residency.KEPT_PIECE)
 
 
 class GroupMemory:
@@ -27,7 +29,7 @@ class GroupMemory:
     Args:
         at_rest: the parameters and their shards.
         reduce_op: of the gradients, ``avg`` or ``sum``.
-        begin_gradients: called before the first gradient of a bucket; says where gradients go.
+        begin_gradients: called before the first gradient of a bucket; returns where gradients go.
 
     Attributes:
         gathered: memory of the gathered buffer; None until the first gather.
@@ -38,29 +40,24 @@ class GroupMemory:
         self, at_rest: ShardedParameters, reduce_op: str, begin_gradients: Callable[[], GradientPlace]
     ) -> None:
         self.at_rest = at_rest
-        self._comm: CommContext | None = None
         self.custom_all_gather: Any = None
         self.residency = Residency.SHARDED
         self.gathered: Allocation | None = None
         self._reduce_op, self._begin_gradients = reduce_op, begin_gradients
         self._pool: Any = None
-        self._gradients: dict[int, Allocation] = {}
         self._pending: list[PendingBuffer] = []
         self._event: object = None  # after the gathers, or the copies of pieces
 
-    @property
+    @cached_property
     def comm(self) -> CommContext:
-        """Streams, and what is in flight on them."""
-        if self._comm is None:
-            self._comm = CommContext(self.at_rest.device)
-        return self._comm
-
-    @comm.setter
-    def comm(self, comm: CommContext) -> None:
-        self._comm = comm
+        """Streams, and what is in flight on them; the root of a model sets one for all its groups."""
+        return CommContext(self.at_rest.device)
 
     def _move(self, event: Event) -> None:
-        self.residency = after(self.residency, event, self.at_rest.path)
+        found = TRANSITIONS.get((self.residency, event))
+        if found is None:
+            raise ResidencyError(self.at_rest.path, self.residency, event)
+        self.residency = found[0]
 
     @property
     def is_unsharded(self) -> bool:
@@ -91,7 +88,6 @@ class GroupMemory:
             )
         device, offloads = self.at_rest.device, self.at_rest.offloads
         gathered = Allocation(device, pool=self._pool)
-        self._gradients = {}
         for bucket in self.at_rest.buckets:
             if bucket.shards.device.type != ("cpu" if offloads else device.type):
                 raise RuntimeError(
@@ -99,8 +95,7 @@ class GroupMemory:
                     f"on {device}{' with offload to cpu' if offloads else ''}; move the model with to_empty() or to(), or "
                     "load a state dict from that device"
                 )
-            memory = self._gradients[id(bucket)] = Allocation(device, pool=self._pool)
-            bucket.prepare(device, gathered, memory, self._reduce_op, self._begin_gradients)
+            bucket.prepare(device, gathered, self._pool, self._reduce_op, self._begin_gradients)
         self.gathered = gathered
         return gathered
 
@@ -110,7 +105,7 @@ class GroupMemory:
         """Start the all-gathers; nothing happens when they are running, or done."""
         if self.is_borrowed:
             self.comm.take_back_borrowed()
-        if after(self.residency, Event.GATHER, self.at_rest.path) is self.residency:
+        if self.residency not in _WITHOUT_PARAMETERS:
             return
         if self.at_rest.is_stale:
             self.at_rest.rebuild(self.forget_buffers)
@@ -211,7 +206,7 @@ class GroupMemory:
             bucket.unreduced.take_place_of_parameters()
         return any(bucket.unreduced.in_place for bucket in self.at_rest.buckets)
 
-    def give_back(self, reductions: Sequence[Reduction]) -> None:
+    def give_back(self, reductions: Sequence[ShardedReduction]) -> None:
         """The gathered memory that reductions read from, when they are done; it was allocated on the gather stream."""
         if self.is_borrowed:
             assert self.gathered is not None
@@ -235,14 +230,3 @@ class GroupMemory:
         """Reshard, and plan the buffers anew before the next gather."""
         self.reshard()
         self.gathered = None
-
-    def gradient_memory(self, bucket: Bucket) -> Allocation:
-        """For gradients that are not in the place of the parameters."""
-        return self._gradients[id(bucket)]
-
-    def free(self) -> None:
-        """After an exception: all that is not at rest."""
-        self.reshard()
-        self.give_back(())
-        for memory in self._gradients.values():
-            memory.free()

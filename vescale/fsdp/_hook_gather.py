@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from vescale.buffer import Allocation, DBuffer, PendingBuffer, TensorGroup
 from vescale.comm import Pending
 from vescale.compat import local_of, mesh_over, set_versions
-from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._extensions import gather_inputs, require_hooks, unsharded_of
 from vescale.fsdp._gather import all_gather
 from vescale.fsdp._layout import equal_pieces
 from vescale.fsdp._preflight import ShardingMismatchError, compare_inputs
 from vescale.fsdp._shards import SubclassShards
+from vescale.gradients import DataParallelAxes
 
 __all__ = ["HookGather"]
 
@@ -102,7 +102,7 @@ class HookGather:
             exchange.fill_outputs(wide)
             wide.free()
 
-        # Two steps, so that whoever waits again after an error of a hook calls the hooks again, and nothing else.
+        # Two steps, so that waiting again after an error of a hook calls the hooks again, and nothing else.
         copied = Pending(wide.local, (), copy_out)
         return PendingBuffer(wide, Pending(wide.local, [copied], lambda: self._give(metadata)))
 

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.buffer import DBuffer, TensorGroup
-from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._parameter import ManagedParameter
+from vescale.gradients import DataParallelAxes
 from vescale.placements import Region
 
 __all__ = ["CallerLayout", "Layout", "PlannedLayout", "equal_pieces"]
@@ -56,10 +56,10 @@ class PlannedLayout:
             found.append((part.local_offset, max(0, numel), part.begin))
         return found
 
-    def slot(self, index: int) -> tuple[int, tuple[int, ...]]:
-        """(offset, shape) of a parameter's part in this rank's piece."""
-        offset, numel, _ = self._runs[index]
-        return offset, (numel,)
+    @cached_property
+    def slots(self) -> list[tuple[int, int, tuple[int, ...] | None]]:
+        """(offset, elements, shape unless it is flat) of each parameter's part in this rank's piece."""
+        return [(offset, numel, None) for offset, numel, _ in self._runs]
 
     def own(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole (local) parameter."""
@@ -76,14 +76,17 @@ class PlannedLayout:
         """The placement of a parameter's sharded form along the shard axis."""
         return self.exchanged.placement(index, self.axes.shard_size, self.parameters[index].split_factor)
 
+    def copy_to_exchange(self, whole: DBuffer, exchanged: DBuffer) -> None:
+        """Nothing: the two are one buffer."""
+
 
 class CallerLayout:
-    """What the caller of ``fully_shard`` asks for: chunks of one dim (``Shard(dim)``), or runs of given lengths
+    """What the caller of ``fully_shard`` specifies: chunks of one dim (``Shard(dim)``), or runs of given lengths
     (``RaggedShard`` with units).
 
     Such parts of several tensors cannot be the pieces of one buffer in which every tensor is contiguous. So ``exchanged``
     is another buffer than ``whole``: rank r's piece holds its parts one after the other, each padded to the largest rank's.
-    After an all-gather and before a reduce-scatter, :meth:`copy` leads from one to the other.
+    After an all-gather and before a reduce-scatter a copy leads from one to the other.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class CallerLayout:
         self.exchanged = equal_pieces(self._piece.shard_size, self.num_ranks, dtypes, alignment_bytes)
         shapes = {p.name: p.shape for p in parameters}
         self.whole = TensorGroup.plan(shapes, self.num_ranks, dtypes=dtypes, alignment_bytes=alignment_bytes)
-        self.has_gaps = any(len(set(self._numels(index))) > 1 for index in range(len(parameters)))
+        self._has_gaps = any(len(set(self._numels(index))) > 1 for index in range(len(parameters)))
         """Whether some rank's parts are shorter than the room for them."""
 
     def _shape(self, index: int, rank: int) -> tuple[int, ...]:
@@ -118,9 +121,11 @@ class CallerLayout:
     def rank(self) -> int:
         return self.axes.mesh.get_local_rank(self.axes.shard)
 
-    def slot(self, index: int) -> tuple[int, tuple[int, ...]]:
+    @cached_property
+    def slots(self) -> list[tuple[int, int, tuple[int, ...] | None]]:
         """See :class:`PlannedLayout`, for this and the next three."""
-        return self._piece.offsets[index], self._shape(index, self.rank)
+        shapes = [self._shape(index, self.rank) for index in range(len(self.parameters))]
+        return [(offset, math.prod(shape), shape) for offset, shape in zip(self._piece.offsets, shapes, strict=True)]
 
     def own(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         return self._part(index, self.rank, whole)
@@ -140,31 +145,34 @@ class CallerLayout:
         dim, (begin, length) = self.parameters[index].dim, self._parts[index][rank]
         return whole.reshape(-1)[begin : begin + length] if dim is None else whole.narrow(dim, begin, length)
 
-    def copy(self, exchanged: DBuffer, whole: DBuffer, *, gathered: bool) -> None:
-        """Copy all ranks' parts of all parameters: to ``whole`` if ``exchanged`` was gathered, else to ``exchanged``."""
-        rows = exchanged.local.view(self.num_ranks, -1)
+    def copy_from_exchange(self, exchanged: DBuffer, whole: DBuffer) -> None:
+        """Copy all ranks' parts of all parameters to the whole tensors."""
         with torch.no_grad():
-            for index in range(len(self.parameters)):
-                for piece, part in self._pairs(index, rows, whole.views[index]):
-                    if gathered:
-                        part.copy_(piece)
-                    else:
-                        piece.copy_(part)
+            for piece, part in self._pairs(exchanged, whole):
+                part.copy_(piece)
 
-    def _pairs(
-        self, index: int, rows: torch.Tensor, whole: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The same elements in the pieces of the exchange (``rows``) and in the whole tensor; one pair for chunks of equal
-        size, else one for each rank."""
-        dim, offset = self.parameters[index].dim, self._piece.offsets[index]
-        if dim is not None and whole.shape[dim] % self.num_ranks == 0:
-            shape = self._shape(index, 0)
-            chunks = rows.narrow(1, offset, math.prod(shape)).unflatten(1, shape)
-            yield chunks, whole.unflatten(dim, (self.num_ranks, shape[dim])).movedim(dim, 0)
-            return
-        for rank, row in enumerate(rows):
-            shape = self._shape(index, rank)
-            yield row.narrow(0, offset, math.prod(shape)).view(shape), self._part(index, rank, whole)
+    def copy_to_exchange(self, whole: DBuffer, exchanged: DBuffer) -> None:
+        """Copy the whole tensors to all ranks' pieces."""
+        if self._has_gaps:
+            exchanged.zero_()
+        with torch.no_grad():
+            for piece, part in self._pairs(exchanged, whole):
+                piece.copy_(part)
+
+    def _pairs(self, exchanged: DBuffer, whole: DBuffer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The same elements in the exchange and in the whole tensors; one pair for chunks of equal size, else one for each
+        rank."""
+        rows = exchanged.local.view(self.num_ranks, -1)
+        for index, tensor in enumerate(whole.views):
+            dim, offset = self.parameters[index].dim, self._piece.offsets[index]
+            if dim is not None and tensor.shape[dim] % self.num_ranks == 0:
+                shape = self._shape(index, 0)
+                chunks = rows.narrow(1, offset, math.prod(shape)).unflatten(1, shape)
+                yield chunks, tensor.unflatten(dim, (self.num_ranks, shape[dim])).movedim(dim, 0)
+                continue
+            for rank, row in enumerate(rows):
+                shape = self._shape(index, rank)
+                yield row.narrow(0, offset, math.prod(shape)).view(shape), self._part(index, rank, tensor)
 
 
 Layout = PlannedLayout | CallerLayout

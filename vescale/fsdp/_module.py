@@ -64,8 +64,8 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free this module's own gathered parameters and register the sharded ones; inside of its forward as
-        ``reshard_after_forward`` says."""
+        """Free this module's own gathered parameters and register the sharded ones; inside of its forward
+        according to ``reshard_after_forward``."""
         in_forward = self._state.phase is Phase.FORWARD
         for group in self._state.groups:
             if in_forward:
@@ -338,4 +338,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         root.tree.comm = first.comm
         for state in root.tree_states():
             for group in state.groups:
-                group.comm = first.comm
+                group.memory.comm = first.comm

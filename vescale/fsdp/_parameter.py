@@ -1,4 +1,4 @@
-"""``ManagedParameter``: one parameter in its two forms, and the places in modules where it hangs."""
+"""``ManagedParameter``: one parameter in its two forms, and the modules' attributes that it is registered as."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import requested_by
 from vescale.compat import DTensorSpec, StridedShard, concatenate_meshes, local_of, make_dtensor, make_spec, spec_of
-from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._extensions import check_extended, copied, is_extended
-from vescale.fsdp._summands import summands
+from vescale.gradients import DataParallelAxes, LocalContribution
 from vescale.placements import (
     RaggedShard,
     StridedRaggedShard,
     largest_shape,
-    move_local,
     shard_dim,
 )
 
-__all__ = ["ManagedParameter", "Slot", "arrived", "find_slots"]
+__all__ = ["ManagedParameter", "Slot", "find_slots"]
 
 
 class Slot(NamedTuple):
-    """A place where a parameter hangs; a tied parameter has several."""
+    """A module's attribute that a parameter is registered as; a tied parameter has several."""
 
     module: nn.Module
     name: str
@@ -50,9 +47,7 @@ class ManagedParameter:
 
     Both are ``nn.Parameter`` objects that live as long as the group. ``shape`` is what a rank computes with, ``place``
     the shape that the buffer reserves: that of the largest rank, where tensor parallelism has cut unevenly. ``given`` is
-    the cut at rest that was asked for instead of the planner's: ``Shard(dim)`` or a ``RaggedShard`` with units. With
-    ``leaves_pending`` a gradient may stay Partial on axes that are not data-parallel (``pending``, once it has been: axes of
-    the unsharded form), for someone else to reduce.
+    the cut at rest that was asked for instead of the planner's: ``Shard(dim)`` or a ``RaggedShard`` with units.
 
     Raises:
         NotImplementedError: tensor parallelism that has cut an inner dim unevenly, or a tensor subclass that is to be cut
@@ -93,8 +88,9 @@ class ManagedParameter:
             self._check_chunks(given)
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter | None = None
-        self.leaves_pending = False
-        self.pending: frozenset[int] = frozenset()
+        spec = self.unsharded_spec
+        on_running_mesh = spec is not None and spec.mesh == axes.running_mesh
+        self.contribution = LocalContribution(name, spec, axes.running_data_parallel if on_running_mesh else ())
 
     # What the sharded form is
 
@@ -188,11 +184,6 @@ class ManagedParameter:
                 pieces *= self._mesh.size(axis)
         return pieces
 
-    @property
-    def pending_at_rest(self) -> frozenset[int]:
-        """Axes of the sharded form along which its gradient is :attr:`pending`."""
-        return frozenset(map(self.axes.resting, self.pending))
-
     def sharded_spec(self, cut: Placement, dtype: torch.dtype) -> DTensorSpec:
         placements = list(self._others)
         placements[self._shard_position] = cut
@@ -246,6 +237,7 @@ class ManagedParameter:
     def copy(self) -> ManagedParameter:
         """Another one with the same values; those of a plain one are in the same memory."""
         twin = copy.copy(self)
+        twin.contribution = copy.copy(self.contribution)
         assert isinstance(self.sharded, DTensor)
         with torch.no_grad():
             local = copied(local_of(self.sharded)) if self.is_extended else local_of(self.sharded)
@@ -260,46 +252,6 @@ class ManagedParameter:
             else:  # nn.RNN keeps a list of its weights
                 setattr(module, name, parameter)
 
-    def contribution(self, gradient: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor | None:
-        """This rank's summand of a gradient of one global loss; None: nothing, for another rank has it all.
-
-        Along data-parallel axes a gradient may come as a sum, or whole (the batch is not cut there): of the latter the first
-        rank's counts. ``earlier`` holds what was accumulated before; where it was whole along an axis on which this gradient
-        is a sum, it becomes one. Redistributes it on the other axes to the placements of the parameter, unless it is
-        left pending.
-        """
-        spec = self.unsharded_spec
-        if spec is None or not isinstance(gradient, DTensor):
-            return self.local_gradient(gradient)
-        way = summands(tuple(gradient.placements), spec, self.axes.running_data_parallel, self.leaves_pending)
-        coordinate = spec.mesh.get_coordinate()
-        assert coordinate is not None
-        new = way.pending - self.pending
-        if new and earlier is not None and any(coordinate[axis] for axis in new):
-            earlier.zero_()
-        self.pending |= way.pending
-        local = arrived(gradient)
-        if way.target != tuple(gradient.placements):
-            with requested_by(f"{self.name}.grad"):
-                local = move_local(local, spec.mesh, gradient.shape, gradient.placements, way.target).wait()
-        if any(coordinate[axis] for axis in way.whole | (self.pending - way.pending)):
-            return None
-        return local if way.divisor == 1 else local / way.divisor
-
-    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The part of an unsharded gradient that this rank reduces; communicates what tensor parallelism left pending."""
-        if not isinstance(gradient, DTensor):
-            return gradient
-        spec = self.unsharded_spec
-        assert spec is not None
-        data_parallel = self.axes.running_data_parallel if spec.mesh == self.axes.running_mesh else ()
-        wanted = [
-            g if axis in data_parallel else p for axis, (g, p) in enumerate(zip(gradient.placements, spec.placements))
-        ]
-        if tuple(wanted) != tuple(gradient.placements):
-            gradient = gradient.redistribute(placements=wanted)
-        return arrived(gradient)
-
     def __repr__(self) -> str:
         return f"ManagedParameter({self.name!r}, {self.global_shape})"
 
@@ -308,14 +260,8 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return local_of(parameter) if isinstance(parameter, DTensor) else parameter
 
 
-def arrived(gradient: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a gradient, for which a collective may still be running."""
-    local = _local(gradient)
-    return local.wait() if hasattr(local, "wait") else local
-
-
 def find_slots(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, list[Slot]]:
-    """Every place in the trees of ``modules`` where each of ``parameters`` hangs; ties give several."""
+    """For each of ``parameters``, every attribute in the trees of ``modules`` that it is registered as."""
     found: dict[nn.Parameter, list[Slot]] = {parameter: [] for parameter in parameters}
     seen: set[nn.Module] = set()
     for root in modules:

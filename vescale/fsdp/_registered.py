@@ -1,4 +1,4 @@
-"""What hangs in the modules where managed parameters did: somebody may have replaced, tied, removed or added some."""
+"""Checks of what is registered in the modules: parameters may have been replaced, tied, removed or added."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["check_distinct", "has_replaced", "replacement", "warn_of_strays"]
 
 
 def has_replaced(parameters: Iterable[ManagedParameter]) -> bool:
-    """Whether something hangs in the place of a parameter that is none of its two forms."""
+    """Whether something is registered in the place of a parameter that is neither of its two forms."""
     for parameter in parameters:
         sharded, unsharded = parameter.sharded, parameter.unsharded
         for module, name in parameter.slots:
@@ -24,7 +24,7 @@ def has_replaced(parameters: Iterable[ManagedParameter]) -> bool:
 
 
 def replacement(parameter: ManagedParameter) -> nn.Parameter | None:
-    """What hangs in the place of a parameter; None: one of its own forms.
+    """What is registered in the place of a parameter; None: one of its own forms.
 
     Raises:
         ValueError: it was removed, or replaced in some of the places of a tied one.
@@ -49,14 +49,14 @@ def replacement(parameter: ManagedParameter) -> nn.Parameter | None:
         )
     if not isinstance(other[0], nn.Parameter):
         raise NotImplementedError(
-            f"a {type(other[0]).__name__} hangs in the place of {what}, as torch.func.functional_call puts it; fully_shard "
+            f"a {type(other[0]).__name__} is in the place of {what}, as torch.func.functional_call puts it; fully_shard "
             "gathers nn.Parameters only. Write the values to the parameters, or call a module that is not sharded"
         )
     return other[0]
 
 
 def check_distinct(parameters: Iterable[ManagedParameter]) -> None:
-    """Raises ValueError where one tensor hangs in the places of two parameters: it was tied after fully_shard."""
+    """Raises ValueError where one tensor is registered in the places of two parameters: it was tied after fully_shard."""
     names: dict[int, str] = {}
     for parameter in parameters:
         module, name = parameter.slots[0]

@@ -23,7 +23,7 @@ class GroupReport:
 
     Bytes are of this rank. ``resting_bytes`` are always there; ``peak_bytes`` come on top while the group runs backward:
     gathered parameters, unreduced gradients (unless in place) and the reduced piece. Then gradients are where parameters
-    were, and the exchange on gloo takes no more than they did. Of tensor subclasses ``whole_bytes`` is what their hooks have
+    were, and the exchange on gloo needs no more than that. Of tensor subclasses ``whole_bytes`` is what their hooks have
     gathered; until the first gather it is taken to be that of plain tensors.
     """
 

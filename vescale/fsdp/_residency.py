@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-__all__ = ["CONTRACT", "HOLDINGS", "TRANSITIONS", "Event", "Holding", "Residency", "ResidencyError", "after"]
+__all__ = ["CONTRACT", "HOLDINGS", "TRANSITIONS", "Event", "Holding", "Residency", "ResidencyError"]
 
 CONTRACT = """
 ===========  ==========  ========  =====  =============================================================================
@@ -15,7 +15,7 @@ state        registered  gathered  piece  meaning
 sharded      sharded     no        no     at rest
 kept piece   sharded     no        yes    between forward and backward, with a number for ``reshard_after_forward``
 gathering    sharded     yes       no     an all-gather writes the gathered buffer
-unsharded    unsharded   yes       no     whoever has gathered the parameters will reshard them
+unsharded    unsharded   yes       no     a backward, or the caller of unshard(), will reshard them
 leftover     unsharded   yes       no     nothing will reshard them before the next iteration begins
 borrowed     sharded     yes       no     a reduction reads gradients that have taken the place of the parameters
 ===========  ==========  ========  =====  =============================================================================
@@ -35,7 +35,7 @@ kept piece   reshard     sharded      none                            an iterati
 gathering    gather      gathering    none
 gathering    arrive      unsharded    none                            the all-gather is done
 unsharded    gather      unsharded    none
-unsharded    reshard     sharded      none                            nobody needs the parameters any more
+unsharded    reshard     sharded      none                            the parameters are no longer needed
 unsharded    keep piece  kept piece   none                            a forward has ended
 unsharded    expect      unsharded    none                            a forward has ended; its backward will reshard
 unsharded    leave       leftover     none                            a forward, or backward, has ended; none will reshard
@@ -57,6 +57,8 @@ Any other pair of state and event raises ResidencyError.
 class Residency(Enum):
     """A state of :data:`CONTRACT`."""
 
+    __hash__ = object.__hash__  # members are one object each, and Enum's own is a call into Python
+
     SHARDED = "sharded"
     KEPT_PIECE = "kept piece"
     GATHERING = "gathering"
@@ -67,6 +69,8 @@ class Residency(Enum):
 
 class Event(Enum):
     """An event of :data:`CONTRACT`."""
+
+    __hash__ = object.__hash__
 
     GATHER = "gather"
     ARRIVE = "arrive"
@@ -80,6 +84,13 @@ class Event(Enum):
 
 class ResidencyError(RuntimeError):
     """An event in a state in which it must not happen."""
+
+    def __init__(self, group: str, state: Residency, event: Event) -> None:
+        legal = ", ".join(repr(one.value) for (of, one) in TRANSITIONS if of is state)
+        super().__init__(
+            f"group {group!r} of fully_shard is {state.value!r} and got the event {event.value!r}; expected one of {legal}. "
+            "This is an error of the engine, or of code that drives it from several threads"
+        )
 
 
 @dataclass(frozen=True)
@@ -114,15 +125,3 @@ TRANSITIONS = MappingProxyType(
     }
 )
 """(state, event) -> (next state, the collective that is started)."""
-
-
-def after(state: Residency, event: Event, group: str) -> Residency:
-    """The next state. Raises ResidencyError, which names the group, where the contract has none."""
-    found = TRANSITIONS.get((state, event))
-    if found is None:
-        legal = ", ".join(repr(one.value) for (of, one) in TRANSITIONS if of is state)
-        raise ResidencyError(
-            f"group {group!r} of fully_shard is {state.value!r} and got the event {event.value!r}; expected one of {legal}. "
-            "This is an error of the engine, or of code that drives it from several threads"
-        )
-    return found[0]

@@ -18,14 +18,14 @@ __all__ = ["check_root"]
 def check_root(root: nn.Module, groups: Sequence[ParameterGroup], ignored: Sequence[Slot] | None) -> None:
     """Give the parameters of ``groups``, which are all below ``root``, their names, and compare them with the other ranks.
 
-    ``ignored``: parameters that belong to no group on purpose; None: those outside of groups are somebody else's.
+    ``ignored``: parameters that belong to no group on purpose; None: parameters outside of groups are not checked.
 
     Raises ValueError for parameters that were tied after ``fully_shard``, ShardingMismatchError where ranks differ.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     parameters = [parameter for group in groups for parameter in group.parameters]
     for parameter in parameters:
-        parameter.name = names.get(id(parameter.sharded), parameter.name)
+        parameter.name = parameter.contribution.name = names.get(id(parameter.sharded), parameter.name)
     check_distinct(parameters)
     if ignored is not None:
         warn_of_strays(root, parameters, ignored)

@@ -13,19 +13,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of
-from vescale.fsdp._axes import DataParallelAxes
 from vescale.fsdp._bucket import Bucket
 from vescale.fsdp._extensions import check_one_kind
 from vescale.fsdp._layout import Layout
 from vescale.fsdp._parameter import ManagedParameter, Slot
 from vescale.fsdp._registered import replacement
+from vescale.gradients import DataParallelAxes
 
 __all__ = ["GroupMember", "ShardedParameters"]
 
 
 class GroupMember(NamedTuple):
-    """One parameter to manage: its name, the object, where it hangs, elements that stay together, and the cut at rest where
-    that is not the planner's choice: ``Shard(dim)`` or a ``RaggedShard`` with units."""
+    """One parameter to manage: its name, the object, where it is registered, elements that stay together, and the cut at
+    rest where that is not the planner's choice: ``Shard(dim)`` or a ``RaggedShard`` with units."""
 
     name: str
     parameter: nn.Parameter
@@ -99,7 +99,7 @@ class ShardedParameters:
             device = torch.device("cpu")
         # Pinned memory is for copies to a device; computing on the CPU copies none.
         pin = device.type == "cpu" != self.device.type and getattr(self.offload_policy, "pin_memory", False)
-        bucket.at_rest.allocate(device, pin_memory=pin)
+        bucket.allocate_shards(device, pin_memory=pin)
 
     def fill(self, device: torch.device, write: Callable[[ManagedParameter, torch.Tensor], bool]) -> None:
         """Give a group that was built on the meta device its memory. ``write(parameter, local)`` writes this rank's part of
@@ -151,8 +151,8 @@ class ShardedParameters:
             self.buckets.append(bucket)
 
     def copy(self) -> ShardedParameters:
-        """The same values in memory of its own. The copied parameters hang nowhere yet: the caller puts them, and the slots,
-        into copies of the modules."""
+        """The same values in memory of its own. The copied parameters are not registered yet: the caller registers them,
+        and sets their slots, in copies of the modules."""
         twin = copy.copy(self)
         twin.parameters = [parameter.copy() for parameter in self.parameters]
         twin._regroup(self._layouts())

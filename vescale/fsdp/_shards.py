@@ -31,8 +31,8 @@ class BufferShards:
 
     def local(self, index: int) -> torch.Tensor:
         """A parameter's local tensor."""
-        offset, shape = self.layout.slot(index)
-        return self.buffer.alias(offset, shape, own_storage=True)
+        offset, numel, shape = self.layout.slots[index]
+        return self.buffer.alias(offset, shape or (numel,), own_storage=True)
 
     def cut(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """The local tensor, filled from a whole (local) or deferred one; of a deferred one only this part is computed."""
@@ -83,7 +83,7 @@ class BufferShards:
 
 class SubclassShards:
     """Local tensors of tensor subclasses, made by the subclass's own ``new_zeros`` and ``copy_``; each has memory of its
-    own. ``buffer`` says only where they belong (device, pinned memory)."""
+    own. ``buffer`` has no memory, and only specifies the device and whether memory is pinned."""
 
     buffer: DBuffer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any
@@ -78,7 +77,7 @@ class ModuleState(FSDP2State):
         self.reshard_root = reshard_root
         """The user's ``reshard_after_forward``; None: the root keeps its parameters."""
         self.ignored = ignored
-        """Parameters that belong to no group on purpose; None: those outside of groups are somebody else's."""
+        """Parameters that belong to no group on purpose; None: parameters outside of groups are not checked."""
         self.tree: Tree[ModuleState] = Tree(CommContext(device))
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
@@ -140,7 +139,7 @@ class ModuleState(FSDP2State):
 
     @torch.compiler.disable
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.tree.awaits_end_of_backward and not in_backward():  # an exception broke a backward off
+        if self.tree.is_broken_off:
             self.tree.states[0].abandon_iteration()
         if self.phase is Phase.BACKWARD:  # activation checkpointing runs this forward anew inside of its backward
             is_recorded = self._calls.are_awaited
@@ -155,7 +154,8 @@ class ModuleState(FSDP2State):
         for group in self.groups:
             group.before_forward()
         if begins:
-            args, kwargs = self._watch_inputs(args, kwargs)
+            if self.groups and torch.is_grad_enabled():
+                args, kwargs, self._call = self._calls.watch_inputs(args, kwargs, self._after_backward)
             for other in self.forward_prefetch:
                 for group in other.groups:
                     group.unshard()
@@ -165,16 +165,18 @@ class ModuleState(FSDP2State):
     def after_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         if self.phase is Phase.BACKWARD:
             return self._cast_outputs(output)
-        recomputing = in_backward()
-        is_watched = self._watch_outputs(output)
-        for group in self.groups:
-            group.after_forward(recomputing=recomputing, is_watched=is_watched)
-        self.phase = Phase.IDLE
+        self._end_forward(output)
         if self.tree.forward_root is self:
             output = self._conclude_incomplete(output)
             self.tree.forward_root = None
             self.comm.make_room(keep=0)
         return self._cast_outputs(output)
+
+    def _end_forward(self, output: Any) -> None:
+        is_watched = self._watch_outputs(output)
+        for group in self.groups:
+            group.after_forward(recomputing=in_backward(), is_watched=is_watched)
+        self.phase = Phase.IDLE
 
     def _begin_iteration(self, args: Any, kwargs: Any) -> Any:
         """What the outermost module of an iteration does once."""
@@ -195,8 +197,9 @@ class ModuleState(FSDP2State):
             stream.wait_event(event)
             self.tree.post_optimizer_event = None
         if self.device.type != "cpu":
-            move = functools.partial(_to_device, self.device)
-            args, kwargs = map_tensors(move, args), map_tensors(move, kwargs)
+            args, kwargs = (
+                map_tensors(lambda t: t.to(self.device, non_blocking=True), given) for given in (args, kwargs)
+            )
         return args, kwargs
 
     @torch.compiler.disable
@@ -225,33 +228,19 @@ class ModuleState(FSDP2State):
         """Groups of several modules of which only some have run end their forward with the root's."""
         for state in reversed(self.tree.states):
             if state is not self and state._still_to_run:
-                is_watched = state._watch_outputs(output)
-                for group in state.groups:
-                    group.after_forward(recomputing=in_backward(), is_watched=is_watched)
-                state.phase = Phase.IDLE
+                state._end_forward(output)
                 state._still_to_run.clear()
                 output = state._cast_outputs(output)
         return output
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> Any:
-        dtype = self.mp_policy.param_dtype
-        if dtype is None or not self.mp_policy.cast_forward_inputs:
-            return args, kwargs
-        cast = functools.partial(_cast, dtype)
-        return map_tensors(cast, args), map_tensors(cast, kwargs)
+        dtype = self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
+        return _cast(dtype, args), _cast(dtype, kwargs)
 
     def _cast_outputs(self, output: Any) -> Any:
-        dtype = self.mp_policy.output_dtype
-        return output if dtype is None else map_tensors(functools.partial(_cast, dtype), output)
+        return _cast(self.mp_policy.output_dtype, output)
 
     # Backward
-
-    def _watch_inputs(self, args: Any, kwargs: Any) -> Any:
-        """Find out when the gradients of the inputs are complete."""
-        if not self.groups or not torch.is_grad_enabled():
-            return args, kwargs
-        args, kwargs, self._call = self._calls.watch_inputs(args, kwargs, self._after_backward)
-        return args, kwargs
 
     def _watch_outputs(self, output: Any) -> bool:
         """Find out when a backward begins. False: it may begin unseen, from tensors inside of an object."""
@@ -365,7 +354,7 @@ class ModuleState(FSDP2State):
             state.is_root = state is self
             state.tree = self.tree
             for group in state.groups:
-                group.comm = self.comm
+                group.memory.comm = self.comm
                 group.on_gradients = self.tree.follow_backward
         self.tree.states = found
         self.comm.max_gradient_buffers = max(state.max_gradient_buffers for state in found)
@@ -400,9 +389,7 @@ class ModuleState(FSDP2State):
         self.tree.abandon()
 
 
-def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _to_device(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(device, non_blocking=True)
+def _cast(dtype: torch.dtype | None, values: Any) -> Any:
+    if dtype is None:
+        return values
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from vescale.compat import at_end_of_backward, profiled
+from vescale.compat import profiled
 from vescale.fsdp._context import CommContext
-from vescale.fsdp._usage import settle_unused
+from vescale.gradients import BackwardTracker, reduce_unused
 
 __all__ = ["Tree"]
 
@@ -28,8 +28,7 @@ class Tree(Generic[MemberT]):
         comm: what the groups of all states communicate through.
         forward_root: the module whose forward is the iteration's; a part of the tree may run alone.
         on_backward: called once in every backward that reaches a state, when its end has been arranged for.
-        awaits_end_of_backward: a backward has begun, and its end has not come; if it is not running, an exception broke it
-            off.
+        awaits_conclusion: gradients may be there that :meth:`conclude` has not seen.
     """
 
     def __init__(self, comm: CommContext) -> None:
@@ -39,19 +38,25 @@ class Tree(Generic[MemberT]):
         self.is_last_backward = True
         self.on_backward: Callable[[], None] | None = None
         self.post_optimizer_event: Any = None
-        self.awaits_end_of_backward = False
+        self.awaits_conclusion = False
+        self._backward = BackwardTracker(self.conclude)
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether an exception has ended a backward."""
+        return self.awaits_conclusion and self._backward.current() is None
 
     def follow_backward(self) -> None:
         """Conclude the running backward at its end; called by every state that it reaches."""
-        if not self.awaits_end_of_backward:
-            self.awaits_end_of_backward = True
-            at_end_of_backward(self.conclude)
+        if not self.awaits_conclusion:
+            self.awaits_conclusion = True
+            self._backward.follow()
             if self.on_backward is not None:
                 self.on_backward()
 
     def expect_conclusion(self) -> None:
-        """Gradients are about to be reduced apart from a backward: who does that calls :meth:`conclude`."""
-        self.awaits_end_of_backward = True
+        """Gradients are about to be reduced apart from a backward; the caller then calls :meth:`conclude`."""
+        self.awaits_conclusion = True
 
     def conclude(self) -> None:
         """Reductions finish, and on the last backward sharded gradients are complete."""
@@ -62,13 +67,14 @@ class Tree(Generic[MemberT]):
                 state.conclude_backward(is_last=self.is_last_backward)
             if self.is_last_backward:
                 comm.finish_reductions()
-                settle_unused(comm.finished)
+                reduce_unused(comm.finished)
                 comm.finished.clear()
                 comm.prefetches.clear()
                 comm.make_room(keep=0)
-        self.awaits_end_of_backward = False
+        self.awaits_conclusion = False
 
     def abandon(self) -> None:
         """Forget the iteration after an exception."""
         self.forward_root = None
-        self.awaits_end_of_backward = False
+        self.awaits_conclusion = False
+        self._backward.forget()

@@ -1,20 +1,40 @@
-"""Reduction of parameters' gradients, so that they are complete and placed as the plan says when ``backward()`` returns."""
+"""The gradient engine: gradients are complete, and placed as their parameters, when ``backward()`` returns.
+
+:class:`GradientReducer` is for whole models. :class:`ShardedGradients` is what ``fully_shard`` and units of a plan are built
+on: gradients that are reduced where their parameters were gathered, and end sharded.
+"""
 
 from vescale.gradients._agreement import GradientMismatchError
+from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._comm_hook import CommHook, GradientBucket
+from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._hooked_parameters import refuse_reducers_of
-from vescale.gradients._parameter import GradientRule
+from vescale.gradients._local_contribution import LocalContribution
+from vescale.gradients._parameter import GradientRule, local_part
 from vescale.gradients._pending import reduce_pending
 from vescale.gradients._reducer import GradientReducer
+from vescale.gradients._sharded_gradients import ShardedGradients
+from vescale.gradients._sharded_reduction import ReductionOptions, ShardedReduction, reduce_unused
+from vescale.gradients._unreduced_gradients import GradientPlace, UnreducedGradients
 
 __all__ = [
+    "BackwardTracker",
     "Bucket",
     "CommHook",
+    "DataParallelAxes",
     "GradientBucket",
     "GradientMismatchError",
+    "GradientPlace",
     "GradientReducer",
     "GradientRule",
+    "LocalContribution",
+    "ReductionOptions",
+    "ShardedGradients",
+    "ShardedReduction",
+    "UnreducedGradients",
+    "local_part",
     "reduce_pending",
+    "reduce_unused",
     "refuse_reducers_of",
 ]

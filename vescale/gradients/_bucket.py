@@ -11,13 +11,12 @@ import torch.distributed as dist
 
 from vescale.comm import Pending, all_reduce_, axis_group, link_of, reduction_cost, ring_bytes
 from vescale.compat import ParameterRow, TensorRow, is_dense, num_storage_users
-from vescale.gradients._averages import copy_scaled, divide_, is_exact_before_sum
 from vescale.gradients._bucket_memory import BucketMemory
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._comm_hook import CommHook, GradientBucket, call_hook
 from vescale.gradients._hook_muting import HookMuting
-from vescale.gradients._reduction import Reduction
-from vescale.gradients._unused import clear_signs, neutral
+from vescale.gradients._marks import clear_signs, neutral
+from vescale.gradients._reduction import Reduction, copy_scaled, divide_, is_exact_before_sum
 from vescale.placements import unpack
 
 __all__ = ["Bucket", "Versions"]

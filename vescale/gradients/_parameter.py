@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import AsyncCollectiveTensor, DTensorSpec, local_of, make_dtensor, make_spec, spec_of
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
-from vescale.gradients._complete import is_marked_complete, mark_complete
+from vescale.gradients._marks import is_marked_complete, mark_complete
 from vescale.gradients._reduction import Arrival, Contribution, Destination, Policy, contribution
 from vescale.placements import contiguous_stride, local_region, move_local
 

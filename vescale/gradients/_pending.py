@@ -10,11 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.compat import make_dtensor, make_spec
-from vescale.gradients._averages import divide_
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._parameter import GradientRule, ReducedParameter, local_part
-from vescale.gradients._reduction import Policy
+from vescale.gradients._reduction import Policy, divide_
 
 __all__ = ["reduce_pending"]
 

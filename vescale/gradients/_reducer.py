@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes
 from vescale.compat import in_backward, no_torch_function
 from vescale.gradients._agreed_parameters import AgreedParameters
+from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._comm_hook import CommHook
 from vescale.gradients._hooked_parameters import HookedParameters
 from vescale.gradients._parameter import GradientRule, ReducedParameter, local_part
 from vescale.gradients._reduction import Arrival, Policy
-from vescale.gradients._running_backward import RunningBackward
 from vescale.gradients._schedule import Schedule, make_buckets
 from vescale.gradients._settings import check_settings
 
@@ -96,7 +96,7 @@ class GradientReducer:
         self._syncs = True
         self.around_no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """A context that :meth:`no_sync` enters as well."""
-        self._backward = RunningBackward(self._end)
+        self._backward = BackwardTracker(self._end)
         self._is_begun = False  # a backward has begun, and its end has not been handled
         self._is_synced = False
         self._arrived = False

@@ -16,7 +16,18 @@ from vescale.comm import axis_group
 from vescale.gradients._axis_sets import AxisSet, MeshUnion, unite
 from vescale.placements import Piece, RaggedShard, local_region, plan_exchange, ragged_axis, shard_dim
 
-__all__ = ["Arrival", "Contribution", "Destination", "Policy", "Reduction", "Stage", "contribution"]
+__all__ = [
+    "Arrival",
+    "Contribution",
+    "Destination",
+    "Policy",
+    "Reduction",
+    "Stage",
+    "contribution",
+    "copy_scaled",
+    "divide_",
+    "is_exact_before_sum",
+]
 
 Op = Literal["avg", "sum"]
 _REDUCE_OPS = ("sum", "avg", "max", "min", "product")
@@ -259,3 +270,36 @@ def _scattered_axis(
         fits = all(shard_dim(later) != shard_dim(target[axis]) for later in staged[axis + 1 :])
     coordinates = axis_group(mesh, (axis,)).coordinates
     return axis if fits and list(coordinates) == sorted(coordinates) else None
+
+
+# Averages as divided sums: before the reduction where that is exact, else after it.
+
+
+def copy_scaled(target: torch.Tensor, source: torch.Tensor, scale: float) -> None:
+    """Copy ``source``, multiplied by ``scale``, to ``target``, which may be the same memory."""
+    if target.dtype == source.dtype and target.data_ptr() != source.data_ptr() and scale != 1:
+        torch.mul(source, scale, out=target)
+        return
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+    if scale != 1:
+        target.mul_(scale)
+
+
+def divide_(numbers: torch.Tensor, divisor: int) -> None:
+    """In place. Complex numbers are divided as pairs of real ones, because complex division turns -0.0 into 0.0."""
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers)
+    if _is_power_of_two(divisor):  # as exact as a division, and faster
+        numbers.mul_(1 / divisor)
+    else:
+        numbers.div_(divisor)
+
+
+def is_exact_before_sum(reduction: Reduction) -> bool:
+    """Whether contributions may be divided before the sum: by a power of two, in a dtype with a wide range of exponents."""
+    return reduction.divisor > 1 and _is_power_of_two(reduction.divisor) and reduction.reduce_dtype != torch.float16
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

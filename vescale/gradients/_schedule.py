@@ -12,7 +12,7 @@ from vescale.comm import BucketBytes, bucket_limits, link_of, plan_buckets
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._comm_hook import CommHook
-from vescale.gradients._unused import is_unused
+from vescale.gradients._marks import is_unused
 
 __all__ = ["Schedule", "make_buckets"]
 

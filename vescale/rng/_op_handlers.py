@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from vescale.comm import requested_by
 from vescale.compat import local_of, make_dtensor, make_spec, spec_of, stock_dispatch
 from vescale.compat.cuda_kernels import fused_dropout
 from vescale.compat.random_ops import (
@@ -22,16 +23,8 @@ from vescale.compat.random_ops import (
     is_symbolic,
     seeded_ops,
 )
-from vescale.rng._dtensor_fill import (
-    empty,
-    empty_like,
-    fill,
-    outside_mesh,
-    part_of_whole,
-    region_of,
-    replicated,
-    whole_of,
-)
+from vescale.placements import move_local
+from vescale.rng._dtensor_fill import empty, empty_like, fill, outside_mesh, part_of_whole, region_of, whole_of
 from vescale.rng._multinomial import multinomial
 from vescale.rng._random_ops import DROPOUT_MASK, RandomOp, inplace_overloads
 from vescale.rng._stream_spans import is_contiguous, stream_order
@@ -254,22 +247,31 @@ def _decomposed(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _local_scalar_dense(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    """``item()``, ``bool()``, ``int()``: the value of the whole tensor (an all-reduce on Partial axes).
+    """``item()``, ``bool()``, ``int()``: the value of the whole tensor (an all-reduce on Partial axes, an all-gather on
+    sharded ones; every rank of the mesh must call it). A tensor that is Replicate is read without communication.
 
     DTensor's own returns each rank's local term: ranks would take different branches at ``if mask.any()``.
     """
     dtensor: DTensor = args[0]
+    placements = dtensor.placements
     if outside_mesh(spec_of(dtensor)):
         raise RuntimeError(
             f"the value of a DTensor of shape {tuple(dtensor.shape)} on a rank outside of its mesh: this rank does not "
             "have it; expected a rank of the mesh: guard the call with `mesh.get_coordinate() is not None`"
         )
-    if all(placement.is_replicate() for placement in dtensor.placements):
+    for placement in placements:
+        if type(placement) is not Replicate:
+            break
+    else:
         return local_of(dtensor).item()
+    if is_symbolic(local_of(dtensor)):
+        return stock_dispatch(op, args, kwargs)
+    local, whole = local_of(dtensor).detach(), (Replicate(),) * dtensor.device_mesh.ndim
     if dtensor.dtype == torch.bool:  # sums of booleans overflow into themselves on some backends
-        integers: Any = dtensor.to(torch.int32)
-        return bool(local_of(replicated(integers)).item())
-    return local_of(replicated(dtensor)).item()
+        local = local.to(torch.int32)
+    with requested_by(f"item() of a DTensor with placements {placements}"):
+        value = move_local(local, dtensor.device_mesh, dtensor.shape, placements, whole).wait().item()
+    return bool(value) if dtensor.dtype == torch.bool else value
 
 
 def _t_(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
@@ -314,7 +316,6 @@ def handlers() -> dict[Any, Handler]:
         aten.normal.float_Tensor: _normal_out_of_place,
         aten.normal.Tensor_Tensor: _normal_out_of_place,
         aten.multinomial.default: multinomial,
-        aten._local_scalar_dense.default: _local_scalar_dense,
         aten.t_.default: _t_,
         aten.eye.m_out: _eye_out,
         aten.eye.out: _eye_out,
@@ -343,4 +344,6 @@ def handlers() -> dict[Any, Handler]:
     for op in seeded_ops():
         if op not in table and "backward" not in op.name():
             table[op] = _decomposed if has_composite_kernel(op) else _refused
-    return {op: _numbers_only(handler) for op, handler in table.items()}
+    return {op: _numbers_only(handler) for op, handler in table.items()} | {
+        aten._local_scalar_dense.default: _local_scalar_dense
+    }

@@ -98,7 +98,7 @@ class Units:
         )
         for parameter in group.parameters:
             # What is on the host is not where the other axes' collectives run.
-            parameter.leaves_pending = unit.offload_pinned is None
+            parameter.contribution.leaves_pending = unit.offload_pinned is None
             parameter.register(cast(nn.Parameter, self._originals[parameter.name]))
         return group
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vescale.fsdp._streams import SideStream
+from vescale.comm import SideStream
 
 Call = tuple[Any, ...]
 

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
+from typing import Protocol
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.buffer import DBuffer
 from vescale.compat import ParameterRow, TensorRow, local_of, set_versions, share_memory
-from vescale.fsdp._parameter import ManagedParameter, arrived
+from vescale.gradients._local_contribution import LocalContribution, use_code
+from vescale.gradients._parameter import local_part
 
-__all__ = ["GradientPlace", "UnreducedGradients"]
+__all__ = ["GatheredParameter", "GradientPlace", "UnreducedGradients"]
+
+
+class GatheredParameter(Protocol):
+    """A parameter that autograd leaves gradients at while it is gathered: ``unsharded``, a new object now and then. The
+    buffer has room of shape ``place`` for its gradient, of which it takes ``shape``."""
+
+    name: str
+    shape: tuple[int, ...]
+    place: tuple[int, ...]
+    contribution: LocalContribution
+    unsharded: nn.Parameter | None
 
 
 class GradientPlace(Enum):
@@ -23,11 +37,11 @@ class GradientPlace(Enum):
     HELD = auto()
     """In autograd's own tensors until parameters are resharded, and then copied to where those were."""
     IN_PLACE = auto()
-    """Copied to where their parameters were, as they come if :meth:`FSDPModule.set_in_place_gradients` says so."""
+    """Copied to where their parameters were, as they come with :meth:`FSDPModule.set_in_place_gradients`."""
 
 
 class UnreducedGradients:
-    """Where they are is :class:`GradientPlace`'s to say, and decided at the first one of a backward:
+    """Gradients are in one of three places, which is decided at the first one of a backward:
 
     ============  =====================================  ============================================================
     place         until the parameters are resharded     then
@@ -40,7 +54,7 @@ class UnreducedGradients:
     ============  =====================================  ============================================================
     """
 
-    def __init__(self, parameters: Sequence[ManagedParameter]) -> None:
+    def __init__(self, parameters: Sequence[GatheredParameter]) -> None:
         self.parameters = list(parameters)
         self.buffer: DBuffer
         self.has_any = False
@@ -50,20 +64,20 @@ class UnreducedGradients:
         self.drop()
 
     def prepare(
-        self,
-        whole: DBuffer,
-        apart: DBuffer,
-        over_whole: DBuffer | None,
-        *,
-        sums: bool,
-        begin: Callable[[], GradientPlace],
+        self, whole: DBuffer | None, apart: DBuffer, *, of_one_loss: bool, begin: Callable[[], GradientPlace]
     ) -> None:
-        """``whole`` holds the parameters; ``over_whole``, their memory seen as gradients, is None where dtypes differ.
-        ``sums``: they are contributions to one loss. ``begin`` is called before the first one and says where they go."""
-        self._whole, self._apart, self._over_whole = whole, apart, over_whole
-        self._sums, self._begin_in_group = sums, begin
+        """``whole`` holds the parameters; None: there is no place that gradients could take. ``apart`` is other memory.
+        ``begin`` is called before the first gradient and returns where they go."""
+        self._whole, self._apart = whole, apart
+        self._over_whole = None if whole is None or whole.dtype != apart.dtype else whole.over(apart.placements)
+        self._of_one_loss, self._begin_in_group = of_one_loss, begin
         self.buffer = apart
         self._targets: dict[int, TensorRow] = {}
+
+    def free(self) -> None:
+        """The memory that is not the parameters'."""
+        if "buffer" in self.__dict__:
+            self._apart.free()
 
     def parameters_changed(self) -> None:
         """Some unsharded parameter is another object now."""
@@ -71,14 +85,14 @@ class UnreducedGradients:
 
     @property
     def in_place(self) -> bool:
-        """Whether they are in the memory of the gathered parameters."""
+        """Whether they are where the parameters were."""
         return self.has_any and self._place is GradientPlace.IN_PLACE
 
     # As they come
 
     def receiver(self, index: int) -> Callable[[torch.Tensor], None]:
-        """The hook that takes a parameter's gradient. Autograd is through with the parameter by then: all ops of this
-        backward that have given to its gradient have run."""
+        """The hook that takes a parameter's gradient. By then, all ops of this backward that contribute to the gradient
+        have run."""
 
         def receive(unsharded: torch.Tensor) -> None:
             if unsharded.grad is None:
@@ -120,7 +134,9 @@ class UnreducedGradients:
         if self.has_any:
             return
         self._place = self._begin_in_group()
-        if self._place is GradientPlace.IN_PLACE and self._over_whole is None:
+        if self._whole is None:
+            self._place = GradientPlace.APART
+        elif self._place is GradientPlace.IN_PLACE and self._over_whole is None:
             self._place = GradientPlace.HELD
         if self._place is GradientPlace.IN_PLACE:
             assert self._over_whole is not None
@@ -137,7 +153,7 @@ class UnreducedGradients:
         if gradient is None:
             return
         earlier = self._view(self.buffer, index) if self._received[index] else None
-        local = parameter.contribution(gradient, earlier) if self._sums else parameter.local_gradient(gradient)
+        local = parameter.contribution.of(gradient, earlier, of_one_loss=self._of_one_loss)
         self._received[index] = True
         self._claimed[index] = False
         view = self._view(self.buffer, index)
@@ -181,11 +197,13 @@ class UnreducedGradients:
                 self._take(index)
 
     def _take_as_row(self, target: DBuffer) -> bool:
-        """In one call, when there is an ordinary gradient for each parameter, which is this rank's summand as it is."""
+        """In one call, when there is an ordinary gradient for each parameter, which is this rank's contribution as it is."""
         if self._row is None:
-            unsharded = [p.unsharded for p in self.parameters if p.unsharded is not None and p.unsharded_spec is None]
+            unsharded = [
+                p.unsharded for p in self.parameters if p.unsharded is not None and not isinstance(p.unsharded, DTensor)
+            ]
             self._row = ParameterRow(unsharded if len(unsharded) == len(self.parameters) else ())
-        if not self._row.tensors:
+        if not self._row.tensors or self._whole is None:
             return False
         places = self._targets.get(id(target))
         if places is None:
@@ -199,13 +217,13 @@ class UnreducedGradients:
 
     def save_from_overwriting(self) -> None:
         """Held gradients that are (parts of) parameters, before others are written there."""
-        if not self.has_any:
+        if not self.has_any or self._whole is None:
             return
         for parameter in self.parameters:
             unsharded = parameter.unsharded
             if unsharded is None or unsharded.grad is None or unsharded.grad.layout is not torch.strided:
                 continue
-            if share_memory(arrived(unsharded.grad), self._whole.local):
+            if share_memory(local_part(unsharded.grad), self._whole.local):
                 unsharded.grad = unsharded.grad.clone()
 
     # Where parameters were
@@ -249,8 +267,8 @@ class UnreducedGradients:
     # To the reduction
 
     def complete(self) -> list[int]:
-        """Zero what no gradient has come for, and start anew; :attr:`buffer` is complete. Returns which parameters had one:
-        0 for none, else 1 and a bit more (2 to the axis) for each mesh axis along which it is pending."""
+        """Zero what no gradient has come for, and start anew; :attr:`buffer` is complete. Returns which parameters had one,
+        as :func:`use_code`."""
         if not self.has_any:
             self._begin_in_group()
             self.buffer = self._apart.allocate().zero_()
@@ -263,9 +281,11 @@ class UnreducedGradients:
         for index, parameter in enumerate(self.parameters):
             if self._received[index] and parameter.shape != parameter.place:
                 self.buffer.views[index][parameter.shape[0] :].zero_()
-        received = self._received
+        found = list(map(int, self._received))
+        if self._of_one_loss:
+            found = [has and use_code(p.contribution.pending) for has, p in zip(found, self.parameters)]
         self.drop()
-        return [_code_of(p.pending) if has else 0 for has, p in zip(received, self.parameters)]
+        return found
 
     def drop(self) -> None:
         """Forget them all."""
@@ -279,7 +299,7 @@ class UnreducedGradients:
         self._place = GradientPlace.APART
 
 
-def _taken_from(parameter: ManagedParameter) -> torch.Tensor | None:
+def _taken_from(parameter: GatheredParameter) -> torch.Tensor | None:
     """``grad`` of the unsharded form, which is None afterwards."""
     unsharded = parameter.unsharded
     gradient = unsharded.grad if unsharded is not None else None
@@ -288,11 +308,7 @@ def _taken_from(parameter: ManagedParameter) -> torch.Tensor | None:
     unsharded.grad = None
     if gradient.layout is not torch.strided:
         raise NotImplementedError(
-            f"the gradient of {parameter.name!r} of shape {parameter.global_shape} is a {gradient.layout} tensor; "
+            f"the gradient of {parameter.name!r} of shape {tuple(gradient.shape)} is a {gradient.layout} tensor; "
             "fully_shard reduces dense ones: make it dense, nn.Embedding(sparse=False)"
         )
     return gradient
-
-
-def _code_of(pending: frozenset[int]) -> int:
-    return 1 + sum(1 << axis for axis in pending) if pending else 1

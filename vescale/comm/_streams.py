@@ -19,11 +19,8 @@ class SideStream:
     def __init__(self, device: torch.device, *, urgent: bool = True) -> None:
         self._module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device.type)
         self.stream: Any = self._module.Stream(priority=-1 if urgent else 0) if self._module else None
-
-    @property
-    def is_real(self) -> bool:
+        self.is_real = self._module is not None
         """Whether there is a stream."""
-        return self.stream is not None
 
     def __call__(self) -> contextlib.AbstractContextManager[Any]:
         """Run what follows on this stream."""

@@ -1,4 +1,4 @@
-"""``RunningBackward``: whether a backward is running, and a callback at its end."""
+"""``BackwardTracker``: whether a backward is running, and a callback at its end."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from vescale.compat import HookGate, at_end_of_backward
 
-__all__ = ["RunningBackward"]
+__all__ = ["BackwardTracker"]
 
 
-class RunningBackward:
-    """The backward that has reached a reducer's parameters, from its first gradient to its end.
+class BackwardTracker:
+    """The backward that has reached some parameters, from its first gradient to its end.
 
     Attributes:
         current: a callable that returns None while no backward is running.

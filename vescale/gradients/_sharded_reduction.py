@@ -1,19 +1,20 @@
-"""``Reduction``: the gradients of one bucket on their way from every rank's contribution to sharded ``.grad``."""
+"""``ShardedReduction``: gradients of a bucket on their way from every rank's contribution to sharded ``.grad``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from vescale.fsdp._bucket import Bucket
-from vescale.fsdp._streams import SideStream
+from vescale.comm import SideStream, all_reduce_
+from vescale.gradients._sharded_gradients import ShardedGradients
 
-__all__ = ["Reduction", "ReductionOptions"]
+__all__ = ["ReductionOptions", "ShardedReduction", "reduce_unused"]
 
 
 @dataclass
@@ -45,13 +46,13 @@ class ReductionOptions:
     custom_reduce_scatter: Any = None
 
 
-class Reduction:
+class ShardedReduction:
     """One bucket's reduction in flight.
 
     ===========  =====================================================================================================
     step         what is where
     ===========  =====================================================================================================
-    ``start``    contributions in ``bucket.unreduced``; the reduce-scatter over the shard axis runs
+    ``start``    contributions in ``gradients.unreduced``; the reduce-scatter over the shard axis runs
     ``finish``   this rank's piece is reduced over the replicas, divided, cast, moved to the host when offloaded, and
                  each parameter's part of it is added to ``.grad``; the contributions' memory can be freed
     ``settle``   parameters that got no gradient on this rank, and did on another, get their part
@@ -59,13 +60,16 @@ class Reduction:
     """
 
     def __init__(
-        self, bucket: Bucket, options: ReductionOptions, stream: SideStream, replica_stream: SideStream, requester: str
+        self,
+        gradients: ShardedGradients,
+        options: ReductionOptions,
+        stream: SideStream,
+        replica_stream: SideStream,
+        requester: str,
     ) -> None:
-        self.bucket = bucket
-        self.options = options
-        self.requester = requester
+        self.gradients, self.options, self.requester = gradients, options, requester
         self._stream, self._replica_stream = stream, replica_stream
-        self.received = bucket.unreduced.complete()
+        self.received = gradients.unreduced.complete()
         self._reduced: torch.Tensor | None = None
         self.event: Any = None
 
@@ -75,24 +79,20 @@ class Reduction:
         return self.options.unused_as_zero or all(self.received)
 
     def start(self) -> None:
-        bucket, options = self.bucket, self.options
-        axes = bucket.axes
-        factor = options.divide_factor
-        op, self._divide = options.op, None
-        if factor is not None or (options.sum_only and op == "avg"):
-            op = "sum"
-            ranks = axes.shard_size * axes.num_replicas
-            self._divide = factor if factor is not None else float(ranks)
-        self._op = op
+        gradients, options, axes = self.gradients, self.options, self.gradients.axes
+        self._op, self._divisor = options.op, options.divide_factor
+        if self._divisor is None and options.sum_only and options.op == "avg":
+            self._divisor = float(axes.shard_size * axes.num_replicas)
+        if self._divisor is not None:
+            self._op = "sum"
         self._stream.wait_for_compute()
         with self._stream():
-            if bucket.reduce_dtype == torch.float16 and self._divide is not None:
-                before = 2.0 ** int(math.log2(max(self._divide, 1)) / 2)  # half of it, to stay in range
-                bucket.unreduced.buffer.mul_(1 / before)
-                self._divide /= before
-            self._pending = bucket.reduce_scatter(
-                op, options.group, options.custom_reduce_scatter, self.requester, at_once=options.in_place
-            )
+            if gradients.reduce_dtype == torch.float16 and self._divisor is not None:
+                before = 2.0 ** int(math.log2(max(self._divisor, 1)) / 2)  # half of it, to stay in range
+                gradients.unreduced.buffer.mul_(1 / before)
+                self._divisor /= before
+            custom, at_once = options.custom_reduce_scatter, options.in_place
+            self._pending = gradients.reduce_scatter(self._op, options.group, custom, self.requester, at_once=at_once)
             if self._stream.is_real:
                 self._pending.wait()
                 self.event = self._stream.done()
@@ -101,19 +101,19 @@ class Reduction:
         """Wait for the collective and leave its result."""
         self._pending.wait()
 
-    def finish(self, carried: Reduction | None) -> bool:
-        """Do the rest. ``carried`` is the reduction of earlier backwards, whose sum over the replicas is pending.
-
-        Returns False when this one's stays pending, too; then it is to be carried.
-        """
-        bucket, options, axes = self.bucket, self.options, self.bucket.axes
+    def finish(self) -> bool:
+        """Do the rest; False where the sum over the replicas stays pending, for a later one to finish."""
+        gradients, options, axes = self.gradients, self.options, self.gradients.axes
         with self._stream(), torch.no_grad():
             piece = self._pending.wait()
-            if carried is not None:
-                piece.local.add_(carried._pending.buffer.local)
-                self.received = [max(pair) for pair in zip(self.received, carried.received, strict=True)]
+            if gradients.carried is not None:
+                earlier, received = gradients.carried
+                piece.local.add_(earlier.local)
+                self.received = [max(pair) for pair in zip(self.received, received, strict=True)]
+                gradients.carried = None
             if axes.replicate:
                 if not options.all_reduce:
+                    gradients.carried = piece, self.received
                     self.event = self._stream.done()
                     return False
                 self._replica_stream.wait_event(self._stream.done())
@@ -122,16 +122,16 @@ class Reduction:
                 self._stream.wait_event(self._replica_stream.done())
             if options.hook is not None:
                 self._run_hook(piece.local)
-            if self._divide is not None:
-                piece.mul_(1 / self._divide)
+            if self._divisor is not None:
+                piece.mul_(1 / self._divisor)
             local = piece.local
-            if local.dtype != bucket.dtype:
-                local = local.to(bucket.dtype)
-            if bucket.shards.device != local.device:
-                local = local.to(bucket.shards.device)
-            for index, received in enumerate(self.received):
-                if received or options.unused_as_zero:
-                    bucket.assign(index, local, received)
+            if local.dtype != gradients.dtype:
+                local = local.to(gradients.dtype)
+            if local.device != gradients.device:
+                local = local.to(gradients.device)
+            for index, code in enumerate(self.received):
+                if code or options.unused_as_zero:
+                    gradients.assign(index, local, code)
             self._reduced = local if not self.is_complete_here else None
             self.event = self._stream.done()
         return True
@@ -154,5 +154,35 @@ class Reduction:
         with self._stream(), torch.no_grad():
             for index, (received, used) in enumerate(zip(self.received, received_anywhere, strict=True)):
                 if used and not received:
-                    self.bucket.assign(index, self._reduced, used)
+                    self.gradients.assign(index, self._reduced, used)
         self._reduced = None
+
+
+def reduce_unused(reductions: Sequence[ShardedReduction]) -> None:
+    """After a backward: parameters that this rank did not use (an expert without tokens, a branch not taken) get the
+    gradient of the ranks that did; those that no rank used keep ``grad`` as it is, None for a fresh one.
+
+    One all-reduce of a byte for each parameter and backward, over the ranks of the groups; every rank takes part, and only
+    ranks with unused parameters wait for it. Reductions were started in the same order on all of them.
+    """
+    together: dict[dist.ProcessGroup, list[ShardedReduction]] = defaultdict(list)
+    for reduction in reductions:
+        if not reduction.options.unused_as_zero:
+            along = reduction.gradients.axes.data_parallel
+            if along.size > 1:
+                together[along.group].append(reduction)
+            else:
+                reduction.settle([0] * len(reduction.received))
+    for group, members in together.items():
+        flags = [flag for reduction in members for flag in reduction.received]
+        device = members[0].gradients.unreduced.buffer.device
+        used = torch.tensor(flags, dtype=torch.uint8, device=device)
+        pending = all_reduce_(used, "max", group, requester="which parameters got a gradient")
+        if all(flags) and device.type != "cpu":
+            continue  # this rank does not need the answer, and need not wait for the device
+        answer = pending.wait().tolist()
+        start = 0
+        for reduction in members:
+            stop = start + len(reduction.received)
+            reduction.settle(answer[start:stop])
+            start = stop
