@@ -307,12 +307,9 @@ def test_modules_say_what_they_export() -> None:
     assert not silent, f"files without __all__: {silent}"
 
 
-LONG_FILES = {"fsdp/_state.py"}  # still to be split
-
-
 def test_files_are_short() -> None:
     lengths = {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in sources()}
-    long = {name: count for name, count in lengths.items() if count > 400 and name not in LONG_FILES}
+    long = {name: count for name, count in lengths.items() if count > 400}
     assert not long, f"files over 400 lines (one noun per file): {long}"
 
 
