@@ -26,6 +26,7 @@ MORE: list[tuple[Any, list[tuple[int, ...]], tuple[Any, ...]]] = [
     (aten.view.default, [(8, 4)], ({}, [4, 2, 4])),
     (aten.expand.default, [(8, 1)], ({}, [3, 8, 5])),
     (aten.split.Tensor, [(8, 4)], ({}, 3, 1)),
+    (aten.equal.default, [(8, 4), (8, 4)], ({}, {})),
     (aten.unbind.int, [(8, 4)], ({}, 1)),
     (aten.select.int, [(8, 4)], ({}, 0, 2)),
     (aten.clone.default, [(8, 4, 6)], ({},)),

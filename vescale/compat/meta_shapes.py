@@ -64,7 +64,9 @@ def run_on_meta(changes: Changes, hooks: Any) -> None:
 @functools.cache
 def _has_meta_kernel(op: Any) -> bool:
     """Whether ``FakeTensorMode`` does nothing else for the op than to call its meta kernel."""
-    if torch.Tag.nondeterministic_seeded in op.tags or any(a.name == "device" for a in op._schema.arguments):
+    if any(a.name == "device" for a in op._schema.arguments):
+        return False
+    if torch.Tag.nondeterministic_seeded in op.tags or torch.Tag.data_dependent_output in op.tags:
         return False
     return torch.Tag.pointwise in op.tags or op._schema._is_view_op() or op.overloadpacket in _OTHERS
 
