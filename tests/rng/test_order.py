@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import pickle
@@ -28,8 +29,8 @@ def table() -> dict[str, str]:
     found = {}
     for op, handler in DTensor._op_dispatcher._custom_op_handlers.items():
         inner: Any = handler
-        while hasattr(inner, "__wrapped__"):
-            inner = inner.__wrapped__
+        while hasattr(inner, "__wrapped__") or isinstance(inner, functools.partial):
+            inner = inner.func if isinstance(inner, functools.partial) else inner.__wrapped__
         found[str(op)] = f"{inner.__module__}.{inner.__qualname__}"
     return found
 

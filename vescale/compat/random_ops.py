@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C import _dispatch_get_all_op_names
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
@@ -111,12 +112,17 @@ def has_composite_kernel(op: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
+def _returns_tensors(op: OpOverload) -> bool:
+    """Not so ``_fused_sdp_choice``, which has the tag of what it chooses."""
+    return all(isinstance(one.type, torch.TensorType) for one in op._schema.returns)
+
+
 def seeded_ops() -> list[OpOverload]:
     """Every overload of ATen that draws random numbers (``torch.Tag.nondeterministic_seeded``)."""
+    names = {name[6:].partition(".")[0] for name in _dispatch_get_all_op_names() if name.startswith("aten::")}
     found = []
-    for name in dir(torch.ops.aten):
+    for name in sorted(names):  # dir(torch.ops.aten) has only what somebody has used
         packet = getattr(torch.ops.aten, name)
-        if isinstance(packet, torch._ops.OpOverloadPacket):
-            overloads = [getattr(packet, overload) for overload in packet.overloads()]
-            found += [op for op in overloads if torch.Tag.nondeterministic_seeded in op.tags]
+        overloads = [getattr(packet, overload) for overload in packet.overloads()]
+        found += [op for op in overloads if torch.Tag.nondeterministic_seeded in op.tags and _returns_tensors(op)]
     return found
