@@ -107,7 +107,7 @@ def decide(schema: OpSchema) -> Any:
     try:
         found = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
     except Exception as error:
-        return type(error)
+        return type(error), str(error)
     return repr(found.output_spec), found.needs_redistribute, str(found.redistribute_schema)
 
 

@@ -36,10 +36,13 @@ def test_the_example_of_the_docs_runs(ranks: RankPools) -> None:
 
 def custom_op(name: str) -> Any:
     """An op that DTensor has no strategy for."""
-    schema = "(Tensor x) -> Tensor"
-    op = torch.library.custom_op(f"vescale_tests::{name}", lambda x: x * 2 + 1, mutates_args=(), schema=schema)
+
+    def affine(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + 1
+
+    op = torch.library.custom_op(f"custom::{name}", affine, mutates_args=())
     op.register_fake(torch.empty_like)
-    return getattr(torch.ops.vescale_tests, name).default
+    return getattr(torch.ops.custom, name).default
 
 
 def on_rank_custom_op() -> None:

@@ -19,7 +19,7 @@ from vescale.compat.patching import Changes
 
 try:
     from torch.distributed.tensor._ops.single_dim_strategy import _PreparedSingleDimStrategy
-except ImportError:  # older than 2.12: rules for one mesh axis do not have this form, and are searched
+except ImportError:  # this torch has its rules in another form; the patch is not installed
     _PreparedSingleDimStrategy = None  # type: ignore[assignment,misc]
 
 __all__ = ["exact_match", "search_only_mismatches"]

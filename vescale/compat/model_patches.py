@@ -1,4 +1,4 @@
-"""Where parallelized models are told of redistributions, writes and activation checkpointing, and asked about operands."""
+"""Patches of DTensor and activation checkpointing that call the hooks of parallelized models (:class:`ModelHooks`)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ __all__ = [
 
 # Optional features, as errors and `vescale env` name them.
 CHECKPOINTS = "torch.distributed.checkpoint of DTensors with vescale's placements"
-EXACT_MATCHES = "sharding decisions without a search (the first run of each op takes up to 0.7 s without)"
+EXACT_MATCHES = "sharding decisions without a search (the first run of an op takes 0.7 s on three mesh axes without)"
 OBSERVATION = "observing collectives (hang report, communication trace, verify)"
 CUDA_KERNELS = "CUDA kernels compiled at run time (random numbers on a GPU are slower without)"
 

@@ -51,7 +51,7 @@ def native_sharding(
 def output_meta(
     op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], schema_info: Any
 ) -> TensorMeta | Sequence[TensorMeta | None] | None:
-    """Global shape, stride and dtype of the op's results, from a run on fake tensors."""
+    """Global shape, stride and dtype of the op's results, from a run on tensors without memory."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     return propagator._propagate_tensor_meta_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
 
