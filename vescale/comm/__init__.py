@@ -6,9 +6,9 @@ from vescale.comm._consensus import Consensus, ConsensusError, LateRanksWarning,
 from vescale.comm._flat_collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
 from vescale.comm._joined_axes import join_axes
-from vescale.comm._ledger import CommRecord, Ledger, current_requester, record, record_comms, requested_by
+from vescale.comm._ledger import CommRecord, Ledger, current_requester, is_observed, record, record_comms, requested_by
 from vescale.comm._observation import Observer, Operation, axes_of, name_group, observe
-from vescale.comm._pending import Pending
+from vescale.comm._pending import Pending, one_reduction
 from vescale.comm._rank_comparison import Description, Difference, compare_descriptions
 from vescale.comm._ring_cost import (
     Link,
@@ -53,10 +53,12 @@ __all__ = [
     "current_requester",
     "fused_bytes",
     "group_of_ranks",
+    "is_observed",
     "join_axes",
     "link_of",
     "name_group",
     "observe",
+    "one_reduction",
     "per_axis_bytes",
     "plan_buckets",
     "record",

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm._ledger import record
-from vescale.comm._pending import GLOO_REDUCES, REDUCE_OPS, Pending, as_bytes, is_nccl, reduce_rows
+from vescale.comm._pending import REDUCE_OPS, Pending, as_bytes, is_nccl, one_reduction, reduce_rows
 from vescale.compat import all_gather_single, is_traced, reduce_scatter_single, traced_all_to_all
 
 __all__ = ["MAX_PADDING", "all_gather_v", "all_reduce", "all_to_all_v", "reduce_scatter_v"]
@@ -171,7 +171,8 @@ def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, reques
     num_ranks = dist.get_world_size(group)
     if local.numel() == 0:
         return Pending(torch.empty_like(local, memory_format=torch.contiguous_format))
-    if is_traced(local) or (local.dtype not in GLOO_REDUCES and not is_nccl(local, group)):
+    reduction = None if is_traced(local) else one_reduction(op, local.dtype, local.device.type, group)
+    if reduction is None:
         base, extra = divmod(local.numel(), num_ranks)
         sizes = [base + (rank < extra) for rank in range(num_ranks)]
         piece = reduce_scatter_v(local.reshape(-1), sizes, op, group, requester=requester).wait()
@@ -179,7 +180,7 @@ def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, reques
         return gathered.reshaped(gathered.out.view(local.shape))
     moved = math.ceil(2 * (num_ranks - 1) / num_ranks * local.numel() * local.element_size())
     out = local.clone(memory_format=torch.contiguous_format)
-    divide = op == "avg" and not is_nccl(local, group)
+    reduce_op, divisor = reduction
     with record("all_reduce", num_ranks, moved, requester=requester, group=group):
-        work = dist.all_reduce(out, op=REDUCE_OPS["sum" if divide else op], group=group, async_op=True)
-    return Pending(out, [work], (lambda: out.div_(num_ranks)) if divide else None)
+        work = dist.all_reduce(out, op=reduce_op, group=group, async_op=True)
+    return Pending(out, [work], (lambda: out.div_(divisor)) if divisor > 1 else None)

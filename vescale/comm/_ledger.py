@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from vescale.comm._observation import AS_PART, Part, axes_of, is_observed
+from vescale.comm import _observation
+from vescale.comm._observation import AS_PART, Part, axes_of
 
-__all__ = ["CommRecord", "Ledger", "current_requester", "record", "record_comms", "requested_by"]
+__all__ = ["CommRecord", "Ledger", "current_requester", "is_observed", "record", "record_comms", "requested_by"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,11 @@ def current_requester() -> str:
     return str(getattr(_ASKING, "who", ""))
 
 
+def is_observed() -> bool:
+    """Whether a ledger is open, or somebody observes collectives."""
+    return bool(_OPEN) or _observation.is_observed()
+
+
 def record(
     op: str,
     num_ranks: int,
@@ -100,7 +106,7 @@ def record(
 ) -> contextlib.AbstractContextManager[None]:
     """Enter a collective in the open ledgers of this rank. To observers, collectives that start inside of the returned
     context are this one. Costs nothing if no ledger is open and there is no observer."""
-    if not _OPEN and not is_observed():
+    if not is_observed():
         return AS_PART
     who = ": ".join(part for part in (current_requester(), requester) if part)
     if _OPEN:

@@ -19,6 +19,7 @@ __all__ = [
     "is_gloo",
     "is_nccl",
     "moves_nothing",
+    "one_reduction",
     "reduce_rows",
 ]
 
@@ -83,6 +84,18 @@ class Messages(Pending):
 GLOO_REDUCES = frozenset(
     {torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64}
 )
+
+
+def one_reduction(
+    op: str, dtype: torch.dtype, device_type: str, group: dist.ProcessGroup
+) -> tuple[dist.ReduceOp.RedOpType, int] | None:
+    """The op of one all-reduce and what to divide its result by; None where the backend would lose precision or fails."""
+    is_on_nccl = device_type == "cuda" and dist.Backend.NCCL in dist.get_backend_config(group)
+    if is_on_nccl:
+        return REDUCE_OPS[op], 1
+    if dtype not in GLOO_REDUCES:
+        return None
+    return (REDUCE_OPS["sum"], dist.get_world_size(group)) if op == "avg" else (REDUCE_OPS[op], 1)
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:

@@ -32,9 +32,17 @@ try:
     from vescale.compat.hook_gate import *
     from vescale.compat.meshes import *
     from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, tell_move
+    from vescale.compat.native_dispatch import (
+        dispatch_counts,
+        intern_spec,
+        is_native,
+        native_converter,
+        reset_dispatch_counts,
+    )
     from vescale.compat.op_info import *
     from vescale.compat.patches import *
     from vescale.compat.process_groups import *
+    from vescale.compat.sharding_caches import clear_sharding_caches
     from vescale.compat.tensor_subclasses import without_modes
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
@@ -48,10 +56,16 @@ __all__ = [
     "ModelHooks",
     "OpHandler",
     "UnsupportedTorchError",
+    "clear_sharding_caches",
+    "dispatch_counts",
     "group_description",
+    "intern_spec",
+    "is_native",
+    "native_converter",
     "no_torch_function",
     "on_completion",
     "require",
+    "reset_dispatch_counts",
     "self_check",
     "stock",
     "stock_dispatch",

@@ -22,7 +22,6 @@ from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
 from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, model_hooks, telling
 from vescale.compat.op_info import (
     OutputSharding,
-    clear_sharding_cache,
     is_view,
     iterate_specs,
     with_aliasing,
@@ -31,6 +30,7 @@ from vescale.compat.patching import HOOKS, Changes
 
 __all__ = [
     "handlers_of_dtensor",
+    "keeps_operands",
     "no_torch_function",
     "stock_dispatch",
     "take_over_handled_ops",
@@ -211,8 +211,6 @@ def take_over_undecided_ops(changes: Changes, _: Any) -> None:
 
     propagate.without_handlers = without_handlers  # type: ignore[attr-defined]
     changes.attribute(dispatcher, "_propagate_op_sharding_dispatch_slow_path", propagate)
-    clear_sharding_cache()  # of decisions made without the hooks; on undo, of those made by them
-    changes.on_undo(clear_sharding_cache)
 
 
 def _decided(
@@ -272,6 +270,34 @@ def _follow(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op_info: Any
         )
     result = dispatcher.wrap(local, sharding.output_spec)
     return with_aliasing(op, args, kwargs, result) if is_view(op) else result
+
+
+def keeps_operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, OutputSharding | None]:
+    """The call's schema, and the decision to run it on the local tensors of its operands as they are, or with local sizes
+    for global ones; None if anything else runs, or if it has to be asked for each time. Runs nothing.
+
+    Raises what deciding raises: PyTorch's path raises it too.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    schema = info.schema
+    models = model_hooks()
+    handler = models.handlers.get(op) if models is not None else None
+    if handler is not None and handler.applies(op, schema):
+        return schema, None
+    placements = HOOKS.get("placements")
+    specs = tuple(iterate_specs((*schema.args_schema, *schema.kwargs_schema.values())))
+    if placements is not None and any(placements.has_custom(spec.placements) for spec in specs):
+        return schema, placements.keeps_operands(op, schema)
+    if any(spec.mesh is not specs[0].mesh for spec in specs):
+        return schema, None
+    with no_torch_function():
+        sharding = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
+    if not isinstance(sharding, OutputSharding) or (
+        sharding.needs_redistribute and not sharding.use_val_from_redistribute_schema
+    ):
+        return schema, None
+    return schema, sharding
 
 
 def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -42,7 +42,7 @@ class DTensorHooks:
     the signatures of what they replace (``set_item`` gets the original first), except
     ``local_gradient(grad, spec, grad_placements)``, the DTensor that ``to_local``'s backward gives for the gradient of the
     local tensor of a DTensor with ``spec``, and ``run_op(op, args, kwargs, schema)``, which runs an op or gives the
-    sharding decision that the dispatcher caches.
+    sharding decision that the dispatcher caches; ``keeps_operands(op, schema)`` gives the decision or None and runs nothing.
     """
 
     has_custom: Callable[..., bool]
@@ -55,6 +55,7 @@ class DTensorHooks:
     distribute_tensor: Callable[..., Any]
     checkpoint: CheckpointHooks
     run_op: Callable[..., Any]
+    keeps_operands: Callable[..., Any]
     set_item: Callable[..., None]
 
 

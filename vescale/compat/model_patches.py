@@ -14,6 +14,7 @@ from torch.distributed.tensor import _dispatch as tensor_dispatch
 
 from vescale.compat.dtensor import DTensorSpec, TensorMeta
 from vescale.compat.model_hooks import ModelHooks
+from vescale.compat.native_dispatch import write_through_python
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
 
@@ -65,6 +66,7 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
         return original()
 
     changes.attribute(tensor_dispatch, "get_active_debug_mode", get_active_debug_mode)
+    write_through_python(changes, copies)
 
 
 def _written(call: Mapping[str, Any]) -> list[DTensor]:

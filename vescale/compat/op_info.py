@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, _clear_DTensor_sharding_propagator_cache, _dispatch_has_kernel_for_dispatch_key
+from torch._C import DispatchKey, _dispatch_has_kernel_for_dispatch_key
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
@@ -17,7 +17,6 @@ __all__ = [
     "PACKING",
     "OpSchema",
     "OutputSharding",
-    "clear_sharding_cache",
     "decompose",
     "has_results",
     "is_view",
@@ -54,11 +53,6 @@ def output_meta(
     """Global shape, stride and dtype of the op's results, from a run on tensors without memory."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     return propagator._propagate_tensor_meta_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
-
-
-def clear_sharding_cache() -> None:
-    """Forget the C++ side's sharding decisions of this thread."""
-    _clear_DTensor_sharding_propagator_cache()
 
 
 def static_keywords(schema_info: Any) -> Sequence[str]:

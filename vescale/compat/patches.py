@@ -29,8 +29,10 @@ from vescale.compat import (
 from vescale.compat.collective_kernels import register_collective_kernels
 from vescale.compat.exact_matches import search_only_mismatches
 from vescale.compat.meta_shapes import run_on_meta
+from vescale.compat.native_dispatch import install_native_dispatch
 from vescale.compat.needs import CHECKPOINTS, EXACT_MATCHES, OBSERVATION, lacking, self_check
 from vescale.compat.patching import HOOKS, Changes
+from vescale.compat.sharding_caches import clear_sharding_caches
 
 __all__ = [
     "PATCHES",
@@ -83,6 +85,9 @@ PATCHES: tuple[Patch, ...] = (
     Patch(f"{_DISPATCHER}._custom_op_handlers: argmax, argmin, as_strided, convolution and its backward",
           "the same, then PyTorch's handler", "PyTorch handles these before it asks for a decision", "ops",
           dispatch.take_over_handled_ops),
+    Patch("kernels of aten ops at the Python dispatch key",
+          "C++ runs ops on DTensors that take the local tensors as they are",
+          "PyTorch runs Python for every op, 10 to 50 us", "ops", install_native_dispatch),
     Patch(f"{_DTENSOR}.redistribute, full_tensor, from_local", "convert vescale's placements", _CUSTOM, "placements",
           dtensor_methods.wrap_conversions),
     Patch(f"{_DTENSOR}.__setitem__", "raises where the write would be lost", "an item of a gathered tensor is a copy",
@@ -140,10 +145,9 @@ PATCHES: tuple[Patch, ...] = (
     Patch(f"{_DISPATCHER}.sharding_propagator.op_to_schema_info: empty_like",
           "decisions are cached under memory_format, too", "PyTorch forgets memory_format after the first call", "random",
           random_ops.key_by_memory_format),
-    Patch("torch.distributed.tensor._api._dtensor_init_helper", "rand and randn with one device's numbers",
-          "PyTorch draws by local index", "random", random_ops.wrap_factories),
-    Patch("torch.nn.init: initializers that do not only draw", "one device's values of DTensors",
-          "they compute on local shares", "random", random_ops.wrap_initializers),
+    Patch("torch.distributed.tensor._api._dtensor_init_helper, torch.nn.init: initializers that do not only draw",
+          "one device's values of DTensors", "PyTorch draws by local index, and computes on local shares", "random",
+          random_ops.wrap_initial_values),
     Patch("kernels of the c10d operators at BackendSelect", "tell observers of a collective, then call the backend's",
           "PyTorch has no hook for collectives of C++ and Python alike", "observation", register_collective_kernels,
           feature=OBSERVATION),
@@ -204,6 +208,7 @@ def _install(parts: dict[str, Any]) -> None:
             if patch.part in new and not (patch.feature and lacking(patch.feature)):
                 _APPLIED.append((patch, Changes()))
                 patch.apply(_APPLIED[-1][1], new[patch.part])
+        clear_sharding_caches()  # of decisions that were made without these parts
     except BaseException:
         _take_back(_APPLIED[num_before:])
         for part in new:
@@ -235,6 +240,7 @@ def _take_back(applied: list[tuple[Patch, Changes]]) -> None:
     for patch, changes in reversed(applied):
         changes.undo()
         _APPLIED.remove((patch, changes))
+    clear_sharding_caches()
 
 
 def is_installed(part: str | None = None) -> bool:

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from vescale.compat.dispatch import handlers_of_dtensor
 from vescale.compat.model_hooks import telling
-from vescale.compat.op_info import clear_sharding_cache
 from vescale.compat.patching import Changes
 
 __all__ = [
@@ -31,8 +30,7 @@ __all__ = [
     "is_symbolic",
     "key_by_memory_format",
     "seeded_ops",
-    "wrap_factories",
-    "wrap_initializers",
+    "wrap_initial_values",
     "wrap_random_ops",
 ]
 
@@ -67,11 +65,10 @@ def key_by_memory_format(changes: Changes, _: Any) -> None:
     if known is not None and "memory_format" not in (known.static_kwargkey or ()):
         keys = [*(known.static_kwargkey or ()), "memory_format"]
         changes.entry(lambda: infos, op, dataclasses.replace(known, static_kwargkey=keys))
-        clear_sharding_cache()
-        changes.on_undo(clear_sharding_cache)
 
 
-def wrap_factories(changes: Changes, hooks: RandomHooks) -> None:
+def wrap_initial_values(changes: Changes, hooks: RandomHooks) -> None:
+    """``rand`` and ``randn`` of DTensors, and the initializers."""
     original = tensor_api._dtensor_init_helper
 
     @functools.wraps(original)
@@ -82,9 +79,6 @@ def wrap_factories(changes: Changes, hooks: RandomHooks) -> None:
         return hooks.factory(init_op, size, kwargs.get("dtype"), bool(kwargs.get("requires_grad")), mesh, placements)
 
     changes.function(original, init_helper)
-
-
-def wrap_initializers(changes: Changes, hooks: RandomHooks) -> None:
     for name, initializer in hooks.initializers.items():
         if hasattr(torch.nn.init, name):
             original = getattr(torch.nn.init, name)

@@ -20,16 +20,26 @@ Every result is a fresh DTensor and no view of the input, so that the model may 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Partial, Placement
 
-from vescale.comm import requested_by
-from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, no_torch_function, spec_of
+from vescale.comm import axis_group, is_observed, one_reduction, requested_by
+from vescale.compat import (
+    DTensorSpec,
+    intern_spec,
+    local_of,
+    make_dtensor,
+    make_spec,
+    native_converter,
+    no_torch_function,
+    spec_of,
+)
 from vescale.ops._observer import report_implicit_move
 from vescale.placements import contiguous_stride, move_local, stride_like, without_partials
 
@@ -42,6 +52,11 @@ __all__ = [
     "leave_local",
     "wrap_global",
 ]
+
+
+Placements = tuple[Placement, ...]
+# None for axes that keep their placement.
+Stage = tuple[Placement | None, ...]
 
 
 def _moved(x: DTensor, target: tuple[Placement, ...], requester: str) -> DTensor:
@@ -69,7 +84,7 @@ def bring(x: DTensor, target: Sequence[Placement], op: str, operand: str) -> DTe
 class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: Any, grad_stages: Any, requester: str) -> DTensor:
-        ctx.arrived, ctx.grad_stages, ctx.requester = without_partials(x.placements), grad_stages, requester
+        ctx.grad_stages, ctx.requester = grad_stages, requester
         ctx.set_materialize_grads(False)
         result = _moved(x, target, requester)
         return make_dtensor(local_of(result), spec_of(result), requires_grad=x.requires_grad)
@@ -77,9 +92,7 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
         if grad is not None:
-            for stage in ctx.grad_stages:
-                target = tuple(f if s is None else s for f, s in zip(grad.placements, stage))
-                grad = _Convert.apply(grad, target, (without_partials(grad.placements),), f"{ctx.requester}: gradient")
+            grad = _differentiated(grad, ctx.grad_stages, f"{ctx.requester}: gradient")
         return grad, None, None, None
 
 
@@ -103,16 +116,66 @@ def convert(
         passes_gradient: pass the gradient as it arrives, for the caller to reduce.
         requester: name of the communication in the ledger.
     """
-    found = tuple(x.placements)
-    complete = tuple(f if t is None else t for f, t in zip(found, target))
-    back = [None if t is None else g for t, g in zip(target, without_partials(found))]
-    if grad_target is None:
-        grad_target = back
-    else:
-        grad_target = [b if g is None else g for b, g in zip(back, grad_target)]
-    stages = [tuple(stage) for stage in (grad_source, grad_target) if stage is not None and not passes_gradient]
+    target, stages = _stages(
+        tuple(x.placements),
+        tuple(target),
+        None if grad_source is None else tuple(grad_source),
+        None if grad_target is None else tuple(grad_target),
+        passes_gradient,
+    )
+    result = _convert_natively(x, target, stages, requester)
+    if result is not None:
+        return result
+    complete = tuple(f if t is None else t for f, t in zip(x.placements, target))
     with no_torch_function():
-        return _Convert.apply(x, complete, tuple(stages), requester)
+        return _Convert.apply(x, complete, stages, requester)
+
+
+@functools.lru_cache(maxsize=4096)
+def _stages(
+    found: Placements, target: Stage, grad_source: Stage | None, grad_target: Stage | None, passes_gradient: bool
+) -> tuple[Stage, tuple[Stage, ...]]:
+    """The target, and the placements that the gradient is brought to, one after the other. Equal calls get the same objects,
+    by whose addresses C++ remembers what to do."""
+    back = tuple(None if t is None else g for t, g in zip(target, without_partials(found)))
+    last = back if grad_target is None else tuple(b if g is None else g for b, g in zip(back, grad_target))
+    if passes_gradient:
+        return target, ()
+    return target, (last,) if grad_source is None else (grad_source, last)
+
+
+def _plan(spec: DTensorSpec, target: Stage) -> tuple[Any, ...] | None:
+    """How C++ brings a DTensor with ``spec`` to ``target``, see :func:`vescale.compat.native_converter`."""
+    complete = tuple(f if t is None else t for f, t in zip(spec.placements, target))
+    if complete == tuple(spec.placements):
+        return (spec,)
+    changed = [axis for axis, (a, b) in enumerate(zip(spec.placements, complete)) if a != b]
+    partial, meta = spec.placements[changed[0]], spec.tensor_meta
+    if len(changed) > 1 or type(partial) is not Partial or not complete[changed[0]].is_replicate() or meta is None:
+        return None
+    group = axis_group(spec.mesh, (changed[0],)).group
+    is_exact = meta.dtype.is_floating_point or (partial.reduce_op != "avg" and not meta.dtype.is_complex)
+    reduction = one_reduction(partial.reduce_op, meta.dtype, spec.mesh.device_type, group) if is_exact else None
+    result = intern_spec(make_spec(spec.mesh, complete, meta.shape, contiguous_stride(meta.shape), meta.dtype))
+    if reduction is None or result is None or meta.shape.numel() == 0 or spec.mesh.size(changed[0]) == 1:
+        return None
+    return result, group, *reduction
+
+
+def _move(x: DTensor, target: Stage, requester: str) -> DTensor:
+    return _moved(x, tuple(f if t is None else t for f, t in zip(x.placements, target)), requester)
+
+
+def _differentiated(grad: DTensor, stages: tuple[Stage, ...], requester: str) -> DTensor:
+    """The gradient through the stages, with autograd."""
+    for stage in stages:
+        complete = tuple(f if s is None else s for f, s in zip(grad.placements, stage))
+        with no_torch_function():
+            grad = _Convert.apply(grad, complete, (without_partials(grad.placements),), requester)
+    return grad
+
+
+_convert_natively = native_converter(_plan, _move, _differentiated, is_observed)
 
 
 def bring_with_gradient(x: DTensor, target: Sequence[Placement], op: str, operand: str) -> DTensor:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from vescale.compat import DTensorSpec, TensorMeta, clear_sharding_cache, static_keywords, takes_only_tensors
+from vescale.compat import DTensorSpec, TensorMeta, clear_sharding_caches, static_keywords, takes_only_tensors
 from vescale.ops._call import OpCall, Placements, placements_text
 from vescale.ops._decision import Decision
 from vescale.ops._registry import rules_of
@@ -52,7 +52,7 @@ def forget_decisions() -> None:
     """Decide every call anew, with rules that were added since."""
     decide.cache_clear()
     output_specs.cache_clear()
-    clear_sharding_cache()
+    clear_sharding_caches()
 
 
 def _give_up_placements(call: OpCall) -> Decision:

@@ -24,7 +24,7 @@ from vescale.ops.interleaved import interleaved_rule, treats_indices_alike
 from vescale.ops.views import view_rule
 from vescale.placements import is_sharded, shard_dim, split_factor
 
-__all__ = ["run_interleaved", "run_op", "set_item"]
+__all__ = ["keeps_operands", "run_interleaved", "run_op", "set_item"]
 
 
 def run_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
@@ -44,6 +44,19 @@ def run_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
     if runs_as_is(call, decision):
         return OutputSharding(cached(output_specs, call, decision))
     return execute(call, decision, args, kwargs)
+
+
+def keeps_operands(op: Any, schema: Any) -> OutputSharding | None:
+    """The decision to run an op on the local tensors as they are, or None. Runs nothing; the caller's key holds the op, the
+    specs of the operands and all other arguments.
+
+    Raises what :func:`run_op` raises when it decides.
+    """
+    call = OpCall(op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
+    decision: Decision = cached(decide, call)
+    if decision.fallback or not runs_as_is(call, decision):
+        return None
+    return OutputSharding(cached(output_specs, call, decision))
 
 
 def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:

@@ -14,10 +14,13 @@ from vescale.placements._redistribute import full_tensor, redistribute, redistri
 __all__ = ["dtensor_hooks"]
 
 
-def dtensor_hooks(run_op: Callable[..., Any], set_item: Callable[..., None]) -> DTensorHooks:
+def dtensor_hooks(
+    run_op: Callable[..., Any], keeps_operands: Callable[..., Any], set_item: Callable[..., None]
+) -> DTensorHooks:
     """What runs instead of stock DTensor where one of our placements is involved; changes nothing by itself.
 
-    ``run_op`` and ``set_item`` run ops on DTensors and assign to their items, see :class:`vescale.compat.DTensorHooks`.
+    ``run_op``, ``keeps_operands`` and ``set_item`` run ops on DTensors, tell which of them run on the local tensors as they
+    are, and assign to items; see :class:`vescale.compat.DTensorHooks`.
     """
     # Imported with the first placement instead of with the package: torch.distributed.checkpoint is slow to import.
     from vescale.placements._checkpoint import HOOKS
@@ -33,5 +36,6 @@ def dtensor_hooks(run_op: Callable[..., Any], set_item: Callable[..., None]) -> 
         distribute_tensor=distribute_tensor,
         checkpoint=HOOKS,
         run_op=run_op,
+        keeps_operands=keeps_operands,
         set_item=set_item,
     )

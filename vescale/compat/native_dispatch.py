@@ -1,0 +1,264 @@
+"""The C++ dispatcher of ops on DTensors (``csrc/dispatch.cpp``), and the decisions that it asks for.
+
+It calls :func:`decide` for each op and arguments once. An op that runs on its local tensors as they are is run by C++ from
+then on, without Python. For all others ``decide`` returns None, and PyTorch's own path runs them.
+
+========================================  =======================================================================
+the call                                  runs
+========================================  =======================================================================
+operands stay, no handler applies         on the local tensors, by C++
+views whose sizes PyTorch makes local     the same, with the local sizes
+writes while gathered copies are viewed   by PyTorch's path: writes must reach the originals
+operands move, no rule, a handler         by PyTorch's path, with the patches of :mod:`vescale.compat.dispatch`
+a mode, a subclass, a trace               by PyTorch's path
+========================================  =======================================================================
+
+``VESCALE_DISPATCH=stock``, read at the installation, leaves everything to PyTorch's path, and so does an installation
+without a compiler. Results are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from vescale import csrc
+from vescale.compat.dispatch import handlers_of_dtensor, keeps_operands
+from vescale.compat.dtensor import DTensorSpec, StridedShard, rank_in_mesh
+from vescale.compat.model_hooks import model_hooks
+from vescale.compat.op_info import OutputSharding, is_view
+from vescale.compat.patching import HOOKS, Changes
+from vescale.compat.sharding_caches import INTERNED_SPECS
+
+__all__ = [
+    "dispatch_counts",
+    "install_native_dispatch",
+    "intern_spec",
+    "is_native",
+    "native_converter",
+    "reset_dispatch_counts",
+    "without_native",
+    "write_through_python",
+]
+
+_STOCK_PLACEMENTS = frozenset([Replicate, Shard, Partial, StridedShard])
+# Entries of all ops. Each takes about 500 bytes; a training step of a large model has some hundreds.
+_MAX_ENTRIES = 8192
+_aten = torch.ops.aten
+# PyTorch computes something else than the local results.
+_NEVER = frozenset([_aten.equal.default])
+
+
+def _loaded() -> Any:
+    """The module, or None where it has not been built or ``VESCALE_DISPATCH`` forbids it."""
+    return csrc.load_module("dispatch") if os.environ.get("VESCALE_DISPATCH", "") != "stock" else None
+
+
+def _installed() -> Any:
+    """The module while its kernels are installed, else None."""
+    module: Any = csrc.load_module("dispatch")
+    return module if module is not None and module.is_installed() else None
+
+
+def install_native_dispatch(changes: Changes, _: Any) -> None:
+    """Put the C++ kernels in front of PyTorch's path; nothing where they have not been built."""
+    module = _loaded()
+    if module is None:
+        return
+    slots = [module.offset_of(DTensor.__dict__[name]) for name in ("_spec", "_local_tensor")]
+    module.install(DTensor, *slots, intern_spec, _decide, _static_arguments, _MAX_ENTRIES)
+    changes.on_undo(module.uninstall)
+
+
+def write_through_python(changes: Changes, live_copies: Any) -> None:
+    """While the set has members, let PyTorch's path run ops that write."""
+    module = _loaded()
+    if module is not None:
+        module.observe_writes(live_copies)
+        changes.on_undo(functools.partial(module.observe_writes, None))
+
+
+def is_native() -> bool:
+    """Whether the C++ dispatcher is installed."""
+    return _installed() is not None
+
+
+def native_converter(
+    plan: Callable[..., Any],
+    move: Callable[..., Any],
+    differentiate: Callable[..., Any],
+    is_observed: Callable[[], bool],
+) -> Callable[..., Any]:
+    """``(DTensor, target, stages of the gradient, requester)`` to the DTensor with other placements, linked in autograd, or
+    to None where it has to be made in Python: always while the C++ dispatcher is not installed.
+
+    Args:
+        plan: ``(spec, target)`` to ``(result's spec,)`` if nothing moves, ``(result's spec, group, reduce op, divisor)`` for
+            one all-reduce, else None. Specs are interned. ``target`` has None for axes that keep their placement.
+        move: ``(DTensor, target, requester)`` to the DTensor, outside of autograd, for all other changes.
+        differentiate: ``(DTensor, stages, requester)`` to the DTensor, with autograd.
+        is_observed: whether somebody observes collectives, so that ``move`` has to run all of them.
+    """
+    module = _loaded()
+    if module is None:
+        return lambda *_: None
+    module.set_conversions(plan, move, differentiate, is_observed)
+    converter: Callable[..., Any] = module.convert
+    return converter
+
+
+@contextlib.contextmanager
+def without_native() -> Iterator[None]:
+    """Let PyTorch's path run all ops of the process, to compare with it."""
+    module = _installed()
+    if module is None:
+        yield
+        return
+    before = module.set_active(False)
+    try:
+        yield
+    finally:
+        module.set_active(before)
+
+
+def dispatch_counts() -> dict[str, tuple[int, int, float, dict[str, tuple[int, float]]]]:
+    """Since the last reset, by op: hits, misses, seconds in misses, and by reason the calls that took PyTorch's path, with
+    their seconds. Empty where the C++ dispatcher is not installed."""
+    module = _installed()
+    return {} if module is None else dict(module.counts())
+
+
+def reset_dispatch_counts() -> None:
+    module = _installed()
+    if module is not None:
+        module.reset_counts()
+
+
+def intern_spec(spec: DTensorSpec) -> DTensorSpec | None:
+    """The spec that stands for all equal ones, or None where calls with it take PyTorch's path."""
+    meta = spec.tensor_meta
+    if (
+        meta is None
+        or not all(type(size) is int for size in (*meta.shape, *meta.stride))
+        or not rank_in_mesh(spec.mesh)
+    ):
+        return None
+    placements = HOOKS.get("placements")
+    for placement in spec.placements:
+        if type(placement) not in _STOCK_PLACEMENTS and (
+            placements is None or type(placement) not in placements.custom_types
+        ):
+            return None
+    return INTERNED_SPECS.setdefault((id(spec.mesh), spec.use_strided_shard_as_shard_order, spec), spec)
+
+
+def _op(name: str, overload: str) -> Any:
+    return getattr(getattr(_aten, name.removeprefix("aten::")), overload or "default")
+
+
+def _static_arguments(name: str, overload: str) -> tuple[bool, ...]:
+    """Whether a number decides by its value, for each argument: as PyTorch says, and where rules of ours may read it."""
+    op = _op(name, overload)
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    info = propagator.op_to_schema_info.get(op) or propagator.op_to_schema_info_for_single_dim_strategy.get(op)
+    models = model_hooks()
+    if models is not None and op in models.handlers:
+        return (True,) * len(op._schema.arguments)
+    first = len(op._schema.arguments) if info is None else info.static_argnum
+    names = () if info is None else info.static_kwargkey or ()
+    return tuple(
+        argument.name in names if argument.kwarg_only else index >= first
+        for index, argument in enumerate(op._schema.arguments)
+    )
+
+
+def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``(results, replaced arguments)`` of a call that runs on the local tensors, or None.
+
+    A result is ``(specs, written, viewed)``: the specs of its tensors, and the positions of the arguments that are returned
+    in its place, or whose storage it shares; -1 for none. A replaced argument is ``(position, sizes)``.
+    """
+    op = _op(name, overload)
+    if op in _NEVER or op in handlers_of_dtensor() or op in DTensor._op_dispatcher._random_ops:
+        return None
+    try:
+        schema, sharding = keeps_operands(op, args, kwargs)
+    except Exception:
+        return None
+    if sharding is None:
+        return None
+    replaced = _local_arguments(op, schema, sharding) if sharding.needs_redistribute else []
+    if replaced is None:
+        return None
+    results = _results(op, args, kwargs, sharding)
+    return None if results is None else (results, tuple(replaced))
+
+
+def _local_arguments(op: Any, schema: Any, sharding: OutputSharding) -> list[tuple[int, tuple[int, ...]]] | None:
+    """Arguments that are local sizes where the call has global ones; None where anything else differs."""
+    wanted = sharding.redistribute_schema
+    if not sharding.use_val_from_redistribute_schema or wanted is None or wanted.op != op:
+        return None
+    if len(wanted.args_schema) != len(schema.args_schema):
+        return None
+    replaced = []
+    for index, (given, local) in enumerate(zip(schema.args_schema, wanted.args_schema)):
+        if isinstance(given, DTensorSpec):
+            if given != local:
+                return None
+        elif given != local:
+            if not isinstance(local, list | tuple) or not all(type(size) is int for size in local):
+                return None
+            replaced.append((index, tuple(local)))
+    return replaced
+
+
+def _results(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sharding: OutputSharding) -> Any:
+    declared = op._schema.returns
+    if not declared:
+        return ()
+    if sharding.output_spec is None:
+        return None
+    specs = sharding.output_spec
+    per_result = specs if isinstance(specs, tuple | list) and len(declared) > 1 else (specs,)
+    if len(per_result) != len(declared):
+        return None
+    results = []
+    for returned, spec in zip(declared, per_result):
+        listed = tuple(spec) if isinstance(spec, tuple | list) else (spec,)
+        kept = tuple(None if one is None else intern_spec(one) for one in listed)
+        if any(a is not None and b is None for a, b in zip(listed, kept)):
+            return None
+        written = viewed = -1
+        alias = returned.alias_info
+        if alias is not None and alias.is_write:
+            written = _position_of(op, alias)
+            argument = args[written] if written < len(args) else kwargs.get(op._schema.arguments[written].name)
+            if not isinstance(argument, DTensor) or not _keeps(argument._spec, kept[0]):
+                return None
+        elif (
+            alias is not None and alias.before_set and is_view(op)
+        ):  # not lists of views: PyTorch's share nothing either
+            viewed = _position_of(op, alias)
+        results.append((kept, written, viewed))
+    return tuple(results)
+
+
+def _position_of(op: Any, alias: Any) -> int:
+    """Where the argument is that a result is or shares memory with, by their alias sets."""
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set & alias.before_set:
+            return index
+    raise AssertionError(f"{op._schema} has a result that aliases no argument")
+
+
+def _keeps(before: DTensorSpec, after: DTensorSpec | None) -> bool:
+    if after is None or before.tensor_meta is None or after.tensor_meta is None:
+        return False
+    return before.placements == after.placements and before.tensor_meta.shape == after.tensor_meta.shape

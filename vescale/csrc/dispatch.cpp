@@ -1,0 +1,588 @@
+// Ops on DTensors without Python: kernels at the Python dispatch key, in front of PyTorch's own path.
+//
+// A call is looked up by the specs of its DTensors and by its other arguments. If the op is known to run on the local
+// tensors as they are, it does, and its results become DTensors. On the first call with a key, Python decides whether that
+// is so. Everything else takes PyTorch's path, unchanged: other tensor subclasses, modes, traced programs, ops that move
+// operands.
+//
+// Tables are read and written with the interpreter's lock held, which is also their lock. The library is for one build of
+// torch: setup.py passes its name.
+
+#include "conversion.h"
+#include "dispatch.h"
+
+#include <ATen/EmptyTensor.h>
+#include <c10/core/impl/PyInterpreter.h>
+#include <c10/core/impl/PyInterpreterHooks.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/ScopeExit.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/tensor_memoryformats.h>
+
+#include <structmember.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <string>
+
+namespace vescale {
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::IValue;
+using torch::jit::Stack;
+
+// Local tensors with more elements in all than this run without the interpreter's lock.
+constexpr std::int64_t kLargeCall = 1 << 14;
+
+// Keys above Python's: what runs below must not enter autograd, autocast or functorch again.
+const DispatchKeySet kAbovePython = DispatchKeySet(DispatchKeySet::FULL) ^
+    (DispatchKeySet(DispatchKeySet::FULL_AFTER, DispatchKey::Python) | DispatchKeySet(DispatchKey::Python));
+
+double seconds_now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void clear_tables();
+
+// How the arguments of an op enter keys.
+struct ArgumentRule {
+    bool is_compared = true;  // by value; otherwise by type only
+};
+
+class Kernel final : public c10::OperatorKernel {
+  public:
+    Kernel(std::string name, bool writes) : name_(std::move(name)), writes_(writes) {}
+
+    void operator()(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
+        if (!is_active.load(std::memory_order_relaxed) || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+            return stock(op, stack);
+        }
+        const char* reason = nullptr;
+        {
+            Gil gil;
+            if (try_run(op, stack, reason)) {
+                return;
+            }
+        }
+        const double start = seconds_now();
+        stock(op, stack);
+        Gil gil;
+        auto& [calls, seconds] = counts_.stock[reason];
+        calls += 1;
+        seconds += seconds_now() - start;
+    }
+
+    const std::string& name() const { return name_; }
+    const Counts& counts() const { return counts_; }
+    void reset_counts() { counts_ = {}; }
+    void clear() {
+        self().retired_tables.emplace_back(std::make_shared<EntryTable>(std::exchange(entries_, {})));
+        rules_.clear();
+    }
+
+  private:
+    static void stock(const c10::OperatorHandle& op, Stack* stack) {
+        c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
+        (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
+    }
+
+    bool try_run(const c10::OperatorHandle& op, Stack* stack, const char*& reason);
+    const char* make_key(c10::ArrayRef<IValue> arguments, Key& key) const;
+    Entry learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments);
+    void run(const c10::OperatorHandle& op, Stack* stack, const Entry& entry);
+    void compare_arguments(const c10::OperatorHandle& op);
+
+    std::string name_;
+    bool writes_;
+    std::vector<ArgumentRule> rules_;
+    EntryTable entries_;
+    Counts counts_;
+};
+
+// Words of a key: a tag for the type of an argument, and its value.
+enum Tag : std::uint64_t { kNone = 1, kDTensor, kScalarTensor, kTensors, kInt, kDouble, kBool, kInts, kBools, kDevice, kText, kAnyInt, kAnyDouble };
+
+// The key of a call, or the reason why it has none.
+const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) const {
+    bool has_dtensor = false;
+    const auto add_tensor = [&](const at::Tensor& tensor) -> const char* {
+        if (!tensor.defined()) {
+            key.push_back(kNone);
+            return nullptr;
+        }
+        if (PyObject* dtensor = dtensor_of(tensor)) {
+            const Spec* spec = spec_of(dtensor);
+            if (spec == nullptr) {
+                return "spec";
+            }
+            has_dtensor = true;
+            key.push_back(kDTensor);
+            key.push_back(reinterpret_cast<std::uint64_t>(spec));
+            return nullptr;
+        }
+        if (tensor.dim() != 0) {
+            return "plain tensor";
+        }
+        const auto keys = tensor.key_set();
+        if (keys.has(DispatchKey::Python)) {
+            return "tensor subclass";
+        }
+        key.push_back(kScalarTensor);
+        key.push_back(
+            (static_cast<std::uint64_t>(tensor.scalar_type()) << 16) |
+            (static_cast<std::uint64_t>(tensor.device().type()) << 8) |
+            static_cast<std::uint64_t>(tensor.unsafeGetTensorImpl()->is_wrapped_number()));
+        return nullptr;
+    };
+    for (const auto i : c10::irange(arguments.size())) {
+        const IValue& value = arguments[i];
+        const bool is_compared = rules_[i].is_compared;
+        if (value.isTensor()) {
+            if (const char* reason = add_tensor(value.toTensor())) {
+                return reason;
+            }
+        } else if (value.isInt()) {
+            key.push_back(is_compared ? kInt : kAnyInt);
+            if (is_compared) {
+                key.push_back(static_cast<std::uint64_t>(value.toInt()));
+            }
+        } else if (value.isDouble()) {
+            key.push_back(is_compared ? kDouble : kAnyDouble);
+            if (is_compared) {
+                std::uint64_t word;
+                const double number = value.toDouble();
+                std::memcpy(&word, &number, sizeof word);
+                key.push_back(word);
+            }
+        } else if (value.isBool()) {
+            key.push_back(kBool);
+            key.push_back(value.toBool());
+        } else if (value.isNone()) {
+            key.push_back(kNone);
+        } else if (value.isIntList()) {
+            const auto list = value.toIntVector();
+            key.push_back(kInts);
+            key.push_back(list.size());
+            key.append(list.begin(), list.end());
+        } else if (value.isTensorList()) {
+            const auto list = value.toTensorList();
+            key.push_back(kTensors);
+            key.push_back(list.size());
+            for (const at::Tensor& tensor : list) {
+                if (const char* reason = add_tensor(tensor)) {
+                    return reason;
+                }
+            }
+        } else if (value.isBoolList()) {
+            const auto list = value.toBoolList();
+            key.push_back(kBools);
+            key.push_back(list.size());
+            for (const bool item : list) {
+                key.push_back(item);
+            }
+        } else if (value.isDoubleList() && !is_compared) {
+            key.push_back(kAnyDouble);
+            key.push_back(value.toDoubleList().size());
+        } else if (value.isDevice()) {
+            const auto device = value.toDevice();
+            key.push_back(kDevice);
+            key.push_back(static_cast<std::uint64_t>(device.type()) << 8 | static_cast<std::uint8_t>(device.index()));
+        } else if (value.isString()) {
+            const auto text = value.toStringView();
+            key.push_back(kText);
+            key.push_back(text.size());
+            key.append(text.begin(), text.end());
+        } else {
+            return "argument type";
+        }
+    }
+    return has_dtensor ? nullptr : "no DTensor";
+}
+
+bool Kernel::try_run(const c10::OperatorHandle& op, Stack* stack, const char*& reason) {
+    auto& our = self();
+    const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    if (writes_ && our.live_copies && PySet_GET_SIZE(our.live_copies.get()) > 0) {
+        reason = "writes to viewed copies";
+        return false;
+    }
+    if (rules_.empty()) {
+        compare_arguments(op);
+    }
+    Key key;
+    reason = make_key(arguments, key);
+    if (reason != nullptr) {
+        return false;
+    }
+    auto found = entries_.find(key);
+    if (found == entries_.end()) {
+        const double start = seconds_now();
+        const auto epoch = our.epoch;
+        Entry entry = learn(op, arguments);
+        counts_.misses += 1;
+        counts_.seconds_of_misses += seconds_now() - start;
+        if (epoch != our.epoch) {  // what the entry rests on has changed meanwhile
+            reason = "changed rules";
+            return false;
+        }
+        if (our.num_entries >= our.max_entries) {
+            clear_tables();
+            reason = "full table";
+            return false;
+        }
+        found = entries_.emplace(std::move(key), std::move(entry)).first;
+        our.num_entries += 1;
+    } else if (!found->second.is_stock) {
+        counts_.hits += 1;
+    }
+    if (found->second.is_stock) {
+        reason = "decision";
+        return false;
+    }
+    our.num_running += 1;
+    const auto done = c10::make_scope_exit([&our] {
+        our.num_running -= 1;
+        if (our.num_running == 0 && !our.retired_tables.empty()) {
+            auto tables = std::exchange(our.retired_tables, {});
+            auto specs = std::exchange(our.retired_specs, {});
+        }
+    });
+    run(op, stack, found->second);
+    return true;
+}
+
+void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry& known) {
+    const auto& schema = op.schema();
+    const auto num_arguments = schema.arguments().size();
+    const auto first = stack->size() - num_arguments;
+    c10::SmallVector<std::pair<std::size_t, at::Tensor>, 6> wrappers;
+    std::int64_t numel = 0;
+    for (const auto i : c10::irange(num_arguments)) {
+        IValue& value = (*stack)[first + i];
+        if (value.isTensor()) {
+            const at::Tensor& tensor = value.toTensor();
+            PyObject* dtensor = tensor.defined() ? dtensor_of(tensor) : nullptr;
+            if (dtensor != nullptr) {
+                const at::Tensor& local = local_of(dtensor);
+                numel += local.numel();
+                wrappers.emplace_back(i, std::move(value).toTensor());
+                value = local;
+            }
+        } else if (value.isTensorList()) {
+            c10::List<at::Tensor> locals;
+            const auto list = value.toTensorList();
+            locals.reserve(list.size());
+            for (const at::Tensor& tensor : list) {
+                PyObject* dtensor = dtensor_of(tensor);
+                locals.push_back(dtensor == nullptr ? tensor : local_of(dtensor));
+                numel += locals.get(locals.size() - 1).numel();
+                wrappers.emplace_back(i, tensor);
+            }
+            value = std::move(locals);
+        }
+    }
+    for (const auto& [index, value] : known.replaced) {
+        (*stack)[first + index] = value;
+    }
+    const auto wrapper_of = [&](int index) -> const at::Tensor& {
+        for (const auto& [i, tensor] : wrappers) {
+            if (static_cast<int>(i) == index) {
+                return tensor;
+            }
+        }
+        TORCH_INTERNAL_ASSERT(false, "no tensor at argument ", index);
+    };
+    {
+        c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
+        Unlocked unlocked(numel > kLargeCall);
+        op.callBoxed(stack);
+    }
+    const auto base = stack->size() - known.results.size();
+    for (const auto i : c10::irange(known.results.size())) {
+        const Result& result = known.results[i];
+        IValue& value = (*stack)[base + i];
+        const auto wrap_one = [&](at::Tensor local, const Spec* spec) {
+            if (spec == nullptr || !local.defined()) {
+                return local;
+            }
+            at::Tensor made = wrap(std::move(local), *spec);
+            if (result.viewed >= 0) {
+                made.unsafeGetTensorImpl()->set_storage_keep_dtype(wrapper_of(result.viewed).storage());
+            }
+            return made;
+        };
+        if (result.written >= 0) {
+            value = wrapper_of(result.written);
+        } else if (value.isTensor()) {
+            value = wrap_one(std::move(value).toTensor(), result.specs[0]);
+        } else if (value.isTensorList()) {
+            c10::List<at::Tensor> made;
+            const auto list = value.toTensorList();
+            for (const auto k : c10::irange(list.size())) {
+                made.push_back(wrap_one(list.get(k), result.specs[k]));
+            }
+            value = std::move(made);
+        }
+    }
+}
+
+PyObject* to_python(const c10::Argument& argument, const IValue& value) {
+    const auto kind = argument.real_type()->kind() == c10::TypeKind::OptionalType
+        ? argument.real_type()->castRaw<c10::OptionalType>()->getElementType()->kind()
+        : argument.real_type()->kind();
+    if (value.isInt()) {
+        if (kind == c10::TypeKind::ScalarTypeType) {
+            auto* made = reinterpret_cast<PyObject*>(torch::getTHPDtype(value.toScalarType()));
+            Py_INCREF(made);
+            return made;
+        }
+        if (kind == c10::TypeKind::LayoutType) {
+            auto* made = reinterpret_cast<PyObject*>(torch::getTHPLayout(value.toLayout()));
+            Py_INCREF(made);
+            return made;
+        }
+        if (kind == c10::TypeKind::MemoryFormatType) {
+            auto* made = torch::utils::getTHPMemoryFormat(value.toMemoryFormat());
+            Py_INCREF(made);
+            return made;
+        }
+    }
+    return torch::jit::toPyObject(value).release().ptr();
+}
+
+// The arguments as Python passes them: trailing defaults are left out, as PyTorch's own path does.
+std::pair<PyRef, PyRef> to_python(const c10::FunctionSchema& schema, c10::ArrayRef<IValue> arguments) {
+    const auto& declared = schema.arguments();
+    std::size_t num_positional = 0;
+    while (num_positional < declared.size() && !declared[num_positional].kwarg_only()) {
+        num_positional += 1;
+    }
+    const auto is_default = [&](std::size_t i) {
+        return declared[i].default_value().has_value() && *declared[i].default_value() == arguments[i];
+    };
+    PyRef kwargs = PyRef::steal(PyDict_New());
+    for (auto i = num_positional; i < declared.size(); ++i) {
+        if (!is_default(i)) {
+            PyRef value = PyRef::steal(to_python(declared[i], arguments[i]));
+            PyDict_SetItemString(kwargs.get(), declared[i].name().c_str(), value.get());
+        }
+    }
+    while (num_positional > 0 && is_default(num_positional - 1)) {
+        num_positional -= 1;
+    }
+    PyRef args = PyRef::steal(PyTuple_New(static_cast<Py_ssize_t>(num_positional)));
+    for (const auto i : c10::irange(num_positional)) {
+        PyTuple_SET_ITEM(args.get(), static_cast<Py_ssize_t>(i), to_python(declared[i], arguments[i]));
+    }
+    return {std::move(args), std::move(kwargs)};
+}
+
+// Asks Python what runs. Errors of the op are not reported here: PyTorch's path raises them.
+Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments) {
+    Entry entry;
+    auto [args, kwargs] = to_python(op.schema(), arguments);
+    PyRef decision = PyRef::steal(PyObject_CallFunction(
+        self().decide.get(),
+        "ssOO",
+        op.schema().name().c_str(),
+        op.schema().overload_name().c_str(),
+        args.get(),
+        kwargs.get()));
+    if (!decision) {
+        throw python_error();
+    }
+    if (decision.get() == Py_None) {
+        return entry;
+    }
+    // ([(specs, written, viewed), ...], [(index, sizes), ...])
+    PyObject* results = PyTuple_GET_ITEM(decision.get(), 0);
+    PyObject* replaced = PyTuple_GET_ITEM(decision.get(), 1);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(results); ++i) {
+        PyObject* item = PyTuple_GET_ITEM(results, i);
+        Result result;
+        PyObject* specs = PyTuple_GET_ITEM(item, 0);
+        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(specs); ++k) {
+            PyObject* spec = PyTuple_GET_ITEM(specs, k);
+            result.specs.push_back(spec == Py_None ? nullptr : add_spec(spec));
+        }
+        result.written = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(item, 1)));
+        result.viewed = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(item, 2)));
+        entry.results.push_back(std::move(result));
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(replaced); ++i) {
+        PyObject* item = PyTuple_GET_ITEM(replaced, i);
+        PyObject* sizes = PyTuple_GET_ITEM(item, 1);
+        std::vector<std::int64_t> values;
+        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(sizes); ++k) {
+            values.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(sizes, k)));
+        }
+        entry.replaced.emplace_back(static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(item, 0))), IValue(std::move(values)));
+    }
+    if (PyErr_Occurred()) {
+        throw python_error();
+    }
+    entry.is_stock = false;
+    return entry;
+}
+
+// Numbers decide nothing unless PyTorch says that they do: a scale, an exponent, a step's size.
+void Kernel::compare_arguments(const c10::OperatorHandle& op) {
+    const auto& declared = op.schema().arguments();
+    PyRef answer = PyRef::steal(PyObject_CallFunction(
+        self().static_arguments.get(), "ss", op.schema().name().c_str(), op.schema().overload_name().c_str()));
+    if (!answer) {
+        throw python_error();
+    }
+    rules_.resize(declared.size());
+    for (const auto i : c10::irange(declared.size())) {
+        const bool is_static = PyObject_IsTrue(PyTuple_GET_ITEM(answer.get(), static_cast<Py_ssize_t>(i))) == 1;
+        const auto text = declared[i].type()->str();
+        const bool is_number = text.find("float") != std::string::npos || text.find("Scalar") != std::string::npos ||
+            text.find("number") != std::string::npos;
+        rules_[i].is_compared = is_static || !is_number;
+    }
+}
+
+struct Registration {
+    std::vector<Kernel*> kernels;  // owned by the dispatcher's table
+    std::vector<c10::RegistrationHandleRAII> handles;
+};
+
+Registration& registered() {
+    static auto* made = new Registration;
+    return *made;
+}
+
+// Called with the lock held. Tables rest on rules that have changed, or have become too large.
+void clear_tables() {
+    auto& our = self();
+    our.epoch += 1;
+    our.num_entries = 0;
+    for (auto* kernel : registered().kernels) {
+        kernel->clear();
+    }
+    our.retired_specs.push_back(std::exchange(our.specs, {}));
+}
+
+bool is_for_dtensors(const c10::OperatorHandle& op) {
+    if (op.operator_name().name.rfind("aten::", 0) != 0 || !op.hasSchema()) {
+        return false;
+    }
+    if (op.hasKernelForDispatchKey(DispatchKey::Python) ||
+        op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd)) {
+        return false;
+    }
+    if (op.hasTag(at::Tag::nondeterministic_seeded)) {  // one device's random numbers need more than the local tensors
+        return false;
+    }
+    const auto& arguments = op.schema().arguments();
+    return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
+        return argument.type()->str().find("Tensor") != std::string::npos;
+    });
+}
+
+void install(
+    py::object dtensor, Py_ssize_t spec_slot, Py_ssize_t local_slot, py::object intern, py::object decide,
+    py::object static_arguments, std::size_t max_entries) {
+    auto& our = self();
+    auto& all = registered();
+    TORCH_CHECK(all.handles.empty(), "the dispatcher is installed already");
+    our.dtensor = reinterpret_cast<PyTypeObject*>(dtensor.release().ptr());
+    our.spec_slot = spec_slot;
+    our.max_entries = max_entries;
+    our.local_slot = local_slot;
+    our.intern = PyRef::steal(intern.release().ptr());
+    our.decide = PyRef::steal(decide.release().ptr());
+    our.static_arguments = PyRef::steal(static_arguments.release().ptr());
+    auto& dispatcher = c10::Dispatcher::singleton();
+    for (const auto& name : dispatcher.getAllOpNames()) {
+        const auto op = dispatcher.findOp(name);
+        if (!op.has_value() || !is_for_dtensors(*op)) {
+            continue;
+        }
+        auto kernel = std::make_unique<Kernel>(c10::toString(name), op->schema().is_mutable());
+        all.kernels.push_back(kernel.get());
+        all.handles.push_back(dispatcher.registerImpl(
+            name,
+            DispatchKey::Python,
+            c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)),
+            std::nullopt,
+            nullptr,
+            "vescale"));
+    }
+}
+
+bool is_installed() {
+    return !registered().handles.empty();
+}
+
+bool set_active(bool wanted) {
+    return is_active.exchange(wanted);
+}
+
+void observe_writes(py::object live_copies) {
+    self().live_copies = live_copies.is_none() ? PyRef() : PyRef::steal(live_copies.release().ptr());
+}
+
+Py_ssize_t offset_of(py::object member) {
+    TORCH_CHECK_TYPE(Py_TYPE(member.ptr()) == &PyMemberDescr_Type, "expected the descriptor of a slot");
+    return reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
+}
+
+void uninstall() {
+    clear_tables();
+    self().dtensor = nullptr;
+    auto& all = registered();
+    all.kernels.clear();
+    all.handles.clear();
+}
+
+py::dict counts() {
+    py::dict all;
+    for (const auto* kernel : registered().kernels) {
+        const auto& counts = kernel->counts();
+        py::dict stock;
+        for (const auto& [reason, calls] : counts.stock) {
+            stock[reason] = py::make_tuple(calls.first, calls.second);
+        }
+        if (counts.hits != 0 || counts.misses != 0 || !counts.stock.empty()) {
+            all[kernel->name().c_str()] = py::make_tuple(counts.hits, counts.misses, counts.seconds_of_misses, stock);
+        }
+    }
+    return all;
+}
+
+void reset_counts() {
+    for (auto* kernel : registered().kernels) {
+        kernel->reset_counts();
+    }
+}
+
+std::size_t num_entries() {
+    return self().num_entries;
+}
+
+}  // namespace
+}  // namespace vescale
+
+PYBIND11_MODULE(_dispatch, module) {
+    module.attr("torch_version") = VESCALE_TORCH_VERSION;
+    module.def("install", &vescale::install);
+    module.def("uninstall", &vescale::uninstall);
+    module.def("is_installed", &vescale::is_installed);
+    module.def("set_active", &vescale::set_active);
+    module.def("observe_writes", &vescale::observe_writes);
+    module.def("offset_of", &vescale::offset_of);
+    module.def("clear", &vescale::clear_tables);
+    module.def("convert", &vescale::convert);
+    module.def("set_conversions", &vescale::set_conversions);
+    module.def("counts", &vescale::counts);
+    module.def("reset_counts", &vescale::reset_counts);
+    module.def("num_entries", &vescale::num_entries);
+}

@@ -1,0 +1,52 @@
+// What the dispatcher of ops on DTensors is made of: keys of calls, and what is known of a call.
+
+#pragma once
+
+#include "dtensor.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <utility>
+
+namespace vescale {
+
+// What distinguishes calls of one op: specs by address, other arguments by type and, where they decide, by value.
+using Key = c10::SmallVector<std::uint64_t, 24>;
+
+struct KeyHash {
+    std::size_t operator()(const Key& key) const noexcept {
+        std::uint64_t hash = 0x9e3779b97f4a7c15ULL ^ key.size();
+        for (const auto word : key) {
+            hash = (hash ^ word) * 0xff51afd7ed558ccdULL;
+            hash ^= hash >> 32;
+        }
+        return hash;
+    }
+};
+
+// A result of an op: a new DTensor, an argument that the op wrote to, or something that is passed on as it is.
+struct Result {
+    std::vector<const Spec*> specs;  // of the tensors of a list; one for a tensor; a null spec passes the tensor on
+    int written = -1;                // the argument that is returned
+    int viewed = -1;                 // the argument whose storage the results share
+};
+
+// What runs for calls with one key: the op on the local tensors, or whatever PyTorch does.
+struct Entry {
+    bool is_stock = true;
+    std::vector<Result> results;
+    std::vector<std::pair<int, c10::IValue>> replaced;  // arguments that differ on the local tensors: sizes of views
+};
+
+// How many calls an op had, by what ran them.
+struct Counts {
+    std::uint64_t hits = 0;
+    std::uint64_t misses = 0;
+    double seconds_of_misses = 0;
+    std::unordered_map<const char*, std::pair<std::uint64_t, double>> stock;  // reason -> calls, seconds
+};
+
+using EntryTable = std::unordered_map<Key, Entry, KeyHash>;
+
+}  // namespace vescale
