@@ -58,7 +58,7 @@ def muted_hooks() -> None:
     buckets = [b for module in (*model.blocks, model) for group in state_of(module).groups for b in group.buckets]
     for step, (syncs, is_muted) in enumerate([(True, True), (False, False), (True, False), (True, True)]):
         model.set_requires_gradient_sync(syncs)
-        loss = net_loss(model, step, dist.get_rank())
+        loss = net_loss(model, 100 * step, dist.get_rank())
         if not syncs:
             torch.autograd.grad(loss, [p.unsharded for p in buckets[-1].parameters], retain_graph=True)
             assert not any(bucket.unreduced.has_any for bucket in buckets)
