@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.fsdp.compare import by_block, data, full, mesh_of, same_gradients, train_step
 from tests.fsdp.models import Block, Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
-from vescale.fsdp import fully_shard, register_fsdp_forward_method
+from vescale.fsdp import fully_shard, register_fsdp_forward_method, state_of
 
 
 def sharded(build: Callable[[], nn.Module] = Net, **options: Any) -> Any:
@@ -47,6 +47,31 @@ def broken_off(reset: bool) -> None:
             optimizer.zero_grad()  # of a broken-off backward some modules are gathered still: those of ``model`` would miss
             net_loss(one, step, dist.get_rank()).backward()
         same_gradients([model, same], f"step {step} after an exception")
+
+
+def muted_hooks() -> None:
+    """A gradient that its parameter holds until that is resharded needs no hook; those that add up over backwards do. One
+    that ``torch.autograd.grad`` returns begins nothing."""
+    model, world = sharded(), list(range(dist.get_world_size()))
+    torch.manual_seed(0)
+    plain = Net()
+    buckets = [b for module in (*model.blocks, model) for group in state_of(module).groups for b in group.buckets]
+    for step, (syncs, is_muted) in enumerate([(True, True), (False, False), (True, False), (True, True)]):
+        model.set_requires_gradient_sync(syncs)
+        loss = net_loss(model, 100 * step, dist.get_rank())
+        if not syncs:
+            torch.autograd.grad(loss, [p.unsharded for p in buckets[-1].parameters], retain_graph=True)
+            assert not any(bucket.unreduced.has_any for bucket in buckets)
+        loss.backward()
+        train_step(plain, step, net_loss, world)
+        for parameter in (parameter for bucket in buckets for parameter in bucket.parameters):
+            assert len(parameter.unsharded._backward_hooks) == 1
+            assert bool(parameter.unsharded._post_accumulate_grad_hooks) != is_muted, (step, parameter.name)
+        if syncs:
+            for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(full(own.grad), expected.grad, msg=f"step {step}: {name}")
+            model.zero_grad()
+            plain.zero_grad()
 
 
 def failed_forward(where: str, first: bool) -> None:
@@ -208,6 +233,7 @@ def kept_on_request() -> None:
 
 WRITES = (halved, averaged, stepped)
 CASES: list[tuple[Any, ...]] = [
+    (muted_hooks,),
     (broken_off, False),
     (broken_off, True),
     *((failed_forward, where, first) for where in ("blocks.1.up", "head") for first in (False, True)),

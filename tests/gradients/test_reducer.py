@@ -350,6 +350,24 @@ def dtypes() -> None:
         assert ledger.records
 
 
+def tiny_gradients() -> None:
+    """A gradient that only one rank has, of which rounding the average leaves -0.0, is there on every rank."""
+    mesh, rank = meshes((2, 2)), dist.get_rank()
+    for reduce_dtype in (None, torch.float32):
+        module = nn.Module()
+        for name in ("used", "used_once", "unused"):
+            module.register_parameter(name, nn.Parameter(torch.zeros(3, dtype=torch.float16)))
+        GradientReducer(module, mesh, reduce_dtype=reduce_dtype, op="avg")
+        for _ in range(3):
+            module.zero_grad()
+            loss = module.used.sum()
+            if rank == 1:
+                loss = loss + (module.used_once * -(2.0**-24)).sum()
+            loss.backward()
+            assert module.used_once.grad is not None and not module.used_once.grad.any()
+            assert module.unused.grad is None
+
+
 def hooks() -> None:
     """A hook that compresses to half precision, and one that reduces as it would have been."""
     from vescale.comm import Pending, all_gather_v
@@ -464,6 +482,7 @@ def hook_of_the_user() -> None:
         recomputation,
         recomputed_more_often,
         dtypes,
+        tiny_gradients,
         hooks,
         last_collective,
         exceptions,

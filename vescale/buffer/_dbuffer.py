@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,9 @@ class DBuffer(LocalPart):
         self._geometry = object()
         """Equal for buffers that differ in memory only."""
         self._routes: dict[tuple[Any, ...], dist.ProcessGroup] = {}
-        """The groups of collectives that have passed all checks, by (kind, axes, geometry of the result)."""
+        """The groups of all-gathers that have passed all checks, by (kind, axes, geometry of the result)."""
+        self._scatters: dict[tuple[Any, ...], tuple[dist.ProcessGroup, str, DBuffer | None]] = {}
+        """The same of reduce-scatters: group, op, and the result, without memory, where the caller gives none."""
 
     def placement(self, tensor: int | str, split_factor: int = 1) -> RaggedShard:
         """The ragged placement of a tensor along the (only) sharded axis; see :meth:`TensorGroup.placement`."""
@@ -207,6 +209,7 @@ class DBuffer(LocalPart):
         out: DBuffer | None = None,
         process_group: dist.ProcessGroup | None = None,
         at_once: bool = False,
+        collective: Callable[..., Pending] = reduce_scatter_into,
         requester: str = "",
     ) -> PendingBuffer:
         """Reduce pending axes, by default all, and leave each rank its piece: one reduce-scatter over all of them.
@@ -214,27 +217,28 @@ class DBuffer(LocalPart):
         ``op`` is by default the axes' own (``Partial("avg")`` divides). ``out`` has its own memory, or is this buffer's
         :meth:`piece` (in place); None: a new buffer. The rest of this buffer is undefined afterwards. ``process_group``:
         another group of the same ranks in the same order, to overlap with other collectives. ``at_once``: if the backend
-        needs memory to do this in the background (gloo), do it synchronously, without memory.
+        needs memory to do this in the background (gloo), do it synchronously, without memory. ``collective`` replaces
+        :func:`vescale.comm.reduce_scatter_into`.
         """
-        if op is not None and out is not None and axes is not None:
-            route = self._routes.get(("reduce_scatter", tuple(axes), out._geometry))
-            if route is not None:
-                along = process_group or route
-                pending = reduce_scatter_into(out.local, self.local, op, along, requester=requester, at_once=at_once)
-                return PendingBuffer(out, pending)
-        numbers, op = self._pending(axes, op, "reduce_scatter")
-        out = out if out is not None else self._placed(numbers, RaggedShard()).allocate()
-        out._must_nest(self)
-        if out.dtype != self.dtype or _kinds(out.placements) != _kinds(self._replaced(numbers, RaggedShard())):
-            raise ValueError(
-                f"reduce_scatter of {self.dtype} {self.placements} along {numbers} into {out.dtype} {out.placements}; "
-                "the dtypes must be equal and the axes sharded"
-            )
-        along = self._along(numbers)
-        self._routes["reduce_scatter", tuple(axes if axes is not None else numbers), out._geometry] = along
-        along = process_group or along
+        key = "reduce_scatter", None if axes is None else tuple(axes), op, None if out is None else out._geometry
+        route = self._scatters.get(key)
+        if route is None:
+            numbers, reduce_op = self._pending(axes, op, "reduce_scatter")
+            piece = out if out is not None else self._placed(numbers, RaggedShard())
+            piece._must_nest(self)
+            if piece.dtype != self.dtype or _kinds(piece.placements) != _kinds(self._replaced(numbers, RaggedShard())):
+                raise ValueError(
+                    f"reduce_scatter of {self.dtype} {self.placements} along {numbers} into {piece.dtype} "
+                    f"{piece.placements}; the dtypes must be equal and the axes sharded"
+                )
+            route = self._scatters[key] = self._along(numbers), reduce_op, piece if out is None else None
+        along, reduce_op, geometry = route
+        if out is None:
+            assert geometry is not None
+            out = geometry.fresh()
         return PendingBuffer(
-            out, reduce_scatter_into(out.local, self.local, op, along, requester=requester, at_once=at_once)
+            out,
+            collective(out.local, self.local, reduce_op, process_group or along, requester=requester, at_once=at_once),
         )
 
     def all_reduce(self, axes: Axes | None = None, *, op: str | None = None, requester: str = "") -> PendingBuffer:

@@ -11,9 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from vescale.buffer import Allocation, DBuffer
-from vescale.compat import (
-    local_of,
-)
+from vescale.compat import local_of
 from vescale.fsdp._extensions import refuse_hooks
 from vescale.fsdp._gather import BufferGather
 from vescale.fsdp._hook_gather import HookGather
@@ -105,7 +103,10 @@ class Bucket:
 
     def allocate_shards(self, device: torch.device, *, pin_memory: bool) -> None:
         self.at_rest.allocate(device, pin_memory=pin_memory)
-        self.gradients = ShardedGradients(self.layout, self.dtype, self.reduce_dtype, device)
+        layout = self.layout
+        self.gradients = ShardedGradients(
+            self.parameters, self.axes, layout.slots, layout.to_exchange, self.dtype, device
+        )
         self.unreduced = self.gradients.unreduced
 
     # At rest
@@ -149,7 +150,9 @@ class Bucket:
             refuse_hooks((p.name, local_of(p.sharded)) for p in self.parameters if isinstance(p.sharded, DTensor))
             self.gathering = BufferGather(self.at_rest, self.compute_dtype, device, gathered)
             whole = self.gathering.whole
-        self.gradients.prepare(whole, Allocation(device, pool=pool), reduce_op, begin_gradients)
+        memory, placements = Allocation(device, pool=pool), self.axes.unreduced(reduce_op)
+        apart = DBuffer(self.layout.whole, self.axes.mesh, placements, dtype=self.reduce_dtype, allocation=memory)
+        self.unreduced.prepare(whole, apart, of_one_loss=reduce_op == "sum", begin=begin_gradients)
 
     @property
     def whole(self) -> DBuffer:
@@ -160,12 +163,10 @@ class Bucket:
     def make_unsharded(self, index: int) -> None:
         """A parameter's unsharded form, over memory that is allocated."""
         parameter = self.parameters[index]
-        unsharded = parameter.make_unsharded(
-            self.gathering.unsharded(index, parameter.shape), self.unreduced.receiver(index)
-        )
+        unsharded = parameter.make_unsharded(self.gathering.unsharded(index, parameter.shape))
         if isinstance(self.gathering, BufferGather):
             unsharded.__dict__[GRADIENT_PLACE] = (self.unreduced, index)
-        self.unreduced.parameters_changed()
+        self.unreduced.watch(index, unsharded)
 
     # What is reported
 

@@ -76,8 +76,9 @@ class PlannedLayout:
         """The placement of a parameter's sharded form along the shard axis."""
         return self.exchanged.placement(index, self.axes.shard_size, self.parameters[index].split_factor)
 
-    def copy_to_exchange(self, whole: DBuffer, exchanged: DBuffer) -> None:
-        """Nothing: the two are one buffer."""
+    def to_exchange(self, whole: DBuffer) -> DBuffer:
+        """The buffer to reduce of whole gradients."""
+        return whole
 
 
 class CallerLayout:
@@ -106,6 +107,7 @@ class CallerLayout:
         self.whole = TensorGroup.plan(shapes, self.num_ranks, dtypes=dtypes, alignment_bytes=alignment_bytes)
         self._has_gaps = any(len(set(self._numels(index))) > 1 for index in range(len(parameters)))
         """Whether some rank's parts are shorter than the room for them."""
+        self._geometries: dict[tuple[torch.dtype, tuple[Placement | None, ...]], DBuffer] = {}
 
     def _shape(self, index: int, rank: int) -> tuple[int, ...]:
         parameter, (_, length) = self.parameters[index], self._parts[index][rank]
@@ -151,13 +153,19 @@ class CallerLayout:
             for piece, part in self._pairs(exchanged, whole):
                 part.copy_(piece)
 
-    def copy_to_exchange(self, whole: DBuffer, exchanged: DBuffer) -> None:
-        """Copy the whole tensors to all ranks' pieces."""
+    def to_exchange(self, whole: DBuffer) -> DBuffer:
+        """A copy of the whole tensors in all ranks' pieces."""
+        geometry = self._geometries.get((whole.dtype, whole.placements))
+        if geometry is None:
+            geometry = DBuffer(self.exchanged, whole.mesh, whole.placements, dtype=whole.dtype, device=whole.device)
+            self._geometries[whole.dtype, whole.placements] = geometry
+        exchanged = geometry.fresh()
         if self._has_gaps:
             exchanged.zero_()
         with torch.no_grad():
             for piece, part in self._pairs(exchanged, whole):
                 piece.copy_(part)
+        return exchanged
 
     def _pairs(self, exchanged: DBuffer, whole: DBuffer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The same elements in the exchange and in the whole tensors; one pair for chunks of equal size, else one for each

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -218,8 +218,8 @@ class ManagedParameter:
         self.sharded = nn.Parameter(make_dtensor(local, spec), requires_grad=self.requires_grad)
         self.register(self.sharded)
 
-    def make_unsharded(self, view: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> nn.Parameter:
-        """The unsharded form over ``view``; ``on_gradient`` runs after each accumulation of its gradient."""
+    def make_unsharded(self, view: torch.Tensor) -> nn.Parameter:
+        """The unsharded form over ``view``."""
         with torch.inference_mode(False), torch.no_grad():
             local = view if view.shape == self.shape else view[: self.shape[0]]
             data = local
@@ -231,8 +231,6 @@ class ManagedParameter:
             self.unsharded = nn.Parameter(data, requires_grad=self.requires_grad)
             for key, value in self.sharded.__dict__.items():
                 self.unsharded.__dict__.setdefault(key, value)
-        if self.requires_grad:
-            self.unsharded.register_post_accumulate_grad_hook(on_gradient)
         return self.unsharded
 
     def copy(self) -> ManagedParameter:

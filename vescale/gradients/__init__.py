@@ -8,10 +8,11 @@ from vescale.gradients._agreement import GradientMismatchError
 from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._comm_hook import CommHook, GradientBucket
+from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._hooked_parameters import refuse_reducers_of
 from vescale.gradients._local_contribution import LocalContribution
-from vescale.gradients._parameter import GradientRule, local_part
+from vescale.gradients._parameter import GradientRule
 from vescale.gradients._pending import reduce_pending
 from vescale.gradients._reducer import GradientReducer
 from vescale.gradients._sharded_gradients import ShardedGradients

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,7 +51,7 @@ class AgreedParameters:
 
     def _agree(self, new: Sequence[ReducedParameter], what: str) -> None:
         """Compare new parameters with those of other ranks, and number them."""
-        agree_on_parameters([reduced.describe() for reduced in new], what, self._consensus)
+        agree_on_parameters([(reduced.name, reduced.describe()) for reduced in new], what, self._consensus)
         self.agreed += new
         self._unoffered = [reduced for reduced in self.agreed if not reduced.is_offered]
         for index, reduced in enumerate(self.agreed):
@@ -116,16 +115,11 @@ class AgreedParameters:
         self.is_outdated = False
         for reduced in self.agreed:
             reduced.drop_slots()
-            self._hooked.notify(reduced, True)
+            reduced.notify(True)
         self._unoffered = list(self.agreed)
 
-    def update_hooks(self, slots: Sequence[Any]) -> None:
-        """Have hooks on the parameters of those slots that are notified, and only on those."""
-        for slot in slots:
-            self._hooked.notify(slot.owner, slot.is_notified)
-
     def release_all(self) -> None:
-        self._hooked.release_all()
+        self._hooked.release(list(self))
         for listed in (self.agreed, self._new, self._removed):
             listed.clear()
 

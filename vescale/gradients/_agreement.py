@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vescale.comm import Consensus
+from vescale.comm import Consensus, compare_descriptions
 from vescale.gradients._reduction import Arrival
 
 __all__ = ["GradientMismatchError", "ObservedArrival", "agree_on_arrivals", "agree_on_parameters"]
@@ -26,25 +26,17 @@ class ObservedArrival:
     count: int
 
 
-def agree_on_parameters(described: Sequence[str], what: str, consensus: Consensus) -> None:
-    """Compare the descriptions of the parameters, and the settings of the reducers, on all ranks.
+def agree_on_parameters(described: Sequence[tuple[str, str]], what: str, consensus: Consensus) -> None:
+    """Compare names and descriptions of the parameters, and the settings of the reducers, on all ranks.
 
     Raises GradientMismatchError on every rank, naming the first parameter that differs.
     """
-    text = "\n".join([what, *described])
-    messages = [m.decode().split("\n") for m in consensus.exchange(text.encode(), lambda: "making a GradientReducer")]
-    for rank, lines in zip(consensus.ranks, messages):
-        if lines == messages[0]:
-            continue
-        for own, first in zip(
-            lines + [""] * (len(messages[0]) - len(lines)), messages[0] + [""] * (len(lines) - len(messages[0]))
-        ):
-            if own != first:
-                raise GradientMismatchError(
-                    f"rank {rank} has {own or 'no such parameter'!r} where rank {consensus.ranks[0]} has "
-                    f"{first or 'no such parameter'!r}; build the same model with the same requires_grad, and the same "
-                    "reducer, on every rank"
-                )
+    own = {"reducers": [("settings", what)], "parameters": described}
+    found = compare_descriptions(own, consensus, lambda: "making a GradientReducer")
+    if found is not None:
+        raise GradientMismatchError(
+            f"{found.text()}; build the same model with the same requires_grad, and the same reducer, on every rank"
+        )
 
 
 def agree_on_arrivals(

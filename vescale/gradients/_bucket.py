@@ -13,9 +13,10 @@ from vescale.comm import Pending, all_reduce_, axis_group, link_of, reduction_co
 from vescale.compat import ParameterRow, TensorRow, is_dense, num_storage_users
 from vescale.gradients._bucket_memory import BucketMemory
 from vescale.gradients._bucket_slot import BucketSlot
+from vescale.gradients._buffer_reduction import BufferReduction
 from vescale.gradients._comm_hook import CommHook, GradientBucket, call_hook
 from vescale.gradients._hook_muting import HookMuting
-from vescale.gradients._marks import clear_signs, neutral
+from vescale.gradients._marks import clear_signs, is_unused, neutral
 from vescale.gradients._reduction import Reduction, copy_scaled, divide_, is_exact_before_sum
 from vescale.placements import unpack
 
@@ -54,10 +55,11 @@ class Bucket:
     absent: list[BucketSlot[Bucket]]
     """After the launch: the slots without a contribution."""
     is_launched: bool
+    is_unused: torch.Tensor
+    """After the end, if slots are absent: for each of these, whether no rank has contributed to it."""
     waited: list[Any]
     """The works that were waited for last, until the bucket is closed."""
     _is_open: bool
-    _is_advanced: bool
     _has_all: bool  # contributions
     _is_irregular: bool  # a gradient was missing when all notified slots had theirs
     _last: BucketSlot[Bucket] | None  # that was notified
@@ -104,10 +106,9 @@ class Bucket:
             ],
         )
         self._parameters = ParameterRow([slot.parameter for slot in self.slots if slot.parameter is not None])
-        self._groups: list[dist.ProcessGroup] | None = None  # of the stages, created on first use
-        self._pending: Pending | None = None
         others = f" with {len(self.slots) - 1} others" if len(self.slots) > 1 else ""
         self.requester = requester or f"bucket {index}: {self.slots[0].name}.grad: reduced{others}"
+        self._running = BufferReduction(reduction, self._all_reduce, self.requester)
         self._reset()
 
     @property
@@ -234,13 +235,9 @@ class Bucket:
             self._has_all = not self.absent
         local = self._filled(neutral(self.op) if missing is None else missing)
         if self.scatters and self.hook is None:
-            assert self.reduction.scatter is not None
-            scattering = self._memory.buffer.reduce_scatter(
-                [self.reduction.scatter], op="sum", requester=self.requester
-            )
-            self._pending = Pending(scattering.buffer.local, [scattering])
+            self._running.scatter(self._memory.buffer)
         else:
-            self._pending = self._start(0, local)
+            self._running.start(local)
 
     def _filled(self, missing: float) -> torch.Tensor:
         """The tensor to reduce, flat."""
@@ -258,102 +255,73 @@ class Bucket:
             self._memory.clear_signs(self.absent)
         return self._memory.local
 
-    def _start(self, number: int, tensor: torch.Tensor) -> Pending:
-        """Start the collective of a stage."""
-        stage = self.reduction.stages[number]
-        if self._groups is None:
-            self._groups = [stage.axes.group().group for stage in self.reduction.stages]
-        group = self._groups[number]
+    def _all_reduce(self, tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> Pending:
         if self.hook is None:
-            return all_reduce_(tensor, stage.op, group, requester=self.requester)
+            return all_reduce_(tensor, op, group, requester=self.requester)
         names = tuple(slot.name for slot in self.slots)
-        return call_hook(self.hook, GradientBucket(self.index, names, tensor, group, stage.op))
+        return call_hook(self.hook, GradientBucket(self.index, names, tensor, group, op))
 
     def advance(self) -> None:
         """If further collectives follow, wait for the first one and start them; does so once in a reduction."""
-        if self._is_advanced:
-            return
-        self._is_advanced = True
-        axes = self.reduction.stages[0].axes
-        if self.scatters and self.hook is None:
-            rest = tuple(axis for axis in axes.axes if axis != self.reduction.scatter)
-            if rest:
-                group = axis_group(axes.mesh, rest).group
-                self._pending = all_reduce_(self._wait(), "sum", group, requester=self.requester)
-        for number in range(1, len(self.reduction.stages)):
-            self._pending = self._start(number, self._wait())
-
-    def _wait(self) -> torch.Tensor:
-        """Wait for the collective in flight. Returns its result, in the memory of the one before."""
-        assert self._pending is not None
-        self.waited = self._pending.works()
-        found = self._pending.wait()
-        self._pending = None
-        if self.hook is not None:
-            local = self._only if self._only is not None else self._memory.local
-            if found.data_ptr() != local.data_ptr() or found.dtype != local.dtype:
-                local.copy_(found.view(-1))
-            return local
-        return found
+        self._running.advance()
 
     def finish(self) -> None:
         """Wait for the last collective; the results are available afterwards."""
-        result = self._wait()
-        if self.reduction.divisor > 1 and self._early_scale == 1:
-            divide_(result, self.reduction.divisor)
+        self._running.advance()
+        self.waited = self._running.works()
+        result = self._running.finish()
+        own = None
         if self.reduction.scatter is not None:
+            own = self._own
             if not (self.scatters and self.hook is None):
                 length = self._memory.piece_length
-                result = result[self._own * length : (self._own + 1) * length].clone()
+                result = result[own * length : (own + 1) * length].clone()
             self._memory.buffer.free()  # the results have memory of their own
-        if result.dtype != self.reduction.dtype:
-            result = result.to(self.reduction.dtype)
-        self._result = result
+        if self.absent:  # before numbers are rounded, which makes -0.0 of small ones
+            marks = [self._memory.start(slot, own) for slot in self.absent]
+            self.is_unused = is_unused(result[marks], self.op)
+        if self.reduction.divisor > 1 and self._early_scale == 1:
+            divide_(result, self.reduction.divisor)
+        self._result = result.to(self.reduction.dtype)
 
     def results(self) -> TensorRow:
-        """The reduced gradients of all slots, in the shapes of the contributions. Not for scattered buckets."""
+        """The reduced gradients of all slots, in the shapes of the contributions; this rank's parts of them if the bucket is
+        scattered."""
         assert self._result is not None
-        return self._memory.results(self._result)
+        if self.reduction.scatter is None:
+            return self._memory.results(self._result)
+        own = self._own
+        return TensorRow([self._scattered(slot, own, self._result) for slot in self.slots])
+
+    def _scattered(self, slot: BucketSlot[Bucket], own: int, result: torch.Tensor) -> torch.Tensor:
+        assert slot.contribution.pieces is not None
+        piece, shape = slot.contribution.pieces[own], slot.contribution.result_shape
+        start = self._memory.start(slot, own)
+        flat = result[start : start + piece.numel]
+        if len(piece.target) > 1:
+            out = flat.new_empty(shape)
+            unpack(flat, [piece], out)
+            return out
+        return flat.view(shape) if piece.numel == math.prod(shape) else flat
 
     def give_results(self) -> bool:
         """Make the results the parameters' gradients in one call. Returns False, and changes nothing, if a slot needs a
         conversion or a parameter has a gradient."""
         return len(self._parameters.tensors) == len(self.slots) and self._parameters.give_grads(self.results())
 
-    def scattered(self, slot: BucketSlot[Bucket], own_region_shape: tuple[int, ...]) -> torch.Tensor:
-        """This rank's part of a reduced gradient in ``own_region_shape``. Only for scattered buckets."""
-        assert self._result is not None and slot.contribution.pieces is not None
-        piece = slot.contribution.pieces[self._own]
-        start = self._memory.start(slot, self._own)
-        flat = self._result[start : start + piece.numel]
-        out = flat.view(own_region_shape) if piece.numel == math.prod(own_region_shape) else flat
-        if len(piece.target) > 1:
-            out = flat.new_empty(own_region_shape)
-            unpack(flat, [piece], out)
-        return out
-
-    def mark(self, slot: BucketSlot[Bucket]) -> torch.Tensor:
-        """The element that shows whether any rank contributed; see :func:`is_unused`."""
-        assert self._result is not None
-        start = self._memory.start(slot, self._own if self.reduction.scatter is not None else None)
-        return self._result[start : start + 1]
-
     def __repr__(self) -> str:
         return f"Bucket({self.index}, {len(self.slots)} gradients, {self.num_bytes} bytes, {self.reduction.text()})"
 
-    def close(self) -> bool:
-        """Prepare for the next reduction; the results belong to the gradients now. Returns whether other slots are notified
-        from now on."""
-        is_changed = False
+    def close(self) -> None:
+        """Prepare for the next reduction; the results belong to the gradients now."""
         if self.is_launched and len(self.absent) < len(self.slots):
-            is_changed = self.muting.update(self._last, is_regular=self._has_all and not self._is_irregular)
+            self.muting.update(self._last, is_regular=self._has_all and not self._is_irregular)
         self._reset()
-        return is_changed
 
     def _reset(self) -> None:
         self.num_missing = self.muting.num_expected
         self.absent = []
-        self.is_launched = self._is_open = self._is_advanced = False
+        self.is_launched = self._is_open = False
         self._has_all = self._is_irregular = False
         self._last = self._only = self._result = None
         self._num_arrived, self._given, self.waited = {}, {}, []

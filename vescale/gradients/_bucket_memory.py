@@ -12,7 +12,8 @@ from torch.distributed.tensor import Partial
 from vescale.buffer import DBuffer, TensorGroup
 from vescale.compat import TELLS_HOLDERS, TensorRow, are_unheld, foreach_copy_, num_storage_users
 from vescale.gradients._bucket_slot import BucketSlot
-from vescale.gradients._marks import clear_signs, mark_complete
+from vescale.gradients._complete_gradient import mark_complete
+from vescale.gradients._marks import clear_signs
 from vescale.gradients._reduction import Reduction
 
 __all__ = ["BucketMemory"]

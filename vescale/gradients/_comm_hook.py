@@ -42,7 +42,7 @@ CommHook = Callable[[GradientBucket], "Pending | torch.Tensor"]
 
 
 def call_hook(hook: CommHook, bucket: GradientBucket) -> Pending:
-    """Call the hook. Raises TypeError and ValueError if what it returns cannot be the reduced buffer."""
+    """Call the hook; what it returns is then copied to the buffer. Raises TypeError and ValueError if that cannot be."""
     answer = hook(bucket)
     pending = Pending(answer) if isinstance(answer, torch.Tensor) else answer
     name = (
@@ -58,4 +58,11 @@ def call_hook(hook: CommHook, bucket: GradientBucket) -> Pending:
             f"{name} returned a tensor of shape {tuple(pending.out.shape)}; return one of the buffer's "
             f"{bucket.buffer.numel()} elements"
         )
-    return pending
+    buffer = bucket.buffer
+
+    def copy_back() -> None:
+        found = pending.out
+        if found.data_ptr() != buffer.data_ptr() or found.dtype != buffer.dtype:
+            buffer.copy_(found.view(-1))
+
+    return Pending(buffer, [pending], copy_back)

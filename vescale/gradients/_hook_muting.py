@@ -45,14 +45,15 @@ class HookMuting:
         self.num_expected = sum(slot.num_expected for slot in notified)
         for slot in self._slots:
             slot.is_notified, slot.is_collected = slot in notified, slot not in handed_over
+            slot.owner.notify(slot.is_notified)
 
     def never_collect(self, slot: BucketSlot[Any]) -> None:
         """From now on the slot is notified, and its gradients are handed over."""
         self._handed_over.add(slot)
         self._notify_all()
 
-    def update(self, last: BucketSlot[Any] | None, *, is_regular: bool) -> bool:
-        """Adapt after a backward in which gradients arrived. Returns whether other slots are notified from now on.
+    def update(self, last: BucketSlot[Any] | None, *, is_regular: bool) -> None:
+        """Adapt after a backward in which gradients arrived.
 
         Args:
             last: the notified slot whose gradient arrived last.
@@ -60,15 +61,11 @@ class HookMuting:
         """
         if not is_regular:
             self._num_regular = 0
-            if not self.collected:
-                return False
-            self._num_required *= 2
-            self._notify_all()
-            return True
+            if self.collected:
+                self._num_required *= 2
+                self._notify_all()
+            return
         self._num_regular += 1
-        if self.collected or self._num_regular < self._num_required:
-            return False
-        if len(self._handed_over) == len(self._slots) or last is None:
-            return False
-        self._set(self._handed_over | {last}, self._handed_over)
-        return bool(self.collected)
+        may_mute = not self.collected and self._num_regular >= self._num_required
+        if may_mute and last is not None and len(self._handed_over) < len(self._slots):
+            self._set(self._handed_over | {last}, self._handed_over)

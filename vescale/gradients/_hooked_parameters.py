@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -16,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vescale.compat import HookGate, is_captured
+from vescale.gradients._arrival_hooks import ArrivalHooks
 from vescale.gradients._parameter import GradientRule, ReducedParameter
 from vescale.gradients._reduction import Policy
 
@@ -64,8 +63,6 @@ class HookedParameters:
         self._begin, self._take, self._gate = begin, take, gate
         self._tree: _ModuleTree | None = None  # as of the last call of `changes`
         self._of_module: dict[int, ReducedParameter] = {}  # by id of the nn.Parameter, which the value keeps alive
-        self._handles: dict[ReducedParameter, Any] = {}
-        self._take_handles: dict[ReducedParameter, Any] = {}
 
     def have_changed(self) -> bool:
         """Whether the module's parameters have changed since the last call of :meth:`changes`."""
@@ -100,13 +97,12 @@ class HookedParameters:
 
     def watch(self, added: Sequence[ReducedParameter]) -> None:
         for reduced in added:
-            setattr(reduced.parameter, _OWNED, id(reduced.parameter))
-            complete = reduced.rule.on_captured
-            hook = self._begin if complete is None else functools.partial(self._complete_or_begin, complete)
-            with _trainable(reduced.parameter) as parameter:
-                self._handles[reduced] = parameter.register_hook(hook)
-                self._gate.guard(parameter)
-            self.notify(reduced, True)
+            parameter, complete = reduced.parameter, reduced.rule.on_captured
+            setattr(parameter, _OWNED, id(parameter))
+            begin = self._begin if complete is None else functools.partial(self._complete_or_begin, complete)
+            take = functools.partial(self._take, reduced)
+            reduced.hooks = ArrivalHooks(parameter, begin, take, self._gate)
+            reduced.notify(True)
 
     def _complete_or_begin(
         self, complete: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor
@@ -116,37 +112,14 @@ class HookedParameters:
         self._begin(gradient)
         return None
 
-    def notify(self, reduced: ReducedParameter, is_notified: bool) -> None:
-        """Set whether ``take`` is called for a parameter; nothing happens if it is not watched."""
-        if not is_notified:
-            if reduced in self._take_handles:
-                self._take_handles.pop(reduced).remove()
-        elif reduced in self._handles and reduced not in self._take_handles:
-            with _trainable(reduced.parameter) as parameter:
-                take = functools.partial(self._take, reduced)
-                self._take_handles[reduced] = parameter.register_post_accumulate_grad_hook(take)
-
     def release(self, released: Sequence[ReducedParameter]) -> None:
         for reduced in released:
-            self._gate.release(reduced.parameter)
-            for handles in (self._handles, self._take_handles):
-                if reduced in handles:
-                    handles.pop(reduced).remove()
+            self._of_module.pop(id(reduced.parameter), None)
+            if reduced.hooks is not None:
+                reduced.hooks.remove()
+                reduced.hooks = None
             if hasattr(reduced.parameter, _OWNED):
                 delattr(reduced.parameter, _OWNED)
-
-    def release_all(self) -> None:
-        self.release(list(self._handles))
-        self._of_module.clear()
-
-
-@contextlib.contextmanager
-def _trainable(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Hooks can only be registered while a parameter requires a gradient; they stay when it is frozen again."""
-    requires_grad = parameter.requires_grad
-    parameter.requires_grad_(True)
-    yield parameter
-    parameter.requires_grad_(requires_grad)
 
 
 class _ModuleTree:

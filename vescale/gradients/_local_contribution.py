@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import requested_by
 from vescale.compat import DTensorSpec
-from vescale.gradients._parameter import local_part
+from vescale.gradients._complete_gradient import local_part
 from vescale.placements import move_local
 
 __all__ = ["LocalContribution", "pending_axes", "use_code"]
@@ -87,38 +87,24 @@ def _steps(
     of_one_loss: bool,
     leaves_pending: bool,
 ) -> _Steps:
-    target: list[Placement] = []
-    whole, pending, divisors = set(), set(), []
-    for axis, (found, wanted) in enumerate(zip(arrival, parameter)):
-        adds = type(found) is Partial and found.reduce_op in ("sum", "avg")
-        if not of_one_loss:
-            target.append(found if axis in data_parallel else wanted)
-            continue
-        if axis in data_parallel:
-            target.append(found if adds else Replicate())
-            if not adds:
-                whole.add(axis)
-        elif adds and leaves_pending and isinstance(wanted, Replicate):
-            target.append(found)
-            pending.add(axis)
-        else:
-            target.append(wanted)
-            continue
-        if adds and found.is_partial("avg"):
-            divisors.append(sizes[axis])
-    return _Steps(tuple(target), math.prod(divisors), frozenset(whole), frozenset(pending))
+    if not of_one_loss:
+        target = tuple(f if axis in data_parallel else w for axis, (f, w) in enumerate(zip(arrival, parameter)))
+        return _Steps(target, 1, frozenset(), frozenset())
+    adds = frozenset(a for a, p in enumerate(arrival) if type(p) is Partial and p.reduce_op in ("sum", "avg"))
+    others = adds.difference(data_parallel) if leaves_pending else frozenset()
+    whole = frozenset(data_parallel) - adds
+    pending = frozenset(axis for axis in others if isinstance(parameter[axis], Replicate))
+    kept = adds.intersection(data_parallel) | pending
+    divisor = math.prod(sizes[axis] for axis in kept if arrival[axis].is_partial("avg"))
+    placed = [Replicate() if axis in whole else wanted for axis, wanted in enumerate(parameter)]
+    return _Steps(tuple(arrival[a] if a in kept else p for a, p in enumerate(placed)), divisor, whole, pending)
 
 
 def use_code(pending: frozenset[int]) -> int:
     """For a parameter that has a gradient, a number that ranks can take the maximum of: 1, and a bit for each axis along
     which it is pending. 0 stands for no gradient."""
-    return 1 + sum(1 << axis for axis in pending) if pending else 1
+    return 1 + sum(1 << axis for axis in pending)
 
 
 def pending_axes(code: int) -> frozenset[int]:
-    if code <= 1:
-        return _NO_AXES
     return frozenset(axis for axis in range(code.bit_length()) if (code - 1) >> axis & 1)
-
-
-_NO_AXES: frozenset[int] = frozenset()

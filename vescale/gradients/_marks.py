@@ -1,4 +1,4 @@
-"""Marks: of gradients that are complete, and of those in a reduced buffer that no rank has contributed to.
+"""Marks of gradients in a reduced bucket that no rank has contributed to.
 
 A gradient without contributions must be None, as on one device, and not zeros. A slot without a contribution is therefore
 filled with an element that changes no reduction and that no contribution starts with. For a sum this is -0.0, because a sum
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["clear_signs", "is_marked_complete", "is_unused", "mark_complete", "neutral"]
+__all__ = ["clear_signs", "is_unused", "neutral"]
 
 
 def neutral(op: str) -> float:
@@ -32,15 +32,3 @@ def clear_signs(flat: torch.Tensor, marks: Sequence[int]) -> None:
     """Replace -0.0 at the indices ``marks`` by 0.0, so that none of these slots looks unused."""
     where = torch.tensor(marks, dtype=torch.int64, device=flat.device)
     flat.index_add_(0, where, flat.new_zeros(len(where)))
-
-
-_COMPLETE = "_vescale_complete"
-
-
-def mark_complete(gradient: torch.Tensor) -> None:
-    """From now on what autograd accumulates on top of it is reduced separately."""
-    setattr(gradient, _COMPLETE, True)
-
-
-def is_marked_complete(gradient: torch.Tensor) -> bool:
-    return getattr(gradient, _COMPLETE, False)

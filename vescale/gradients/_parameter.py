@@ -10,14 +10,15 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import AsyncCollectiveTensor, DTensorSpec, local_of, make_dtensor, make_spec, spec_of
+from vescale.compat import DTensorSpec, make_dtensor
+from vescale.gradients._arrival_hooks import ArrivalHooks
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
-from vescale.gradients._marks import is_marked_complete, mark_complete
+from vescale.gradients._complete_gradient import added, gradient_spec, is_marked_complete, local_part, mark_complete
 from vescale.gradients._reduction import Arrival, Contribution, Destination, Policy, contribution
-from vescale.placements import contiguous_stride, local_region, move_local
+from vescale.placements import move_local
 
-__all__ = ["GradientRule", "ReducedParameter", "local_part"]
+__all__ = ["GradientRule", "ReducedParameter"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,10 @@ class ReducedParameter:
         plain_slot: the slot of plain gradients in the parameter's dtype.
         previous: a complete gradient from before this backward, kept aside until the new one is added to it.
         is_offered: whether the ranks have agreed on a slot, if one was known, although no gradient had arrived.
+        hooks: while it is watched.
     """
+
+    hooks: ArrivalHooks | None = None
 
     def __init__(self, name: str, parameter: torch.Tensor, rule: GradientRule, policy: Policy) -> None:
         self.index = -1
@@ -64,11 +68,16 @@ class ReducedParameter:
         self._usual: Arrival | None = None  # of the last gradient; the next one most likely arrives in the same way
         self._spec: DTensorSpec | None = None
 
+    def notify(self, is_notified: bool) -> None:
+        """Set whether a hook announces each gradient, if the parameter is watched."""
+        if self.hooks is not None:
+            self.hooks.notify(is_notified)
+
     def describe(self) -> str:
         """A text for ranks to compare."""
         placed = list(map(str, self.destination.target)) if self.destination.mesh is not None else "plain"
         frozen = "" if self.parameter.requires_grad else ", frozen"
-        return f"{self.name} {self.destination.shape} {self.parameter.dtype} {placed}{frozen}"
+        return f"{self.destination.shape} {self.parameter.dtype} {placed}{frozen}"
 
     def new_slot(self, arrival: Arrival, num_expected: int) -> BucketSlot[Bucket]:
         """A slot that is not among :attr:`slots` yet."""
@@ -210,58 +219,29 @@ class ReducedParameter:
 
     # How gradients become complete
 
-    def deliver_scattered(self, slot: BucketSlot[Bucket]) -> None:
-        """Deliver the part that the slot's bucket has reduced and scattered."""
-        placements, destination = slot.contribution.reduced, self.destination
-        shape = destination.shape
-        if destination.mesh is not None:
-            coordinate = destination.mesh.get_coordinate()
-            assert coordinate is not None
-            shape = local_region(shape, placements, tuple(destination.mesh.shape), coordinate).local_shape
-        self.deliver(slot.contribution, slot.bucket.scattered(slot, shape))
-
     def deliver(self, contribution: Contribution, local: torch.Tensor) -> None:
         """Make the reduced ``local`` the parameter's gradient, or add it to the gradient that is there."""
         destination, parameter = self.destination, self.parameter
-        result = local
+        spec = None
         if destination.mesh is not None:
             target = destination.target
             if contribution.reduced != target:
                 local = move_local(local, destination.mesh, destination.shape, contribution.reduced, target).wait()
-            result = make_dtensor(local, self._spec_of(target, local.dtype))
-        for before in (parameter.grad, self.previous):
-            if before is not None:
-                same = not isinstance(before, DTensor) or tuple(before.placements) == destination.target
-                (local_part(before) if same else before).add_(local if same else result)
-                parameter.grad, self.previous = before, None
-                mark_complete(before)
-                return
-        mark_complete(result)
-        parameter.grad = result
+            spec = self._spec_of(target, local.dtype)
+        before = parameter.grad if parameter.grad is not None else self.previous
+        parameter.grad = complete = added(before, local, spec)
+        self.previous = None
+        mark_complete(complete)
 
     def _spec_of(self, placements: Sequence[Placement], dtype: torch.dtype) -> DTensorSpec:
-        """The row-major spec of a gradient. The complete gradient's is kept, and is the parameter's own object if the two
-        are equal."""
-        destination = self.destination
-        assert destination.mesh is not None
-        is_target = tuple(placements) == destination.target
-        spec = self._spec
-        if is_target and spec is not None and spec.tensor_meta is not None and spec.tensor_meta.dtype == dtype:
-            return spec
-        shape = destination.shape
-        spec = make_spec(destination.mesh, placements, shape, contiguous_stride(shape), dtype)
-        if is_target:
-            assert isinstance(self.parameter, DTensor)
-            own = spec_of(self.parameter)
-            self._spec = spec = own if own == spec else spec
-        return spec
-
-
-def local_part(gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a gradient, detached, and waited for if it is the result of an asynchronous collective."""
-    local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
-    local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-    return local.detach() if local.requires_grad else local
+        """The spec of a gradient; the complete gradient's is kept."""
+        assert isinstance(self.parameter, DTensor)
+        if tuple(placements) != self.destination.target:
+            return gradient_spec(self.parameter, placements, dtype)
+        kept = self._spec
+        if kept is None or kept.tensor_meta is None or kept.tensor_meta.dtype != dtype:
+            self._spec = kept = gradient_spec(self.parameter, placements, dtype)
+        return kept
 
 
 def _destination(parameter: torch.Tensor, rule: GradientRule) -> Destination:

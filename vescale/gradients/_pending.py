@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale.compat import make_dtensor, make_spec
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
-from vescale.gradients._parameter import GradientRule, ReducedParameter, local_part
+from vescale.gradients._complete_gradient import local_part
+from vescale.gradients._parameter import GradientRule, ReducedParameter
 from vescale.gradients._reduction import Policy, divide_
 
 __all__ = ["reduce_pending"]

@@ -19,8 +19,9 @@ from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._comm_hook import CommHook
+from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._hooked_parameters import HookedParameters
-from vescale.gradients._parameter import GradientRule, ReducedParameter, local_part
+from vescale.gradients._parameter import GradientRule, ReducedParameter
 from vescale.gradients._reduction import Arrival, Policy
 from vescale.gradients._schedule import Schedule, make_buckets
 from vescale.gradients._settings import check_settings
@@ -340,11 +341,6 @@ class GradientReducer:
         unused = self._schedule.unused()
         is_regular = not unused and not self._has_previous
         for bucket in self._schedule.buckets:
-            if bucket.reduction.scatter is not None:
-                for slot in bucket.slots:
-                    if slot not in unused:
-                        slot.owner.deliver_scattered(slot)
-                continue
             if is_regular and bucket.give_results():  # the results are marked as complete
                 continue
             for slot, result in zip(bucket.slots, bucket.results().tensors):
@@ -352,8 +348,7 @@ class GradientReducer:
                     slot.owner.deliver(slot.contribution, result)
 
     def _finish_step(self) -> None:
-        for bucket in self._schedule.close():
-            self._parameters.update_hooks(bucket.slots)
+        self._schedule.close()
         self._unplaced.clear()
         if self._has_previous:
             for reduced in self._parameters:
@@ -374,7 +369,6 @@ class GradientReducer:
             if len(slot.owner.slots) > 1:  # to which of them a gradient belongs is known when it arrives
                 for each in slot.owner.slots:
                     each.bucket.muting.never_collect(each)
-                    self._parameters.update_hooks(each.bucket.slots)
             waiting = self._unplaced.get((slot.owner, slot.arrival))
             if waiting is not None:
                 slot.bucket.arrive(slot, waiting[0])

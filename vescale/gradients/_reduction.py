@@ -123,6 +123,7 @@ class Contribution:
 
     Attributes:
         local_shape: shape of this rank's contribution, and of the result unless it is scattered.
+        result_shape: that of the result.
         pieces: the part of each rank along the scattered axis, in group rank order; None if nothing is scattered.
     """
 
@@ -130,6 +131,7 @@ class Contribution:
     reduction: Reduction | None
     reduced: tuple[Placement, ...]
     local_shape: tuple[int, ...]
+    result_shape: tuple[int, ...]
     pieces: tuple[Piece, ...] | None = None
 
     @property
@@ -157,7 +159,7 @@ def contribution(arrival: Arrival, destination: Destination, policy: Policy) -> 
         divisor = math.prod(policy.mesh.size(axis) for axis in averaged)
         every = (Stage(AxisSet(policy.mesh, axes), "sum"),)
         reduction = Reduction(every, divisor, arrival.dtype, wide, None) if axes else None
-        return Contribution(None, reduction, (), destination.shape)
+        return Contribution(None, reduction, (), destination.shape, destination.shape)
     assert arrival.placements is not None
     mesh, target = destination.mesh, destination.target
     pending = tuple(
@@ -178,16 +180,18 @@ def contribution(arrival: Arrival, destination: Destination, policy: Policy) -> 
     reduced = tuple(Replicate() if axis in pending else p for axis, p in enumerate(staged))
     stages, divisor = _stages(arrival.placements, _nontrivial(mesh, pending), mesh, policy)
     if not stages:
-        return Contribution(staged, None, reduced, local_shape)
+        return Contribution(staged, None, reduced, local_shape, local_shape)
     scattered = _scattered_axis(staged, target, pending, stages, mesh)
     if scattered is None:
-        return Contribution(staged, Reduction(stages, divisor, arrival.dtype, wide, None), reduced, local_shape)
+        reduction = Reduction(stages, divisor, arrival.dtype, wide, None)
+        return Contribution(staged, reduction, reduced, local_shape, local_shape)
     reduced = tuple(target[axis] if axis == scattered else p for axis, p in enumerate(reduced))
     group = axis_group(mesh, (scattered,))
     held = tuple(target[axis] if axis == scattered else p for axis, p in enumerate(staged))
     plan = plan_exchange(destination.shape, tuple(mesh.shape), staged, held, coordinate, group.coordinates)
     reduction = Reduction(stages, divisor, arrival.dtype, wide, scattered)
-    return Contribution(staged, reduction, reduced, local_shape, plan.sends)
+    result_shape = local_region(destination.shape, reduced, tuple(mesh.shape), coordinate).local_shape
+    return Contribution(staged, reduction, reduced, local_shape, result_shape, plan.sends)
 
 
 def _nontrivial(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[int, ...]:
@@ -286,7 +290,7 @@ def copy_scaled(target: torch.Tensor, source: torch.Tensor, scale: float) -> Non
         target.mul_(scale)
 
 
-def divide_(numbers: torch.Tensor, divisor: int) -> None:
+def divide_(numbers: torch.Tensor, divisor: float) -> None:
     """In place. Complex numbers are divided as pairs of real ones, because complex division turns -0.0 into 0.0."""
     if numbers.is_complex():
         numbers = torch.view_as_real(numbers)
@@ -301,5 +305,5 @@ def is_exact_before_sum(reduction: Reduction) -> bool:
     return reduction.divisor > 1 and _is_power_of_two(reduction.divisor) and reduction.reduce_dtype != torch.float16
 
 
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
+def _is_power_of_two(number: float) -> bool:
+    return math.frexp(number)[0] == 0.5

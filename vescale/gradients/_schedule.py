@@ -12,7 +12,6 @@ from vescale.comm import BucketBytes, bucket_limits, link_of, plan_buckets
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._comm_hook import CommHook
-from vescale.gradients._marks import is_unused
 
 __all__ = ["Schedule", "make_buckets"]
 
@@ -86,17 +85,18 @@ class Schedule:
 
     def unused(self) -> set[BucketSlot[Bucket]]:
         """The slots that no rank has contributed to. Waits for the device, once, only if a slot is absent on this rank."""
-        absent = [(slot, bucket) for bucket in self.buckets for slot in bucket.absent]
-        if not absent:
+        incomplete = [bucket for bucket in self.buckets if bucket.absent]
+        if not incomplete:
             return set()
-        flags = torch.cat([is_unused(bucket.mark(slot), bucket.op) for slot, bucket in absent]).tolist()
-        return {slot for (slot, _), flag in zip(absent, flags) if flag}
+        flags = torch.cat([bucket.is_unused for bucket in incomplete]).tolist()
+        return {slot for slot, flag in zip((slot for bucket in incomplete for slot in bucket.absent), flags) if flag}
 
-    def close(self) -> list[Bucket]:
-        """Prepare for the next step. Returns the buckets of which other slots are notified from now on."""
+    def close(self) -> None:
+        """Prepare for the next step."""
         self.num_launched = 0
         self.versions = {}
-        return [bucket for bucket in self.buckets if bucket.close()]
+        for bucket in self.buckets:
+            bucket.close()
 
 
 def make_buckets(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale.comm import SideStream, all_reduce_
+from vescale.comm import Pending, SideStream, all_reduce_, reduce_scatter_into
+from vescale.gradients._reduction import divide_
 from vescale.gradients._sharded_gradients import ShardedGradients
 
 __all__ = ["ReductionOptions", "ShardedReduction", "reduce_unused"]
@@ -73,11 +75,6 @@ class ShardedReduction:
         self._reduced: torch.Tensor | None = None
         self.event: Any = None
 
-    @property
-    def is_complete_here(self) -> bool:
-        """Whether every parameter had a gradient on this rank (or gets zeros)."""
-        return self.options.unused_as_zero or all(self.received)
-
     def start(self) -> None:
         gradients, options, axes = self.gradients, self.options, self.gradients.axes
         self._op, self._divisor = options.op, options.divide_factor
@@ -87,52 +84,54 @@ class ShardedReduction:
             self._op = "sum"
         self._stream.wait_for_compute()
         with self._stream():
-            if gradients.reduce_dtype == torch.float16 and self._divisor is not None:
+            if gradients.unreduced.buffer.dtype == torch.float16 and self._divisor is not None:
                 before = 2.0 ** int(math.log2(max(self._divisor, 1)) / 2)  # half of it, to stay in range
                 gradients.unreduced.buffer.mul_(1 / before)
                 self._divisor /= before
-            custom, at_once = options.custom_reduce_scatter, options.in_place
-            self._pending = gradients.reduce_scatter(self._op, options.group, custom, self.requester, at_once=at_once)
+            custom = options.custom_reduce_scatter
+            self._running = gradients.reduction(self._op, self.requester)
+            self._running.scatter(
+                gradients.to_exchange(gradients.unreduced.buffer),
+                group=options.group,
+                at_once=options.in_place,
+                collective=reduce_scatter_into if custom is None else functools.partial(_call, custom),
+            )
             if self._stream.is_real:
-                self._pending.wait()
+                self._running.wait()
                 self.event = self._stream.done()
 
     def wait(self) -> None:
         """Wait for the collective and leave its result."""
-        self._pending.wait()
+        self._running.wait()
 
     def finish(self) -> bool:
         """Do the rest; False where the sum over the replicas stays pending, for a later one to finish."""
         gradients, options, axes = self.gradients, self.options, self.gradients.axes
         with self._stream(), torch.no_grad():
-            piece = self._pending.wait()
+            piece = self._running.wait()
             if gradients.carried is not None:
                 earlier, received = gradients.carried
-                piece.local.add_(earlier.local)
+                piece.add_(earlier)
                 self.received = [max(pair) for pair in zip(self.received, received, strict=True)]
                 gradients.carried = None
-            if axes.replicate:
-                if not options.all_reduce:
-                    gradients.carried = piece, self.received
-                    self.event = self._stream.done()
-                    return False
-                self._replica_stream.wait_event(self._stream.done())
-                with self._replica_stream():
-                    piece.all_reduce(axes.replicate, op=self._op, requester=self.requester).wait()
-                self._stream.wait_event(self._replica_stream.done())
+            if axes.replicate and not options.all_reduce:
+                gradients.carried = piece, self.received
+                self.event = self._stream.done()
+                return False
+            self._replica_stream.wait_event(self._stream.done())
+            with self._replica_stream():
+                piece = self._running.finish()
+            self._stream.wait_event(self._replica_stream.done())
             if options.hook is not None:
-                self._run_hook(piece.local)
+                self._run_hook(piece)
             if self._divisor is not None:
-                piece.mul_(1 / self._divisor)
-            local = piece.local
-            if local.dtype != gradients.dtype:
-                local = local.to(gradients.dtype)
-            if local.device != gradients.device:
-                local = local.to(gradients.device)
+                divide_(piece, self._divisor)
+            local = piece.to(gradients.device, gradients.dtype)
             for index, code in enumerate(self.received):
                 if code or options.unused_as_zero:
                     gradients.assign(index, local, code)
-            self._reduced = local if not self.is_complete_here else None
+            if not all(self.received) and not options.unused_as_zero:
+                self._reduced = local
             self.event = self._stream.done()
         return True
 
@@ -158,6 +157,12 @@ class ShardedReduction:
         self._reduced = None
 
 
+def _call(custom: Any, out: torch.Tensor, send: torch.Tensor, op: str, group: dist.ProcessGroup, **_: Any) -> Pending:
+    """A reduce-scatter of the user's; see :meth:`FSDPModule.set_custom_reduce_scatter`."""
+    how = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+    return Pending(out, [custom(output_tensor=out, input_tensor=send, group=group, op=how, async_op=True)])
+
+
 def reduce_unused(reductions: Sequence[ShardedReduction]) -> None:
     """After a backward: parameters that this rank did not use (an expert without tokens, a branch not taken) get the
     gradient of the ranks that did; those that no rank used keep ``grad`` as it is, None for a fresh one.
@@ -167,12 +172,9 @@ def reduce_unused(reductions: Sequence[ShardedReduction]) -> None:
     """
     together: dict[dist.ProcessGroup, list[ShardedReduction]] = defaultdict(list)
     for reduction in reductions:
-        if not reduction.options.unused_as_zero:
-            along = reduction.gradients.axes.data_parallel
-            if along.size > 1:
-                together[along.group].append(reduction)
-            else:
-                reduction.settle([0] * len(reduction.received))
+        along = reduction.gradients.axes.data_parallel
+        if along.size > 1 and not reduction.options.unused_as_zero:
+            together[along.group].append(reduction)
     for group, members in together.items():
         flags = [flag for reduction in members for flag in reduction.received]
         device = members[0].gradients.unreduced.buffer.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from typing import Protocol
@@ -11,37 +12,28 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.buffer import DBuffer
-from vescale.compat import ParameterRow, TensorRow, local_of, set_versions, share_memory
+from vescale.compat import HookGate, ParameterRow, TensorRow, is_captured, local_of, set_versions, share_memory
+from vescale.gradients._arrival_hooks import ArrivalHooks
+from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._local_contribution import LocalContribution, use_code
-from vescale.gradients._parameter import local_part
 
 __all__ = ["GatheredParameter", "GradientPlace", "UnreducedGradients"]
 
 
 class GatheredParameter(Protocol):
     """A parameter that autograd leaves gradients at while it is gathered: ``unsharded``, a new object now and then. The
-    buffer has room of shape ``place`` for its gradient, of which it takes ``shape``."""
+    buffer has room of shape ``place`` for its gradient, of which it takes ``shape``; ``sharded`` gets this rank's part."""
 
     name: str
     shape: tuple[int, ...]
     place: tuple[int, ...]
     contribution: LocalContribution
+    sharded: nn.Parameter
     unsharded: nn.Parameter | None
 
 
 class GradientPlace(Enum):
-    """Where the unreduced gradients of a bucket are until they are reduced."""
-
-    APART = auto()
-    """Copied to memory of their own as they come: parameters stay gathered, or gradients add up over backwards."""
-    HELD = auto()
-    """In autograd's own tensors until parameters are resharded, and then copied to where those were."""
-    IN_PLACE = auto()
-    """Copied to where their parameters were, as they come with :meth:`FSDPModule.set_in_place_gradients`."""
-
-
-class UnreducedGradients:
-    """Gradients are in one of three places, which is decided at the first one of a backward:
+    """Where the unreduced gradients of a bucket are; decided at the first one of a backward.
 
     ============  =====================================  ============================================================
     place         until the parameters are resharded     then
@@ -54,6 +46,18 @@ class UnreducedGradients:
     ============  =====================================  ============================================================
     """
 
+    APART = auto()
+    HELD = auto()
+    IN_PLACE = auto()
+
+
+class UnreducedGradients:
+    """Takes gradients to where they are reduced from.
+
+    Args:
+        parameters: of one bucket.
+    """
+
     def __init__(self, parameters: Sequence[GatheredParameter]) -> None:
         self.parameters = list(parameters)
         self.buffer: DBuffer
@@ -61,6 +65,9 @@ class UnreducedGradients:
         self._overwritten: list[tuple[torch.Tensor, int]] = []
         """Parameters whose memory holds a gradient, and the versions of their values."""
         self._row: ParameterRow | None = None
+        self._gate = HookGate()
+        self._hooks: dict[int, ArrivalHooks] = {}
+        self._are_notified = False
         self.drop()
 
     def prepare(
@@ -79,10 +86,6 @@ class UnreducedGradients:
         if "buffer" in self.__dict__:
             self._apart.free()
 
-    def parameters_changed(self) -> None:
-        """Some unsharded parameter is another object now."""
-        self._row = None
-
     @property
     def in_place(self) -> bool:
         """Whether they are where the parameters were."""
@@ -90,29 +93,34 @@ class UnreducedGradients:
 
     # As they come
 
-    def receiver(self, index: int) -> Callable[[torch.Tensor], None]:
-        """The hook that takes a parameter's gradient. By then, all ops of this backward that contribute to the gradient
-        have run."""
+    def watch(self, index: int, unsharded: nn.Parameter) -> None:
+        """Take the gradients of a parameter's unsharded form, which is a new object."""
+        self._row = None
+        if unsharded.requires_grad:
+            take = functools.partial(self._receive, index)
+            hooks = self._hooks[index] = ArrivalHooks(unsharded, self._arrive, take, self._gate)
+            hooks.notify(self._are_notified)
 
-        def receive(unsharded: torch.Tensor) -> None:
-            if unsharded.grad is None:
-                return
-            if not self.has_any:
-                self._begin()
-            if self._place is GradientPlace.HELD:
-                return
-            with torch.no_grad():
-                if self._place is GradientPlace.IN_PLACE:
-                    self._overwrite(index)
-                self._take(index)
+    def _arrive(self, gradient: torch.Tensor | None) -> None:
+        """Before the first gradient of a backward is accumulated; the gate is shut for those after it."""
+        if not self.has_any and gradient is not None and not is_captured():
+            self._begin()
 
-        return receive
+    def _receive(self, index: int, unsharded: torch.Tensor) -> None:
+        """A gradient has been accumulated. By then, all ops of this backward that contribute to it have run."""
+        if unsharded.grad is None or self._place is GradientPlace.HELD:
+            return
+        with torch.no_grad():
+            if self._place is GradientPlace.IN_PLACE:
+                self._overwrite(index)
+            self._take(index)
 
     def receive_all(self) -> None:
         """Take the gradients that have come to the unsharded parameters without autograd's hooks."""
         for index, parameter in enumerate(self.parameters):
-            if parameter.unsharded is not None:
-                self.receiver(index)(parameter.unsharded)
+            if parameter.unsharded is not None and parameter.unsharded.grad is not None:
+                self._begin()
+                self._receive(index, parameter.unsharded)
 
     def place_for(self, index: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Where an op may write a parameter's whole gradient in place of returning one of its own; None when something is
@@ -144,6 +152,15 @@ class UnreducedGradients:
         elif self._place is GradientPlace.APART:
             self.buffer = self._apart.allocate()
         self.has_any = True
+        self._gate.shut()
+        self._notify(self._place is not GradientPlace.HELD)
+
+    def _notify(self, are_notified: bool) -> None:
+        """Gradients that are held need no hook each."""
+        if are_notified != self._are_notified:
+            self._are_notified = are_notified
+            for hooks in self._hooks.values():
+                hooks.notify(are_notified)
 
     def _take(self, index: int) -> None:
         """Move what autograd has left at one parameter to the buffer: one copy (with the cast to the reduction's dtype), an
@@ -184,6 +201,7 @@ class UnreducedGradients:
         """Gradients that are held go to memory of their own, and so do those that are still to come."""
         if self._place is GradientPlace.HELD:
             self._place = GradientPlace.APART
+            self._notify(True)
             self._take_all(self._apart.allocate())
 
     def _take_all(self, target: DBuffer) -> None:
@@ -296,6 +314,7 @@ class UnreducedGradients:
         self._received = [False] * len(self.parameters)
         self._claimed = [False] * len(self.parameters)
         self.has_any = False
+        self._gate.open()
         self._place = GradientPlace.APART
 
 

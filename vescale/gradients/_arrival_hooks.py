@@ -1,0 +1,61 @@
+"""``ArrivalHooks``: the hooks by which autograd reports the gradients of one parameter."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from vescale.compat import HookGate
+
+__all__ = ["ArrivalHooks"]
+
+
+class ArrivalHooks:
+    """Two hooks: one before gradients are accumulated, because any parameter may be the first of a backward, and one after.
+    What they have nothing to do for costs no call into Python: the first one is behind a gate, the second one can be muted.
+
+    Args:
+        parameter: a leaf; a frozen one may be unfrozen later.
+        begin: called with each gradient before it is accumulated, or returned by ``torch.autograd.grad``, unless the gate is
+            shut.
+        take: called with the parameter after its gradient has been accumulated, unless it is muted (:meth:`notify`).
+    """
+
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        begin: Callable[[torch.Tensor], torch.Tensor | None],
+        take: Callable[[Any], None],
+        gate: HookGate,
+    ) -> None:
+        self._parameter, self._take, self._gate = parameter, take, gate
+        self._handle: Any = None
+        with _trainable(parameter):
+            self._begin_handle = parameter.register_hook(begin)
+            gate.guard(parameter)
+
+    def notify(self, is_notified: bool) -> None:
+        """Set whether ``take`` is called; at first it is not."""
+        if not is_notified and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        elif is_notified and self._handle is None:
+            with _trainable(self._parameter):
+                self._handle = self._parameter.register_post_accumulate_grad_hook(self._take)
+
+    def remove(self) -> None:
+        self._gate.release(self._parameter)
+        self._begin_handle.remove()
+        self.notify(False)
+
+
+@contextlib.contextmanager
+def _trainable(parameter: torch.Tensor) -> Iterator[None]:
+    """Hooks can only be registered while a parameter requires a gradient; they stay when it is frozen again."""
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)
+    yield
+    parameter.requires_grad_(requires_grad)

@@ -1,0 +1,100 @@
+"""``BufferReduction``: the collectives that reduce a buffer of contributions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale.buffer import DBuffer
+from vescale.comm import Pending, reduce_scatter_into
+from vescale.gradients._axis_sets import AxisSet
+from vescale.gradients._reduction import Reduction, Stage
+
+__all__ = ["BufferReduction"]
+
+
+class BufferReduction:
+    """Carries out one :class:`Reduction`, again and again: of a bucket, and of a buffer of sharded parameters.
+
+    ===========  ======================================================================================================
+    ``scatter``  a reduce-scatter along ``reduction.scatter`` runs, to this rank's piece, in new memory
+    ``start``    or: an all-reduce over all axes of the first stage runs, in place
+    ``advance``  once: waits for the first collective, and starts those that follow: the all-reduce of the piece over the
+                 other axes of the stage, further stages
+    ``finish``   returns what the last one has left: the reduced piece, or the whole; not divided
+    ===========  ======================================================================================================
+
+    Args:
+        reduction: axes and ops.
+        all_reduce: reduces a tensor in place by an op over a group.
+        requester: of the reduce-scatter, for the ledger of collectives.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        all_reduce: Callable[[torch.Tensor, str, dist.ProcessGroup], Pending],
+        requester: str,
+    ) -> None:
+        self.reduction, self._all_reduce, self._requester = reduction, all_reduce, requester
+        self._groups: dict[Stage, dist.ProcessGroup] = {}  # created on first use
+        self._pending: Pending | None = None
+        self._following: tuple[Stage, ...] = ()
+        first = reduction.stages[0]
+        others = tuple(axis for axis in first.axes.axes if axis != reduction.scatter)
+        rest = (Stage(AxisSet(first.axes.mesh, others), first.op),) if others else ()
+        self._after_scatter = rest + reduction.stages[1:]
+
+    def scatter(
+        self,
+        contributions: DBuffer,
+        *,
+        group: dist.ProcessGroup | None = None,
+        at_once: bool = False,
+        collective: Callable[..., Pending] = reduce_scatter_into,
+    ) -> None:
+        """Arguments as for :meth:`DBuffer.reduce_scatter`."""
+        assert self.reduction.scatter is not None
+        pending = contributions.reduce_scatter(
+            (self.reduction.scatter,),
+            op=self.reduction.stages[0].op,
+            process_group=group,
+            at_once=at_once,
+            collective=collective,
+            requester=self._requester,
+        )
+        self._pending = Pending(pending.buffer.local, [pending])
+        self._following = self._after_scatter
+
+    def start(self, contributions: torch.Tensor) -> None:
+        self._reduce(contributions, self.reduction.stages[0])
+        self._following = self.reduction.stages[1:]
+
+    def _reduce(self, tensor: torch.Tensor, stage: Stage) -> None:
+        group = self._groups.get(stage)
+        if group is None:
+            group = self._groups[stage] = stage.axes.group().group
+        self._pending = self._all_reduce(tensor, stage.op, group)
+
+    def advance(self) -> None:
+        following, self._following = self._following, ()
+        for stage in following:
+            self._reduce(self.wait(), stage)
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the collective in flight, and return its result."""
+        assert self._pending is not None
+        return self._pending.wait()
+
+    def works(self) -> list[Any]:
+        """Of the collective in flight; see :meth:`Pending.works`."""
+        assert self._pending is not None
+        return self._pending.works()
+
+    def finish(self) -> torch.Tensor:
+        self.advance()
+        reduced, self._pending = self.wait(), None
+        return reduced

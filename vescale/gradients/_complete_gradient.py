@@ -1,0 +1,51 @@
+"""What a parameter's ``grad`` is: complete, or one rank's contribution; and how one is added to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import AsyncCollectiveTensor, DTensorSpec, local_of, make_dtensor, make_spec, spec_of
+from vescale.placements import contiguous_stride, redistribute
+
+__all__ = ["added", "gradient_spec", "is_marked_complete", "local_part", "mark_complete"]
+
+_COMPLETE = "_vescale_complete"
+
+
+def mark_complete(gradient: torch.Tensor) -> None:
+    """From now on what autograd accumulates on top of it is reduced separately."""
+    setattr(gradient, _COMPLETE, True)
+
+
+def is_marked_complete(gradient: torch.Tensor) -> bool:
+    return getattr(gradient, _COMPLETE, False)
+
+
+def local_part(gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a gradient, detached, and waited for if it is the result of an asynchronous collective."""
+    local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+    local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    return local.detach() if local.requires_grad else local
+
+
+def added(before: torch.Tensor | None, local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+    """The gradient of which ``local`` is this rank's part, placed as ``spec`` (None: plain), added to the one from before,
+    if there is one, in that one's memory. Communicates if that one is placed otherwise."""
+    if before is None:
+        return local if spec is None else make_dtensor(local, spec)
+    if spec is not None and isinstance(before, DTensor) and tuple(before.placements) != tuple(spec.placements):
+        before = redistribute(before, spec.mesh, spec.placements)
+    local_part(before).add_(local)
+    return before
+
+
+def gradient_spec(parameter: DTensor, placements: Sequence[Placement], dtype: torch.dtype) -> DTensorSpec:
+    """The row-major spec of a gradient; the parameter's own object if it is equal: an optimizer's ops then find equal specs
+    by identity."""
+    own, shape = spec_of(parameter), tuple(parameter.shape)
+    spec = make_spec(own.mesh, placements, shape, contiguous_stride(shape), dtype)
+    return own if own == spec else spec
