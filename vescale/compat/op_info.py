@@ -26,6 +26,7 @@ __all__ = [
     "observe_redistribution",
     "output_meta",
     "schema_arguments",
+    "sized_locally",
     "static_keywords",
     "takes_only_tensors",
     "with_aliasing",
@@ -59,6 +60,13 @@ def output_meta(
 def clear_sharding_cache() -> None:
     """Forget the C++ side's sharding decisions of this thread."""
     _clear_DTensor_sharding_propagator_cache()
+
+
+def sized_locally(op: Any, spec: DTensorSpec, sizes: Sequence[int], output_spec: DTensorSpec) -> OutputSharding:
+    """The decision to run ``op(tensor, sizes)`` on the local tensor with these sizes, as PyTorch's own decisions about views
+    of sharded tensors say it."""
+    schema = OpSchema(op, (spec, list(sizes)), {})
+    return OutputSharding(output_spec, schema, needs_redistribute=True, use_val_from_redistribute_schema=True)
 
 
 def static_keywords(schema_info: Any) -> Sequence[str]:
