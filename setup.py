@@ -11,7 +11,8 @@ from typing import Any
 
 from setuptools import Extension, setup
 
-USING_TORCH = {"grads", "hook_gate"}
+USING_TORCH = {"grads", "hook_gate", "random_fills"}
+USING_PYTHON = {"random_fills"}  # Python modules; the others are plain C libraries
 SOURCES = sorted(Path("vescale/csrc").glob("*.cpp"))
 HEADERS = sorted(map(str, Path("vescale/csrc").glob("*.h")))
 
@@ -35,6 +36,8 @@ def torch_options() -> dict[str, Any] | None:
 
 
 def extension(source: Path, options: dict[str, Any]) -> Extension:
+    if source.stem in USING_PYTHON:
+        options = {**options, "libraries": [*options["libraries"], "torch", "torch_python"]}
     standard = "c++20" if source.stem in USING_TORCH else "c++17"
     return Extension(
         f"vescale.csrc._{source.stem}",

@@ -2,13 +2,15 @@
 
 import ctypes
 import functools
+import importlib
 import os
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-__all__ = ["load"]
+__all__ = ["load", "load_module"]
 
 _FOLDER = Path(__file__).parent
 
@@ -43,3 +45,19 @@ def load(name: str) -> ctypes.CDLL | None:
     if os.environ.get("VESCALE_NO_NATIVE", "") not in ("", "0"):
         return None
     return _open(name)
+
+
+@functools.cache
+def _import(name: str) -> ModuleType | None:
+    try:
+        module = importlib.import_module(f"vescale.csrc._{name}")
+    except ImportError:  # not built, or for another torch, whose symbols it misses
+        return None
+    return module if module.torch_version == torch.__version__ else None
+
+
+def load_module(name: str) -> ModuleType | None:
+    """The same for a helper that is a Python module, because it handles Python objects."""
+    if os.environ.get("VESCALE_NO_NATIVE", "") not in ("", "0"):
+        return None
+    return _import(name)
