@@ -25,9 +25,8 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-@pytest.fixture
 def undecided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ops that DTensor's dispatcher asks about."""
+    """The ops that DTensor's dispatcher asks about, from now on."""
     found: list[str] = []
     dispatcher: Any = DTensor._op_dispatcher
     original = dispatcher._propagate_op_sharding_dispatch_slow_path
@@ -40,14 +39,15 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_products_of_four_dims(rank: int, undecided: list[str]) -> None:
+def test_products_of_four_dims(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch and heads are sharded: matmul flattens both, and its last view splits them again, forward and backward."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize(torch.nn.Linear(2, 2), Plan(mesh))
+    asked = undecided(monkeypatch)
     wholes = torch.randn(4, 6, 5, 3), torch.randn(4, 6, 3, 5)
     mine = (slice(rank // 2 * 2, rank // 2 * 2 + 2), slice(rank % 2 * 3, rank % 2 * 3 + 3))
     for _ in range(3):
-        undecided.clear()
+        asked.clear()
         x, y = (distribute_tensor(z, mesh, [Shard(0), Shard(1)], src_data_rank=None).requires_grad_() for z in wholes)
         product = torch.matmul(x, y)
         (product * product).sum().backward()
@@ -58,15 +58,15 @@ def test_products_of_four_dims(rank: int, undecided: list[str]) -> None:
         assert torch.equal(product.to_local(), local)
         for found, leaf in zip((x, y), expected, strict=True):
             assert found.grad is not None and torch.equal(found.grad.to_local(), leaf.grad)
-    assert undecided == []
+    assert asked == []
 
 
 @pytest.mark.parametrize("placement", [InterleavedShard(0, 2), RaggedShard()], ids=str)
-def test_views_of_our_placements(rank: int, undecided: list[str], placement: Any) -> None:
-    mesh = init_device_mesh("cpu", (4,))
+def test_views_of_our_placements(rank: int, placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, asked = init_device_mesh("cpu", (4,)), undecided(monkeypatch)
     whole = torch.arange(96.0).reshape(8, 12)
     for _ in range(2):
-        undecided.clear()
+        asked.clear()
         x = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
         viewed = x.view(8, 3, 4)
         assert viewed.shape == (8, 3, 4)
@@ -74,4 +74,4 @@ def test_views_of_our_placements(rank: int, undecided: list[str], placement: Any
         assert torch.equal(viewed._local_tensor.flatten(), x._local_tensor.flatten())
         x.view(8, 3, 4).zero_()
         assert not x._local_tensor.any()
-    assert undecided == []
+    assert asked == []
