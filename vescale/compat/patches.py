@@ -133,7 +133,7 @@ PATCHES: tuple[Patch, ...] = (
           "recompute a function in the module whose forward checkpointed it",
           "a recomputation runs outside of the model's forward", "models",
           model_patches.wrap_checkpointed_functions),
-    Patch(f"{_DISPATCHER}._custom_op_handlers: random ops, item(); kernels of fills at Python, of dropout at PythonTLSSnapshot",
+    Patch(f"{_DISPATCHER}._custom_op_handlers: random ops, item(); kernels of them at Python and PythonTLSSnapshot",
           "one device's random numbers (fills by C++ kernels, if built); the value of the whole tensor",
           "PyTorch draws by local index, and reads the local share of a pending sum", "random",
           random_ops.wrap_random_ops),
