@@ -227,6 +227,7 @@ ALLOWED_CALLS = {
     ("cli/_env.py", "importlib.import_module"): "the package's own compat",
     ("cli/_main.py", "importlib.import_module"): "the package's own commands",
     ("cli/_inputs.py", "importlib.import_module"): "MODEL, pkg.module:factory, is code that the user asks to run",
+    ("csrc/_loader.py", "importlib.import_module"): "the package's own helpers, by names in the code",
     ("compat/patches.py", "importlib.import_module"): "vescale.ops, by the name in the file",
     ("compat/needs.py", "importlib.import_module"): "names of torch's modules, from a table",
     ("gradients/_agreement.py", "pickle.loads"): "from ranks of this job, as torch's object collectives do",
