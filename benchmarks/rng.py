@@ -1,6 +1,6 @@
 """What single-device random numbers cost on a CPU: ratios of pairs measured in turn, in one run.
 
-    python benchmarks/rng.py [--json] [--turns N] [--llama]
+    python benchmarks/rng.py [--json] [--turns N] [--small] [--llama]
 
 ============================  ========  =====================================================================================
 figure                        bound     how
@@ -10,6 +10,8 @@ Shard(0) of 4096 x 4096       1.15      filling the last quarter of the rows, ov
 Shard(1) of 4096 x 4096       1.10      filling the last quarter of the columns, over the native op on the whole tensor
 far jump, C++ helper          2 ms      2^40 words, the polynomial not in the cache
 far jump, numpy               100 ms    the same
+small fills of DTensors       1.50      1,024, 32,768 and 1M elements, Replicate and a quarter by Shard(0) and Shard(1), over
+                                        the native op on the whole tensor: fills, ``rand_like``, dropout; --small
 Llama-3-8B, 1 of 64 ranks     1.10      growth of peak memory during ``materialize`` of a model built under ``deferred_init``
                                         (and during ``parallelize``), over the bytes of the local shards; --llama
 ============================  ========  =====================================================================================
@@ -27,13 +29,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Shard
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vescale import csrc
+from vescale import csrc, rng
 from vescale.placements import local_region
 from vescale.rng import _mt19937_jump
 from vescale.rng._cpu_engine import fill_region
@@ -101,6 +107,39 @@ def far_jump(turns: int) -> tuple[float, float]:
     return 1e3 * min(times), 1e3 * statistics.median(times)
 
 
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "uniform_": lambda x: x.uniform_(),
+    "normal_": lambda x: x.normal_(),
+    "bernoulli_": lambda x: x.bernoulli_(0.9),
+    "rand_like": torch.rand_like,
+    "F.dropout": lambda x: F.dropout(x, 0.1),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.1, True),
+}
+
+
+def small_fills(turns: int) -> Iterator[tuple[str, float, float, float]]:
+    """(name, bound, ratio of the fastest, median ratio) of ops on DTensors, on the second of four ranks."""
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    mesh = init_device_mesh("cpu", (4,))
+    rng.enable()
+    for numel in (1 << 10, 1 << 15, 1 << 20):
+        rows = 1 << (numel.bit_length() // 2)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            whole = torch.ones(rows, numel // rows, dtype=dtype)
+            for placement in (Replicate(), Shard(0), Shard(1)):
+                part = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+                for name, call in CALLS.items():
+                    repeats = max(1, (1 << 15) // numel)  # calls in a turn: clocks are coarse
+                    ratios = paired(
+                        lambda call=call, x=part, n=repeats: [call(x) for _ in range(n)],  # type: ignore[misc]
+                        lambda call=call, x=whole, n=repeats: [call(x) for _ in range(n)],  # type: ignore[misc]
+                        turns,
+                    )
+                    yield f"{name} {numel} {str(dtype)[6:]} {placement}", 1.5, *ratios
+    rng.disable()
+    dist.destroy_process_group()
+
+
 _LLAMA = """
 import resource, sys, torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -152,12 +191,15 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--llama", action="store_true", help="also the memory of Llama-3-8B (a minute)")
+    parser.add_argument("--small", action="store_true", help="small fills of DTensors in place of large ones")
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures: list[tuple[str, float, float, float]] = []  # name, bound, measured, median
-    for dim, bound in ((0, 1.15), (1, 1.10)):
+    for dim, bound in ((0, 1.15), (1, 1.10)) if not options.small else ():
         for name, op in OPS.items():
             figures.append((f"Shard({dim}) {name}", bound, *shard_ratio(op, dim, options.turns)))
+    if options.small:
+        figures = list(small_fills(options.turns))
     if csrc.load("mt19937") is not None:
         figures.append(("far jump, C++ helper, ms", 2.0, *far_jump(options.turns)))
     os.environ["VESCALE_NO_NATIVE"] = "1"

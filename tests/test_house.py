@@ -101,6 +101,7 @@ STANDARD_USES = {
     "vescale/rng/_draw_rules.py": {"words"},  # 32-bit outputs of a generator
     "vescale/rng/_mt19937.py": {"words"},
     "vescale/rng/_mt19937_jump.py": {"words"},
+    "vescale/rng/_native_parts.py": {"words"},
     "vescale/rng/_random_ops.py": {"words"},
     "vescale/rng/_philox.py": {"words", "lane", "lanes"},  # positions in a block of Philox
     "vescale/rng/_cuda_kernel.py": {"words", "lanes"},

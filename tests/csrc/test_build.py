@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sysconfig
@@ -15,6 +16,18 @@ FOLDER = Path(csrc.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.cpp"))
 
 
+def included(name: str) -> list[Path]:
+    """The headers of ours that a source includes, directly or by way of another one."""
+    found: list[Path] = []
+    sources = [FOLDER / f"{name}.cpp"]
+    while sources:
+        for header in re.findall(r'^#include "(.*)"', sources.pop().read_text(), re.MULTILINE):
+            if (path := FOLDER / header) not in found:
+                found.append(path)
+                sources.append(path)
+    return found
+
+
 def compiler() -> str | None:
     """What setuptools would compile with."""
     command = sysconfig.get_config_var("CXX") or "c++"
@@ -22,7 +35,7 @@ def compiler() -> str | None:
 
 
 def test_there_are_helpers() -> None:
-    assert {"grads", "hook_gate", "mt19937", "philox", "planner"} <= set(NAMES)
+    assert {"grads", "hook_gate", "mt19937", "philox", "planner", "random_fills"} <= set(NAMES)
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler, so that nothing is to be built")
@@ -35,5 +48,5 @@ def test_helpers_are_built_where_a_compiler_is(name: str, monkeypatch: pytest.Mo
         f"vescale/csrc/{name}.cpp is not built, or for another torch; run `python setup.py build_ext --inplace`"
     )
     built = Path(library._name).stat().st_mtime
-    stale = [path.name for path in (FOLDER / f"{name}.cpp", *FOLDER.glob(f"{name}.h")) if path.stat().st_mtime > built]
+    stale = [path.name for path in (FOLDER / f"{name}.cpp", *included(name)) if path.stat().st_mtime > built]
     assert not stale, f"{stale} changed after the build; run `python setup.py build_ext --inplace`"

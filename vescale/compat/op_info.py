@@ -25,6 +25,7 @@ __all__ = [
     "observe_redistribution",
     "output_meta",
     "schema_arguments",
+    "sized_locally",
     "static_keywords",
     "takes_only_tensors",
     "with_aliasing",
@@ -53,6 +54,13 @@ def output_meta(
     """Global shape, stride and dtype of the op's results, from a run on tensors without memory."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     return propagator._propagate_tensor_meta_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
+
+
+def sized_locally(op: Any, spec: DTensorSpec, sizes: Sequence[int], output_spec: DTensorSpec) -> OutputSharding:
+    """The decision to run ``op(tensor, sizes)`` on the local tensor with these sizes, as PyTorch's own decisions about views
+    of sharded tensors say it."""
+    schema = OpSchema(op, (spec, list(sizes)), {})
+    return OutputSharding(output_spec, schema, needs_redistribute=True, use_val_from_redistribute_schema=True)
 
 
 def static_keywords(schema_info: Any) -> Sequence[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch.distributed.tensor import _api as tensor_api
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from vescale import csrc
 from vescale.compat.dispatch import handlers_of_dtensor
 from vescale.compat.model_hooks import telling
-from vescale.compat.patching import Changes
+from vescale.compat.patching import HOOKS, Changes
 
 __all__ = [
     "Handler",
@@ -42,12 +43,16 @@ Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 class RandomHooks:
     """What runs instead of PyTorch's own.
 
-    ``handlers``: random ops on DTensors. ``factory(init_op, size, dtype, requires_grad, mesh, placements)``:
+    ``handlers``: random ops on DTensors. ``native_part(op name, overload name, arguments, dtensor)``: what the C++ kernels
+    (``csrc/random_fills.cpp``) draw in their place, or None. ``exponents``: of the characteristic polynomial of the CPU
+    generator. ``factory(init_op, size, dtype, requires_grad, mesh, placements)``:
     ``torch.distributed.tensor.rand`` and ``randn``. ``initializers``: name in ``torch.nn.init`` -> function that gets the
     original first; it must call it for tensors that are not its business.
     """
 
     handlers: Mapping[OpOverload, Handler]
+    native_part: Callable[..., Any]
+    exponents: Sequence[int]
     factory: Callable[..., Any]
     initializers: Mapping[str, Callable[..., Any]]
 
@@ -55,6 +60,11 @@ class RandomHooks:
 def wrap_random_ops(changes: Changes, hooks: RandomHooks) -> None:
     for op, handler in hooks.handlers.items():
         changes.entry(handlers_of_dtensor, op, telling(op, handler))
+    kernels = csrc.load_module("random_fills")
+    if kernels is not None:
+        slots = (DTensor.__dict__[name] for name in ("_spec", "_local_tensor"))
+        kernels.install(DTensor, *slots, hooks.native_part, HOOKS, list(hooks.exponents))
+        changes.on_undo(kernels.uninstall)
 
 
 def key_by_memory_format(changes: Changes, _: Any) -> None:

@@ -32,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.attention.bias import causal_lower_right
 
 from vescale.comm import axis_group
-from vescale.compat import no_torch_function
+from vescale.compat import DTensorSpec, no_torch_function
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import convert, enter_local, leave_local
 from vescale.ops._ring_attention import Ring
@@ -55,7 +55,7 @@ __all__ = [
 _WITH_LOWER_RIGHT = ("cuda", "xpu")
 
 
-def sequence_axes(query: DTensor) -> tuple[int, ...]:
+def sequence_axes(query: DTensor | DTensorSpec) -> tuple[int, ...]:
     """Mesh axes that shard the rows of the query."""
     mesh, rows = query.device_mesh, query.ndim - 2
     return tuple(a for a, p in enumerate(query.placements) if shard_dim(p) == rows and mesh.size(a) > 1)

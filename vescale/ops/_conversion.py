@@ -49,6 +49,7 @@ __all__ = [
     "convert",
     "cut",
     "enter_local",
+    "enter_together",
     "leave_local",
     "wrap_global",
 ]
@@ -203,11 +204,29 @@ class _EnterLocal(torch.autograd.Function):
                 return None, None, None
             size, dtype, device = ctx.unused
             grad = torch.zeros(size, dtype=dtype, device=device)
-        mesh, shape = ctx.spec.mesh, ctx.spec.shape
-        if torch.is_grad_enabled():  # for derivatives of gradients
-            return leave_local(grad, mesh, ctx.grad_placements, shape, "local gradient"), None, None
-        spec = make_spec(mesh, ctx.grad_placements, shape, stride_like(grad, shape), grad.dtype)
-        return make_dtensor(grad, spec), None, None
+        return _global_gradient(grad, ctx.spec, ctx.grad_placements), None, None
+
+
+class _EnterTogether(torch.autograd.Function):
+    """:class:`_EnterLocal` for several operands, with one node."""
+
+    @staticmethod
+    def forward(ctx: Any, grad_placements: Any, *operands: DTensor) -> tuple[torch.Tensor, ...]:
+        ctx.specs, ctx.grad_placements = [spec_of(x) for x in operands], grad_placements
+        ctx.set_materialize_grads(False)
+        return tuple(local_of(x).detach() for x in operands)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        found = zip(grads, ctx.specs, ctx.grad_placements, strict=True)
+        return None, *(None if grad is None else _global_gradient(grad, spec, to) for grad, spec, to in found)
+
+
+def _global_gradient(grad: torch.Tensor, like: DTensorSpec, placements: tuple[Placement, ...]) -> DTensor:
+    """The DTensor with the local gradient ``grad`` of a tensor with the spec ``like``."""
+    if torch.is_grad_enabled():  # for derivatives of gradients
+        return leave_local(grad, like.mesh, placements, like.shape, "local gradient")
+    return make_dtensor(grad, make_spec(like.mesh, placements, like.shape, stride_like(grad, like.shape), grad.dtype))
 
 
 def enter_local(
@@ -220,9 +239,21 @@ def enter_local(
             of ``x``, Replicate for Partial.
         always: pass a gradient of zeros on ranks that do not use the result, where other ranks may.
     """
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return local_of(x).detach()
     placements = without_partials(x.placements) if grad_placements is None else tuple(grad_placements)
     with no_torch_function():
         return _EnterLocal.apply(x, placements, always)
+
+
+def enter_together(
+    operands: Sequence[DTensor], grad_placements: Sequence[tuple[Placement, ...]]
+) -> tuple[torch.Tensor, ...]:
+    """:func:`enter_local` of each operand, for one op that takes them all."""
+    with no_torch_function():
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
+            return tuple(local_of(x).detach() for x in operands)
+        return _EnterTogether.apply(tuple(grad_placements), *operands)
 
 
 class _LeaveLocal(torch.autograd.Function):
@@ -258,6 +289,8 @@ def leave_local(
     under which this communication is reported."""
     spec = make_spec(mesh, placements, shape, stride_like(local, shape), local.dtype)
     with no_torch_function():
+        if not (local.requires_grad and torch.is_grad_enabled()):
+            return make_dtensor(local.detach(), spec)
         grads = without_partials(placements) if grad_placements is None else tuple(grad_placements)
         return _LeaveLocal.apply(local, spec, grads, op)
 

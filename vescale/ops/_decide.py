@@ -8,14 +8,22 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from vescale.compat import DTensorSpec, TensorMeta, clear_sharding_caches, static_keywords, takes_only_tensors
+from vescale.compat import (
+    DTensorSpec,
+    OutputSharding,
+    TensorMeta,
+    clear_sharding_caches,
+    sized_locally,
+    static_keywords,
+    takes_only_tensors,
+)
 from vescale.ops._call import OpCall, Placements, placements_text
 from vescale.ops._decision import Decision
 from vescale.ops._registry import rules_of
 from vescale.ops.interleaved import treats_indices_alike
 from vescale.placements import CustomPlacement, contiguous_stride, has_custom, ragged_axis
 
-__all__ = ["cached", "decide", "forget_decisions", "output_specs", "runs_as_is"]
+__all__ = ["cached", "cached_sharding", "decide", "forget_decisions", "output_specs"]
 
 # Keyword arguments that decide the format of results; others (alpha, value, ...) only do for integers.
 _FORMATS = frozenset(["dtype", "layout", "device", "pin_memory", "memory_format"])
@@ -84,7 +92,20 @@ def _check_in_place(call: OpCall, decision: Decision) -> None:
         )
 
 
-def runs_as_is(call: OpCall, decision: Decision) -> bool:
+def cached_sharding(call: OpCall, decision: Decision) -> OutputSharding | None:
+    """The decision for DTensor's dispatcher to cache and follow, or None where it cannot: the op itself runs on the local
+    tensors as they are, with the given arguments or with local sizes."""
+    if _runs_as_is(call, decision):
+        return OutputSharding(cached(output_specs, call, decision))
+    if decision.local_sizes is None or len(call.args) != 2 or call.kwargs or call.schema_info is None:
+        return None
+    (spec,) = call.operands
+    if call.schema_info.static_argnum > 1 or spec.placements != decision.inputs[0]:
+        return None  # sizes are not in the dispatcher's key
+    return sized_locally(call.op, spec, decision.local_sizes, cached(output_specs, call, decision))
+
+
+def _runs_as_is(call: OpCall, decision: Decision) -> bool:
     """Whether the dispatcher can run the op on the local tensors and cache that, under the key that it uses."""
     if decision.local is not None or decision.prepare or decision.redispatch:
         return False

@@ -20,6 +20,8 @@ class Decision:
         outputs: the placements of each result, one entry for an op with one; None: results are passed on as they are
             (numbers, nothing).
         local: runs in place of the op, with its arguments and local tensors for operands; None: the op itself.
+        local_sizes: for an op whose arguments are a tensor and sizes: the sizes with which the op itself gives, on the local
+            tensor, what ``local`` does. Such a decision is cached by DTensor's dispatcher.
         prepare: ``(operand index, function)``: applied to an operand's local tensor after it was moved.
         redispatch: run the op on DTensors with ``inputs`` placements, all stock, instead of local tensors.
         scratch: operands that the op writes to for its own use only, so that a moved copy will do.
@@ -30,6 +32,7 @@ class Decision:
     inputs: tuple[Placements, ...]
     outputs: tuple[Placements | None, ...] | None = None
     local: Callable[..., Any] | None = None
+    local_sizes: tuple[int, ...] | None = None
     prepare: tuple[tuple[int, Callable[[Any], Any]], ...] = ()
     redispatch: bool = False
     scratch: tuple[int, ...] = ()

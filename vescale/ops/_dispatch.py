@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, OutputSharding, StridedShard, decompose
 from vescale.ops._call import OpCall
-from vescale.ops._decide import cached, decide, output_specs, runs_as_is
+from vescale.ops._decide import cached, cached_sharding, decide
 from vescale.ops._decision import Decision
 from vescale.ops._execute import assigning, execute
 from vescale.ops.interleaved import interleaved_rule, treats_indices_alike
@@ -41,9 +41,7 @@ def run_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
         result = decompose(op, args, kwargs)
         if result is not NotImplemented:
             return result
-    if runs_as_is(call, decision):
-        return OutputSharding(cached(output_specs, call, decision))
-    return execute(call, decision, args, kwargs)
+    return cached_sharding(call, decision) or execute(call, decision, args, kwargs)
 
 
 def keeps_operands(op: Any, schema: Any) -> OutputSharding | None:
@@ -54,9 +52,7 @@ def keeps_operands(op: Any, schema: Any) -> OutputSharding | None:
     """
     call = OpCall(op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
     decision: Decision = cached(decide, call)
-    if decision.fallback or not runs_as_is(call, decision):
-        return None
-    return OutputSharding(cached(output_specs, call, decision))
+    return None if decision.fallback else cached_sharding(call, decision)
 
 
 def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
@@ -98,9 +94,7 @@ def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
         inputs.append((stock(wanted) if moves else None) or spec.placements)
     outputs = decision.outputs and tuple(map(stock, decision.outputs))
     decision = replace(decision, inputs=tuple(inputs), outputs=outputs)
-    if runs_as_is(call, decision):
-        return OutputSharding(cached(output_specs, call, decision))
-    return execute(call, decision, args, kwargs)
+    return cached_sharding(call, decision) or execute(call, decision, args, kwargs)
 
 
 @functools.lru_cache(maxsize=1024)

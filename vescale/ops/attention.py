@@ -21,19 +21,16 @@ anything else              redistributed first: implicit communication
 from __future__ import annotations
 
 import functools
-import inspect
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import local_of, no_torch_function
+from vescale.compat import DTensorSpec, no_torch_function, spec_of
+from vescale.ops._attention_work import ATTENTION, ROWS, AttentionWork
 from vescale.ops._context import OpContext
 from vescale.ops._context_parallel import (
     attend_to_prefixes,
@@ -46,32 +43,13 @@ from vescale.ops._context_parallel import (
     shard_sequence,
     shard_value_as_key,
 )
-from vescale.ops._conversion import convert, enter_local, leave_local
-from vescale.ops._observer import report_implicit_move, running_module
+from vescale.ops._conversion import convert, enter_together, leave_local
 from vescale.ops._registration import replaces
 from vescale.ops._ring_attention import ring_attention
-from vescale.placements import InterleavedShard, local_region, shard_dim, split_factor
+from vescale.placements import shard_dim
 from vescale.rng import drawing_part_of
 
 __all__: list[str] = []
-
-_OP = "scaled_dot_product_attention"
-_ROWS = -2  # the dim, counted from the back, of the query's positions
-_SIGNATURE = inspect.Signature(
-    [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
-        for name, default in (
-            ("query", inspect.Parameter.empty),
-            ("key", inspect.Parameter.empty),
-            ("value", inspect.Parameter.empty),
-            ("attn_mask", None),
-            ("dropout_p", 0.0),
-            ("is_causal", False),
-            ("scale", None),
-            ("enable_gqa", False),
-        )
-    ]
-)
 
 
 @replaces(
@@ -85,10 +63,10 @@ def _attention(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dic
     With dropout each rank draws its part of one device's mask. Fused kernels draw by local index, and are refused where the
     work is split.
     """
-    call = _SIGNATURE.bind(*args, **kwargs)
-    call.apply_defaults()
-    options = call.arguments
-    query, key, value, mask = (options.pop(name) for name in ("query", "key", "value", "attn_mask"))
+    query, key, value, mask, options = _arguments(*args, **kwargs)
+    operands = (query, key, value) if mask is None else (query, key, value, mask)
+    if not options["dropout_p"] and (ready := _ready(id(query.device_mesh), *map(spec_of, operands))):
+        return _attend_in_place(func, operands, *ready, options)
     rows = sequence_axes(query)
     methods = context.attention_methods() if rows else ()
     ulysses_axes = [axis for axis in rows if methods[axis] == "ulysses"]
@@ -111,7 +89,50 @@ def _attention(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dic
         names = ",".join(context.axis_names[axis] for axis in ring_axes)
         value = shard_value_as_key(key, value, ring_axes, f"attention: ring on {names}")
     out = _attend(context, func, query, key, value, mask, options, ring_axes)
-    return shard_sequence(out, given, ulysses_axes, f"attention: {_OP}") if ulysses_axes else out
+    return shard_sequence(out, given, ulysses_axes, f"attention: {ATTENTION}") if ulysses_axes else out
+
+
+def _arguments(
+    query: DTensor,
+    key: DTensor,
+    value: DTensor,
+    attn_mask: DTensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[DTensor, DTensor, DTensor, DTensor | None, dict[str, Any]]:
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    return query, key, value, attn_mask, options
+
+
+@functools.lru_cache(maxsize=1024)
+def _ready(mesh: int, *specs: DTensorSpec) -> tuple[tuple[Placement, ...], tuple[tuple[Placement, ...], ...]] | None:
+    """The placements of the result, and of the operands' gradients, if the local parts of operands with these specs are used
+    as they are; None: something has to be moved or cut, or rows are sharded. ``mesh``: its identity."""
+    if sequence_axes(specs[0]):
+        return None
+    work = AttentionWork.of(*specs)
+    uses = [work.use(spec, name) for spec, name in zip(specs, ("query", "key", "value", "attn_mask"))]
+    if any(tuple(spec.placements) != use.placements or use.cuts for spec, use in zip(specs, uses)):
+        return None
+    return work.placements, tuple(use.grads for use in uses)
+
+
+def _attend_in_place(
+    func: Any,
+    operands: Sequence[DTensor],
+    placements: tuple[Placement, ...],
+    grads: tuple[tuple[Placement, ...], ...],
+    options: dict[str, Any],
+) -> DTensor:
+    """One local kernel on the local parts as they are."""
+    query, _, value = operands[:3]
+    q, k, v, *mask = enter_together(operands, grads)
+    options["enable_gqa"] = options["enable_gqa"] and q.ndim > 3 and q.shape[-3] != k.shape[-3]
+    with no_torch_function():
+        out = func(q, k, v, attn_mask=mask[0] if mask else None, **options)
+    return leave_local(out, query.device_mesh, placements, (*query.shape[:-1], value.shape[-1]), ATTENTION)
 
 
 def _attend(
@@ -125,7 +146,7 @@ def _attend(
     ring_axes: Sequence[int],
 ) -> DTensor:
     """One local kernel, or ring attention over ``ring_axes``, after the exchanges of the other methods."""
-    work = _Work.of(query, key, value, mask, ring_axes=ring_axes)
+    work = AttentionWork.of(query, key, value, mask, ring_axes=ring_axes)
     q, k, v = (work.operand(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
     m = work.operand(mask, "attn_mask") if mask is not None else None
     options["enable_gqa"] = options["enable_gqa"] and q.ndim > 3 and q.shape[-3] != k.shape[-3]
@@ -133,11 +154,11 @@ def _attend(
     result_shape = (*query.shape[:-1], value.shape[-1])
     if ring_axes:
         out = _attend_in_ring(work, q, k, v, m, (query, key), options)
-        return leave_local(out, context.mesh, work.placements, result_shape, _OP)
-    runs = work.held(work.shape, work.placements, _ROWS) if _ROWS in work.splits and options["is_causal"] else None
+        return leave_local(out, context.mesh, work.placements, result_shape, ATTENTION)
+    runs = work.held(work.shape, work.placements, ROWS) if ROWS in work.splits and options["is_causal"] else None
     if runs is not None and options["dropout_p"] == 0 and m is None:
         out = attend_to_prefixes(func, q, k, v, runs, options)
-        return leave_local(out, context.mesh, work.placements, result_shape, _OP)
+        return leave_local(out, context.mesh, work.placements, result_shape, ATTENTION)
     with no_torch_function():
         if runs is not None:  # the mask of dropout, and a given one, have a number for every key
             m, options["is_causal"] = causal_mask(causal_rows(runs, k.shape[-2], k.device), m), False
@@ -149,11 +170,11 @@ def _attend(
                 draws.advance(lambda weights: F.dropout(weights, options["dropout_p"]), q.dtype, q.device)
         else:
             out = func(q, k, v, attn_mask=m, **options)
-    return leave_local(out, context.mesh, work.placements, result_shape, _OP)
+    return leave_local(out, context.mesh, work.placements, result_shape, ATTENTION)
 
 
 def _attend_in_ring(
-    work: _Work,
+    work: AttentionWork,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -182,176 +203,3 @@ def _attend_in_ring(
 
 def _shards_rows(axis: int, *operands: DTensor) -> bool:
     return any(shard_dim(x.placements[axis]) == x.ndim - 2 for x in operands)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """How the work is split.
-
-    Attributes:
-        shape: of the query.
-        splits: for each mesh axis the dim, counted from the back, over which it splits the work (a leading dim, or the rows
-            of the query), or None.
-        placements: of the query and of the result.
-        mesh: of the operands.
-        ring_axes: axes along which blocks of keys and values are passed round.
-    """
-
-    shape: tuple[int, ...]
-    splits: tuple[int | None, ...]
-    placements: tuple[Placement, ...]
-    mesh: DeviceMesh
-    ring_axes: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, query: DTensor, *others: DTensor | None, ring_axes: Sequence[int] = ()) -> _Work:
-        """Along each axis the query determines the split if it is sharded there, else the first operand that is."""
-        splits: list[int | None] = []
-        placements: list[Placement] = []
-        rows = sequence_axes(query)
-        for axis, own in enumerate(query.placements):
-            split = next((d for x in (query, *others) if (d := _leading_shard(x, axis)) is not None), None)
-            if axis in rows:
-                split = _ROWS
-            splits.append(split)
-            if split is None:
-                placements.append(Replicate())
-            else:
-                sharded_so = shard_dim(own) == query.ndim + split
-                placements.append(own if sharded_so else Shard(query.ndim + split))
-        return cls(tuple(query.shape), tuple(splits), tuple(placements), query.device_mesh, tuple(ring_axes))
-
-    def operand(self, x: DTensor, name: str) -> torch.Tensor:
-        """The local part of an operand, which is redistributed first where the split cannot use its placement."""
-        kept = self._kept(x, name)
-        wanted = tuple(own if axis in kept else Replicate() for axis, own in enumerate(x.placements))
-        grads = [
-            own if axis in kept or split is None else Partial()  # used whole, or sliced: the gradients add up
-            for axis, (split, own) in enumerate(zip(self.splits, wanted))
-        ]
-        if tuple(x.placements) != wanted:
-            report_implicit_move(_OP, name, local_of(x), x.placements, wanted, self._edit(x, wanted))
-            # On the other axes, Partial gradients stay Partial.
-            moved = [None if own == target else target for own, target in zip(x.placements, wanted)]
-            x = convert(x, moved, requester=f"implicit: {_OP}")
-        local = enter_local(x, grads)
-        for split in {split for split in self.splits if split is not None and _size(x, split) > 1}:
-            if split == _ROWS and name in ("key", "value"):
-                continue  # any row may attend to any key
-            axes = [axis for axis, other in enumerate(self.splits) if other == split]
-            if x.shape[split] == self.shape[split] and all(wanted[axis] == self.placements[axis] for axis in axes):
-                continue
-            with no_torch_function():
-                local = self._cut(local, x, split)
-        return local
-
-    def _kept(self, x: DTensor, name: str) -> set[int]:
-        """Axes along which an operand stays sharded, because each rank has all that its queries attend to."""
-        kept = {axis for axis in range(self.mesh.ndim) if self.mesh.size(axis) == 1}
-        kept |= set(self.ring_axes) if name in ("key", "value") else set()
-        for split in {split for split in self.splits if split is not None}:
-            axes = [axis for axis, other in enumerate(self.splits) if other == split]
-            own = {axis: x.placements[axis] for axis in axes if shard_dim(x.placements[axis]) == x.ndim + split}
-            if not own or (split == _ROWS and name in ("key", "value")):
-                continue
-            if _covers(
-                x.shape[split],
-                self.shape[split],
-                tuple(_alone(own.get(axis, Replicate())) for axis in axes),
-                tuple(_alone(self.placements[axis]) for axis in axes),
-                tuple(self.mesh.size(axis) for axis in axes),
-            ):
-                kept |= set(own)
-        return kept
-
-    def _cut(self, local: torch.Tensor, x: DTensor, split: int) -> torch.Tensor:
-        """The part along a split dim that this rank's queries use: runs of indices, or one key/value head for each query
-        head if the heads of a rank are shared unevenly."""
-        runs = self.held(self.shape, self.placements, split)
-        found = self.held(tuple(x.shape), tuple(x.placements), split)
-        if len(found) > 1:
-            raise NotImplementedError(
-                f"{_OP}: dim {x.ndim + split} of an operand of shape {tuple(x.shape)} is cut into several runs by "
-                f"{x.placements}, and the query's by {self.placements}; place query, key, value and mask alike"
-            )
-        first_held = found[0][0] if found else 0
-        if len(runs) > 1:
-            return torch.cat([self._cut_run(local, x, split, run, first_held) for run in runs], split)
-        return self._cut_run(local, x, split, runs[0] if runs else (0, 0), first_held)
-
-    def _cut_run(
-        self, local: torch.Tensor, x: DTensor, split: int, run: tuple[int, int], first_held: int
-    ) -> torch.Tensor:
-        start, stop = run
-        group = self.shape[split] // x.shape[split]  # query heads that share a key/value head
-        first, last = start // group, max(stop - 1, start) // group + 1
-        if last - first > 1 and (start % group or stop % group):
-            heads = [head // group - first_held for head in range(start, stop)]
-            return local.index_select(split, torch.tensor(heads, device=local.device))
-        length = last - first if stop > start else 0
-        return local if length == local.shape[split] else local.narrow(split, first - first_held, length)
-
-    def held(self, shape: tuple[int, ...], placements: tuple[Placement, ...], split: int) -> list[tuple[int, int]]:
-        """The global indices along a dim that this rank holds, as intervals [start, stop)."""
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None  # ranks outside the mesh run no forward
-        region = local_region(shape, placements, tuple(self.mesh.shape), coordinate)
-        return [(run[0], run[-1]) for run in region.intervals[len(shape) + split] if run[0] < run[-1]]
-
-    def _edit(self, x: DTensor, wanted: Sequence[Placement]) -> str | None:
-        """The plan entry for keys and values that are gathered because the sequence is sharded."""
-        axes = [
-            self.mesh.mesh_dim_names[axis]
-            for axis, (own, target) in enumerate(zip(x.placements, wanted))
-            if self.splits[axis] == _ROWS and own != target and self.mesh.mesh_dim_names
-        ]
-        if not axes:
-            return None
-        methods = ", ".join(f"{axis}: all_gather" for axis in axes)
-        return f"write `'{running_module()}': {{{methods}}}` in the plan's attention section"
-
-
-def _alone(placement: Placement) -> Placement:
-    """The same placement for a tensor that has only the sharded dim."""
-    if shard_dim(placement) is None:
-        return placement
-    pieces = split_factor(placement)
-    return Shard(0) if pieces == 1 else InterleavedShard(0, pieces)
-
-
-@functools.lru_cache(maxsize=1024)
-def _covers(
-    size: int,
-    query_size: int,
-    placements: tuple[Placement, ...],
-    query_placements: tuple[Placement, ...],
-    mesh_shape: tuple[int, ...],
-) -> bool:
-    """Whether each rank's part of a dim covers its part of the query's dim. Each of the ``size`` indices of the operand is
-    shared by ``query_size / size`` consecutive indices of the query."""
-    if size == query_size and placements == query_placements:
-        return True
-    if query_size % size:
-        return False
-    group = query_size // size
-    for coordinate in itertools.product(*map(range, mesh_shape)):
-        (held,), (met,) = (
-            local_region((n,), along, mesh_shape, coordinate).intervals
-            for n, along in ((size, placements), (query_size, query_placements))
-        )
-        for start, stop in met:
-            if start < stop and not any(a <= start // group and (stop - 1) // group < b for a, b in held):
-                return False
-    return True
-
-
-def _leading_shard(x: DTensor | None, axis: int) -> int | None:
-    """The leading dim, counted from the back, that an operand is sharded on along a mesh axis."""
-    if x is None:
-        return None
-    dim = shard_dim(x.placements[axis])
-    return dim - x.ndim if dim is not None and dim - x.ndim < -2 and x.shape[dim] > 1 else None
-
-
-def _size(x: DTensor, split: int) -> int:
-    return x.shape[split] if -split <= x.ndim else 1

@@ -35,6 +35,7 @@ __all__ = ["view_rule"]
 
 _VIEWS = "view _unsafe_view reshape view_copy unsqueeze squeeze expand flatten"
 _NAMES = names(_VIEWS + " slice")
+_SIZED = names("view _unsafe_view")  # with a tensor and sizes as arguments
 
 # Placements of a view are found by trial; the check enumerates contiguous runs and gives up beyond this many.
 _MAX_RUNS = 1 << 16
@@ -54,11 +55,15 @@ def view_rule(call: OpCall) -> Decision | None:
         return None
     if ragged_axis(spec.placements) is not None:
         outputs = _ragged_view(spec, shape)
-        return None if outputs is None else Decision((spec.placements,), (outputs,), _flat)
+        sizes = (-1,) if call.name in _SIZED else None
+        return None if outputs is None else Decision((spec.placements,), (outputs,), _flat, local_sizes=sizes)
     viewed = next((p for p in _viewed(spec, shape) if _holds_the_same(spec, shape, p)), None)
     if viewed is None:
         return None
-    return Decision((spec.placements,), (viewed,), functools.partial(_local_view, spec.mesh, shape, viewed))
+    region = own_region(shape, viewed, spec.mesh)
+    sizes = None if region is None or call.name not in _SIZED else region.local_shape
+    local = functools.partial(_local_view, spec.mesh, shape, viewed)
+    return Decision((spec.placements,), (viewed,), local, local_sizes=sizes)
 
 
 def _expand(spec: DTensorSpec, shape: tuple[int, ...]) -> Decision | None:

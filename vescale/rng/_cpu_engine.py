@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import torch
@@ -35,7 +36,7 @@ def fill_region(
     """
     local = local.detach()
     parameter_dtype = None if parameter is None else parameter.dtype
-    _check_arguments(fill.op, local, parameter_dtype)
+    _check_arguments(fill.op, local.dtype, parameter_dtype)
     if fill.numel == 0:
         return
     fill.check(local)
@@ -51,10 +52,11 @@ def fill_region(
     final.write_to(generator)
 
 
-def _check_arguments(op: RandomOp, local: torch.Tensor, parameter_dtype: torch.dtype | None) -> None:
+@functools.lru_cache(maxsize=1024)
+def _check_arguments(op: RandomOp, dtype: torch.dtype, parameter_dtype: torch.dtype | None) -> None:
     """Raise what the native op raises for bad arguments; on every rank, also on one with an empty shard."""
     parameter = None if parameter_dtype is None else torch.zeros(1, dtype=parameter_dtype)
-    op.fill(torch.empty(1, dtype=local.dtype), torch.Generator(), parameter)
+    op.fill(torch.empty(1, dtype=dtype), torch.Generator(), parameter)
 
 
 def _generate(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -72,11 +73,15 @@ class WordsPerElement(DrawRule):
 
     words: int
 
+    def num_words(self, n: int) -> int:
+        """Words that a fill of ``n`` elements draws."""
+        return self.words * n
+
     def generate(self, cursor: Cursor, n: int, start: int, out: torch.Tensor, fill: NativeFill) -> None:
         fill(out, cursor.at(self.words * start, self.words * out.numel()))
 
     def final(self, cursor: Cursor, n: int, dtype: torch.dtype, fill: NativeFill) -> Mt19937State:
-        return cursor.state(self.words * n)
+        return cursor.state(self.num_words(n))
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,10 @@ class NormalBlocks(DrawRule):
     words: int
     half_tail: bool
 
-    def _tail_word(self, n: int) -> int:
+    UNIT: ClassVar[int] = 16  # elements that are computed together
+
+    def tail_word(self, n: int) -> int:
+        """The first word of the last 16 elements, if these are computed again."""
         return self.words * (n // 16 * 16 if self.half_tail else n)
 
     def generate(self, cursor: Cursor, n: int, start: int, out: torch.Tensor, fill: NativeFill) -> None:
@@ -113,11 +121,15 @@ class NormalBlocks(DrawRule):
         if stop > tail:
             first = max(start, tail)
             scratch = torch.empty(16, dtype=out.dtype)
-            fill(scratch, cursor.at(self._tail_word(n), words * 16))
+            fill(scratch, cursor.at(self.tail_word(n), words * 16))
             out[first - start :] = scratch[first - tail : stop - tail]
 
     def final(self, cursor: Cursor, n: int, dtype: torch.dtype, fill: NativeFill) -> Mt19937State:
-        return cursor.state(self._tail_word(n) + self.words * 16 if n % 16 else self.words * n)
+        return cursor.state(self.num_words(n))
+
+    def num_words(self, n: int) -> int:
+        """Words that a fill of ``n`` elements draws."""
+        return self.tail_word(n) + self.words * 16 if n % 16 else self.words * n
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from vescale.compat import install_part, is_installed, uninstall_part
 from vescale.compat.random_ops import RandomHooks
 from vescale.rng._deferred_tensor import Recorder
 from vescale.rng._initializers import INITIALIZERS, dtensor_factory
+from vescale.rng._mt19937_jump import characteristic_exponents
+from vescale.rng._native_parts import native_part
 from vescale.rng._op_handlers import handlers
 
 __all__ = ["deferred_init", "disable", "enable", "is_enabled"]
@@ -20,7 +22,8 @@ def enable() -> None:
     Programs without DTensors are not affected. All ranks must be seeded alike; nothing is communicated.
     """
     if not is_enabled():
-        install_part("random", RandomHooks(handlers(), dtensor_factory, INITIALIZERS))
+        hooks = RandomHooks(handlers(), native_part, characteristic_exponents(), dtensor_factory, INITIALIZERS)
+        install_part("random", hooks)
 
 
 def disable() -> None:

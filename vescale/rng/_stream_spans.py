@@ -15,7 +15,10 @@ from dataclasses import dataclass
 
 from vescale.placements import Region
 
-__all__ = ["Piece", "Span", "is_contiguous", "spans", "stream_order"]
+__all__ = ["OwnedDim", "Piece", "Span", "is_contiguous", "owned_dims", "spans", "stream_order"]
+
+# A dim of a box: elements of the stream from one index to the next, and the owned indices as (start, length).
+OwnedDim = tuple[int, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,20 @@ def spans(
         return
     for offset, dims in _boxes(region, local_strides):
         yield from _box_spans(offset, _merged([dims[i] for i in order]), max_elements, max_gap)
+
+
+def owned_dims(region: Region, order: Sequence[int], local_strides: Sequence[int]) -> Iterator[list[OwnedDim]]:
+    """The elements that a rank owns, by boxes in stream order: for each, dims from slowest to fastest.
+
+    ``order`` and ``local_strides`` as for :func:`spans`; the local tensor has its elements in stream order.
+    """
+    for _, box in _boxes(region, local_strides):
+        dims = _merged([box[i] for i in order])
+        # Boxes of a ragged region keep their place in the outer dims as runs of one index.
+        yield [
+            (math.prod(inner.size for inner in dims[i + 1 :]), [(run.start, run.length) for run in dim.runs])
+            for i, dim in enumerate(dims)
+        ]
 
 
 def _box_spans(local_offset: int, dims: list[_Dim], max_elements: int, max_gap: int) -> Iterator[Span]:
