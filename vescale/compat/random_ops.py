@@ -32,7 +32,6 @@ __all__ = [
     "key_by_memory_format",
     "seeded_ops",
     "wrap_factories",
-    "wrap_initializers",
     "wrap_random_ops",
 ]
 
@@ -72,6 +71,7 @@ def key_by_memory_format(changes: Changes, _: Any) -> None:
 
 
 def wrap_factories(changes: Changes, hooks: RandomHooks) -> None:
+    """Functions that make a random DTensor, and those that fill one."""
     original = tensor_api._dtensor_init_helper
 
     @functools.wraps(original)
@@ -82,13 +82,10 @@ def wrap_factories(changes: Changes, hooks: RandomHooks) -> None:
         return hooks.factory(init_op, size, kwargs.get("dtype"), bool(kwargs.get("requires_grad")), mesh, placements)
 
     changes.function(original, init_helper)
-
-
-def wrap_initializers(changes: Changes, hooks: RandomHooks) -> None:
     for name, initializer in hooks.initializers.items():
         if hasattr(torch.nn.init, name):
-            original = getattr(torch.nn.init, name)
-            wrapper = functools.update_wrapper(functools.partial(initializer, original), original)
+            stock = getattr(torch.nn.init, name)
+            wrapper = functools.update_wrapper(functools.partial(initializer, stock), stock)
             changes.attribute(torch.nn.init, name, wrapper)
 
 
