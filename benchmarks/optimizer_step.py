@@ -1,14 +1,14 @@
 """What an optimizer's step on DTensor parameters costs, as a multiple of the step on plain tensors of the local sizes.
 
-For each optimizer and implementation, a step on plain tensors and one on DTensors take turns. First with PyTorch alone, then
-after vescale has been installed, in one process. The process group is fake (collectives return at once), one thread runs, and
-CPU time is measured: the medians over the rounds are divided. Clipping (``vescale.optim.clip_grad_norm_``, and PyTorch's) is
-measured in the same way, against PyTorch's on plain tensors.
+For each optimizer and implementation, a step on plain tensors and one on DTensors take turns. First with PyTorch alone,
+then after vescale has been installed, in one process. The process group is fake (collectives return at once), one thread
+runs, and CPU time is measured: the medians over the rounds are divided. Clipping (``vescale.optim.clip_grad_norm_``, and
+PyTorch's) is measured in the same way, against PyTorch's on plain tensors.
 
 python benchmarks/optimizer_step.py [--rounds 60] [--sizes 4x1024,100x256,100x64,1000x16] [--only AdamW]
 
-``100x64`` is 100 parameters of 64 by 64 elements on each rank. Fails if a step with few large parameters (the first size) takes
-more than 1.02 times the plain one, or clipping more than 1.3 times.
+``100x64`` is 100 parameters of 64 by 64 elements on each rank. Fails if a step with few large parameters (the first size)
+takes more than 1.02 times the plain one, or clipping more than 1.3 times.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def measure(
                 found[f"{name} {form}", size] = ratio([optimizer.step for optimizer in sides], repeats)
         plain, distributed = parameters(*size, None), parameters(*size, mesh)
         for clip in clips if not only or "clip" in only else ():
-            runs = [lambda: torch.nn.utils.clip_grad_norm_(plain, 1.0, foreach=True), lambda: clip(distributed, 1.0)]
+            runs = [partial(torch.nn.utils.clip_grad_norm_, plain, 1.0, foreach=True), partial(clip, distributed, 1.0)]
             found[f"{clip.__module__.partition('.')[0]} clip_grad_norm_", size] = ratio(runs, repeats)
     return found
 

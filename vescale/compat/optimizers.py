@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -161,63 +162,72 @@ def _on_local_tensors(original: Callable[..., None]) -> Callable[..., None]:
         ):
             return original(*lists, **options)
         params = lists[0]
-        apart = _apart([lists[position] for position in tensors], [lists[position] for position in numbers])
-        if len(apart) == len(params):
+        columns, counts = [lists[position] for position in tensors], [lists[position] for position in numbers]
+        if not _are_known(*columns, numbers=counts) and not _lie_alike(*columns, numbers=counts):
             return original(*lists, **options)
-        alike = [index for index in range(len(params)) if index not in apart] if apart else range(len(params))
-        written = [p for p in map(params.__getitem__, alike) if type(p) is DTensor]
+        written = [p for p in params if type(p) is DTensor]
         models = model_hooks()
         if models is not None and models.view_copies:
             for p in written:
                 models.listener.wrote(p)
-        if apart:
-            original(*([_local(values[index]) for index in alike] if values else [] for values in lists), **options)
-            rest = [[values[index] for index in apart] if values else [] for values in lists]
-            original(*rest, **options)
-            for into, values in zip(lists, rest):
-                for index, value in zip(apart, values):  # buffers that SGD has made
-                    into[index] = value
-        else:
-            original(*([_local(value) for value in values] for values in lists), **options)
+        on_locals = list(lists)
+        for position in tensors:
+            on_locals[position] = [x._local_tensor if type(x) is DTensor else x for x in lists[position]]
+        original(*on_locals, **options)
         increment_version(written)  # as the ops on DTensors do: backward refuses what it saved before
         return None
 
     return function
 
 
-def _local(tensor: Any) -> Any:
-    return tensor._local_tensor if type(tensor) is DTensor else tensor
+def _are_known(
+    params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any], numbers: Sequence[Sequence[Any]]
+) -> bool:
+    """Whether all are DTensors, of which :func:`_lie_alike` has found before that they lie alike; says no when in doubt."""
+    if set(map(type, params)) != {DTensor} or set(map(type, grads)) != {DTensor} or not any(states):
+        return False
+    specs = [p._spec for p in params]
+    try:
+        for column in states:
+            if column and not all(map(operator.is_, [state._spec for state in column], specs)):
+                return False
+    except AttributeError:  # not a DTensor
+        return False
+    for grad, spec in zip(grads, specs):
+        if grad._spec is not spec and not _lies_alike(grad._spec, spec):
+            return False
+    return not any(DTensor in map(type, column) for column in numbers)
 
 
-def _apart(columns: Sequence[Sequence[Any]], numbers: Sequence[Sequence[Any]]) -> list[int]:
-    """The indices at which the local results are not those of the op: where gradient or states lie otherwise than the
-    parameter, where plain tensors are among DTensors, where a sum is pending, where a state is to be made. A state that lies
-    as its parameter gets the parameter's spec, so that the next step compares two references."""
-    params, *others = columns
-    specs = [p._spec if type(p) is DTensor else None for p in params]
-    found = set()
-    for position, column in enumerate(others):
-        for index, (tensor, spec) in enumerate(zip(column, specs)):
-            if type(tensor) is not DTensor:
-                if spec is not None or tensor is None:
-                    found.add(index)
-            elif tensor._spec is not spec:
-                if spec is None or not _lies_alike(tensor._spec, spec):
-                    found.add(index)
-                elif position and tensor._spec.tensor_meta == spec.tensor_meta:
-                    tensor._spec = spec
-    for column in numbers:
-        if DTensor in map(type, column):
-            found.update(index for index, tensor in enumerate(column) if type(tensor) is DTensor)
-    kinds = {type(placement): placement for spec in specs if spec is not None for placement in spec.placements}
-    if any(placement.is_partial() for placement in kinds.values()):
-        found.update(index for index, spec in enumerate(specs) if spec is not None and _is_pending(spec))
-    return sorted(found)
+def _lie_alike(
+    params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any], numbers: Sequence[Sequence[Any]]
+) -> bool:
+    """Whether the local results are those of the op, at each index: not where gradient or states lie otherwise than the
+    parameter, where plain tensors are among DTensors, where a sum is pending, and where a state is to be made.
+
+    A state that lies as its parameter gets the parameter's spec, by which :func:`_are_known` knows both.
+    """
+    if any(DTensor in map(type, column) for column in numbers):
+        return False
+    for index, param in enumerate(params):
+        owned = [column[index] for column in states if column]
+        kinds = {type(x) for x in (param, grads[index], *owned)}
+        if type(None) in kinds:
+            return False
+        if DTensor not in kinds:
+            continue
+        if kinds != {DTensor}:
+            return False
+        spec = param._spec
+        if any(placement.is_partial() for placement in spec.placements):
+            return False
+        if not all(_lies_alike(x._spec, spec) for x in (grads[index], *owned)):
+            return False
+        for state in owned:
+            if state._spec.tensor_meta == spec.tensor_meta:
+                state._spec = spec
+    return True
 
 
 def _lies_alike(spec: DTensorSpec, other: DTensorSpec) -> bool:
     return spec.placements == other.placements and (spec.mesh is other.mesh or spec.mesh == other.mesh)
-
-
-def _is_pending(spec: DTensorSpec) -> bool:
-    return any(placement.is_partial() for placement in spec.placements)
