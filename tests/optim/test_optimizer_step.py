@@ -154,11 +154,11 @@ def test_equals_dispatched_and_plain_steps(
     for found, twin in zip([*ours, *extra[:1]], [*plain, *extra[1:]]):
         assert torch.equal(local(found), twin.detach())
         for key, state in alone.state[twin].items():
-            lies = optimizer.state[found][key]
+            kept = optimizer.state[found][key]
             if (
-                not isinstance(lies, DTensor) or lies.placements == found.placements
+                not isinstance(kept, DTensor) or kept.placements == found.placements
             ):  # SGD's buffer without dims is whole
-                assert torch.equal(local(lies), state), key
+                assert torch.equal(local(kept), state), key
     for found, expected in zip(ours, theirs if name != "Rprop" else []):
         assert_equal(found, expected)
         assert optimizer.state[found].keys() == reference.state[expected].keys()
@@ -168,7 +168,7 @@ def test_equals_dispatched_and_plain_steps(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_that_lie_elsewhere_are_dispatched(
+def test_gradients_with_other_placements_are_dispatched(
     meshes: tuple[DeviceMesh, DeviceMesh], dispatched: Any, form: str
 ) -> None:
     where = [*layouts(meshes), *apart(meshes)]

@@ -2,7 +2,7 @@
 
 An optimizer's ``step`` collects what a group of parameters consists of in lists (``_init_group``), and calls a function of
 its module with them (``adam``, ``sgd``). Both are replaced. The lists and ``optimizer.state`` hold DTensors as before; the
-function gets the local tensors of what lies alike, and runs on them whatever it would run: a loop, foreach ops, a fused
+function gets the local tensors of what has equal placements, and runs on them whatever it would run: a loop, foreach ops, a fused
 kernel. DTensor's dispatcher is not asked, which takes longer than the kernels of small parameters, and in PyTorch keeps a
 DTensorSpec of each parameter for every step (pytorch#188174).
 """
@@ -10,9 +10,9 @@ DTensorSpec of each parameter for every step (pytorch#188174).
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,14 +77,13 @@ _NUMBERS = {"state_steps", "mu_products", "mus", "etas"}
 
 def run_on_local_tensors(changes: Changes, _: Any) -> None:
     for optimizer in _OPTIMIZERS:
-        module = importlib.import_module(f"torch.optim.{optimizer.name.lower()}")
-        name = optimizer.name.lower()
+        kind = getattr(torch.optim, optimizer.name)
+        module, name = sys.modules[kind.__module__], optimizer.name.lower()
         changes.attribute(module, name, _on_local_tensors(getattr(module, name)))
-        kind = getattr(module, optimizer.name)
         wanted = ["self", "group", *inspect.signature(kind._init_group).parameters][2:]
         if wanted[-len(optimizer.states) :] == [name for name, _, _ in optimizer.states]:
             changes.attribute(kind, "_init_group", _collected(optimizer, kind._init_group))
-    adam, adamw = (importlib.import_module(f"torch.optim.{name}") for name in ("adam", "adamw"))
+    adam, adamw = (sys.modules[f"torch.optim.{name}"] for name in ("adam", "adamw"))
     changes.attribute(adamw, "adam", adam.adam)
 
 
@@ -163,7 +162,7 @@ def _on_local_tensors(original: Callable[..., None]) -> Callable[..., None]:
             return original(*lists, **options)
         params = lists[0]
         columns, counts = [lists[position] for position in tensors], [lists[position] for position in numbers]
-        if not _are_known(*columns, numbers=counts) and not _lie_alike(*columns, numbers=counts):
+        if not _are_known(*columns, numbers=counts) and not _all_match(*columns, numbers=counts):
             return original(*lists, **options)
         written = [p for p in params if type(p) is DTensor]
         models = model_hooks()
@@ -183,7 +182,7 @@ def _on_local_tensors(original: Callable[..., None]) -> Callable[..., None]:
 def _are_known(
     params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any], numbers: Sequence[Sequence[Any]]
 ) -> bool:
-    """Whether all are DTensors, of which :func:`_lie_alike` has found before that they lie alike; says no when in doubt."""
+    """Whether all are DTensors, of which :func:`_all_match` has found before that they have equal placements; says no when in doubt."""
     if set(map(type, params)) != {DTensor} or set(map(type, grads)) != {DTensor} or not any(states):
         return False
     specs = [p._spec for p in params]
@@ -194,18 +193,18 @@ def _are_known(
     except AttributeError:  # not a DTensor
         return False
     for grad, spec in zip(grads, specs):
-        if grad._spec is not spec and not _lies_alike(grad._spec, spec):
+        if grad._spec is not spec and not _match(grad._spec, spec):
             return False
     return not any(DTensor in map(type, column) for column in numbers)
 
 
-def _lie_alike(
+def _all_match(
     params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any], numbers: Sequence[Sequence[Any]]
 ) -> bool:
-    """Whether the local results are those of the op, at each index: not where gradient or states lie otherwise than the
+    """Whether the local results are those of the op, at each index: not where gradient or states have other placements than the
     parameter, where plain tensors are among DTensors, where a sum is pending, and where a state is to be made.
 
-    A state that lies as its parameter gets the parameter's spec, by which :func:`_are_known` knows both.
+    A state with its parameter's placements gets the parameter's spec, by which :func:`_are_known` knows both.
     """
     if any(DTensor in map(type, column) for column in numbers):
         return False
@@ -221,7 +220,7 @@ def _lie_alike(
         spec = param._spec
         if any(placement.is_partial() for placement in spec.placements):
             return False
-        if not all(_lies_alike(x._spec, spec) for x in (grads[index], *owned)):
+        if not all(_match(x._spec, spec) for x in (grads[index], *owned)):
             return False
         for state in owned:
             if state._spec.tensor_meta == spec.tensor_meta:
@@ -229,5 +228,5 @@ def _lie_alike(
     return True
 
 
-def _lies_alike(spec: DTensorSpec, other: DTensorSpec) -> bool:
+def _match(spec: DTensorSpec, other: DTensorSpec) -> bool:
     return spec.placements == other.placements and (spec.mesh is other.mesh or spec.mesh == other.mesh)

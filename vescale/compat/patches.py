@@ -145,7 +145,7 @@ PATCHES: tuple[Patch, ...] = (
           "rand, randn and initializers with one device's values",
           "PyTorch draws by local index, and computes on local shares", "random", random_ops.wrap_factories),
     Patch("torch.optim: Adadelta, Adagrad, Adam, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD: _init_group and functions",
-          "run on the local tensors of DTensors that lie alike",
+          "run on the local tensors of DTensors with equal placements",
           "PyTorch dispatches each op, 2 to 10 times the step on local tensors, and keeps a spec a parameter and step",
           "ops", optimizers.run_on_local_tensors, issue="pytorch#188174"),
     Patch("kernels of the c10d operators at BackendSelect", "tell observers of a collective, then call the backend's",
