@@ -2,8 +2,8 @@
 
 An optimizer's ``step`` collects what a group of parameters consists of in lists (``_init_group``), and calls a function of
 its module with them (``adam``, ``sgd``). Both are replaced. The lists and ``optimizer.state`` hold DTensors as before; the
-function gets the local tensors of what has equal placements, and runs on them whatever it would run: a loop, foreach ops, a fused
-kernel. DTensor's dispatcher is not asked, which takes longer than the kernels of small parameters, and in PyTorch keeps a
+function gets the local tensors where placements are equal, and runs on them whatever it would run: a loop, foreach ops, a
+fused kernel. DTensor's dispatcher is not asked, which takes longer than the kernels of small parameters, and in PyTorch keeps a
 DTensorSpec of each parameter for every step (pytorch#188174).
 """
 
@@ -182,7 +182,7 @@ def _on_local_tensors(original: Callable[..., None]) -> Callable[..., None]:
 def _are_known(
     params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any], numbers: Sequence[Sequence[Any]]
 ) -> bool:
-    """Whether all are DTensors, of which :func:`_all_match` has found before that they have equal placements; says no when in doubt."""
+    """Whether all are DTensors that :func:`_all_match` has found to have equal placements; says no when in doubt."""
     if set(map(type, params)) != {DTensor} or set(map(type, grads)) != {DTensor} or not any(states):
         return False
     specs = [p._spec for p in params]
@@ -201,8 +201,8 @@ def _are_known(
 def _all_match(
     params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any], numbers: Sequence[Sequence[Any]]
 ) -> bool:
-    """Whether the local results are those of the op, at each index: not where gradient or states have other placements than the
-    parameter, where plain tensors are among DTensors, where a sum is pending, and where a state is to be made.
+    """Whether the local results are those of the op, at each index: not where gradient or states have other
+    placements than the parameter, where plain tensors are among DTensors, where a sum is pending, and where a state is to be made.
 
     A state with its parameter's placements gets the parameter's spec, by which :func:`_are_known` knows both.
     """
