@@ -3,8 +3,8 @@
 An optimizer's ``step`` collects what a group of parameters consists of in lists (``_init_group``), and calls a function of
 its module with them (``adam``, ``sgd``). Both are replaced. The lists and ``optimizer.state`` hold DTensors as before; the
 function gets the local tensors where placements are equal, and runs on them whatever it would run: a loop, foreach ops, a
-fused kernel. DTensor's dispatcher is not asked, which takes longer than the kernels of small parameters, and in PyTorch keeps a
-DTensorSpec of each parameter for every step (pytorch#188174).
+fused kernel. DTensor's dispatcher is not asked, which takes longer than the kernels of small parameters, and in PyTorch
+keeps a DTensorSpec of each parameter for every step (pytorch#188174).
 """
 
 from __future__ import annotations
@@ -202,7 +202,8 @@ def _all_match(
     params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any], numbers: Sequence[Sequence[Any]]
 ) -> bool:
     """Whether the local results are those of the op, at each index: not where gradient or states have other
-    placements than the parameter, where plain tensors are among DTensors, where a sum is pending, and where a state is to be made.
+    placements than the parameter, where plain tensors are among DTensors, where a sum is pending, and where a state is to be
+    made.
 
     A state with its parameter's placements gets the parameter's spec, by which :func:`_are_known` knows both.
     """
