@@ -28,7 +28,6 @@ __all__ = [
     "wrap_conversions",
     "wrap_copying",
     "wrap_distribute_tensor",
-    "wrap_local_gradient",
     "wrap_redistribute_local",
     "wrap_set_item",
 ]
@@ -82,6 +81,7 @@ def wrap_conversions(changes: Changes, hooks: DTensorHooks) -> None:
     changes.attribute(DTensor, "redistribute", _redistribute(hooks))
     changes.attribute(DTensor, "full_tensor", _full_tensor(hooks))
     changes.attribute(DTensor, "from_local", staticmethod(_from_local(hooks)))
+    _wrap_local_gradient(changes, hooks)
 
 
 def _redistribute(hooks: DTensorHooks) -> Callable[..., Any]:
@@ -137,7 +137,7 @@ def wrap_set_item(changes: Changes, hooks: DTensorHooks) -> None:
     changes.attribute(DTensor, "__setitem__", __setitem__)
 
 
-def wrap_local_gradient(changes: Changes, hooks: DTensorHooks) -> None:
+def _wrap_local_gradient(changes: Changes, hooks: DTensorHooks) -> None:
     """``to_local`` itself does what it should for every placement, and is too cheap to be wrapped; only its backward
     asks what the placements mean."""
     original, has_custom = tensor_api._ToTorchTensor.backward, hooks.has_custom

@@ -11,9 +11,10 @@ __all__ = ["foreach_copy_", "foreach_mul_", "foreach_norm", "has_foreach"]
 
 def has_foreach(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the kernels take these tensors: dense ones of exactly ``torch.Tensor`` on a native device."""
-    return all(
-        t.device.type in ("cpu", "cuda", "xpu") and type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_sparse
-        for t in tensors
+    return (
+        set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}
+        and {t.device.type for t in tensors} <= {"cpu", "cuda", "xpu"}
+        and not any(t.is_sparse for t in tensors)
     )
 
 

@@ -78,7 +78,7 @@ def key_by_memory_format(changes: Changes, _: Any) -> None:
 
 
 def wrap_initial_values(changes: Changes, hooks: RandomHooks) -> None:
-    """``rand`` and ``randn`` of DTensors, and the initializers."""
+    """Functions that make a random DTensor, and those that fill one."""
     original = tensor_api._dtensor_init_helper
 
     @functools.wraps(original)
@@ -91,8 +91,8 @@ def wrap_initial_values(changes: Changes, hooks: RandomHooks) -> None:
     changes.function(original, init_helper)
     for name, initializer in hooks.initializers.items():
         if hasattr(torch.nn.init, name):
-            original = getattr(torch.nn.init, name)
-            wrapper = functools.update_wrapper(functools.partial(initializer, original), original)
+            stock = getattr(torch.nn.init, name)
+            wrapper = functools.update_wrapper(functools.partial(initializer, stock), stock)
             changes.attribute(torch.nn.init, name, wrapper)
 
 

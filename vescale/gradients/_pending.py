@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale.compat import make_dtensor, make_spec
+from vescale.compat import make_dtensor, make_spec, spec_of
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._complete_gradient import local_part
@@ -31,6 +31,9 @@ def reduce_pending(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     as they are.
     """
     found = list(tensors)
+    layouts = {spec_of(tensor).placements for tensor in tensors if isinstance(tensor, DTensor)}
+    if not any(placement.is_partial() for placements in layouts for placement in placements):
+        return found
     slots: dict[_Kind, list[BucketSlot[Bucket]]] = defaultdict(list)
     locals_: dict[BucketSlot[Bucket], tuple[int, torch.Tensor]] = {}
     for index, tensor in enumerate(tensors):

@@ -55,8 +55,8 @@ def view_rule(call: OpCall) -> Decision | None:
         return None
     if ragged_axis(spec.placements) is not None:
         outputs = _ragged_view(spec, shape)
-        sizes = (-1,) if call.name in _SIZED else None
-        return None if outputs is None else Decision((spec.placements,), (outputs,), _flat, local_sizes=sizes)
+        flat_size = (-1,) if call.name in _SIZED else None
+        return None if outputs is None else Decision((spec.placements,), (outputs,), _flat, local_sizes=flat_size)
     viewed = next((p for p in _viewed(spec, shape) if _holds_the_same(spec, shape, p)), None)
     if viewed is None:
         return None

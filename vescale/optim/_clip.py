@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
+from vescale.comm import AxisGroup
 from vescale.compat import AsyncCollectiveTensor, foreach_mul_, has_foreach, local_of
 from vescale.gradients import reduce_pending
-from vescale.optim._total_norm import Part, part_of, result_dtype, total_norm
+from vescale.optim._total_norm import parts_of, result_dtype, total_norm
 
 __all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -59,14 +60,15 @@ def clip_grad_norm_(
         ValueError: a gradient on a mesh that this rank is not part of, whose part of the norm it could not learn.
     """
     listed = _listed(parameters, "clip_grad_norm_")
-    owners = [parameter for parameter in listed if parameter.grad is not None]
-    gradients = reduce_pending([_gradient(parameter) for parameter in owners])
-    for parameter, gradient in zip(owners, gradients):
-        if parameter.grad is not gradient:
+    owned = [(parameter, gradient) for parameter in listed if (gradient := parameter.grad) is not None]
+    gradients = reduce_pending([gradient for _, gradient in owned])
+    for (parameter, before), gradient in zip(owned, gradients):
+        if before is not gradient:
             parameter.grad = gradient
-    norm = _norm(gradients, norm_type, error_if_nonfinite, foreach)
-    _scale(gradients, max_norm, norm, foreach)
-    return norm.to(result_dtype(gradients))
+    locals_, groups = parts_of(gradients)
+    norm = _norm(locals_, groups, norm_type, error_if_nonfinite, foreach)
+    _scale(locals_, max_norm, norm, foreach)
+    return norm.to(result_dtype(locals_))
 
 
 @torch.no_grad()
@@ -78,7 +80,8 @@ def get_total_norm(
     Arguments, result, errors and communication as in :func:`clip_grad_norm_`. A copy of Partial tensors is reduced.
     """
     gradients = reduce_pending(_listed(tensors, "get_total_norm"))
-    return _norm(gradients, norm_type, error_if_nonfinite, foreach).to(result_dtype(gradients))
+    locals_, groups = parts_of(gradients)
+    return _norm(locals_, groups, norm_type, error_if_nonfinite, foreach).to(result_dtype(locals_))
 
 
 @torch.no_grad()
@@ -93,7 +96,8 @@ def clip_grads_with_norm_(
     listed = _listed(parameters, "clip_grads_with_norm_")
     if isinstance(total_norm, DTensor):
         total_norm = total_norm.full_tensor()
-    _scale([_gradient(parameter) for parameter in listed if parameter.grad is not None], max_norm, total_norm, foreach)
+    gradients = [gradient for parameter in listed if (gradient := parameter.grad) is not None]
+    _scale([_local(gradient) for gradient in gradients], max_norm, total_norm, foreach)
 
 
 def _listed(tensors: _Tensors, caller: str) -> list[torch.Tensor]:
@@ -114,18 +118,21 @@ def _listed(tensors: _Tensors, caller: str) -> list[torch.Tensor]:
     return listed
 
 
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _norm(
-    gradients: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    locals_: Sequence[torch.Tensor],
+    groups: Sequence[AxisGroup | None],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
 ) -> torch.Tensor:
     order = float(norm_type)
-    parts: list[Part] = [part_of(gradient) for gradient in gradients]
-    _check_foreach([part.local for part in parts], foreach)
-    norm = total_norm(parts, order, foreach)
+    _check_foreach(locals_, foreach)
+    norm = total_norm(locals_, groups, order, foreach)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. To "
@@ -134,19 +141,18 @@ def _norm(
     return norm
 
 
-def _scale(gradients: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor, foreach: bool | None) -> None:
+def _scale(locals_: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor, foreach: bool | None) -> None:
     """Multiplies by 1 too, as PyTorch does: asking whether it is needed would make the host wait."""
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
-        kinds[local.device, local.dtype].append(local.wait() if isinstance(local, AsyncCollectiveTensor) else local)
-    for (device, _), locals_ in kinds.items():
-        _check_foreach(locals_, foreach)
-        if foreach is not False and has_foreach(locals_):
-            foreach_mul_(locals_, factor.to(device))
+    for local in locals_:
+        kinds[local.device, local.dtype].append(local)
+    for (device, _), together in kinds.items():
+        _check_foreach(together, foreach)
+        if foreach is not False and has_foreach(together):
+            foreach_mul_(together, factor.to(device))
         else:
-            for local in locals_:
+            for local in together:
                 local.mul_(factor.to(device))
 
 
