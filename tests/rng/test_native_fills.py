@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.rng import cases
 from vescale import csrc, rng
-from vescale.compat import clear_sharding_cache, local_of, make_dtensor, make_spec
+from vescale.compat import clear_sharding_caches, local_of, make_dtensor, make_spec
 from vescale.compat.patching import HOOKS
 from vescale.placements import RaggedShard, local_region
 from vescale.rng import _native_parts, _op_handlers
@@ -53,7 +53,7 @@ class _Mesh:
 
     def __enter__(self) -> DeviceMesh:
         size = torch.Size(self.shape).numel()
-        clear_sharding_cache()  # of specs on an equal mesh, as another rank sees it
+        clear_sharding_caches()  # of specs on an equal mesh, as another rank sees it
         dist.init_process_group("fake", rank=self.rank, world_size=size, store=FakeStore())
         return init_device_mesh("cpu", self.shape)
 
