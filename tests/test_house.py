@@ -107,7 +107,8 @@ STANDARD_USES = {
     "vescale/rng/_cuda_kernel.py": {"words", "lanes"},
     "docs/rng.md": {"words"},
     "docs/testing.md": {"lane", "lanes"},  # tests/lanes.py
-    "vescale/cli/_zoo.py": {"words"},  # of textwrap
+    "vescale/cli/_env.py": {"words"},  # of textwrap
+    "vescale/cli/_zoo.py": {"words"},
 }
 
 

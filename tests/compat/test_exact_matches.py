@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import _sharding_prop as sharding_propagation
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale import ops
@@ -84,22 +85,32 @@ def schema_of(op: Any, shapes: list[tuple[int, ...]], arguments: tuple[Any, ...]
 
 
 def draw(op: Any, shapes: list[tuple[int, ...]], mesh: DeviceMesh, chance: random.Random) -> list[DTensorSpec]:
-    """Specs of operands: on each axis all are cut alike, all are Partial, or each is placed by itself."""
+    """Specs of operands: on each axis all are cut alike, all are Partial, or each is placed by itself. Strided shards
+    are cuts, as views leave them, or stand for an order of shards."""
     placed: list[list[Any]] = [[] for _ in shapes]
     for _ in range(mesh.ndim):
         kind = chance.choice(["replicate", "shard", "partial", "mixed"])
+        strided = chance.random() < {1: 0.3, 2: 0.05, 3: 0.0}[mesh.ndim]  # the search takes long for these
         dim = chance.randrange(3)
         for placements, shape in zip(placed, shapes):
             own = chance.choice(["replicate", "shard", "partial"]) if kind == "mixed" else kind
             if own == "shard" and dim < len(shape):
-                placements.append(Shard(dim))
+                placements.append(_StridedShard(dim, split_factor=2) if strided else Shard(dim))
             else:
                 placements.append(Partial(chance.choice(["sum", "max"])) if own == "partial" else Replicate())
-    specs = []
+    specs, is_order = [], chance.random() < 0.2
     for position, (placements, shape) in enumerate(zip(placed, shapes)):
         tensor = torch.empty(shape, dtype=DTYPES.get((op, position), torch.float32), device="meta")
         meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-        specs.append(DTensorSpec(mesh, tuple(placements), tensor_meta=meta))
+        strided = any(isinstance(placement, _StridedShard) for placement in placements)
+        specs.append(
+            DTensorSpec(
+                mesh,
+                tuple(placements),
+                tensor_meta=meta,
+                use_strided_shard_as_shard_order=is_order if strided else None,
+            )
+        )
     return specs
 
 
@@ -108,7 +119,9 @@ def decide(schema: OpSchema) -> Any:
         found = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
     except Exception as error:
         return type(error), str(error)
-    return repr(found.output_spec), found.needs_redistribute, str(found.redistribute_schema)
+    outputs = found.output_spec if isinstance(found.output_spec, tuple) else (found.output_spec,)
+    readings = [spec and spec.use_strided_shard_as_shard_order for spec in outputs]
+    return repr(found.output_spec), readings, found.needs_redistribute, str(found.redistribute_schema)
 
 
 def test_decisions_are_those_of_the_search(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +131,8 @@ def test_decisions_are_those_of_the_search(mesh: DeviceMesh, monkeypatch: pytest
     def counted(mesh: DeviceMesh, schema: OpSchema, *others: Any) -> Any:
         found = exact_match(mesh, schema, *others)
         looked_up[schema.op] += found is not None
+        operands = (operand.strategies[0].output_spec for operand in schema.args_strategy)
+        looked_up["strided"] += found is not None and any(map(exact_matches._is_strided, operands))
         return found
 
     exact_match = exact_matches.exact_match
@@ -132,3 +147,4 @@ def test_decisions_are_those_of_the_search(mesh: DeviceMesh, monkeypatch: pytest
         monkeypatch.setattr(sharding_propagation, name, with_matches)
         assert decide(schema) == expected, schema
     assert len(+looked_up) >= 8 and sum(looked_up.values()) >= 20, looked_up
+    assert looked_up["strided"] >= {1: 10, 2: 2, 3: 0}[mesh.ndim], looked_up

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.whole import whole_tensors
 from vescale.fsdp import fully_shard, state_of
 
 Shard = Callable[[nn.Module, Callable[..., Any], DeviceMesh], None]
@@ -23,10 +24,20 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def parameters_of(model: nn.Module) -> dict[str, Any]:
+    """The whole parameters."""
+    return whole_tensors(dict(model.named_parameters()))
+
+
+def gradients_of(model: nn.Module) -> dict[str, Any]:
+    """The whole gradients."""
+    return whole_tensors({name: parameter.grad for name, parameter in model.named_parameters()})
+
+
 def same_gradients(models: list[Any], what: str) -> None:
     """Whether two models have equal gradients, bit by bit, or none alike."""
-    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        one_grad, other_grad = full(one.grad), full(other.grad)
+    one_grads, other_grads = map(gradients_of, models)
+    for (name, one_grad), other_grad in zip(one_grads.items(), other_grads.values(), strict=True):
         assert (one_grad is None) == (other_grad is None), f"{what}: {name}"
         assert one_grad is None or torch.equal(one_grad, other_grad), f"{what}: {name}"  # type: ignore[arg-type]
 
@@ -81,6 +92,14 @@ def agree(
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, msg=lambda m: f"{what}, {other}: {m}")
 
 
+def of_all(
+    models: list[tuple[str, nn.Module]], value: Callable[[nn.Parameter], torch.Tensor | None]
+) -> dict[str, dict[str, Any]]:
+    """Whole values of all parameters of all models, with one collective."""
+    found = whole_tensors({(name, key): value(p) for name, model in models for key, p in model.named_parameters()})
+    return {name: {key: found[name, key] for key, _ in model.named_parameters()} for name, model in models}
+
+
 def compare(
     build: Callable[[], nn.Module],
     loss: Step,
@@ -114,7 +133,6 @@ def compare(
     optimizers = [optimizer([p for p in model.parameters() if p.requires_grad], lr=0.02) for _, model in kinds]
     for step in range(steps):
         losses: dict[str, torch.Tensor] = {}
-        gradients: dict[str, dict[str, Any]] = {}
         for (name, model), optim in zip(kinds, optimizers, strict=True):
             optim.zero_grad()
             if name == "one device":
@@ -128,9 +146,10 @@ def compare(
                     total = total + one.detach().float()
                 dist.all_reduce(total)
                 losses[name] = total / world
-            gradients[name] = {key: full(p.grad) for key, p in model.named_parameters()}
+        gradients = of_all(kinds, lambda p: p.grad)
+        for optim in optimizers:
             optim.step()
-        states = {name: {key: full(p.detach()) for key, p in model.named_parameters()} for name, model in kinds}
+        states = of_all(kinds, lambda p: p.detach())
         for other in [name for name, _ in kinds[1:] if reference or name != "one device"]:
             bound = device_tolerance if device_tolerance is not None and other == "one device" else tolerance
             torch.testing.assert_close(losses["ours"], losses[other], rtol=bound, atol=bound)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.fsdp.compare import by_block, data, full, mesh_of, same_gradients, train_step
+from tests.fsdp.compare import by_block, data, full, gradients_of, mesh_of, parameters_of, same_gradients, train_step
 from tests.fsdp.models import Block, Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
 from vescale.fsdp import fully_shard, register_fsdp_forward_method, state_of
@@ -95,8 +95,8 @@ def failed_forward(where: str, first: bool) -> None:
         stepped(list(one.parameters()))
     train_step(model, 2, net_loss, [dist.get_rank()])
     train_step(plain, 2, net_loss, list(range(dist.get_world_size())))
-    for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(own.grad), expected.grad, msg=lambda m, name=name: f"{name}: {m}")
+    for (name, own), expected in zip(gradients_of(model).items(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, expected.grad, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def failed_method() -> None:
@@ -129,8 +129,8 @@ def penalty(options: dict[str, Any]) -> None:
             y = torch.tanh(one(x)).square().sum()
             (gradient,) = torch.autograd.grad(y, x, create_graph=True)
             (gradient.square().sum() + (y if step else 0)).backward()
-        for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(full(own.grad), expected.grad, msg=lambda m, name=name: f"{name}: {m}")
+        for (name, own), expected in zip(gradients_of(model).items(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own, expected.grad, msg=lambda m, name=name: f"{name}: {m}")
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -173,8 +173,8 @@ def hidden_outputs() -> None:
             train_step(one, step, loss, ranks)
             optimizer.step()
             optimizer.zero_grad()
-        for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(full(own), expected, msg=lambda m, name=name: f"{name}: {m}")
+        for (name, own), expected in zip(parameters_of(model).items(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own, expected, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def evaluate(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.examples import NIGHTLY
-from tests.fsdp.compare import agree, full
+from tests.fsdp.compare import agree, full, gradients_of, parameters_of
 from tests.fsdp.models import Adapted, Block, tokens
 from tests.ranks import RankPools
 from vescale.fsdp import fully_shard
@@ -261,13 +261,13 @@ def train(seed: int) -> list[str]:
             if clip:
                 norms = [full(nn.utils.clip_grad_norm_(one.parameters(), 0.5)) for one in (model, plain)]
                 agree(f"step {step}, norm", norms[0], norms[1], "one device", TOLERANCE, TOLERANCE)
-            for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-                agree(f"step {step}, {name}.grad", full(ours.grad), theirs.grad, "one device", TOLERANCE, TOLERANCE)
+            for (name, ours), theirs in zip(gradients_of(model).items(), plain.parameters(), strict=True):
+                agree(f"step {step}, {name}.grad", ours, theirs.grad, "one device", TOLERANCE, TOLERANCE)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=not keeps)
-            for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-                agree(f"step {step}, {name}", full(ours.detach()), theirs.detach(), "one device", TOLERANCE, 1e-8)
+            for (name, ours), theirs in zip(parameters_of(model).items(), plain.parameters(), strict=True):
+                agree(f"step {step}, {name}", ours.detach(), theirs.detach(), "one device", TOLERANCE, 1e-8)
             between(model, plain, draw, drawn)
     except BaseException as error:
         raise AssertionError(f"seed {seed}, rank {rank}: {drawn}") from error

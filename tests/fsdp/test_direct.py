@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.fsdp.compare import by_block, data, full, mesh_of, same_gradients
+from tests.fsdp.compare import by_block, data, gradients_of, mesh_of, same_gradients
 from tests.fsdp.copies import engine_copies
 from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools, run_cases
@@ -121,8 +121,8 @@ def second_derivatives() -> None:
         for part in model.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
-        for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(full(own.grad), expected.grad, msg=lambda m, name=name: f"{name}: {m}")
+        for (name, own), expected in zip(gradients_of(model).items(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own, expected.grad, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def nothing_is_copied() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.fsdp.compare import by_block, compare, data, full, mesh_of
+from tests.fsdp.compare import by_block, compare, data, full, gradients_of, mesh_of, parameters_of
 from tests.fsdp.extended import CALLS, Codes, MixedBlock, Rounded
 from tests.fsdp.models import Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
@@ -122,7 +122,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> torch.Ten
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: full(p.detach()).clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    return {name: p.detach().clone() for name, p in parameters_of(model).items()}
 
 
 def assert_same(one: nn.Module, other: nn.Module) -> None:
@@ -300,9 +300,9 @@ def clipped() -> None:
         torch.nn.utils.clip_grad_norm_([p for p in one.parameters() if p.requires_grad], 0.01) for one in (model, plain)
     ]
     torch.testing.assert_close(full(norms[0]), norms[1])
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if p.requires_grad:
-            torch.testing.assert_close(full(p.grad), q.grad, msg=name)
+    for (name, gradient), q in zip(gradients_of(model).items(), plain.parameters(), strict=True):
+        if q.requires_grad:
+            torch.testing.assert_close(gradient, q.grad, msg=name)
     model.zero_grad()
     model.double()
     local = model.blocks[0].up.weight.to_local()
@@ -340,10 +340,10 @@ def thawed() -> None:
             one.blocks[0].up.weight.requires_grad_(trains)
         net_loss(model, number, dist.get_rank()).backward()
         torch.stack([net_loss(plain, number, rank) for rank in range(dist.get_world_size())]).mean().backward()
-        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None), name
+        for (name, gradient), q in zip(gradients_of(model).items(), plain.parameters(), strict=True):
+            assert (gradient is None) == (q.grad is None), name
             if q.grad is not None:
-                torch.testing.assert_close(full(p.grad), q.grad, msg=name)
+                torch.testing.assert_close(gradient, q.grad, msg=name)
 
 
 class Tall(nn.Module):

@@ -12,9 +12,9 @@ from torch import nn
 
 from tests.plan_zoo.models import MODELS, labels
 from tests.ranks import RankPools
-from tests.runtime.compare import whole
 from tests.runtime.hf import Step, one_step, quiet
 from tests.runtime.llama import make_mesh
+from tests.whole import whole
 from vescale import parallelize, plan_zoo
 
 

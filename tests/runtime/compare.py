@@ -10,14 +10,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.whole import whole, whole_tensors
 from vescale.plans import Plan
 from vescale.runtime import implicit_communication, parallelize
 
 Loss = Callable[[Any], torch.Tensor]
-
-
-def whole(x: Any) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def pair(
@@ -39,6 +36,7 @@ def pair(
 
 
 def assert_same_gradients(reference: torch.nn.Module, model: torch.nn.Module, tolerance: float = 1e-12) -> None:
+    gradients: Any = whole_tensors({name: own.grad for name, own in model.named_parameters()})
     for (name, own), (_, expected) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         if expected.grad is None:
             assert own.grad is None, name
@@ -46,7 +44,7 @@ def assert_same_gradients(reference: torch.nn.Module, model: torch.nn.Module, to
         assert own.grad is not None, name
         assert own.grad.placements == own.placements, (name, own.grad.placements)
         scale = max(expected.grad.abs().max().item(), 1e-6)
-        difference = (whole(own.grad) - expected.grad).abs().max().item() / scale
+        difference = (gradients[name] - expected.grad).abs().max().item() / scale
         assert difference <= tolerance, (name, difference)
 
 

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import Shard
 
 from tests.ranks import RankPools
-from tests.runtime.compare import whole
 from tests.runtime.test_experts import Mixture
 from tests.runtime.test_zero_llama import put, state_of
 from tests.runtime.zero import mesh_of, same_steps, sharded_at_rest
+from tests.whole import whole, whole_tensors
 from vescale import Plan, optim, parallelize
 from vescale.comm import record_comms
 from vescale.placements import RaggedShard
@@ -133,8 +133,9 @@ def read_elsewhere(path: str, plan: Plan, others: Sequence[Any]) -> nn.Module:
             for m, optimizer in zip((expected, other), pair, strict=True):
                 loss_of(m, 2)
                 optimizer.step()
-        for (name, own), (_, theirs) in zip(other.named_parameters(), expected.named_parameters(), strict=True):
-            torch.testing.assert_close(whole(own.detach()), theirs.detach(), rtol=1e-9, atol=1e-12, msg=name)
+        found: Any = whole_tensors(dict(other.named_parameters()))
+        for (name, own), (_, theirs) in zip(found.items(), expected.named_parameters(), strict=True):
+            torch.testing.assert_close(own.detach(), theirs.detach(), rtol=1e-9, atol=1e-12, msg=name)
     return model
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.ranks import RankPools, run_cases
-from tests.runtime.compare import assert_same_step, pair, whole
+from tests.runtime.compare import assert_same_step, pair
+from tests.whole import whole
 from vescale.comm import record_comms
 from vescale.placements import InterleavedShard
 from vescale.plans import Plan, PlanError

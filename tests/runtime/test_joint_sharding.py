@@ -19,9 +19,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.ranks import RankPools, run_cases
-from tests.runtime.compare import whole
 from tests.runtime.test_expert_sharding import loss_of, make, read_elsewhere
 from tests.runtime.zero import mesh_of, same_steps
+from tests.whole import whole, whole_tensors
 from vescale import Plan, deferred_init, no_sync, optim, parallelize
 from vescale.comm import join_axes, record_comms
 from vescale.compat import make_dtensor, make_spec
@@ -294,8 +294,9 @@ def clipped() -> None:
             loss_of(m, number)
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1, **options) for m in (reference, model)]  # type: ignore[arg-type]
         assert whole(norms[1]).item() == pytest.approx(norms[0].item(), rel=1e-12)
-        for (name, own), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(whole(own.grad), other.grad, rtol=1e-9, atol=1e-14, msg=name)
+        found: Any = whole_tensors({name: own.grad for name, own in model.named_parameters()})
+        for (name, own), other in zip(found.items(), reference.parameters(), strict=True):
+            torch.testing.assert_close(own, other.grad, rtol=1e-9, atol=1e-14, msg=name)
     of_all, of_two = mesh_of({"x": 4}), DeviceMesh("cpu", [0, 1])
     numbers = [
         make_dtensor(torch.ones(()), make_spec(mesh, [Replicate()], (), (), torch.float32)) for mesh in (of_all, of_two)
@@ -363,9 +364,10 @@ def optimized(make_optimizer: Any, **options: Any) -> None:
 
 
 def assert_same(model: nn.Module, reference: nn.Module) -> None:
-    for (name, own), (_, other) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+    found: Any = whole_tensors(dict(model.named_parameters()))
+    for (name, own), (_, other) in zip(found.items(), reference.named_parameters(), strict=True):
         torch.testing.assert_close(
-            whole(own.detach()), other.detach(), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+            own.detach(), other.detach(), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 

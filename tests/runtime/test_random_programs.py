@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.examples import NIGHTLY
 from tests.ranks import RankPools
-from tests.runtime.compare import whole
 from tests.runtime.zero import mesh_of
+from tests.whole import whole, whole_tensors
 from vescale import no_sync, optim, parallelize
 from vescale.placements import RaggedShard
 from vescale.plans import INIT, RUN, Plan
@@ -207,6 +207,7 @@ def train(seed: int) -> list[str]:
 
 
 def same(what: str, step: int, model: nn.Module, plain: nn.Module) -> None:
+    found: Any = whole_tensors({name: own.grad if what else own for name, own in model.named_parameters()})
     for (name, own), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         one: Any = own.grad if what else own.detach()
         expected: Any = other.grad if what else other.detach()
@@ -215,7 +216,7 @@ def same(what: str, step: int, model: nn.Module, plain: nn.Module) -> None:
             continue
         assert one.placements == own.placements, f"step {step}, {name} {what}: {one.placements}, not {own.placements}"
         torch.testing.assert_close(
-            whole(one),
+            found[name],
             expected,
             rtol=TOLERANCE,
             atol=TOLERANCE if what else 1e-8,

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.compare import resting_memory
 from tests.ranks import RankPools, run_cases
-from tests.runtime.compare import whole
 from tests.runtime.zero import Difference, mesh_of, same_steps, sharded_at_rest
+from tests.whole import whole, whole_tensors
 from vescale import deferred_init, no_sync, optim, parallelize
 from vescale.comm import record_comms
 from vescale.fsdp import FSDPModule, report, state_of
@@ -202,8 +202,9 @@ def as_stock_fsdp(policy: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        for (name, own), (_, theirs) in zip(model.named_parameters(), stock.named_parameters(), strict=True):
-            torch.testing.assert_close(whole(own), whole(theirs), **close, msg=lambda m, n=name: f"{n}: {m}")
+        ours, others = (whole_tensors(dict(one.named_parameters())) for one in (model, stock))
+        for (name, own), theirs in zip(ours.items(), others.values(), strict=True):
+            torch.testing.assert_close(own, theirs, **close, msg=lambda m, n=name: f"{n}: {m}")
     assert set(seen) == {policy.param_dtype or torch.float64}
     bucket = model.blocks[1]._state.groups[0].buckets[0]
     assert bucket.shards.dtype == torch.float64 and bucket.unreduced.buffer.dtype == (
@@ -688,8 +689,9 @@ def deferred() -> None:
     with deferred_init():
         model = Net()
     parallelize(model, zero_plan({"dp": 4}), strict=True)
-    for (name, own), (_, expected) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        assert torch.equal(whole(own), expected), name
+    drawn: Any = whole_tensors(dict(model.named_parameters()))
+    for (name, own), (_, expected) in zip(drawn.items(), reference.named_parameters(), strict=True):
+        assert torch.equal(own, expected), name
     assert sum(resting_memory(model).values()) == report(model).resting_bytes
 
 

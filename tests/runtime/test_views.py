@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.experimental import implicit_replication
 
 from tests.ranks import RankPool, RankPools, run_cases
-from tests.runtime.compare import assert_same_gradients, whole
+from tests.runtime.compare import assert_same_gradients
 from tests.runtime.llama import make_mesh
+from tests.whole import whole
 from vescale import rng
 from vescale.comm import record_comms
 from vescale.plans import Plan

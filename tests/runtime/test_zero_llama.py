@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from tests.ranks import RankPools
-from tests.runtime.compare import whole
 from tests.runtime.llama import batch, make_llama
 from tests.runtime.zero import llama_plan, mesh_of, same_steps
+from tests.whole import whole, whole_tensors
 from vescale import deferred_init, no_sync, optim, parallelize
 from vescale.comm import record_comms
 from vescale.ir import lower, predict
@@ -128,8 +128,9 @@ def deferred_state() -> None:
     with deferred_init():
         model = make_llama(torch.float32)
     parallelize(model, plan_on(DP_TP), strict=True)
-    for (name, own), (_, other) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        assert torch.equal(whole(own), other), name
+    found: Any = whole_tensors(dict(model.named_parameters()))
+    for (name, own), (_, other) in zip(found.items(), reference.named_parameters(), strict=True):
+        assert torch.equal(own, other), name
 
 
 def test_deferred_init(ranks: RankPools) -> None:
@@ -168,8 +169,9 @@ def saved(path: str) -> None:
         dcp.load(loaded, checkpoint_id=path)
         put(other, optimizer, loaded)
         for expected in after:
-            for (name, own), (_, theirs) in zip(other.named_parameters(), expected.named_parameters(), strict=True):
-                torch.testing.assert_close(whole(own.detach()), theirs.detach(), rtol=1e-9, atol=1e-12, msg=name)
+            found: Any = whole_tensors(dict(other.named_parameters()))
+            for (name, own), (_, theirs) in zip(found.items(), expected.named_parameters(), strict=True):
+                torch.testing.assert_close(own.detach(), theirs.detach(), rtol=1e-9, atol=1e-12, msg=name)
             if expected is not reference:
                 step(other, optimizer, 2)
 

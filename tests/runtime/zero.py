@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 
-from tests.runtime.compare import whole
+from tests.whole import whole, whole_tensors
 from vescale import plan_zoo
 from vescale.placements import RaggedShard
 from vescale.plans import INIT, RUN, Plan
@@ -72,17 +72,19 @@ def same_steps(
     for number in range(num_steps):
         expected, loss = (step(m, number).detach() for m in pair)
         found.loss = max(found.loss, abs(whole(loss).item() - expected.item()) / abs(expected.item()))
+        gradients: Any = whole_tensors({name: own.grad for name, own in model.named_parameters()})
         for (name, own), (_, other) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
             assert (own.grad is None) == (other.grad is None), (number, name, own.grad, other.grad)
             if own.grad is not None:
                 assert own.grad.placements == own.placements, (name, own.grad.placements)
-                found.gradient = max(found.gradient, (_relative(own.grad, other.grad), name))
+                found.gradient = max(found.gradient, (_relative(gradients[name], other.grad), name))
         for m, optimizer in zip(pair, optimizers, strict=True):
             if around is not None:
                 around(m, optimizer)
             optimizer.step()
             optimizer.zero_grad()
-        for (name, own), (_, other) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        parameters: Any = whole_tensors(dict(model.named_parameters()))
+        for (name, own), (_, other) in zip(parameters.items(), reference.named_parameters(), strict=True):
             found.parameter = max(found.parameter, (_relative(own, other), name))
     assert len(implicit_communication(model)) <= max_implicit, implicit_communication(model)
     return found
@@ -90,5 +92,5 @@ def same_steps(
 
 def _relative(own: Any, expected: Any) -> float:
     scale = max(expected.detach().abs().max().item(), 1e-9) if expected.numel() else 1.0
-    difference = (whole(own.detach()) - expected.detach()).abs()
+    difference = (own.detach() - expected.detach()).abs()
     return float(difference.max() / scale) if difference.numel() else 0.0

@@ -7,16 +7,18 @@ import importlib.metadata
 import os
 import platform
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from vescale import __version__
-from vescale.cli._console import new_console, new_table, print_json
+from vescale.cli._console import print_json
 from vescale.cli._inputs import add_json
 
 __all__ = ["add_arguments", "run"]
 
 _PACKAGES = ("torch", "numpy", "pyyaml", "jsonschema", "regex", "rich", "transformers", "tokenizers", "safetensors")
+_WIDTH = 80  # columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,11 +31,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(data)
     else:
-        table = new_table("section", "name", "value")
         for section, values in data.items():
+            print(section)
             for name, value in values.items():
-                table.add_row(section, name, _shown(value))
-        new_console().print(table)
+                print("\n".join(_row(name, _shown(value))))
     needed = [name for name in _PACKAGES[:6] if data["packages"][name] is None]
     return 1 if needed or data["torch"]["compat"] != "ok" else 0
 
@@ -117,13 +118,38 @@ def _helpers() -> dict[str, str]:
     return {name: "built" if csrc.load(name) is not None else "not built (Python fallback)" for name in names}
 
 
+def _row(name: str, value: str) -> list[str]:
+    """One line if it fits, otherwise the name with the value below it."""
+    line = f"  {name:<16} {value}"
+    return [line] if len(name) <= 16 and len(line) <= _WIDTH else [*_wrapped(name, 2), *_wrapped(value, 6)]
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    """Lines of at most 80 columns; names of Python that are longer end a line after a dot."""
+    left = " " * indent
+    long = {
+        word: word[: word[: _WIDTH - indent].rfind(".") + 1] for word in text.split() if len(word) > _WIDTH - indent
+    }
+    for word, head in long.items():
+        text = text.replace(word, f"{head} {word[len(head) :]}")
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=left,
+        subsequent_indent=f"{left}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def _shown(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return f"{value['state']} ({value['part']}): {value['replacement']}"
+        issue = "" if value["issue"] == "none" else f" ({value['issue']})"
+        return f"{value['state']} ({value['part']}): {value['replacement']}{issue}"
     if isinstance(value, list):
         return ", ".join(value) or "none"
     return str(value)

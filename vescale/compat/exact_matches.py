@@ -1,8 +1,9 @@
 """Sharding decisions for operands that an op takes as they are placed, without a search.
 
 Where PyTorch has a rule for one mesh axis, it tries every combination of the rule's lines over all axes and computes
-what each costs, which takes 0.7 s for one op on three axes. If the operands' placements match a line of the rule on each
-axis, the combination of these lines costs nothing, and the search ends with it. It is looked up here.
+what each costs. That takes 0.7 s for one op on three axes, and as long on two if views have left strided shards. If the
+operands' placements match a line of the rule on each axis, the combination of these lines costs nothing, and the search
+ends with it. It is looked up here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import _sharding_prop as sharding_propagation
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from vescale.compat.patching import Changes
 
@@ -24,7 +27,7 @@ except ImportError:  # this torch has its rules in another form; the patch is no
 
 __all__ = ["exact_match", "search_only_mismatches"]
 
-_PLAIN = (Replicate, Shard, Partial)
+_STOCK = (Replicate, Shard, _StridedShard, Partial)
 
 
 def search_only_mismatches(changes: Changes, _: Any) -> None:
@@ -56,8 +59,10 @@ def exact_match(mesh: Any, schema: OpSchema, rule: Any, output_meta: Any) -> OpS
     if not operands or not all(isinstance(operand, OpStrategy) for operand in operands):
         return None
     specs = [operand.strategies[0].output_spec for operand in operands]
-    if any(spec.mesh != mesh or type(p) not in _PLAIN for spec in specs for p in spec.placements):
+    if any(spec.mesh != mesh or type(p) not in _STOCK for spec in specs for p in spec.placements):
         return None
+    if any(_is_strided(spec) and spec.use_strided_shard_as_shard_order for spec in specs):
+        return None  # the strides stand for an order of shards
     prepared = _PreparedSingleDimStrategy(rule, schema, output_meta)
     if prepared.num_inputs != len(specs) or prepared.num_outputs == 0 or not _is_function(prepared):
         return None
@@ -70,13 +75,34 @@ def exact_match(mesh: Any, schema: OpSchema, rule: Any, output_meta: Any) -> OpS
         return None
     if schema.is_inplace_op() and results[0] is not None and results[0].placements != specs[0].placements:
         return None
+    if any(_is_strided(spec) for spec in specs):
+        return _with_cuts_as_they_are(strategy)
     return strategy
+
+
+def _with_cuts_as_they_are(strategy: OpStrategy) -> OpStrategy:
+    """``strategy`` with specs whose strided shards do not stand for an order of shards, like those of its operands."""
+    (found,) = strategy.strategies
+    outputs = found.output_specs
+    found.output_specs = tuple(map(_plain, outputs)) if isinstance(outputs, tuple) else _plain(outputs)
+    found.input_specs = [spec for spec in map(_plain, found.input_specs or ()) if spec is not None]
+    return strategy
+
+
+def _plain(spec: DTensorSpec | None) -> DTensorSpec | None:
+    if spec is None or not _is_strided(spec):
+        return spec
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta, use_strided_shard_as_shard_order=False)
 
 
 def _is_function(prepared: _PreparedSingleDimStrategy) -> bool:
     """Whether each combination of input placements has one combination of output placements."""
     outputs, found = prepared.num_outputs, prepared.strategy_lookup
     return all(found[tuple(line[outputs:])] == tuple(line[:outputs]) for line in prepared.expanded_strategies)
+
+
+def _is_strided(spec: DTensorSpec) -> bool:
+    return any(isinstance(placement, _StridedShard) for placement in spec.placements)
 
 
 def _has_mixed_partials(placements: Sequence[Any]) -> bool:
