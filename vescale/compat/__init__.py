@@ -34,6 +34,7 @@ try:
     from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, tell_move
     from vescale.compat.native_dispatch import (
         dispatch_counts,
+        filter_functions,
         intern_spec,
         is_native,
         native_converter,
@@ -58,6 +59,7 @@ __all__ = [
     "UnsupportedTorchError",
     "clear_sharding_caches",
     "dispatch_counts",
+    "filter_functions",
     "group_description",
     "intern_spec",
     "is_native",

@@ -22,11 +22,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 
 from vescale import csrc
 from vescale.compat.dispatch import handlers_of_dtensor, keeps_operands
@@ -34,10 +36,11 @@ from vescale.compat.dtensor import DTensorSpec, StridedShard, rank_in_mesh
 from vescale.compat.model_hooks import model_hooks
 from vescale.compat.op_info import OutputSharding, is_view
 from vescale.compat.patching import HOOKS, Changes
-from vescale.compat.sharding_caches import INTERNED_SPECS
+from vescale.compat.sharding_caches import INTERNED_SPECS, clear_sharding_caches
 
 __all__ = [
     "dispatch_counts",
+    "filter_functions",
     "install_native_dispatch",
     "intern_spec",
     "is_native",
@@ -50,6 +53,7 @@ __all__ = [
 _STOCK_PLACEMENTS = frozenset([Replicate, Shard, Partial, StridedShard])
 # Entries of all ops. Each takes about 500 bytes; a training step of a large model has some hundreds.
 _MAX_ENTRIES = 8192
+_MAX_SPECS = 8192
 _aten = torch.ops.aten
 # PyTorch computes something else than the local results.
 _NEVER = frozenset([_aten.equal.default])
@@ -72,7 +76,9 @@ def install_native_dispatch(changes: Changes, _: Any) -> None:
     if module is None:
         return
     slots = [module.offset_of(DTensor.__dict__[name]) for name in ("_spec", "_local_tensor")]
-    module.install(DTensor, *slots, intern_spec, _decide, _static_arguments, _MAX_ENTRIES)
+    module.install(
+        DTensor, *slots, intern_spec, _decide, _static_arguments, _STOCK_PLACEMENTS, clear_sharding_caches, _MAX_ENTRIES
+    )
     changes.on_undo(module.uninstall)
 
 
@@ -111,6 +117,15 @@ def native_converter(
     module.set_conversions(plan, move, differentiate, is_observed)
     converter: Callable[..., Any] = module.convert
     return converter
+
+
+def filter_functions(mode: TorchFunctionMode, python: Callable[..., Any], when: dict[Any, int]) -> None:
+    """Let PyTorch call ``python(mode, function, kinds, args, kwargs)`` for a mode only where it does something, see
+    ``csrc/function_filter.h``: for plain tensors among DTensors, and for the functions of ``when``, on the operands that
+    their values say. Without the helper, PyTorch calls the mode's method as usual."""
+    module = _loaded()
+    if module is not None:
+        mode.__torch_function__ = module.FunctionFilter(weakref.ref(mode), python, when)  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -155,6 +170,8 @@ def intern_spec(spec: DTensorSpec) -> DTensorSpec | None:
             placements is None or type(placement) not in placements.custom_types
         ):
             return None
+    if len(INTERNED_SPECS) >= _MAX_SPECS:
+        clear_sharding_caches()
     return INTERNED_SPECS.setdefault((id(spec.mesh), spec.use_strided_shard_as_shard_order, spec), spec)
 
 

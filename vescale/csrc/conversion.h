@@ -51,7 +51,7 @@ inline PyRef checked(PyObject* made) {
     return PyRef::steal(made);
 }
 
-inline const Move& move_between(const Spec* source, PyObject* target) {
+inline Move move_between(const Spec* source, PyObject* target) {
     auto& our = conversions();
     if (our.epoch != self().epoch || our.moves.size() >= self().max_entries) {
         our.moves.clear();
@@ -62,6 +62,7 @@ inline const Move& move_between(const Spec* source, PyObject* target) {
         return found->second.second;
     }
     Move move;
+    const auto epoch = self().epoch;
     PyRef plan = checked(PyObject_CallFunctionObjArgs(our.plan.get(), source->object.get(), target, nullptr));
     if (plan.get() != Py_None) {
         move.target = add_spec(PyTuple_GET_ITEM(plan.get(), 0));
@@ -71,9 +72,10 @@ inline const Move& move_between(const Spec* source, PyObject* target) {
             move.divisor = PyLong_AsLongLong(PyTuple_GET_ITEM(plan.get(), 3));
         }
     }
-    our.epoch = self().epoch;
-    return our.moves.emplace(std::make_pair(source, target), std::make_pair(PyRef::borrow(target), std::move(move)))
-        .first->second.second;
+    if (epoch == self().epoch) {  // otherwise the tables were cleared meanwhile, and `source` has gone
+        our.moves.emplace(std::make_pair(source, target), std::make_pair(PyRef::borrow(target), move));
+    }
+    return move;
 }
 
 // The tensor with other placements, a new DTensor in any case, outside of autograd. The lock is held.

@@ -10,6 +10,7 @@
 
 #include "conversion.h"
 #include "dispatch.h"
+#include "function_filter.h"
 
 #include <ATen/EmptyTensor.h>
 #include <c10/core/impl/PyInterpreter.h>
@@ -216,14 +217,17 @@ bool Kernel::try_run(const c10::OperatorHandle& op, Stack* stack, const char*& r
         compare_arguments(op);
     }
     Key key;
+    const auto epoch = our.epoch;
     reason = make_key(arguments, key);
+    if (reason == nullptr && epoch != our.epoch) {  // a new spec filled the table: the key holds specs that have gone
+        reason = "full table";
+    }
     if (reason != nullptr) {
         return false;
     }
     auto found = entries_.find(key);
     if (found == entries_.end()) {
         const double start = seconds_now();
-        const auto epoch = our.epoch;
         Entry entry = learn(op, arguments);
         counts_.misses += 1;
         counts_.seconds_of_misses += seconds_now() - start;
@@ -232,7 +236,9 @@ bool Kernel::try_run(const c10::OperatorHandle& op, Stack* stack, const char*& r
             return false;
         }
         if (our.num_entries >= our.max_entries) {
-            clear_tables();
+            if (PyObject_CallNoArgs(our.forget.get()) == nullptr) {
+                throw python_error();
+            }
             reason = "full table";
             return false;
         }
@@ -489,7 +495,7 @@ bool is_for_dtensors(const c10::OperatorHandle& op) {
 
 void install(
     py::object dtensor, Py_ssize_t spec_slot, Py_ssize_t local_slot, py::object intern, py::object decide,
-    py::object static_arguments, std::size_t max_entries) {
+    py::object static_arguments, py::object stock_placements, py::object forget, std::size_t max_entries) {
     auto& our = self();
     auto& all = registered();
     TORCH_CHECK(all.handles.empty(), "the dispatcher is installed already");
@@ -499,6 +505,8 @@ void install(
     our.local_slot = local_slot;
     our.intern = PyRef::steal(intern.release().ptr());
     our.decide = PyRef::steal(decide.release().ptr());
+    our.stock_placements = PyRef::steal(stock_placements.release().ptr());
+    our.forget = PyRef::steal(forget.release().ptr());
     our.static_arguments = PyRef::steal(static_arguments.release().ptr());
     auto& dispatcher = c10::Dispatcher::singleton();
     for (const auto& name : dispatcher.getAllOpNames()) {
@@ -580,6 +588,10 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("observe_writes", &vescale::observe_writes);
     module.def("offset_of", &vescale::offset_of);
     module.def("clear", &vescale::clear_tables);
+    py::class_<vescale::FunctionFilter>(module, "FunctionFilter")
+        .def(py::init<py::object, py::object, py::dict>())
+        .def_property_readonly("__self__", &vescale::FunctionFilter::mode)
+        .def("__call__", &vescale::FunctionFilter::call, py::arg(), py::arg(), py::arg() = py::tuple(), py::arg() = py::none());
     module.def("convert", &vescale::convert);
     module.def("set_conversions", &vescale::set_conversions);
     module.def("counts", &vescale::counts);

@@ -22,6 +22,9 @@ namespace vescale {
 // One DTensorSpec for all that are equal and of one mesh: calls are compared by its address.
 struct Spec {
     PyRef object;
+    bool is_partial = false;  // on some axis
+    bool is_replicate = true;  // on all axes
+    bool is_custom = false;  // one is not PyTorch's
     c10::SmallVector<std::int64_t, 5> sizes;
     c10::SmallVector<std::int64_t, 5> strides;
 };
@@ -36,6 +39,8 @@ struct State {
     PyRef intern;  // spec -> the interned one, or None
     PyRef decide;  // (op name, overload name, args, kwargs) -> None or (results, replaced arguments)
     PyRef static_arguments;  // (op name, overload name) -> whether each argument decides by its value
+    PyRef stock_placements;  // PyTorch's types of placements, a set
+    PyRef forget;  // () -> None; clears all tables, here and in Python
     std::size_t max_entries = 0;
     std::size_t num_entries = 0;
     SpecTable specs;
@@ -76,6 +81,15 @@ inline const Spec* add_spec(PyObject* interned) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape.get()); ++i) {
         spec->sizes.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(shape.get(), i)));
         spec->strides.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(stride.get(), i)));
+    }
+    PyRef placements = PyRef::steal(PyObject_GetAttrString(interned, "placements"));
+    for (Py_ssize_t i = 0; placements && i < PyTuple_GET_SIZE(placements.get()); ++i) {
+        PyObject* placement = PyTuple_GET_ITEM(placements.get(), i);
+        PyRef is_partial = PyRef::steal(PyObject_CallMethod(placement, "is_partial", nullptr));
+        PyRef is_replicate = PyRef::steal(is_partial ? PyObject_CallMethod(placement, "is_replicate", nullptr) : nullptr);
+        spec->is_partial |= is_partial.get() == Py_True;
+        spec->is_replicate &= is_replicate.get() == Py_True;
+        spec->is_custom |= PySet_Contains(self().stock_placements.get(), reinterpret_cast<PyObject*>(Py_TYPE(placement))) != 1;
     }
     if (PyErr_Occurred()) {
         throw python_error();

@@ -54,6 +54,7 @@ from vescale.ops._register_rule import register_rule
 from vescale.ops._registry import (
     OpEntry,
     OpFamily,
+    When,
     entries,
     families,
     register,
@@ -79,6 +80,7 @@ __all__ = [
     "RingSchedule",
     "Rule",
     "Runs",
+    "When",
     "bring",
     "bring_with_gradient",
     "convert",

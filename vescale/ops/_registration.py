@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from vescale.compat import DTensorSpec, no_torch_function
-from vescale.ops._registry import register
+from vescale.ops._registry import When, register
 
 __all__ = ["handles", "is_spread", "replaces"]
 
@@ -41,14 +41,14 @@ def handles(
 
 
 def replaces(
-    *functions: Any, backward: str = "autograd", communicates: Iterable[str] = ()
+    *functions: Any, when: When = When.ALWAYS, backward: str = "autograd", communicates: Iterable[str] = ()
 ) -> Callable[[Function], Function]:
     """Register a function ``(context, function, args, kwargs) -> result`` to run in place of torch functions inside of a
-    parallelized model's forward; see :class:`OpEntry`."""
+    parallelized model's forward; see :class:`OpEntry`. ``when``: the calls in which it does something else than they."""
 
     def decorate(function: Function) -> Function:
         for replaced in functions:
-            register(replaced, function=function, backward=backward, communicates=communicates)
+            register(replaced, function=function, when=when, backward=backward, communicates=communicates)
         return function
 
     return decorate

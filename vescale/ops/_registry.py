@@ -19,6 +19,7 @@ A placement rule is looked for in this order; the first one that returns a decis
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -30,6 +31,7 @@ __all__ = [
     "FAMILY_ORDER",
     "OpEntry",
     "OpFamily",
+    "When",
     "entries",
     "families",
     "register",
@@ -41,6 +43,15 @@ __all__ = [
 
 # Families may cover the same op (dropout is random and elementwise): they are tried in this order.
 FAMILY_ORDER = ("random", "foreach", "elementwise", "interleaved")
+
+
+class When(enum.IntEnum):
+    """For which operands a registered torch function does something. The values are those of ``csrc/function_filter.h``."""
+
+    ALWAYS = 0
+    PARTIAL = 1  # one is Partial on some axis
+    NOT_REPLICATE = 2  # one is not Replicate on some axis
+    INDEX = 3  # one has a placement of vescale's, or the index has more than slices and numbers
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class OpEntry:
         random_handler: a handler that :mod:`vescale.rng` installs while it is enabled, and nothing else.
         function: ``(context, function, args, kwargs) -> result``; runs in place of a torch function in a parallelized
             model's forward, when one of its arguments is a DTensor.
+        when: the calls on DTensors alone for which ``function`` does something else than the torch function.
         flow: ``Flow -> Placement | None``; the placement of the result on one mesh axis, as far as it follows from the
             placements of the operands alone. ``explain`` predicts with it.
         backward: how the gradient is computed: ``"autograd"`` (the graph of the ops that run in place of the op) or
@@ -72,6 +84,7 @@ class OpEntry:
     takes_plain: bool | None = None
     random_handler: Callable[..., Any] | None = None
     function: Callable[..., Any] | None = None
+    when: When = When.ALWAYS
     flow: Callable[..., Any] | None = None
     backward: str = "autograd"
     communicates: frozenset[str] = frozenset()
@@ -96,7 +109,7 @@ def register(op: Any, *, communicates: Iterable[str] = (), **fields: Any) -> Non
     Raises ValueError for a field that is registered already: two families would each believe that theirs runs.
     """
     known = _ENTRIES.get(op, OpEntry())
-    taken = sorted(name for name in fields if name != "backward" and getattr(known, name) is not None)
+    taken = sorted(name for name in fields if name not in ("backward", "when") and getattr(known, name) is not None)
     if taken:
         raise ValueError(f"{op} has {', '.join(taken)} registered already; each op belongs to one file of vescale.ops")
     _ENTRIES[op] = replace(known, communicates=known.communicates | frozenset(communicates), **fields)

@@ -11,13 +11,14 @@ from torch.distributed.tensor import DTensor
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import wrap_global
 from vescale.ops._registration import replaces
+from vescale.ops._registry import When
 from vescale.ops.splitting import split
 from vescale.placements import InterleavedShard
 
 __all__: list[str] = []
 
 
-@replaces(torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+@replaces(torch.Tensor.__getitem__, torch.Tensor.__setitem__, when=When.INDEX)
 def _index_item(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """DTensor's own rule, with lists and arrays among the indices converted to tensors that are the same on every rank."""
     x, index, *value = args

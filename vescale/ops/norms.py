@@ -16,6 +16,7 @@ from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, bring_with_gradient, convert, enter_local, leave_local
 from vescale.ops._observer import running_module
 from vescale.ops._registration import handles, replaces
+from vescale.ops._registry import When
 from vescale.placements import contiguous_stride, shard_dim, without_partials
 
 __all__: list[str] = []
@@ -27,7 +28,9 @@ _SIGNATURES = {
 }
 
 
-@replaces(F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm, communicates=("all_reduce",))
+@replaces(
+    F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm, when=When.NOT_REPLICATE, communicates=("all_reduce",)
+)
 def _normalization(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``layer_norm`` and ``rms_norm``.
 

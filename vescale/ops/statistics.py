@@ -23,6 +23,7 @@ from vescale.compat import DTensorSpec, local_of, make_dtensor, spec_of
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, convert
 from vescale.ops._registration import handles, replaces
+from vescale.ops._registry import When
 from vescale.placements import move_local, shard_dim, without_partials
 
 __all__ = ["mean"]
@@ -47,25 +48,25 @@ _OFFSETS = _overloads("add sub __add__ __radd__ __sub__ __rsub__") + [torch.subt
 _ADDITIONS = [getattr(torch.Tensor, name) for name in ("add_", "sub_", "__iadd__", "__isub__")]
 
 
-@replaces(*_ADDITIONS, communicates=("all_reduce",))
+@replaces(*_ADDITIONS, when=When.PARTIAL, communicates=("all_reduce",))
 def _addition(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     whole = isinstance(args[0], DTensor) and all(placement.is_replicate() for placement in args[0].placements)
     return func(args[0], *(_reduced(x, func) if whole else x for x in args[1:]), **kwargs)
 
 
-@replaces(*_NONLINEAR, communicates=("all_reduce",))
+@replaces(*_NONLINEAR, when=When.PARTIAL, communicates=("all_reduce",))
 def _nonlinear(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*(_reduced(x, func) for x in args), **kwargs)
 
 
-@replaces(*_PRODUCTS, communicates=("all_reduce",))
+@replaces(*_PRODUCTS, when=When.PARTIAL, communicates=("all_reduce",))
 def _product(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if sum(_is_pending(x) for x in args) > 1:
         args = tuple(_reduced(x, func) for x in args)
     return func(*args, **kwargs)
 
 
-@replaces(*_OFFSETS, communicates=("all_reduce",))
+@replaces(*_OFFSETS, when=When.PARTIAL, communicates=("all_reduce",))
 def _offset(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A number is added once, not by every rank. Zero, which Python's ``sum()`` begins with, keeps a statistic Partial."""
     if len(args) == 2 and not kwargs:
@@ -77,7 +78,7 @@ def _offset(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[s
     return func(*args, **kwargs)
 
 
-@replaces(torch.mean, torch.Tensor.mean)
+@replaces(torch.mean, torch.Tensor.mean, when=When.NOT_REPLICATE)
 def mean(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The mean of a Partial tensor, or over sharded dims, as a Partial sum divided by the global count.
 
@@ -94,7 +95,7 @@ def mean(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return _sum(context, torch.sum, (x, over, keepdim), {}) / math.prod(x.shape[dim] for dim in over)
 
 
-@replaces(torch.sum, torch.Tensor.sum)
+@replaces(torch.sum, torch.Tensor.sum, when=When.NOT_REPLICATE)
 def _sum(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sum over unevenly sharded dims; its gradient is sharded as ``x``. DTensor's is Replicate, and is gathered with."""
     over = _reduced_dims(args, kwargs)
@@ -120,7 +121,7 @@ def _is_uneven(x: DTensor, dim: int) -> bool:
     return x.shape[dim] % num_ranks != 0
 
 
-@replaces(*_QUOTIENTS, communicates=("all_reduce",))
+@replaces(*_QUOTIENTS, when=When.PARTIAL, communicates=("all_reduce",))
 def _quotient(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args[:1], *(_reduced(x, func) for x in args[1:]), **kwargs)
 

@@ -11,6 +11,7 @@ It changes torch functions in four ways, and passes every other call through:
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from vescale.ops import entries, wrap_global
+from vescale.compat import filter_functions
+from vescale.ops import When, entries, wrap_global
 from vescale.runtime._activation import Activation
 from vescale.runtime._factories import FACTORIES, METHOD_FACTORIES, place_made
 
@@ -34,6 +36,7 @@ class RuntimeMode(TorchFunctionMode):
         super().__init__()
         self.activation = activation
         self._entries = entries()
+        filter_functions(self, RuntimeMode.__torch_function__, _when())
 
     def __torch_function__(
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,6 +70,14 @@ class RuntimeMode(TorchFunctionMode):
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim:
             return wrap_global(value, self.activation.mesh, self.activation.replicated, "plain operand")
         return value
+
+
+@functools.cache
+def _when() -> dict[Any, int]:
+    """For functions that the mode does something for: for which operands. All functions are registered by now."""
+    always = (*FACTORIES, *METHOD_FACTORIES, *_OPENED)
+    registered = {func: entry.when for func, entry in entries().items() if entry.function is not None}
+    return {**registered, **dict.fromkeys(always, When.ALWAYS)}
 
 
 def _plain_only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,134 @@
+// The torch function of a parallelized model's mode, for calls that the mode passes through.
+//
+// Every torch function of a forward comes by. Most are on DTensors alone and have no function registered, or one that does
+// something for some placements only: these are called here, without Python. All others go to the mode's own method.
+
+#pragma once
+
+#include "dtensor.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace vescale {
+
+// When a function has to go to Python: the values of `When` in vescale/ops/_registry.py.
+enum class When : long { kAlways = 0, kPartial = 1, kNotReplicate = 2, kIndex = 3 };
+
+// What is among the arguments of a call.
+struct Operands {
+    bool has_dtensor = false;
+    bool has_plain = false;  // a plain tensor with dims
+    bool is_partial = false;
+    bool is_replicate = true;
+    bool is_custom = false;
+    bool is_unknown = false;
+
+    void add(PyObject* object) {
+        if (Py_TYPE(object) == self().dtensor) {
+            has_dtensor = true;
+            const Spec* spec = slot(object, self().local_slot) == nullptr ? nullptr : spec_of(object);
+            is_unknown |= spec == nullptr;
+            is_partial |= spec != nullptr && spec->is_partial;
+            is_replicate &= spec != nullptr && spec->is_replicate;
+            is_custom |= spec != nullptr && spec->is_custom;
+        } else if (THPVariable_Check(object)) {
+            const auto& tensor = THPVariable_Unpack(object);
+            is_unknown |= tensor.key_set().has(c10::DispatchKey::Python);  // another subclass, maybe of DTensor
+            has_plain |= tensor.dim() > 0;
+        }
+    }
+
+    void add_all(PyObject* object) {
+        if (PyList_CheckExact(object) || PyTuple_CheckExact(object)) {
+            for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+                add(PySequence_Fast_GET_ITEM(object, i));
+            }
+        } else {
+            add(object);
+        }
+    }
+};
+
+// Whether an index has slices and numbers only.
+inline bool is_basic_index(PyObject* index) {
+    const auto is_basic = [](PyObject* item) {
+        return PySlice_Check(item) || item == Py_None || item == Py_Ellipsis || PyLong_CheckExact(item);
+    };
+    if (!PyTuple_CheckExact(index)) {
+        return is_basic(index);
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(index); ++i) {
+        if (!is_basic(PyTuple_GET_ITEM(index, i))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+inline bool goes_to_python(PyObject* function, PyObject* args, PyObject* kwargs, PyObject* table) {
+    PyObject* rule = PyDict_GetItemWithError(table, function);
+    if (rule == nullptr && PyErr_Occurred()) {
+        throw python_error();
+    }
+    const long when = rule == nullptr ? -1 : PyLong_AsLong(rule);
+    if (when == static_cast<long>(When::kAlways)) {
+        return true;
+    }
+    Operands operands;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
+        operands.add_all(PyTuple_GET_ITEM(args, i));
+    }
+    if (kwargs != nullptr) {
+        Py_ssize_t position = 0;
+        PyObject* value = nullptr;
+        while (PyDict_Next(kwargs, &position, nullptr, &value)) {
+            operands.add_all(value);
+        }
+    }
+    if (operands.is_unknown || (operands.has_dtensor && operands.has_plain)) {
+        return true;
+    }
+    if (!operands.has_dtensor || when < 0) {
+        return false;
+    }
+    switch (static_cast<When>(when)) {
+        case When::kPartial:
+            return operands.is_partial;
+        case When::kNotReplicate:
+            return !operands.is_replicate;
+        case When::kIndex:
+            return operands.is_custom || PyTuple_GET_SIZE(args) < 2 || !is_basic_index(PyTuple_GET_ITEM(args, 1));
+        default:
+            return true;
+    }
+}
+
+// ``__torch_function__`` of a mode: ``(function, kinds, args, kwargs)``.
+class FunctionFilter {
+  public:
+    // `mode` is a weak reference: the mode holds this object.
+    FunctionFilter(py::object mode, py::object python, py::dict table)
+        : mode_(std::move(mode)), python_(std::move(python)), table_(std::move(table)) {}
+
+    // PyTorch checks whose method it calls.
+    py::object mode() const { return mode_(); }
+
+    py::object call(py::handle function, py::handle kinds, const py::tuple& args, const py::object& kwargs) const {
+        PyObject* named = kwargs.is_none() ? nullptr : kwargs.ptr();
+        PyObject* result = self().dtensor == nullptr || goes_to_python(function.ptr(), args.ptr(), named, table_.ptr())
+            ? PyObject_CallFunctionObjArgs(
+                  python_.ptr(), mode().ptr(), function.ptr(), kinds.ptr(), args.ptr(), kwargs.ptr(), nullptr)
+            : PyObject_Call(function.ptr(), args.ptr(), named);
+        if (result == nullptr) {
+            throw py::error_already_set();
+        }
+        return py::reinterpret_steal<py::object>(result);
+    }
+
+  private:
+    py::object mode_;
+    py::object python_;
+    py::dict table_;
+};
+
+}  // namespace vescale
