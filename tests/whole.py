@@ -34,9 +34,7 @@ def whole_tensors(tensors: Mapping[Name, torch.Tensor | None]) -> dict[Name, tor
     for name, tensor in tensors.items():
         found[name] = tensor
         if isinstance(tensor, DTensor):
-            if tensor.device_mesh.size() == dist.get_world_size() and not any(
-                p.is_partial() for p in tensor.placements
-            ):
+            if _is_packed(tensor):
                 packed[name] = tensor
             else:
                 found[name] = tensor.detach().full_tensor()
@@ -64,6 +62,15 @@ def whole_tensors(tensors: Mapping[Name, torch.Tensor | None]) -> dict[Name, tor
             assert all(torch.equal(joined[where], part) for where, part in parts), f"replicas of {name} differ"
         found[name] = joined.flatten().view(tensor.dtype).view(tensor.shape)
     return found
+
+
+def _is_packed(tensor: DTensor) -> bool:
+    """Whether all ranks have a part of the values themselves, as plain memory."""
+    return (
+        tensor.device_mesh.size() == dist.get_world_size()
+        and not any(placement.is_partial() for placement in tensor.placements)
+        and type(tensor.detach().to_local()) is torch.Tensor
+    )
 
 
 def _positions(keys: Iterable[_Key]) -> dict[_Key, list[torch.Tensor]]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.fsdp.compare import by_block, data, full, gradients_of, mesh_of, parameters_of, same_gradients, train_step
+from tests.fsdp.compare import by_block, data, gradients_of, mesh_of, parameters_of, same_gradients, train_step
 from tests.fsdp.models import Block, Net, net_loss, tokens
 from tests.ranks import RankPools, run_cases
 from vescale.fsdp import fully_shard, register_fsdp_forward_method, state_of
@@ -68,8 +68,8 @@ def muted_hooks() -> None:
             assert len(parameter.unsharded._backward_hooks) == 1
             assert bool(parameter.unsharded._post_accumulate_grad_hooks) != is_muted, (step, parameter.name)
         if syncs:
-            for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(full(own.grad), expected.grad, msg=f"step {step}: {name}")
+            for (name, own), expected in zip(gradients_of(model).items(), plain.parameters(), strict=True):
+                torch.testing.assert_close(own, expected.grad, msg=f"step {step}: {name}")
             model.zero_grad()
             plain.zero_grad()
 
