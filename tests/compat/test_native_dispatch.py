@@ -162,7 +162,7 @@ def placements_of(num_axes: int) -> list[tuple[Placement, ...]]:
 def made(shape: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], grow: int, seed: int) -> DTensor:
     """A DTensor whose local values are drawn: no communication. ``grow`` is added to the sizes above 1 of dim 0."""
     kind, shape = shape if isinstance(shape[0], str) else ("", shape)
-    shape = (shape[0] + grow if shape[0] > 1 else 1, *shape[1:]) if len(shape) > 1 else shape
+    shape = (max(1, shape[0] + grow) if shape[0] > 1 else 1, *shape[1:]) if len(shape) > 1 else shape
     if any(isinstance(p, Shard) and p.dim >= len(shape) for p in placements):
         placements = tuple(Replicate() for _ in placements)
     if any(isinstance(p, RaggedShard) for p in placements):

@@ -126,6 +126,8 @@ torch.distributed.tensor._sharding_prop: ShardingPropagator.propagate_op_shardin
 torch.distributed.tensor._utils: ExplicitRedistributionContext._local;
     ExplicitRedistributionContext.observe_redistribution(src_spec, dst_spec)
 torch.distributed.tensor.placement_types: _MaskPartial; _StridedShard; Partial._reduce_value(tensor, mesh, mesh_dim)
+torch.overrides: _get_current_function_mode_stack; TorchFunctionMode
+torch.utils._device: DeviceContext
 torch.utils._python_dispatch: TorchDispatchMode; _disable_current_modes; return_and_correct_aliasing(func, args,
     kwargs, out)
 torch.utils._pytree: tree_flatten(tree); tree_leaves(tree); tree_map(func, tree); tree_map_only

@@ -133,10 +133,11 @@ class ConvertBackward final : public torch::autograd::Node {
             return {at::Tensor()};
         }
         Gil gil;
+        PyRef name = checked(PyUnicode_FromFormat("%U: gradient", requester_.get()));
         if (at::GradMode::is_enabled()) {  // derivatives of gradients have nodes of their own
             PyRef wrapped = checked(THPVariable_Wrap(gradient));
             PyRef made = checked(PyObject_CallFunctionObjArgs(
-                conversions().differentiate.get(), wrapped.get(), stages_.get(), requester_.get(), nullptr));
+                conversions().differentiate.get(), wrapped.get(), stages_.get(), name.get(), nullptr));
             return {THPVariable_Unpack(made.get())};
         }
         for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(stages_.get()); ++i) {
@@ -146,10 +147,10 @@ class ConvertBackward final : public torch::autograd::Node {
             if (spec == nullptr) {
                 PyRef wrapped = checked(THPVariable_Wrap(gradient));
                 PyRef made = checked(PyObject_CallFunctionObjArgs(
-                    conversions().move.get(), wrapped.get(), stage, requester_.get(), nullptr));
+                    conversions().move.get(), wrapped.get(), stage, name.get(), nullptr));
                 gradient = THPVariable_Unpack(made.get());
             } else {
-                gradient = moved(gradient, dtensor, spec, stage, requester_.get());
+                gradient = moved(gradient, dtensor, spec, stage, name.get());
             }
         }
         return {std::move(gradient)};
