@@ -1,6 +1,7 @@
 """Debugging on many ranks: breakpoints, hang report, communication trace, ``verify``."""
 
 from vescale.debug._breakpoint import breakpoint, on_exception
+from vescale.debug._dispatch_stats import DispatchStats, OpDispatch, dispatch_stats
 from vescale.debug._hang_report import HangReport, hang_report, start_from_environment
 from vescale.debug._local_ranks import ProcessFailed, messages
 from vescale.debug._prompt_console import newest_socket
@@ -12,15 +13,18 @@ from vescale.plans import PlanMismatchError
 __all__ = [
     "CommBudgetError",
     "CommTrace",
+    "DispatchStats",
     "Divergence",
     "HangReport",
     "MeshVerification",
+    "OpDispatch",
     "PlanMismatchError",
     "ProcessFailed",
     "Verification",
     "assert_comms",
     "breakpoint",
     "comm_trace",
+    "dispatch_stats",
     "hang_report",
     "messages",
     "newest_socket",
