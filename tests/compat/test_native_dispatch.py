@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,16 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.examples import NIGHTLY
-from vescale.compat import dispatch_counts, make_dtensor, make_spec, reset_dispatch_counts
-from vescale.compat.native_dispatch import without_native
+from vescale.compat import (
+    clear_sharding_caches,
+    dispatch_counts,
+    make_dtensor,
+    make_spec,
+    reset_dispatch_counts,
+    sharding_caches,
+)
+from vescale.compat.native_dispatch import num_entries, without_native
+from vescale.compat.sharding_caches import INTERNED_SPECS
 from vescale.placements import RaggedShard, contiguous_stride, own_region
 
 pytestmark = pytest.mark.helper("dispatch")
@@ -255,3 +264,58 @@ def test_ops_equal_pytorchs_path(world: dict[str, DeviceMesh], mesh_name: str, g
                 except AssertionError as error:
                     raise AssertionError(f"{name} on {placements}, with_gradient={with_gradient}: {error}") from error
     assert num_hits > 100
+
+
+def test_tables_that_fill_up(world: dict[str, DeviceMesh], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each new length has specs of its own; the tables are cleared now and then, also in the middle of a call."""
+    monkeypatch.setattr(sharding_caches, "MAX_SPECS", 7)
+    mesh, placements = world["1-D"], (Shard(0),)
+    for length in range(1, 60):
+        shape = (length, 6)
+        x, y = (made(shape, mesh, placements, 0, seed) for seed in (0, 1))
+        results = torch.split((x + y).view(length, 2, 3) * 2.0, 1, 1)
+        expected = ((x.to_local() + y.to_local()).view(-1, 2, 3) * 2.0).split(1, 1)
+        for found, local in zip(results, expected, strict=True):
+            torch.testing.assert_close(found.to_local(), local, rtol=0, atol=0)
+        assert len(INTERNED_SPECS) <= 8
+
+
+def test_threads_share_decisions(world: dict[str, DeviceMesh]) -> None:
+    mesh, failures = world["2-D"], []
+
+    def work(seed: int) -> None:
+        try:
+            for turn in range(50):
+                shape = (4 + turn % 7, 6)
+                x = made(shape, mesh, (Shard(0), Replicate()), 0, seed)
+                found = ((x * 2 + x).sum(1) - x[:, 0]).to_local()
+                local = x.to_local()
+                torch.testing.assert_close(found, (local * 2 + local).sum(1) - local[:, 0], rtol=0, atol=0)
+                if turn % 10 == seed:
+                    clear_sharding_caches()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+def test_no_specs_are_kept_for_equal_calls(world: dict[str, DeviceMesh]) -> None:
+    """PyTorch keeps a spec for each step of some optimizers."""
+    mesh = world["1-D"]
+
+    def step() -> None:
+        x = DTensor.from_local(torch.rand(2, 6), mesh, [Shard(0)], run_check=False)
+        torch._foreach_lerp_([x], [x], 0.1)
+        (x * 2).sum()
+
+    for _ in range(3):
+        step()
+    before = len(INTERNED_SPECS), num_entries()
+    for _ in range(200):
+        step()
+    assert (len(INTERNED_SPECS), num_entries()) == before

@@ -16,6 +16,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _MaskPartial as MaskPartial
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
+from vescale.compat.sharding_caches import MADE_SPECS, make_room
+
 __all__ = [
     "DTensorSpec",
     "MaskPartial",
@@ -50,7 +52,18 @@ def set_local(dtensor: DTensor, local: torch.Tensor) -> None:
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+    """A spec; equal calls get one object, which must not be changed (PyTorch shares specs, too)."""
+    key = (id(mesh), tuple(placements), tuple(shape), tuple(stride), dtype)
+    try:
+        made = MADE_SPECS.get(key)
+    except TypeError:  # symbolic sizes have no hash
+        return DTensorSpec(mesh, key[1], tensor_meta=TensorMeta(torch.Size(shape), key[3], dtype))
+    if made is None:
+        made = DTensorSpec(mesh, key[1], tensor_meta=TensorMeta(torch.Size(shape), key[3], dtype))
+        if not made.use_strided_shard_as_shard_order:  # PyTorch changes that flag of specs that it meets
+            make_room(MADE_SPECS)
+            MADE_SPECS[key] = made
+    return made
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:

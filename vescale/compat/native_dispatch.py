@@ -36,7 +36,7 @@ from vescale.compat.dtensor import DTensorSpec, StridedShard, rank_in_mesh
 from vescale.compat.model_hooks import model_hooks
 from vescale.compat.op_info import OutputSharding, is_view
 from vescale.compat.patching import HOOKS, Changes
-from vescale.compat.sharding_caches import INTERNED_SPECS, clear_sharding_caches
+from vescale.compat.sharding_caches import INTERNED_SPECS, clear_sharding_caches, make_room
 
 __all__ = [
     "dispatch_counts",
@@ -45,6 +45,7 @@ __all__ = [
     "intern_spec",
     "is_native",
     "native_converter",
+    "num_entries",
     "reset_dispatch_counts",
     "without_native",
     "write_through_python",
@@ -53,7 +54,6 @@ __all__ = [
 _STOCK_PLACEMENTS = frozenset([Replicate, Shard, Partial, StridedShard])
 # Entries of all ops. Each takes about 500 bytes; a training step of a large model has some hundreds.
 _MAX_ENTRIES = 8192
-_MAX_SPECS = 8192
 _aten = torch.ops.aten
 # PyTorch computes something else than the local results.
 _NEVER = frozenset([_aten.equal.default])
@@ -149,6 +149,12 @@ def dispatch_counts() -> dict[str, tuple[int, int, float, dict[str, tuple[int, f
     return {} if module is None else dict(module.counts())
 
 
+def num_entries() -> int:
+    """How many kinds of calls the C++ dispatcher remembers."""
+    module = _installed()
+    return 0 if module is None else int(module.num_entries())
+
+
 def reset_dispatch_counts() -> None:
     module = _installed()
     if module is not None:
@@ -170,8 +176,7 @@ def intern_spec(spec: DTensorSpec) -> DTensorSpec | None:
             placements is None or type(placement) not in placements.custom_types
         ):
             return None
-    if len(INTERNED_SPECS) >= _MAX_SPECS:
-        clear_sharding_caches()
+    make_room(INTERNED_SPECS)
     return INTERNED_SPECS.setdefault((id(spec.mesh), spec.use_strided_shard_as_shard_order, spec), spec)
 
 

@@ -78,8 +78,10 @@ inline Move move_between(const Spec* source, PyObject* target) {
     return move;
 }
 
-// The tensor with other placements, a new DTensor in any case, outside of autograd. The lock is held.
-inline at::Tensor moved(const at::Tensor& tensor, PyObject* dtensor, const Spec* spec, PyObject* target, PyObject* requester) {
+// The tensor with other placements, outside of autograd. The lock is held. Where nothing moves, `is_fresh` asks for a new
+// DTensor with the same local tensor.
+inline at::Tensor moved(
+    const at::Tensor& tensor, PyObject* dtensor, const Spec* spec, PyObject* target, PyObject* requester, bool is_fresh) {
     const Move move = move_between(spec, target);
     const at::Tensor local = local_of(dtensor);
     const bool is_plain = !local.key_set().has(c10::DispatchKey::Python) && !local.is_conj() && !local.is_neg();
@@ -94,7 +96,7 @@ inline at::Tensor moved(const at::Tensor& tensor, PyObject* dtensor, const Spec*
         return THPVariable_Unpack(made.get());
     }
     if (!move.group) {
-        return wrap(local, *move.target);
+        return is_fresh ? wrap(local, *move.target) : tensor;
     }
     at::Tensor reduced;
     {
@@ -150,7 +152,7 @@ class ConvertBackward final : public torch::autograd::Node {
                     conversions().move.get(), wrapped.get(), stage, name.get(), nullptr));
                 gradient = THPVariable_Unpack(made.get());
             } else {
-                gradient = moved(gradient, dtensor, spec, stage, name.get());
+                gradient = moved(gradient, dtensor, spec, stage, name.get(), /*is_fresh=*/false);
             }
         }
         return {std::move(gradient)};
@@ -175,7 +177,7 @@ inline py::object convert(const at::Tensor& tensor, py::handle target, py::handl
     if (spec == nullptr || torch::autograd::isFwGradDefined(tensor)) {
         return py::none();
     }
-    at::Tensor result = moved(tensor, dtensor, spec, target.ptr(), requester.ptr());
+    at::Tensor result = moved(tensor, dtensor, spec, target.ptr(), requester.ptr(), /*is_fresh=*/true);
     if (at::GradMode::is_enabled() && tensor.requires_grad()) {
         auto node = c10::make_intrusive<ConvertBackward>(PyRef::borrow(stages.ptr()), PyRef::borrow(requester.ptr()));
         node->set_next_edges(torch::autograd::collect_next_edges(tensor));

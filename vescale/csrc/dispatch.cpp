@@ -84,7 +84,7 @@ class Kernel final : public c10::OperatorKernel {
     void reset_counts() { counts_ = {}; }
     void clear() {
         self().retired_tables.emplace_back(std::make_shared<EntryTable>(std::exchange(entries_, {})));
-        rules_.clear();
+        has_rules_ = false;  // they stay where they are: a key may be in the making
     }
 
   private:
@@ -102,12 +102,27 @@ class Kernel final : public c10::OperatorKernel {
     std::string name_;
     bool writes_;
     std::vector<ArgumentRule> rules_;
+    bool has_rules_ = false;
     EntryTable entries_;
     Counts counts_;
 };
 
 // Words of a key: a tag for the type of an argument, and its value.
-enum Tag : std::uint64_t { kNone = 1, kDTensor, kScalarTensor, kTensors, kInt, kDouble, kBool, kInts, kBools, kDevice, kText, kAnyInt, kAnyDouble };
+enum Tag : std::uint64_t {
+    kNone = 1,
+    kDTensor,
+    kScalarTensor,
+    kTensors,
+    kInt,
+    kDouble,
+    kBool,
+    kInts,
+    kBools,
+    kDevice,
+    kText,
+    kAnyInt,  // a number that does not decide by its value
+    kAnyDouble,
+};
 
 // The key of a call, or the reason why it has none.
 const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) const {
@@ -213,7 +228,7 @@ bool Kernel::try_run(const c10::OperatorHandle& op, Stack* stack, const char*& r
         reason = "writes to viewed copies";
         return false;
     }
-    if (rules_.empty()) {
+    if (!has_rules_) {
         compare_arguments(op);
     }
     Key key;
@@ -453,6 +468,7 @@ void Kernel::compare_arguments(const c10::OperatorHandle& op) {
             text.find("number") != std::string::npos;
         rules_[i].is_compared = is_static || !is_number;
     }
+    has_rules_ = true;
 }
 
 struct Registration {

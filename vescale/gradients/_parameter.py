@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, make_dtensor
+from vescale.compat import DTensorSpec, local_of, make_dtensor, spec_of
 from vescale.gradients._arrival_hooks import ArrivalHooks
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
@@ -67,6 +67,7 @@ class ReducedParameter:
         self._contributions: dict[Arrival, Contribution] = {}
         self._usual: Arrival | None = None  # of the last gradient; the next one most likely arrives in the same way
         self._spec: DTensorSpec | None = None
+        self._complete_spec: DTensorSpec | None = None  # of gradients that arrive complete, in the strides they keep
 
     def notify(self, is_notified: bool) -> None:
         """Set whether a hook announces each gradient, if the parameter is watched."""
@@ -94,6 +95,7 @@ class ReducedParameter:
         """Called when all slots are assigned anew."""
         self.slots.clear()
         self.plain_slot, self.is_offered = None, False
+        self._complete_spec = None
 
     # How gradients arrive
 
@@ -160,6 +162,24 @@ class ReducedParameter:
         if tuple(gradient.placements) != self.destination.target:
             return False
         return self.contribution(self.arrival_of(gradient)).reduction is None
+
+    def remember_complete(self, gradient: torch.Tensor) -> None:
+        """A gradient with this spec was complete as it arrived, unless it was brought elsewhere or came in other strides."""
+        now = self.parameter.grad
+        if type(gradient) is DTensor and isinstance(now, DTensor) and spec_of(gradient) == spec_of(now):
+            self._complete_spec = spec_of(gradient)
+
+    def is_complete_as_before(self) -> bool:
+        """Whether the gradient that has been accumulated is complete, like one with the same spec before. It stays."""
+        gradient = self.parameter.grad
+        if self._complete_spec is None or self.previous is not None or type(gradient) is not DTensor:
+            return False
+        if spec_of(gradient) is not self._complete_spec or type(local_of(gradient)) is not torch.Tensor:
+            return False
+        if gradient.requires_grad:  # of create_graph=True, which is detached
+            return False
+        mark_complete(gradient)
+        return True
 
     def set_aside(self) -> bool:
         """Keep a complete gradient apart from what arrives now. Returns whether there is an older contribution instead."""

@@ -242,6 +242,8 @@ class GradientReducer:
             with torch.no_grad():
                 self._take(reduced, parameter)
             return
+        if reduced.is_complete_as_before():
+            return
         slot = reduced.plain_slot
         if slot is None or not slot.bucket.accept(slot):
             with no_torch_function():
@@ -271,6 +273,7 @@ class GradientReducer:
         local = reduced.staged(arrival, contribution.staged, local)
         if contribution.reduction is None:
             reduced.deliver(contribution, local.detach())
+            reduced.remember_complete(gradient)
             return
         known = self._unplaced.get((reduced, arrival))
         if known is None:

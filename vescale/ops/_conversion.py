@@ -168,9 +168,12 @@ def _move(x: DTensor, target: Stage, requester: str) -> DTensor:
 
 
 def _differentiated(grad: DTensor, stages: tuple[Stage, ...], requester: str) -> DTensor:
-    """The gradient through the stages, with autograd."""
+    """The gradient through the stages, with autograd. One that does not move stays the same object: autograd accumulates it
+    in a leaf's memory only if nothing else holds it."""
     for stage in stages:
         complete = tuple(f if s is None else s for f, s in zip(grad.placements, stage))
+        if complete == tuple(grad.placements) and not torch.is_grad_enabled():
+            continue
         with no_torch_function():
             grad = _Convert.apply(grad, complete, (without_partials(grad.placements),), requester)
     return grad
