@@ -1,6 +1,6 @@
 """What an op on DTensors costs beyond the same op on local tensors: PyTorch's path and the C++ dispatcher, side by side.
 
-python benchmarks/dispatch.py [--turns 15] [--calls 300] [--section ops|misses|conversions|model]
+python benchmarks/dispatch.py [--turns 15] [--calls 300] [--section ops|conversions|misses]
 
 The process group is fake (collectives return at once), one thread, processor time. In each turn, the plain op, PyTorch's
 path and the C++ dispatcher run one after the other; the medians over the turns are printed. Overheads are differences to the

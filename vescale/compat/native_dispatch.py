@@ -75,7 +75,7 @@ def install_native_dispatch(changes: Changes, _: Any) -> None:
     module = _loaded()
     if module is None:
         return
-    slots = [module.offset_of(DTensor.__dict__[name]) for name in ("_spec", "_local_tensor")]
+    slots = [DTensor.__dict__[name] for name in ("_spec", "_local_tensor")]
     module.install(
         DTensor, *slots, intern_spec, _decide, _static_arguments, _STOCK_PLACEMENTS, clear_sharding_caches, _MAX_ENTRIES
     )
@@ -83,11 +83,11 @@ def install_native_dispatch(changes: Changes, _: Any) -> None:
 
 
 def write_through_python(changes: Changes, live_copies: Any) -> None:
-    """While the set has members, let PyTorch's path run ops that write."""
-    module = _loaded()
-    if module is not None:
-        module.observe_writes(live_copies)
-        changes.on_undo(functools.partial(module.observe_writes, None))
+    """While the set has members, let PyTorch's path run ops that write, also random ones."""
+    for module in map(csrc.load_module, ("dispatch", "random_fills")):
+        if module is not None:
+            module.observe_writes(live_copies)
+            changes.on_undo(functools.partial(module.observe_writes, None))
 
 
 def is_native() -> bool:
@@ -211,7 +211,7 @@ def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, A
         return None
     try:
         schema, sharding = keeps_operands(op, args, kwargs)
-    except Exception:
+    except Exception:  # not lost: PyTorch's path decides again, and raises it
         return None
     if sharding is None:
         return None

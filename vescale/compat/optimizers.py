@@ -182,10 +182,15 @@ def _on_local_tensors(original: Callable[..., None]) -> Callable[..., None]:
 def _are_known(
     params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any], numbers: Sequence[Sequence[Any]]
 ) -> bool:
-    """Whether all are DTensors that :func:`_all_match` has found to have equal placements; says no when in doubt."""
+    """Whether all are DTensors with equal placements, and states have the very spec of their parameter, as
+    :func:`_all_match` leaves them; says no when in doubt."""
     if set(map(type, params)) != {DTensor} or set(map(type, grads)) != {DTensor} or not any(states):
         return False
     specs = [p._spec for p in params]
+    if any(
+        placement.is_partial() for spec in {id(spec): spec for spec in specs}.values() for placement in spec.placements
+    ):
+        return False
     try:
         for column in states:
             if column and not all(map(operator.is_, [state._spec for state in column], specs)):

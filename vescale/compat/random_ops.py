@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from vescale import csrc
 from vescale.compat.dispatch import handlers_of_dtensor
 from vescale.compat.model_hooks import telling
-from vescale.compat.patching import HOOKS, Changes
+from vescale.compat.patching import Changes
 
 __all__ = [
     "Handler",
@@ -63,7 +63,7 @@ def wrap_random_ops(changes: Changes, hooks: RandomHooks) -> None:
     kernels = csrc.load_module("random_fills")
     if kernels is not None:
         slots = (DTensor.__dict__[name] for name in ("_spec", "_local_tensor"))
-        kernels.install(DTensor, *slots, hooks.native_part, HOOKS, list(hooks.exponents))
+        kernels.install(DTensor, *slots, hooks.native_part, list(hooks.exponents))
         changes.on_undo(kernels.uninstall)
 
 

@@ -6,13 +6,12 @@
 
 #pragma once
 
-#include "dtensor.h"
+#include "specs.h"
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/utils/pybind.h>
 
 #include <map>
 #include <string>
@@ -28,13 +27,13 @@ struct Move {
 };
 
 // By the address of the source's spec and of the target, a tuple that is kept.
-using MoveTable = std::map<std::pair<const Spec*, PyObject*>, std::pair<PyRef, Move>>;
+using MoveTable = std::map<std::pair<const Spec*, PyObject*>, std::pair<py::object, Move>>;
 
 struct Conversions {
-    PyRef plan;  // (spec, target) -> None, (spec of the result,), or (spec of the result, group, op, divisor)
-    PyRef move;  // (DTensor, target, requester) -> DTensor, outside of autograd
-    PyRef differentiate;  // (DTensor, stages, requester) -> DTensor, with autograd
-    PyRef is_observed;  // () -> whether somebody observes collectives
+    py::object plan;  // (spec, target) -> None, (spec of the result,), or (spec of the result, group, op, divisor)
+    py::object move;  // (DTensor, target, requester) -> DTensor, outside of autograd
+    py::object differentiate;  // (DTensor, stages, requester) -> DTensor, with autograd
+    py::object is_observed;  // () -> whether somebody observes collectives
     MoveTable moves;
     std::uint64_t epoch = 0;
 };
@@ -42,13 +41,6 @@ struct Conversions {
 inline Conversions& conversions() {
     static auto* made = new Conversions;
     return *made;
-}
-
-inline PyRef checked(PyObject* made) {
-    if (made == nullptr) {
-        throw python_error();
-    }
-    return PyRef::steal(made);
 }
 
 inline Move move_between(const Spec* source, PyObject* target) {
@@ -63,17 +55,18 @@ inline Move move_between(const Spec* source, PyObject* target) {
     }
     Move move;
     const auto epoch = self().epoch;
-    PyRef plan = checked(PyObject_CallFunctionObjArgs(our.plan.get(), source->object.get(), target, nullptr));
-    if (plan.get() != Py_None) {
-        move.target = add_spec(PyTuple_GET_ITEM(plan.get(), 0));
-        if (PyTuple_GET_SIZE(plan.get()) > 1) {
-            move.group = py::handle(PyTuple_GET_ITEM(plan.get(), 1)).cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
-            move.op = py::handle(PyTuple_GET_ITEM(plan.get(), 2)).cast<c10d::ReduceOp::RedOpType>();
-            move.divisor = PyLong_AsLongLong(PyTuple_GET_ITEM(plan.get(), 3));
+    const py::object plan = our.plan(source->object, py::handle(target));
+    if (!plan.is_none()) {
+        const auto parts = plan.cast<py::tuple>();
+        move.target = add_spec(parts[0].ptr());
+        if (parts.size() > 1) {
+            move.group = parts[1].cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
+            move.op = parts[2].cast<c10d::ReduceOp::RedOpType>();
+            move.divisor = parts[3].cast<std::int64_t>();
         }
     }
     if (epoch == self().epoch) {  // otherwise the tables were cleared meanwhile, and `source` has gone
-        our.moves.emplace(std::make_pair(source, target), std::make_pair(PyRef::borrow(target), move));
+        our.moves.emplace(std::make_pair(source, target), std::make_pair(py::reinterpret_borrow<py::object>(target), move));
     }
     return move;
 }
@@ -82,18 +75,17 @@ inline Move move_between(const Spec* source, PyObject* target) {
 // DTensor with the same local tensor.
 inline at::Tensor moved(
     const at::Tensor& tensor, PyObject* dtensor, const Spec* spec, PyObject* target, PyObject* requester, bool is_fresh) {
+    const Running running;  // specs stay while the lock is given up
     const Move move = move_between(spec, target);
     const at::Tensor local = local_of(dtensor);
     const bool is_plain = !local.key_set().has(c10::DispatchKey::Python) && !local.is_conj() && !local.is_neg();
     bool is_python = move.target == nullptr || !is_plain;
     if (!is_python && move.group) {
-        PyRef answer = checked(PyObject_CallNoArgs(conversions().is_observed.get()));
-        is_python = answer.get() == Py_True;
+        is_python = conversions().is_observed().cast<bool>();
     }
     if (is_python) {
-        PyRef made = checked(
-            PyObject_CallFunctionObjArgs(conversions().move.get(), dtensor, target, requester, nullptr));
-        return THPVariable_Unpack(made.get());
+        const py::object made = conversions().move(py::handle(dtensor), py::handle(target), py::handle(requester));
+        return THPVariable_Unpack(made.ptr());
     }
     if (!move.group) {
         return is_fresh ? wrap(local, *move.target) : tensor;
@@ -117,7 +109,7 @@ inline at::Tensor moved(
 // Brings the gradient through the stages, one after the other.
 class ConvertBackward final : public torch::autograd::Node {
   public:
-    ConvertBackward(PyRef stages, PyRef requester) : stages_(std::move(stages)), requester_(std::move(requester)) {}
+    ConvertBackward(py::object stages, py::object requester) : stages_(std::move(stages)), requester_(std::move(requester)) {}
 
     ~ConvertBackward() override {
         if (!Py_IsInitialized()) {  // the interpreter, and what it owned, has gone
@@ -126,7 +118,7 @@ class ConvertBackward final : public torch::autograd::Node {
             return;
         }
         Gil gil;
-        stages_ = requester_ = PyRef();
+        stages_ = requester_ = py::object();
     }
 
     torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
@@ -135,25 +127,21 @@ class ConvertBackward final : public torch::autograd::Node {
             return {at::Tensor()};
         }
         Gil gil;
-        PyRef name = checked(PyUnicode_FromFormat("%U: gradient", requester_.get()));
+        const auto name = owned(PyUnicode_FromFormat("%U: gradient", requester_.ptr()));
+        const auto in_python = [&gradient](const auto& function, const auto&... arguments) -> at::Tensor {
+            const auto wrapped = owned(THPVariable_Wrap(gradient));
+            const py::object made = function(wrapped, arguments...);
+            return THPVariable_Unpack(made.ptr());
+        };
         if (at::GradMode::is_enabled()) {  // derivatives of gradients have nodes of their own
-            PyRef wrapped = checked(THPVariable_Wrap(gradient));
-            PyRef made = checked(PyObject_CallFunctionObjArgs(
-                conversions().differentiate.get(), wrapped.get(), stages_.get(), name.get(), nullptr));
-            return {THPVariable_Unpack(made.get())};
+            return {in_python(conversions().differentiate, stages_, name)};
         }
-        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(stages_.get()); ++i) {
-            PyObject* stage = PyTuple_GET_ITEM(stages_.get(), i);
+        for (const auto& stage : py::reinterpret_borrow<py::tuple>(stages_)) {
             PyObject* dtensor = dtensor_of(gradient);
             const Spec* spec = dtensor == nullptr ? nullptr : spec_of(dtensor);
-            if (spec == nullptr) {
-                PyRef wrapped = checked(THPVariable_Wrap(gradient));
-                PyRef made = checked(PyObject_CallFunctionObjArgs(
-                    conversions().move.get(), wrapped.get(), stage, name.get(), nullptr));
-                gradient = THPVariable_Unpack(made.get());
-            } else {
-                gradient = moved(gradient, dtensor, spec, stage, name.get(), /*is_fresh=*/false);
-            }
+            gradient = spec == nullptr
+                ? in_python(conversions().move, stage, name)
+                : moved(gradient, dtensor, spec, stage.ptr(), name.ptr(), /*is_fresh=*/false);
         }
         return {std::move(gradient)};
     }
@@ -161,13 +149,13 @@ class ConvertBackward final : public torch::autograd::Node {
     std::string name() const override { return "ConvertBackward"; }
 
   private:
-    PyRef stages_;  // placements of each stage; None on an axis keeps what is there
-    PyRef requester_;
+    py::object stages_;  // placements of each stage; None on an axis keeps what is there
+    py::object requester_;
 };
 
 // A DTensor with the placements `target`, linked in autograd; None where Python has to do it.
 inline py::object convert(const at::Tensor& tensor, py::handle target, py::handle stages, py::handle requester) {
-    if (self().dtensor == nullptr || !is_active.load(std::memory_order_relaxed) ||
+    if (dtensor_class().type == nullptr || !is_active.load(std::memory_order_relaxed) ||
         c10::impl::TorchDispatchModeTLS::any_modes_set() ||
         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
         return py::none();
@@ -179,20 +167,21 @@ inline py::object convert(const at::Tensor& tensor, py::handle target, py::handl
     }
     at::Tensor result = moved(tensor, dtensor, spec, target.ptr(), requester.ptr(), /*is_fresh=*/true);
     if (at::GradMode::is_enabled() && tensor.requires_grad()) {
-        auto node = c10::make_intrusive<ConvertBackward>(PyRef::borrow(stages.ptr()), PyRef::borrow(requester.ptr()));
+        auto node = c10::make_intrusive<ConvertBackward>(
+            py::reinterpret_borrow<py::object>(stages), py::reinterpret_borrow<py::object>(requester));
         node->set_next_edges(torch::autograd::collect_next_edges(tensor));
         torch::autograd::set_history(result, node);
     }
-    return py::reinterpret_steal<py::object>(THPVariable_Wrap(result));
+    return owned(THPVariable_Wrap(result));
 }
 
 inline void set_conversions(py::object plan, py::object move, py::object differentiate, py::object is_observed) {
     auto& our = conversions();
     our.moves.clear();
-    our.plan = PyRef::steal(plan.release().ptr());
-    our.move = PyRef::steal(move.release().ptr());
-    our.differentiate = PyRef::steal(differentiate.release().ptr());
-    our.is_observed = PyRef::steal(is_observed.release().ptr());
+    our.plan = std::move(plan);
+    our.move = std::move(move);
+    our.differentiate = std::move(differentiate);
+    our.is_observed = std::move(is_observed);
 }
 
 }  // namespace vescale

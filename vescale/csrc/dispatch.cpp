@@ -12,18 +12,9 @@
 #include "dispatch.h"
 #include "function_filter.h"
 
-#include <ATen/EmptyTensor.h>
-#include <c10/core/impl/PyInterpreter.h>
-#include <c10/core/impl/PyInterpreterHooks.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <c10/util/ScopeExit.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/tensor_memoryformats.h>
-
-#include <structmember.h>
 
 #include <algorithm>
 #include <chrono>
@@ -38,23 +29,9 @@ using c10::DispatchKeySet;
 using c10::IValue;
 using torch::jit::Stack;
 
-// Local tensors with more elements in all than this run without the interpreter's lock.
-constexpr std::int64_t kLargeCall = 1 << 14;
-
-// Keys above Python's: what runs below must not enter autograd, autocast or functorch again.
-const DispatchKeySet kAbovePython = DispatchKeySet(DispatchKeySet::FULL) ^
-    (DispatchKeySet(DispatchKeySet::FULL_AFTER, DispatchKey::Python) | DispatchKeySet(DispatchKey::Python));
-
 double seconds_now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
-
-void clear_tables();
-
-// How the arguments of an op enter keys.
-struct ArgumentRule {
-    bool is_compared = true;  // by value; otherwise by type only
-};
 
 class Kernel final : public c10::OperatorKernel {
   public:
@@ -62,7 +39,7 @@ class Kernel final : public c10::OperatorKernel {
 
     void operator()(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
         if (!is_active.load(std::memory_order_relaxed) || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
-            return stock(op, stack);
+            return run_stock(op, stack);
         }
         const char* reason = nullptr;
         {
@@ -72,7 +49,7 @@ class Kernel final : public c10::OperatorKernel {
             }
         }
         const double start = seconds_now();
-        stock(op, stack);
+        run_stock(op, stack);
         Gil gil;
         auto& [calls, seconds] = counts_.stock[reason];
         calls += 1;
@@ -83,16 +60,11 @@ class Kernel final : public c10::OperatorKernel {
     const Counts& counts() const { return counts_; }
     void reset_counts() { counts_ = {}; }
     void clear() {
-        self().retired_tables.emplace_back(std::make_shared<EntryTable>(std::exchange(entries_, {})));
-        has_rules_ = false;  // they stay where they are: a key may be in the making
+        retire(entries_);
+        knows_compared_ = false;  // the vector stays as it is: a key may be in the making
     }
 
   private:
-    static void stock(const c10::OperatorHandle& op, Stack* stack) {
-        c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
-        (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
-    }
-
     bool try_run(const c10::OperatorHandle& op, Stack* stack, const char*& reason);
     const char* make_key(c10::ArrayRef<IValue> arguments, Key& key) const;
     Entry learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments);
@@ -101,8 +73,8 @@ class Kernel final : public c10::OperatorKernel {
 
     std::string name_;
     bool writes_;
-    std::vector<ArgumentRule> rules_;
-    bool has_rules_ = false;
+    std::vector<bool> is_compared_;  // for each argument: by value; otherwise by type only
+    bool knows_compared_ = false;
     EntryTable entries_;
     Counts counts_;
 };
@@ -158,7 +130,7 @@ const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) const {
     };
     for (const auto i : c10::irange(arguments.size())) {
         const IValue& value = arguments[i];
-        const bool is_compared = rules_[i].is_compared;
+        const bool is_compared = is_compared_[i];
         if (value.isTensor()) {
             if (const char* reason = add_tensor(value.toTensor())) {
                 return reason;
@@ -224,11 +196,11 @@ const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) const {
 bool Kernel::try_run(const c10::OperatorHandle& op, Stack* stack, const char*& reason) {
     auto& our = self();
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-    if (writes_ && our.live_copies && PySet_GET_SIZE(our.live_copies.get()) > 0) {
+    if (writes_ && are_writes_observed()) {
         reason = "writes to viewed copies";
         return false;
     }
-    if (!has_rules_) {
+    if (!knows_compared_) {
         compare_arguments(op);
     }
     Key key;
@@ -251,9 +223,7 @@ bool Kernel::try_run(const c10::OperatorHandle& op, Stack* stack, const char*& r
             return false;
         }
         if (our.num_entries >= our.max_entries) {
-            if (PyObject_CallNoArgs(our.forget.get()) == nullptr) {
-                throw python_error();
-            }
+            owned(PyObject_CallNoArgs(our.forget.ptr()));
             reason = "full table";
             return false;
         }
@@ -266,14 +236,7 @@ bool Kernel::try_run(const c10::OperatorHandle& op, Stack* stack, const char*& r
         reason = "decision";
         return false;
     }
-    our.num_running += 1;
-    const auto done = c10::make_scope_exit([&our] {
-        our.num_running -= 1;
-        if (our.num_running == 0 && !our.retired_tables.empty()) {
-            auto tables = std::exchange(our.retired_tables, {});
-            auto specs = std::exchange(our.retired_specs, {});
-        }
-    });
+    const Running running;
     run(op, stack, found->second);
     return true;
 }
@@ -353,32 +316,26 @@ void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry& known
     }
 }
 
-PyObject* to_python(const c10::Argument& argument, const IValue& value) {
-    const auto kind = argument.real_type()->kind() == c10::TypeKind::OptionalType
-        ? argument.real_type()->castRaw<c10::OptionalType>()->getElementType()->kind()
-        : argument.real_type()->kind();
+py::object to_python(const c10::Argument& argument, const IValue& value) {
     if (value.isInt()) {
-        if (kind == c10::TypeKind::ScalarTypeType) {
-            auto* made = reinterpret_cast<PyObject*>(torch::getTHPDtype(value.toScalarType()));
-            Py_INCREF(made);
-            return made;
-        }
-        if (kind == c10::TypeKind::LayoutType) {
-            auto* made = reinterpret_cast<PyObject*>(torch::getTHPLayout(value.toLayout()));
-            Py_INCREF(made);
-            return made;
-        }
-        if (kind == c10::TypeKind::MemoryFormatType) {
-            auto* made = torch::utils::getTHPMemoryFormat(value.toMemoryFormat());
-            Py_INCREF(made);
-            return made;
+        const auto type = argument.real_type();
+        const auto kind = type->kind() == c10::TypeKind::OptionalType
+            ? type->castRaw<c10::OptionalType>()->getElementType()->kind()
+            : type->kind();
+        PyObject* made = kind == c10::TypeKind::ScalarTypeType
+            ? reinterpret_cast<PyObject*>(torch::getTHPDtype(value.toScalarType()))
+            : kind == c10::TypeKind::LayoutType ? reinterpret_cast<PyObject*>(torch::getTHPLayout(value.toLayout()))
+            : kind == c10::TypeKind::MemoryFormatType ? torch::utils::getTHPMemoryFormat(value.toMemoryFormat())
+                                                      : nullptr;
+        if (made != nullptr) {
+            return py::reinterpret_borrow<py::object>(made);
         }
     }
-    return torch::jit::toPyObject(value).release().ptr();
+    return torch::jit::toPyObject(value);
 }
 
 // The arguments as Python passes them: trailing defaults are left out, as PyTorch's own path does.
-std::pair<PyRef, PyRef> to_python(const c10::FunctionSchema& schema, c10::ArrayRef<IValue> arguments) {
+std::pair<py::tuple, py::dict> to_python(const c10::FunctionSchema& schema, c10::ArrayRef<IValue> arguments) {
     const auto& declared = schema.arguments();
     std::size_t num_positional = 0;
     while (num_positional < declared.size() && !declared[num_positional].kwarg_only()) {
@@ -387,66 +344,42 @@ std::pair<PyRef, PyRef> to_python(const c10::FunctionSchema& schema, c10::ArrayR
     const auto is_default = [&](std::size_t i) {
         return declared[i].default_value().has_value() && *declared[i].default_value() == arguments[i];
     };
-    PyRef kwargs = PyRef::steal(PyDict_New());
+    py::dict kwargs;
     for (auto i = num_positional; i < declared.size(); ++i) {
         if (!is_default(i)) {
-            PyRef value = PyRef::steal(to_python(declared[i], arguments[i]));
-            PyDict_SetItemString(kwargs.get(), declared[i].name().c_str(), value.get());
+            kwargs[declared[i].name().c_str()] = to_python(declared[i], arguments[i]);
         }
     }
     while (num_positional > 0 && is_default(num_positional - 1)) {
         num_positional -= 1;
     }
-    PyRef args = PyRef::steal(PyTuple_New(static_cast<Py_ssize_t>(num_positional)));
+    py::tuple args(num_positional);
     for (const auto i : c10::irange(num_positional)) {
-        PyTuple_SET_ITEM(args.get(), static_cast<Py_ssize_t>(i), to_python(declared[i], arguments[i]));
+        args[i] = to_python(declared[i], arguments[i]);
     }
     return {std::move(args), std::move(kwargs)};
 }
 
 // Asks Python what runs. Errors of the op are not reported here: PyTorch's path raises them.
 Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments) {
+    using Results = std::vector<std::tuple<py::tuple, int, int>>;  // specs, written, viewed
+    using Replaced = std::vector<std::pair<int, std::vector<std::int64_t>>>;  // position, sizes
     Entry entry;
-    auto [args, kwargs] = to_python(op.schema(), arguments);
-    PyRef decision = PyRef::steal(PyObject_CallFunction(
-        self().decide.get(),
-        "ssOO",
-        op.schema().name().c_str(),
-        op.schema().overload_name().c_str(),
-        args.get(),
-        kwargs.get()));
-    if (!decision) {
-        throw python_error();
-    }
-    if (decision.get() == Py_None) {
+    const auto [args, kwargs] = to_python(op.schema(), arguments);
+    const py::object decision = self().decide(op.schema().name(), op.schema().overload_name(), args, kwargs);
+    if (decision.is_none()) {
         return entry;
     }
-    // ([(specs, written, viewed), ...], [(index, sizes), ...])
-    PyObject* results = PyTuple_GET_ITEM(decision.get(), 0);
-    PyObject* replaced = PyTuple_GET_ITEM(decision.get(), 1);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(results); ++i) {
-        PyObject* item = PyTuple_GET_ITEM(results, i);
-        Result result;
-        PyObject* specs = PyTuple_GET_ITEM(item, 0);
-        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(specs); ++k) {
-            PyObject* spec = PyTuple_GET_ITEM(specs, k);
-            result.specs.push_back(spec == Py_None ? nullptr : add_spec(spec));
+    auto [results, replaced] = decision.cast<std::pair<Results, Replaced>>();
+    for (const auto& [specs, written, viewed] : results) {
+        Result result{{}, written, viewed};
+        for (const auto& spec : specs) {
+            result.specs.push_back(spec.is_none() ? nullptr : add_spec(spec.ptr()));
         }
-        result.written = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(item, 1)));
-        result.viewed = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(item, 2)));
         entry.results.push_back(std::move(result));
     }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(replaced); ++i) {
-        PyObject* item = PyTuple_GET_ITEM(replaced, i);
-        PyObject* sizes = PyTuple_GET_ITEM(item, 1);
-        std::vector<std::int64_t> values;
-        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(sizes); ++k) {
-            values.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(sizes, k)));
-        }
-        entry.replaced.emplace_back(static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(item, 0))), IValue(std::move(values)));
-    }
-    if (PyErr_Occurred()) {
-        throw python_error();
+    for (auto& [position, sizes] : replaced) {
+        entry.replaced.emplace_back(position, IValue(std::move(sizes)));
     }
     entry.is_stock = false;
     return entry;
@@ -455,29 +388,20 @@ Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> argumen
 // Numbers decide nothing unless PyTorch says that they do: a scale, an exponent, a step's size.
 void Kernel::compare_arguments(const c10::OperatorHandle& op) {
     const auto& declared = op.schema().arguments();
-    PyRef answer = PyRef::steal(PyObject_CallFunction(
-        self().static_arguments.get(), "ss", op.schema().name().c_str(), op.schema().overload_name().c_str()));
-    if (!answer) {
-        throw python_error();
-    }
-    rules_.resize(declared.size());
+    const auto is_static =
+        self().static_arguments(op.schema().name(), op.schema().overload_name()).cast<std::vector<bool>>();
+    is_compared_.resize(declared.size());
     for (const auto i : c10::irange(declared.size())) {
-        const bool is_static = PyObject_IsTrue(PyTuple_GET_ITEM(answer.get(), static_cast<Py_ssize_t>(i))) == 1;
         const auto text = declared[i].type()->str();
         const bool is_number = text.find("float") != std::string::npos || text.find("Scalar") != std::string::npos ||
             text.find("number") != std::string::npos;
-        rules_[i].is_compared = is_static || !is_number;
+        is_compared_[i] = is_static[i] || !is_number;
     }
-    has_rules_ = true;
+    knows_compared_ = true;
 }
 
-struct Registration {
-    std::vector<Kernel*> kernels;  // owned by the dispatcher's table
-    std::vector<c10::RegistrationHandleRAII> handles;
-};
-
-Registration& registered() {
-    static auto* made = new Registration;
+Registration<Kernel>& registered() {
+    static auto* made = new Registration<Kernel>;
     return *made;
 }
 
@@ -489,7 +413,7 @@ void clear_tables() {
     for (auto* kernel : registered().kernels) {
         kernel->clear();
     }
-    our.retired_specs.push_back(std::exchange(our.specs, {}));
+    retire(our.specs);
 }
 
 bool is_for_dtensors(const c10::OperatorHandle& op) {
@@ -510,35 +434,24 @@ bool is_for_dtensors(const c10::OperatorHandle& op) {
 }
 
 void install(
-    py::object dtensor, Py_ssize_t spec_slot, Py_ssize_t local_slot, py::object intern, py::object decide,
+    const py::object& dtensor, const py::object& spec, const py::object& local, py::object intern, py::object decide,
     py::object static_arguments, py::object stock_placements, py::object forget, std::size_t max_entries) {
     auto& our = self();
-    auto& all = registered();
-    TORCH_CHECK(all.handles.empty(), "the dispatcher is installed already");
-    our.dtensor = reinterpret_cast<PyTypeObject*>(dtensor.release().ptr());
-    our.spec_slot = spec_slot;
+    TORCH_CHECK(registered().handles.empty(), "the dispatcher is installed already");
+    set_dtensor_class(dtensor, spec, local);
+    our.intern = std::move(intern);
+    our.decide = std::move(decide);
+    our.static_arguments = std::move(static_arguments);
+    our.stock_placements = std::move(stock_placements);
+    our.forget = std::move(forget);
     our.max_entries = max_entries;
-    our.local_slot = local_slot;
-    our.intern = PyRef::steal(intern.release().ptr());
-    our.decide = PyRef::steal(decide.release().ptr());
-    our.stock_placements = PyRef::steal(stock_placements.release().ptr());
-    our.forget = PyRef::steal(forget.release().ptr());
-    our.static_arguments = PyRef::steal(static_arguments.release().ptr());
     auto& dispatcher = c10::Dispatcher::singleton();
     for (const auto& name : dispatcher.getAllOpNames()) {
         const auto op = dispatcher.findOp(name);
-        if (!op.has_value() || !is_for_dtensors(*op)) {
-            continue;
+        if (op.has_value() && is_for_dtensors(*op)) {
+            auto kernel = std::make_unique<Kernel>(c10::toString(name), op->schema().is_mutable());
+            registered().add(name, DispatchKey::Python, std::move(kernel));
         }
-        auto kernel = std::make_unique<Kernel>(c10::toString(name), op->schema().is_mutable());
-        all.kernels.push_back(kernel.get());
-        all.handles.push_back(dispatcher.registerImpl(
-            name,
-            DispatchKey::Python,
-            c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)),
-            std::nullopt,
-            nullptr,
-            "vescale"));
     }
 }
 
@@ -550,21 +463,10 @@ bool set_active(bool wanted) {
     return is_active.exchange(wanted);
 }
 
-void observe_writes(py::object live_copies) {
-    self().live_copies = live_copies.is_none() ? PyRef() : PyRef::steal(live_copies.release().ptr());
-}
-
-Py_ssize_t offset_of(py::object member) {
-    TORCH_CHECK_TYPE(Py_TYPE(member.ptr()) == &PyMemberDescr_Type, "expected the descriptor of a slot");
-    return reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
-}
-
 void uninstall() {
     clear_tables();
-    self().dtensor = nullptr;
-    auto& all = registered();
-    all.kernels.clear();
-    all.handles.clear();
+    dtensor_class().type = nullptr;
+    registered().remove_all();
 }
 
 py::dict counts() {
@@ -602,7 +504,6 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("is_installed", &vescale::is_installed);
     module.def("set_active", &vescale::set_active);
     module.def("observe_writes", &vescale::observe_writes);
-    module.def("offset_of", &vescale::offset_of);
     module.def("clear", &vescale::clear_tables);
     py::class_<vescale::FunctionFilter>(module, "FunctionFilter")
         .def(py::init<py::object, py::object, py::dict>())

@@ -1,29 +1,11 @@
-// What the dispatcher of ops on DTensors is made of: keys of calls, and what is known of a call.
+// What the dispatcher of ops on DTensors knows of calls.
 
 #pragma once
 
-#include "dtensor.h"
-
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
-
-#include <utility>
+#include "call.h"
+#include "specs.h"
 
 namespace vescale {
-
-// What distinguishes calls of one op: specs by address, other arguments by type and, where they decide, by value.
-using Key = c10::SmallVector<std::uint64_t, 24>;
-
-struct KeyHash {
-    std::size_t operator()(const Key& key) const noexcept {
-        std::uint64_t hash = 0x9e3779b97f4a7c15ULL ^ key.size();
-        for (const auto word : key) {
-            hash = (hash ^ word) * 0xff51afd7ed558ccdULL;
-            hash ^= hash >> 32;
-        }
-        return hash;
-    }
-};
 
 // A result of an op: a new DTensor, an argument that the op wrote to, or something that is passed on as it is.
 struct Result {

@@ -5,9 +5,7 @@
 
 #pragma once
 
-#include "dtensor.h"
-
-#include <torch/csrc/utils/pybind.h>
+#include "specs.h"
 
 namespace vescale {
 
@@ -24,9 +22,9 @@ struct Operands {
     bool is_unknown = false;
 
     void add(PyObject* object) {
-        if (Py_TYPE(object) == self().dtensor) {
+        if (Py_TYPE(object) == dtensor_class().type) {
             has_dtensor = true;
-            const Spec* spec = slot(object, self().local_slot) == nullptr ? nullptr : spec_of(object);
+            const Spec* spec = slot(object, dtensor_class().local_slot) == nullptr ? nullptr : spec_of(object);
             is_unknown |= spec == nullptr;
             is_partial |= spec != nullptr && spec->is_partial;
             is_replicate &= spec != nullptr && spec->is_replicate;
@@ -115,7 +113,7 @@ class FunctionFilter {
 
     py::object call(py::handle function, py::handle kinds, const py::tuple& args, const py::object& kwargs) const {
         PyObject* named = kwargs.is_none() ? nullptr : kwargs.ptr();
-        PyObject* result = self().dtensor == nullptr || goes_to_python(function.ptr(), args.ptr(), named, table_.ptr())
+        PyObject* result = dtensor_class().type == nullptr || goes_to_python(function.ptr(), args.ptr(), named, table_.ptr())
             ? PyObject_CallFunctionObjArgs(
                   python_.ptr(), mode().ptr(), function.ptr(), kinds.ptr(), args.ptr(), kwargs.ptr(), nullptr)
             : PyObject_Call(function.ptr(), args.ptr(), named);

@@ -1,40 +1,13 @@
-// References to Python objects, and the interpreter's lock.
+// The interpreter's lock, and new references to Python objects.
 
 #pragma once
 
 #include <torch/csrc/python_headers.h>
 
-#include <utility>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace vescale {
-
-// A reference to a Python object. Made, copied and dropped with the interpreter's lock held.
-class PyRef {
-  public:
-    PyRef() = default;
-    static PyRef steal(PyObject* object) {
-        PyRef made;
-        made.object_ = object;
-        return made;
-    }
-    static PyRef borrow(PyObject* object) {
-        Py_XINCREF(object);
-        return steal(object);
-    }
-    PyRef(const PyRef& other) : object_(other.object_) { Py_XINCREF(object_); }
-    PyRef(PyRef&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
-    PyRef& operator=(PyRef other) noexcept {
-        std::swap(object_, other.object_);
-        return *this;
-    }
-    ~PyRef() { Py_XDECREF(object_); }
-    PyObject* get() const { return object_; }
-    PyObject* release() { return std::exchange(object_, nullptr); }
-    explicit operator bool() const { return object_ != nullptr; }
-
-  private:
-    PyObject* object_ = nullptr;
-};
 
 // The interpreter's lock, taken for a scope.
 class Gil {
@@ -63,5 +36,13 @@ class Unlocked {
   private:
     PyThreadState* state_;
 };
+
+// Owns a reference that a function of Python's C interface has returned. Throws the Python error if it is null.
+inline py::object owned(PyObject* made) {
+    if (made == nullptr) {
+        throw python_error();
+    }
+    return py::reinterpret_steal<py::object>(made);
+}
 
 }  // namespace vescale

@@ -8,29 +8,18 @@
 // Tables are read and written with the interpreter's lock held, which is also their lock. The library is for one build of
 // torch: setup.py passes its name.
 
-#include <torch/csrc/python_headers.h>
-
-#include <structmember.h>
-
+#include "call.h"
+#include "dtensor.h"
 #include "random_parts.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/core/PythonFallbackKernel.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
-#include <c10/core/impl/PyInterpreter.h>
-#include <c10/core/impl/PyInterpreterHooks.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <c10/util/SmallVector.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
-#include <memory>
+#include <array>
 #include <optional>
 #include <string>
+#include <unordered_map>
 
 namespace vescale {
 namespace {
@@ -40,41 +29,8 @@ using c10::DispatchKeySet;
 using c10::IValue;
 using torch::jit::Stack;
 
-// Local tensors with more elements are filled without the interpreter's lock.
-constexpr std::int64_t kLargeFill = 1 << 14;
 // Calls that each op remembers. Programs that make their specs anew for each call do not grow.
 constexpr std::size_t kMaxKnown = 256;
-
-// Keys above Python's: what runs below must not enter autograd, autocast or functorch again.
-const DispatchKeySet kAbovePython = DispatchKeySet(DispatchKeySet::FULL) ^
-    (DispatchKeySet(DispatchKeySet::FULL_AFTER, DispatchKey::Python) | DispatchKeySet(DispatchKey::Python));
-
-class Gil {
-  public:
-    Gil() : state_(PyGILState_Ensure()) {}
-    ~Gil() { PyGILState_Release(state_); }
-    Gil(const Gil&) = delete;
-    Gil& operator=(const Gil&) = delete;
-
-  private:
-    PyGILState_STATE state_;
-};
-
-// The interpreter's lock, given up for a scope if `is_wanted`.
-class Unlocked {
-  public:
-    explicit Unlocked(bool is_wanted) : state_(is_wanted ? PyEval_SaveThread() : nullptr) {}
-    ~Unlocked() {
-        if (state_ != nullptr) {
-            PyEval_RestoreThread(state_);
-        }
-    }
-    Unlocked(const Unlocked&) = delete;
-    Unlocked& operator=(const Unlocked&) = delete;
-
-  private:
-    PyThreadState* state_;
-};
 
 // What Python has decided about calls with one key.
 struct Recipe {
@@ -85,71 +41,10 @@ struct Recipe {
     c10::ScalarType dtype = c10::ScalarType::Float;
 };
 
-using Key = c10::SmallVector<std::uint64_t, 8>;
-
-struct KeyHash {
-    std::size_t operator()(const Key& key) const noexcept {
-        std::uint64_t hash = 0x9e3779b97f4a7c15ULL ^ key.size();
-        for (const auto word : key) {
-            hash = (hash ^ word) * 0xff51afd7ed558ccdULL;
-            hash ^= hash >> 32;
-        }
-        return hash;
-    }
-};
-
-struct Shared {
-    PyTypeObject* dtensor = nullptr;
-    Py_ssize_t spec_slot = 0;
-    Py_ssize_t local_slot = 0;
-    py::object recipe;  // (op name, overload name, arguments, dtensor) -> None or a tuple, see `learn`
-    py::object hooks;   // by part; those of "models" have `view_copies`, not empty while writes to DTensors are followed
-    py::object models, view_copies;  // these names
-};
-
-Shared& self() {
-    static auto* made = new Shared;  // never destroyed: tensors may die after static objects
+// (op name, overload name, arguments, dtensor) -> None or a tuple, see `learn`.
+py::object& decide() {
+    static auto* made = new py::object;  // never destroyed: kernels outlive the interpreter
     return *made;
-}
-
-PyObject*& slot(PyObject* object, Py_ssize_t offset) {
-    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
-}
-
-// The Python object of an exact DTensor, or null.
-PyObject* dtensor_of(const at::Tensor& tensor) {
-    auto* impl = tensor.unsafeGetTensorImpl();
-    if (!impl->key_set().has(DispatchKey::Python)) {
-        return nullptr;
-    }
-    PyObject* object = impl->pyobj_slot()->load_pyobj();
-    return object != nullptr && Py_TYPE(object) == self().dtensor ? object : nullptr;
-}
-
-at::Tensor wrap(at::Tensor local, py::handle spec, const at::Tensor& like) {
-    auto keys = DispatchKeySet({local.options().computeDispatchKey()});
-    c10::Storage storage(
-        c10::Storage::use_byte_size_t{},
-        at::detail::computeStorageNbytes(like.sizes(), like.strides(), local.dtype().itemsize()),
-        at::DataPtr{nullptr, local.device()},
-        c10::GetAllocator(c10::kMeta),
-        /*resizable=*/true);
-    auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, local.dtype());
-    auto* impl = tensor.unsafeGetTensorImpl();
-    impl->set_sizes_and_strides(like.sizes(), like.strides());
-    impl->set_python_dispatch(true);
-    auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor, self().dtensor));
-    if (!object) {
-        throw python_error();
-    }
-    slot(object.ptr(), self().local_slot) = THPVariable_Wrap(std::move(local));
-    slot(object.ptr(), self().spec_slot) = spec.inc_ref().ptr();
-    return tensor;
-}
-
-void stock(const c10::OperatorHandle& op, Stack* stack) {
-    c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
-    (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
 }
 
 // The recipes of one random op, by the spec of the DTensor and by integers.
@@ -160,9 +55,8 @@ class Recipes {
     // Null where PyTorch's path is to be taken. `arguments`: of the fill, without the tensor and the generator.
     std::shared_ptr<const Recipe> find(
         const std::string& op, const std::string& overload, PyObject* dtensor, c10::ArrayRef<IValue> arguments) {
-        PyObject* spec = slot(dtensor, self().spec_slot);
-        PyObject* held = slot(dtensor, self().local_slot);
-        if (spec == nullptr || held == nullptr) {
+        PyObject* spec = slot(dtensor, dtensor_class().spec_slot);
+        if (spec == nullptr) {
             return nullptr;
         }
         Key key{reinterpret_cast<std::uint64_t>(spec)};
@@ -181,7 +75,7 @@ class Recipes {
             found = known_.emplace(std::move(key), std::move(made)).first;
         }
         const Recipe& recipe = *found->second;
-        const at::Tensor& local = THPVariable_Unpack(held);
+        const at::Tensor& local = local_of(dtensor);
         // A DTensor may have got another local tensor since.
         if (!recipe.part || local.sizes() != recipe.sizes || local.strides() != recipe.strides ||
             local.scalar_type() != recipe.dtype || local.device().type() != c10::kCPU ||
@@ -208,7 +102,7 @@ class Recipes {
         const auto part = recipe.part;
         const auto& draws = generator.has_value() ? *generator : at::detail::getDefaultCPUGenerator();
         c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
-        Unlocked unlocked(local.numel() > kLargeFill);
+        Unlocked unlocked(local.numel() > kLargeCall);
         fill_part(*part, local, draws, native);
         if (!local.is_inference() && !part->is_whole) {
             local.unsafeGetTensorImpl()->bump_version();
@@ -221,7 +115,7 @@ class Recipes {
     static std::shared_ptr<Recipe> learn(
         const std::string& op, const std::string& overload, PyObject* dtensor, c10::ArrayRef<IValue> arguments) {
         auto made = std::make_shared<Recipe>();
-        made->spec = py::reinterpret_borrow<py::object>(slot(dtensor, self().spec_slot));
+        made->spec = py::reinterpret_borrow<py::object>(slot(dtensor, dtensor_class().spec_slot));
         py::list values;
         for (const auto& value : arguments) {
             if (value.isInt()) {
@@ -234,7 +128,7 @@ class Recipes {
                 return made;
             }
         }
-        const py::object answer = self().recipe(op, overload, py::tuple(values), py::handle(dtensor));
+        const py::object answer = decide()(op, overload, py::tuple(values), py::handle(dtensor));
         if (answer.is_none()) {
             return made;
         }
@@ -259,7 +153,7 @@ class Recipes {
             }
             part->boxes.push_back(std::move(dims));
         }
-        const at::Tensor& local = THPVariable_Unpack(slot(dtensor, self().local_slot));
+        const at::Tensor& local = local_of(dtensor);
         made->part = std::move(part);
         made->sizes = local.sizes().vec();
         made->strides = local.strides().vec();
@@ -274,16 +168,6 @@ class Recipes {
     Known& known_ = *new Known;  // never destroyed: PyTorch's tables, and kernels with them, outlive the interpreter
 };
 
-// Whether somebody is told of writes to DTensors, which only PyTorch's path does.
-bool is_watched() {
-    PyObject* models = PyDict_GetItemWithError(self().hooks.ptr(), self().models.ptr());
-    if (models == nullptr) {
-        return false;
-    }
-    const auto copies = py::reinterpret_steal<py::object>(PyObject_GetAttr(models, self().view_copies.ptr()));
-    return !copies || PyObject_Size(copies.ptr()) > 0;
-}
-
 bool is_cpu(const IValue& generator) {
     return generator.isNone() || generator.toGenerator().device().type() == c10::kCPU;
 }
@@ -296,7 +180,7 @@ std::optional<at::Generator> generator_in(const IValue& value) {
 class RandomKernel : public c10::OperatorKernel {
   public:
     RandomKernel(c10::OperatorHandle op, c10::OperatorHandle fill)
-        : name_(op.schema().name()), overload_(op.schema().overload_name()), recipes_(std::move(fill)) {}
+        : recipes_(std::move(fill)), name_(op.schema().name()), overload_(op.schema().overload_name()) {}
 
     void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
         if (!c10::impl::TorchDispatchModeTLS::any_modes_set()) {
@@ -313,11 +197,23 @@ class RandomKernel : public c10::OperatorKernel {
   protected:
     virtual bool run(const c10::OperatorHandle& op, Stack* stack) = 0;
 
-    virtual void pass_on(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) { stock(op, stack); }
+    virtual void pass_on(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) { run_stock(op, stack); }
 
-    std::string name_, overload_;
+    // Null where PyTorch's path is to be taken. `arguments`: of the fill.
+    std::shared_ptr<const Recipe> recipe_of(PyObject* dtensor, c10::ArrayRef<IValue> arguments) {
+        return recipes_.find(name_, overload_, dtensor, arguments);
+    }
+
     Recipes recipes_;
+
+  private:
+    std::string name_, overload_;
 };
+
+// A new DTensor like `source`, with another local tensor.
+at::Tensor wrap_like(const at::Tensor& source, at::Tensor local, const py::object& spec) {
+    return wrap(std::move(local), spec, source.sizes(), source.strides());
+}
 
 // normal_(self, mean, std, *, generator) and its like.
 class InPlaceFill final : public RandomKernel {
@@ -328,14 +224,14 @@ class InPlaceFill final : public RandomKernel {
         const auto given = torch::jit::last(*stack, count);
         PyObject* dtensor = dtensor_of(given[0].toTensor());
         const auto arguments = given.slice(1, count - 2);
-        if (dtensor == nullptr || !is_cpu(given.back()) || is_watched()) {
+        if (dtensor == nullptr || !is_cpu(given.back()) || are_writes_observed()) {
             return false;
         }
-        const auto recipe = recipes_.find(name_, overload_, dtensor, arguments);
+        const auto recipe = recipe_of(dtensor, arguments);
         if (recipe == nullptr) {
             return false;
         }
-        const at::Tensor local = THPVariable_Unpack(slot(dtensor, self().local_slot));
+        const at::Tensor local = local_of(dtensor);
         recipes_.draw(*recipe, local, arguments, generator_in(given.back()));
         stack->resize(stack->size() - count + 1);
         return true;
@@ -360,17 +256,17 @@ class Like final : public RandomKernel {
             }
         }
         const std::array<IValue, 2> arguments{0.0, 1.0};
-        const auto recipe = recipes_.find(name_, overload_, dtensor, arguments);
+        const auto recipe = recipe_of(dtensor, arguments);
         if (recipe == nullptr) {
             return false;
         }
         at::Tensor made;
         {
             c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
-            made = at::empty_like(THPVariable_Unpack(slot(dtensor, self().local_slot)));
+            made = at::empty_like(local_of(dtensor));
         }
         recipes_.draw(*recipe, made, arguments, std::nullopt);
-        IValue result = wrap(std::move(made), recipe->spec, source);
+        IValue result = wrap_like(source, std::move(made), recipe->spec);
         torch::jit::drop(*stack, count);
         stack->push_back(std::move(result));
         return true;
@@ -390,73 +286,87 @@ class Like final : public RandomKernel {
     }
 };
 
-// native_dropout(input, p, train): as the native kernel on a CPU, the input times a boolean mask and the scale.
-class NativeDropout final : public RandomKernel {
+// Kernels of ops (input, p, train), which keep each element with probability 1 - p.
+class DropoutKernel : public RandomKernel {
     using RandomKernel::RandomKernel;
 
-    bool run(const c10::OperatorHandle& op, Stack* stack) override {
+  protected:
+    // What is dropped out, by which recipe; null recipes take PyTorch's path.
+    struct Call {
+        at::Tensor source, local;
+        double p = 0;
+        std::array<IValue, 1> arguments;  // of bernoulli_
+        std::shared_ptr<const Recipe> recipe;
+    };
+
+    Call call_of(Stack* stack) {
         const auto given = torch::jit::last(*stack, 3);
-        const at::Tensor& source = given[0].toTensor();
-        PyObject* dtensor = dtensor_of(source);
-        const double p = given[1].toDouble();
-        if (dtensor == nullptr || (given[2].isBool() && !given[2].toBool()) || source.numel() == 0 ||
-            !source.is_contiguous() || !(p >= 0 && p < 1)) {
+        Call call{given[0].toTensor(), {}, given[1].toDouble(), {}, nullptr};
+        PyObject* dtensor = dtensor_of(call.source);
+        if (dtensor != nullptr && call.source.numel() > 0 && call.source.is_contiguous() && call.p >= 0 && call.p < 1) {
+            call.local = local_of(dtensor);
+            call.arguments = {1.0 - call.p};
+            call.recipe = recipe_of(dtensor, call.arguments);
+        }
+        return call;
+    }
+};
+
+// As the native kernel on a CPU: the input times a boolean mask and the scale.
+class NativeDropout final : public DropoutKernel {
+    using DropoutKernel::DropoutKernel;
+
+    bool run(const c10::OperatorHandle&, Stack* stack) override {
+        const IValue& train = stack->back();
+        if (train.isBool() && !train.toBool()) {
             return false;
         }
-        const std::array<IValue, 1> arguments{1.0 - p};
-        const auto recipe = recipes_.find(name_, overload_, dtensor, arguments);
-        if (recipe == nullptr) {
+        const Call call = call_of(stack);
+        if (call.recipe == nullptr) {
             return false;
         }
-        const at::Tensor local = THPVariable_Unpack(slot(dtensor, self().local_slot));
         at::Tensor mask, kept;
         {
             c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
-            mask = at::empty_like(local, local.options().dtype(c10::kBool));
-            recipes_.draw(*recipe, mask, arguments, std::nullopt);
-            kept = local.mul(mask).mul_(1.0 / (1.0 - p));
+            mask = at::empty_like(call.local, call.local.options().dtype(c10::kBool));
+            recipes_.draw(*call.recipe, mask, call.arguments, std::nullopt);
+            kept = call.local.mul(mask).mul_(1.0 / (1.0 - call.p));
         }
-        IValue results[] = {wrap(std::move(kept), recipe->spec, source), wrap(std::move(mask), recipe->mask_spec, source)};
         torch::jit::drop(*stack, 3);
-        stack->push_back(std::move(results[0]));
-        stack->push_back(std::move(results[1]));
+        stack->push_back(wrap_like(call.source, std::move(kept), call.recipe->spec));
+        stack->push_back(wrap_like(call.source, std::move(mask), call.recipe->mask_spec));
         return true;
     }
 };
 
-// dropout(input, p, train), which on a CPU is empty_like, bernoulli_, div_ and mul: here the first three are one op. It runs
-// above autograd, at the key that only tensor subclasses have, so that mul is differentiated as usual.
-class Dropout final : public RandomKernel {
-    using RandomKernel::RandomKernel;
+// On a CPU dropout is empty_like, bernoulli_, div_ and mul: here the first three are one op. It runs above autograd, at the
+// key that only tensor subclasses have, so that mul is differentiated as usual.
+class Dropout final : public DropoutKernel {
+    using DropoutKernel::DropoutKernel;
 
-    bool run(const c10::OperatorHandle& op, Stack* stack) override {
+    bool run(const c10::OperatorHandle&, Stack* stack) override {
         const auto given = torch::jit::last(*stack, 3);
-        const at::Tensor& source = given[0].toTensor();
-        PyObject* dtensor = dtensor_of(source);
-        const double p = given[1].toDouble();
-        if (dtensor == nullptr || !given[2].toBool() || source.numel() == 0 || !source.is_contiguous() ||
-            !(p > 0 && p < 1) || !at::isFloatingType(source.scalar_type())) {
+        if (!given[2].toBool() || given[1].toDouble() == 0 || !at::isFloatingType(given[0].toTensor().scalar_type())) {
             return false;
         }
-        const std::array<IValue, 1> arguments{1.0 - p};
-        const auto recipe = recipes_.find(name_, overload_, dtensor, arguments);
-        if (recipe == nullptr) {
+        const Call call = call_of(stack);
+        if (call.recipe == nullptr) {
             return false;
         }
-        const at::Tensor local = THPVariable_Unpack(slot(dtensor, self().local_slot));
+        const bool is_differentiable = call.source.requires_grad() && c10::GradMode::is_enabled();
         at::Tensor noise;
         {
             c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
-            noise = at::empty_like(local);
-            recipes_.draw(*recipe, noise, arguments, std::nullopt);
-            noise.div_(1.0 - p);
-            if (!source.requires_grad() || !c10::GradMode::is_enabled()) {
-                noise = local.mul(noise);
+            noise = at::empty_like(call.local);
+            recipes_.draw(*call.recipe, noise, call.arguments, std::nullopt);
+            noise.div_(1.0 - call.p);
+            if (!is_differentiable) {
+                noise = call.local.mul(noise);
             }
         }
-        at::Tensor result = wrap(std::move(noise), recipe->spec, source);
-        if (source.requires_grad() && c10::GradMode::is_enabled()) {
-            result = at::mul(source, result);
+        at::Tensor result = wrap_like(call.source, std::move(noise), call.recipe->spec);
+        if (is_differentiable) {
+            result = at::mul(call.source, result);
         }
         torch::jit::drop(*stack, 3);
         stack->push_back(std::move(result));
@@ -469,13 +379,8 @@ class Dropout final : public RandomKernel {
     }
 };
 
-struct Registration {
-    std::vector<RandomKernel*> kernels;  // owned by the dispatcher's table
-    std::vector<c10::RegistrationHandleRAII> handles;
-};
-
-Registration& registered() {
-    static auto* made = new Registration;
+Registration<RandomKernel>& registered() {
+    static auto* made = new Registration<RandomKernel>;
     return *made;
 }
 
@@ -487,31 +392,15 @@ void put(const char* name, const char* overload, const char* fill, const char* f
     if (!op.has_value() || !native.has_value()) {
         return;
     }
-    auto kernel = std::make_unique<Kernel>(*op, *native);
-    auto& all = registered();
-    all.kernels.push_back(kernel.get());
-    all.handles.push_back(dispatcher.registerImpl(
-        op->operator_name(), key, c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)), std::nullopt, nullptr,
-        "vescale"));
-}
-
-Py_ssize_t offset_of(const py::object& member) {
-    TORCH_CHECK_TYPE(Py_TYPE(member.ptr()) == &PyMemberDescr_Type, "expected the descriptor of a slot");
-    return reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
+    registered().add(op->operator_name(), key, std::make_unique<Kernel>(*op, *native));
 }
 
 void install(
-    const py::object& dtensor, const py::object& spec, const py::object& local, py::object recipe, py::object hooks,
+    const py::object& dtensor, const py::object& spec, const py::object& local, py::object native_part,
     std::vector<std::int32_t> exponents) {
-    auto& our = self();
     TORCH_CHECK(registered().handles.empty(), "the kernels of random ops are installed already");
-    our.dtensor = reinterpret_cast<PyTypeObject*>(dtensor.ptr());
-    our.spec_slot = offset_of(spec);
-    our.local_slot = offset_of(local);
-    our.recipe = std::move(recipe);
-    our.hooks = std::move(hooks);
-    our.models = py::reinterpret_steal<py::object>(PyUnicode_InternFromString("models"));
-    our.view_copies = py::reinterpret_steal<py::object>(PyUnicode_InternFromString("view_copies"));
+    set_dtensor_class(dtensor, spec, local);
+    decide() = std::move(native_part);
     characteristic_exponents() = std::move(exponents);
     const std::pair<const char*, const char*> fills[] = {
         {"aten::uniform_", ""},   {"aten::normal_", ""},     {"aten::exponential_", ""}, {"aten::cauchy_", ""},
@@ -534,11 +423,9 @@ void clear() {
 
 void uninstall() {
     clear();
-    auto& all = registered();
-    all.kernels.clear();
-    all.handles.clear();
-    self().recipe = py::object();
-    self().hooks = py::object();
+    dtensor_class().type = nullptr;
+    registered().remove_all();
+    decide() = py::object();
 }
 
 }  // namespace
@@ -549,4 +436,5 @@ PYBIND11_MODULE(_random_fills, module) {
     module.def("install", &vescale::install);
     module.def("uninstall", &vescale::uninstall);
     module.def("clear", &vescale::clear);
+    module.def("observe_writes", &vescale::observe_writes);
 }

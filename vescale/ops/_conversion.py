@@ -168,8 +168,7 @@ def _move(x: DTensor, target: Stage, requester: str) -> DTensor:
 
 
 def _differentiated(grad: DTensor, stages: tuple[Stage, ...], requester: str) -> DTensor:
-    """The gradient through the stages, with autograd. One that does not move stays the same object: autograd accumulates it
-    in a leaf's memory only if nothing else holds it."""
+    """The gradient through the stages, with autograd. One that does not move stays the same object."""
     for stage in stages:
         complete = tuple(f if s is None else s for f, s in zip(grad.placements, stage))
         if complete == tuple(grad.placements) and not torch.is_grad_enabled():
