@@ -11,6 +11,7 @@
 #include "conversion.h"
 #include "dispatch.h"
 #include "function_filter.h"
+#include "linear.h"
 
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -39,6 +40,7 @@ class Kernel final : public c10::OperatorKernel {
 
     void operator()(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
         if (!is_active.load(std::memory_order_relaxed) || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+            WatchCalls::note_other();
             return run_stock(op, stack);
         }
         const char* reason = nullptr;
@@ -48,6 +50,7 @@ class Kernel final : public c10::OperatorKernel {
                 return;
             }
         }
+        WatchCalls::note_other();
         const double start = seconds_now();
         run_stock(op, stack);
         Gil gil;
@@ -365,6 +368,7 @@ Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> argumen
     using Results = std::vector<std::tuple<py::tuple, int, int>>;  // specs, written, viewed
     using Replaced = std::vector<std::pair<int, std::vector<std::int64_t>>>;  // position, sizes
     Entry entry;
+    const WatchCalls unrelated;
     const auto [args, kwargs] = to_python(op.schema(), arguments);
     const py::object decision = self().decide(op.schema().name(), op.schema().overload_name(), args, kwargs);
     if (decision.is_none()) {
@@ -405,6 +409,12 @@ Registration<Kernel>& registered() {
     return *made;
 }
 
+// Kernels of composites, above autograd: at a key that only tensor subclasses have.
+std::vector<c10::RegistrationHandleRAII>& composites() {
+    static auto* made = new std::vector<c10::RegistrationHandleRAII>;
+    return *made;
+}
+
 // Called with the lock held. Tables rest on rules that have changed, or have become too large.
 void clear_tables() {
     auto& our = self();
@@ -412,6 +422,9 @@ void clear_tables() {
     our.num_entries = 0;
     for (auto* kernel : registered().kernels) {
         kernel->clear();
+    }
+    for (auto* parts : all_parts()) {
+        parts->clear();
     }
     retire(our.specs);
 }
@@ -431,6 +444,13 @@ bool is_for_dtensors(const c10::OperatorHandle& op) {
     return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
         return argument.type()->str().find("Tensor") != std::string::npos;
     });
+}
+
+template <class Function>
+void add_composite(const char* op, Function* function) {
+    composites().push_back(c10::Dispatcher::singleton().registerImpl(
+        {op, ""}, DispatchKey::PythonTLSSnapshot, c10::KernelFunction::makeFromUnboxedRuntimeFunction(function),
+        std::nullopt, nullptr, "vescale"));
 }
 
 void install(
@@ -453,6 +473,7 @@ void install(
             registered().add(name, DispatchKey::Python, std::move(kernel));
         }
     }
+    add_composite("aten::linear", &linear);
 }
 
 bool is_installed() {
@@ -467,6 +488,7 @@ void uninstall() {
     clear_tables();
     dtensor_class().type = nullptr;
     registered().remove_all();
+    composites().clear();
 }
 
 py::dict counts() {
@@ -481,12 +503,21 @@ py::dict counts() {
             all[kernel->name().c_str()] = py::make_tuple(counts.hits, counts.misses, counts.seconds_of_misses, stock);
         }
     }
+    for (auto* parts : all_parts()) {
+        const auto& counts = parts->counts();
+        if (counts.hits != 0 || counts.misses != 0) {
+            all[parts->name().c_str()] = py::make_tuple(counts.hits, counts.misses, counts.seconds_of_misses, py::dict());
+        }
+    }
     return all;
 }
 
 void reset_counts() {
     for (auto* kernel : registered().kernels) {
         kernel->reset_counts();
+    }
+    for (auto* parts : all_parts()) {
+        parts->counts() = {};
     }
 }
 

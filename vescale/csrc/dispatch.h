@@ -29,6 +29,33 @@ struct Counts {
     std::unordered_map<const char*, std::pair<std::uint64_t, double>> stock;  // reason -> calls, seconds
 };
 
+// Learns whether all ops that the thread runs on DTensors, while this exists, run on the local tensors as they are. A watch
+// inside of another hides what it sees from that one: deciding about an op runs others.
+class WatchCalls {
+  public:
+    WatchCalls() : outer_(current()) { current() = this; }
+    ~WatchCalls() { current() = outer_; }
+    WatchCalls(const WatchCalls&) = delete;
+    WatchCalls& operator=(const WatchCalls&) = delete;
+
+    bool all_local() const { return all_local_; }
+
+    static void note_other() {
+        if (current() != nullptr) {
+            current()->all_local_ = false;
+        }
+    }
+
+  private:
+    static WatchCalls*& current() {
+        static thread_local WatchCalls* watch = nullptr;
+        return watch;
+    }
+
+    WatchCalls* outer_;
+    bool all_local_ = true;
+};
+
 using EntryTable = std::unordered_map<Key, Entry, KeyHash>;
 
 }  // namespace vescale

@@ -8,7 +8,9 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 namespace vescale {
 
@@ -67,6 +69,48 @@ inline const at::Tensor& local_of(PyObject* dtensor) {
     return THPVariable_Unpack(slot(dtensor, dtensor_class().local_slot));
 }
 
+at::Tensor wrap(at::Tensor local, py::handle spec, c10::IntArrayRef sizes, c10::IntArrayRef strides);
+
+// A DTensor that C++ has made. Autograd saves results of ops (of softmax, of rsqrt) by a detached copy, for which PyTorch runs
+// Python; this one makes it in C++.
+class DTensorImpl final : public c10::TensorImpl {
+  public:
+    using c10::TensorImpl::TensorImpl;
+
+    c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
+        const c10::VariableVersion& version, bool allow_tensor_metadata_change) const override {
+        return detached(c10::VariableVersion(version), allow_tensor_metadata_change);
+    }
+
+    c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
+        c10::VariableVersion&& version, bool allow_tensor_metadata_change) const override {
+        return detached(std::move(version), allow_tensor_metadata_change);
+    }
+
+  private:
+    c10::intrusive_ptr<c10::TensorImpl> detached(c10::VariableVersion&& version, bool allow_tensor_metadata_change) const {
+        const bool is_usual = dtensor_class().type != nullptr && !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+            !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);
+        if (is_usual) {
+            Gil gil;
+            PyObject* object = pyobj_slot()->load_pyobj();
+            const auto& known = dtensor_class();
+            if (object != nullptr && Py_TYPE(object) == known.type && slot(object, known.local_slot) != nullptr) {
+                const at::Tensor& local = local_of(object);
+                at::Tensor copy(local.unsafeGetTensorImpl()->shallow_copy_and_detach(
+                    torch::autograd::impl::version_counter(local), /*allow_tensor_metadata_change=*/false));
+                const at::Tensor made = wrap(std::move(copy), slot(object, known.spec_slot), sizes(), strides());
+                auto* impl = made.unsafeGetTensorImpl();
+                impl->set_storage_keep_dtype(storage());
+                impl->set_version_counter(std::move(version));
+                impl->set_allow_tensor_metadata_change(allow_tensor_metadata_change);
+                return made.getIntrusivePtr();
+            }
+        }
+        return TensorImpl::shallow_copy_and_detach(std::move(version), allow_tensor_metadata_change);
+    }
+};
+
 // A new DTensor of global sizes and strides.
 inline at::Tensor wrap(at::Tensor local, py::handle spec, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
     auto keys = c10::DispatchKeySet({local.options().computeDispatchKey()});
@@ -83,7 +127,7 @@ inline at::Tensor wrap(at::Tensor local, py::handle spec, c10::IntArrayRef sizes
         at::DataPtr{nullptr, local.device()},
         c10::GetAllocator(c10::kMeta),
         /*resizable=*/true);
-    auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, local.dtype());
+    auto tensor = at::detail::make_tensor<DTensorImpl>(std::move(storage), keys, local.dtype());
     auto* impl = tensor.unsafeGetTensorImpl();
     impl->set_sizes_and_strides(sizes, strides);
     impl->set_python_dispatch(true);

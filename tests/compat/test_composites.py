@@ -1,0 +1,146 @@
+"""Composite ops that run as one kernel give what PyTorch makes of their parts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.checkpoint import checkpoint
+
+from tests.compat.test_native_dispatch import Outcome, assert_same, made, world
+from tests.examples import NIGHTLY
+from vescale.compat import clear_sharding_caches, dispatch_counts, extend_dtensor, reset_dispatch_counts
+from vescale.compat.native_dispatch import without_native
+
+__all__ = ["world"]  # a fixture
+
+pytestmark = pytest.mark.helper("dispatch")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    extend_dtensor()
+
+
+PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
+
+
+def leaves_of(shapes: tuple[Any, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> list[DTensor]:
+    made_ = [
+        made(s, mesh, (Replicate(),) * (mesh.ndim - 1) + (p,), 0, i) for i, (s, p) in enumerate(zip(shapes, placements))
+    ]
+    return [x.requires_grad_() for x in made_]
+
+
+def outcome(function: Callable[..., Any], leaves: list[DTensor]) -> Outcome:
+    """Values, and first and second derivatives."""
+    try:
+        result = function(*leaves)
+        weight = torch.full_like(result, 0.5).requires_grad_()
+        wanted = [x for x in leaves if x.requires_grad]
+        first = torch.autograd.grad(result, wanted, weight, retain_graph=True)
+        recorded = torch.autograd.grad(result, wanted, weight, create_graph=True)
+        with_graph = [x for x in recorded if x.requires_grad]
+        second = torch.autograd.grad(
+            with_graph, [*wanted, weight], [torch.ones_like(x) for x in with_graph], allow_unused=True
+        )
+    except RuntimeError as error:
+        return Outcome(f"{type(error).__name__}: {str(error)[:80]}", [], [], [])
+    return Outcome("", [result, *recorded], [*first, *second], [])
+
+
+def linear_cases() -> list[tuple[str, tuple[Any, ...], Callable[..., Any]]]:
+    last = [(rows + (12,)) for rows in ((8,), (7,), (1,), (2, 4), (3, 5), (2, 1, 3))]
+    cases: list[tuple[str, tuple[Any, ...], Callable[..., Any]]] = []
+    for shape in last:
+        cases.append((f"{shape}", (shape, (16, 12)), F.linear))
+        cases.append((f"{shape} and bias", (shape, (16, 12), (16,)), F.linear))
+    cases += [
+        ("transposed input", ((12, 8), (16, 12)), lambda x, w: F.linear(x.t(), w)),
+        ("transposed input and bias", ((4, 12, 8), (16, 12), (16,)), lambda x, w, b: F.linear(x.mT, w, b)),
+        ("transposed weight", ((2, 4, 12), (12, 16)), lambda x, w: F.linear(x, w.t())),
+        ("frozen weight", ((2, 4, 12), (16, 12)), lambda x, w: F.linear(x, w.detach())),
+        ("frozen input", ((2, 4, 12), (16, 12), (16,)), lambda x, w, b: F.linear(x.detach(), w, b)),
+        ("one feature", ((2, 4, 1), (16, 1)), F.linear),
+        ("one result", ((2, 4, 12), (1, 12), (1,)), F.linear),
+        ("vector", ((12,), (16, 12)), F.linear),
+        ("wrong sizes", ((2, 4, 12), (16, 8)), F.linear),
+    ]
+    return cases
+
+
+@pytest.mark.parametrize("mesh_name", ["1-D", "2-D"])
+def test_linear_equals_its_parts(world: dict[str, DeviceMesh], mesh_name: str) -> None:
+    mesh, num_local, drawn = world[mesh_name], 0, random.Random(mesh_name)
+    for name, shapes, function in linear_cases():
+        for placements in itertools.product(PLACEMENTS, PLACEMENTS):
+            if not NIGHTLY and drawn.random() > (0.3 if mesh.ndim == 1 else 0.1):
+                continue
+            chosen = (*placements, placements[1] if placements[1].is_shard(0) else Replicate())[: len(shapes)]
+            with without_native():
+                expected = outcome(function, leaves_of(shapes, mesh, chosen))
+            for _ in range(2):
+                reset_dispatch_counts()
+                found = outcome(function, leaves_of(shapes, mesh, chosen))
+                counts = dispatch_counts()
+                num_local += counts.get("linear_backward", (0,))[0]
+                # What fake groups gather is not defined.
+                is_defined = not any(stock for _, _, _, stock in counts.values())
+                try:
+                    assert_same(found, expected, is_defined)
+                except AssertionError as error:
+                    raise AssertionError(f"{name} on {chosen}: {error}") from error
+    assert num_local > 5
+
+
+def test_linear_saves_the_same_on_each_call(world: dict[str, DeviceMesh]) -> None:
+    """Checkpointing compares what the forward and its repetition save: here a call that is decided, and a known one."""
+    x, w = leaves_of(((2, 4, 12), (16, 12)), world["1-D"], (Replicate(), Shard(0)))
+    clear_sharding_caches()
+    gradient = torch.autograd.grad(checkpoint(F.linear, x, w, use_reentrant=False).sum(), w)[0]
+    expected = torch.autograd.grad(F.linear(x, w).sum(), w)[0]
+    assert torch.equal(gradient.to_local(), expected.to_local())
+
+    saved: list[Any] = []
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        F.linear(x, w)
+    assert [type(t) for t in saved] == [DTensor, DTensor] and saved[0] is x and saved[1] is w
+
+
+def test_linear_refuses_changed_and_freed_operands(world: dict[str, DeviceMesh]) -> None:
+    x, w = leaves_of(((2, 4, 12), (16, 12)), world["1-D"], (Replicate(), Shard(0)))
+    result = F.linear(x, w)
+    with torch.no_grad():
+        w.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+    result = F.linear(x, w)
+    result.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        result.sum().backward()
+
+
+def test_results_that_autograd_saves_are_made_in_cpp(world: dict[str, DeviceMesh]) -> None:
+    """Saving the result of an op, as rsqrt does, detaches it, also where nobody has called detach."""
+    (x,) = leaves_of(((8, 12),), world["1-D"], (Shard(0),))
+    x = x * 1.0
+    y = torch.rsqrt(x)
+    copy = y.data
+    assert type(copy) is DTensor and copy._spec == y._spec and not copy.requires_grad and copy._version == 0
+    copy.mul_(2.0)
+    assert torch.equal(copy.to_local(), y.detach().to_local())  # one memory
+    assert y._version == 0
+    with torch.no_grad():
+        y.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert copy._local_tensor is not y._local_tensor

@@ -1,0 +1,159 @@
+// Ops that PyTorch takes apart above autograd, such as linear: one kernel, one autograd node, and no DTensors in between.
+//
+// A composite's forward and backward are functions of tensors, which call the same ops as PyTorch's own. A function runs on
+// DTensors first. If each op in it ran on the local tensors as they are, the whole function does so from then on, for
+// operands with these specs.
+
+#pragma once
+
+#include "dispatch.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/PythonFallbackKernel.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <string>
+
+namespace vescale {
+
+class Parts;
+
+inline std::vector<Parts*>& all_parts() {
+    static auto* made = new std::vector<Parts*>;
+    return *made;
+}
+
+// Functions of one composite, by the specs of their operands. Lives as long as the process.
+class Parts {
+  public:
+    explicit Parts(std::string name) : name_(std::move(name)) { all_parts().push_back(this); }
+
+    // The function's results. `operands`: exact DTensors, or undefined. `word` distinguishes calls with equal operands.
+    template <class Function>
+    std::vector<at::Tensor> run(c10::ArrayRef<at::Tensor> operands, std::uint64_t word, const Function& function) {
+        {
+            Gil gil;
+            Key key{word};
+            const auto epoch = self().epoch;
+            if (add_specs(operands, key) && epoch == self().epoch) {
+                const auto found = table_.find(key);
+                if (found == table_.end()) {
+                    return learn(std::move(key), operands, function);
+                }
+                if (found->second.is_local) {
+                    counts_.hits += 1;
+                    return run_on_locals(found->second.specs, operands, function);
+                }
+            }
+        }
+        return function(operands);
+    }
+
+    void clear() { retire(table_); }
+    const std::string& name() const { return name_; }
+    Counts& counts() { return counts_; }
+
+  private:
+    struct Known {
+        bool is_local = false;
+        std::vector<const Spec*> specs;  // of the results; null: undefined
+    };
+    using Table = std::unordered_map<Key, Known, KeyHash>;
+
+    static bool add_specs(c10::ArrayRef<at::Tensor> operands, Key& key) {
+        for (const at::Tensor& operand : operands) {
+            PyObject* dtensor = operand.defined() ? dtensor_of(operand) : nullptr;
+            const Spec* spec = dtensor == nullptr ? nullptr : spec_of(dtensor);
+            if (operand.defined() && spec == nullptr) {
+                return false;
+            }
+            key.push_back(reinterpret_cast<std::uint64_t>(spec));
+        }
+        return true;
+    }
+
+    template <class Function>
+    static std::vector<at::Tensor> run_on_locals(
+        const std::vector<const Spec*>& specs, c10::ArrayRef<at::Tensor> operands, const Function& function) {
+        const Running running;  // specs stay while the lock is given up
+        std::int64_t numel = 0;
+        c10::SmallVector<at::Tensor, 4> locals;
+        for (const at::Tensor& operand : operands) {
+            locals.push_back(operand.defined() ? local_of(dtensor_of(operand)) : at::Tensor());
+            numel += operand.defined() ? locals.back().numel() : 0;
+        }
+        std::vector<at::Tensor> results;
+        {
+            c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
+            Unlocked unlocked(numel > kLargeCall);
+            results = function(locals);
+        }
+        for (const auto i : c10::irange(results.size())) {
+            if (results[i].defined()) {
+                results[i] = wrap(std::move(results[i]), *specs[i]);
+            }
+        }
+        return results;
+    }
+
+    // Runs the function on the DTensors, and remembers whether that moved nothing. The lock is held.
+    template <class Function>
+    std::vector<at::Tensor> learn(Key key, c10::ArrayRef<at::Tensor> operands, const Function& function) {
+        const auto epoch = self().epoch;
+        Known known;
+        std::vector<at::Tensor> results;
+        {
+            Unlocked unlocked(true);
+            const WatchCalls watch;
+            results = function(operands);
+            known.is_local = watch.all_local();
+        }
+        if (!known.is_local) {
+            WatchCalls::note_other();
+        }
+        counts_.misses += 1;
+        for (const at::Tensor& result : results) {
+            PyObject* dtensor = result.defined() ? dtensor_of(result) : nullptr;
+            known.specs.push_back(dtensor == nullptr ? nullptr : spec_of(dtensor));
+            known.is_local &= !result.defined() || known.specs.back() != nullptr;
+        }
+        auto& our = self();
+        if (epoch == our.epoch && our.num_entries < our.max_entries) {
+            our.num_entries += table_.emplace(std::move(key), std::move(known)).second;
+        }
+        return results;
+    }
+
+    std::string name_;
+    Table table_;
+    Counts counts_;
+};
+
+// Whether a composite's kernel may take a call with these operands (some may be undefined): nobody looks at the ops that it
+// consists of, and nothing has to happen between autograd and them.
+inline bool is_composable(std::initializer_list<const at::Tensor*> operands) {
+    if (!is_active.load(std::memory_order_relaxed) || c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+        c10::InferenceMode::is_enabled() ||
+        c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
+        return false;
+    }
+    for (const at::Tensor* operand : operands) {
+        if (!operand->defined()) {
+            continue;
+        }
+        if (dtensor_of(*operand) == nullptr || torch::autograd::isFwGradDefined(*operand) ||
+            at::autocast::is_autocast_enabled(operand->device().type())) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// The keys below the one of a composite's kernel: where PyTorch takes the op apart.
+inline c10::DispatchKeySet below(c10::DispatchKeySet keys) {
+    return keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::PythonTLSSnapshot);
+}
+
+}  // namespace vescale

@@ -1,0 +1,161 @@
+// `aten::linear` on DTensors with one autograd node. PyTorch makes it of up to five ops, each with a node.
+
+#pragma once
+
+#include "composite.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/_unsafe_view.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/linear_ops.h>
+#include <ATen/ops/mm.h>
+
+namespace vescale {
+
+inline Parts& linear_forward() {
+    static auto* made = new Parts("linear");
+    return *made;
+}
+
+inline Parts& linear_backward() {
+    static auto* made = new Parts("linear_backward");
+    return *made;
+}
+
+inline std::int64_t num_rows(const at::Tensor& tensor) {
+    return c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1));
+}
+
+// As at::native::linear of a contiguous input. The operands: input, weight, bias.
+inline std::vector<at::Tensor> run_linear(c10::ArrayRef<at::Tensor> operands) {
+    const auto &input = operands[0], &weight = operands[1], &bias = operands[2];
+    const bool is_matrix = input.dim() == 2;
+    const auto rows = is_matrix ? input : input.view({num_rows(input), input.size(-1)});
+    auto output = bias.defined() ? at::addmm(bias, rows, weight.t()) : at::mm(rows, weight.t());
+    if (!is_matrix) {
+        auto sizes = input.sizes().vec();
+        sizes.back() = output.size(1);
+        output = at::_unsafe_view(output, sizes);
+    }
+    return {std::move(output)};
+}
+
+// As the backward of mm and addmm. The operands: gradient, input, weight. The results: the wanted gradients of input, weight
+// and bias, in the order in which PyTorch computes them.
+inline std::vector<at::Tensor> run_linear_backward(
+    c10::ArrayRef<at::Tensor> operands, std::array<bool, 3> wanted, bool has_bias) {
+    const auto &gradient = operands[0], &input = operands[1], &weight = operands[2];
+    const bool is_matrix = gradient.dim() == 2;
+    const auto rows = is_matrix ? gradient : gradient.reshape({num_rows(gradient), gradient.size(-1)});
+    std::vector<at::Tensor> found(3);
+    const auto of_input = [&] {
+        if (wanted[0]) {
+            found[0] = at::mm(rows, weight);
+            if (!is_matrix) {
+                auto sizes = gradient.sizes().vec();
+                sizes.back() = found[0].size(1);
+                found[0] = found[0].view(sizes);
+            }
+        }
+    };
+    const auto of_weight = [&] {
+        if (wanted[1]) {
+            found[1] = at::mm(rows.t(), is_matrix ? input : input.view({num_rows(input), input.size(-1)}));
+        }
+    };
+    if (has_bias) {
+        of_input();
+        of_weight();
+    } else {
+        of_weight();
+        of_input();
+    }
+    if (wanted[2]) {
+        found[2] = at::sum_to(rows, at::IntArrayRef{rows.size(1)});
+    }
+    return found;
+}
+
+class LinearBackward final : public torch::autograd::Node {
+  public:
+    torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+        if (!gradients[0].defined()) {
+            return torch::autograd::variable_list(3);
+        }
+        at::Tensor input, weight;
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            input = input_.unpack();
+            weight = weight_.unpack();
+        }
+        std::array<bool, 3> wanted{};
+        std::uint64_t word = has_bias;
+        for (const auto i : c10::irange(3)) {
+            wanted[i] = task_should_compute_output(i);
+            word = word << 1 | wanted[i];
+        }
+        const auto run = [&](c10::ArrayRef<at::Tensor> operands) { return run_linear_backward(operands, wanted, has_bias); };
+        const std::array<at::Tensor, 3> operands{std::move(gradients[0]), std::move(input), std::move(weight)};
+        const bool is_recorded = at::GradMode::is_enabled();  // for second derivatives
+        if (is_recorded || !is_composable({&operands[0], &operands[1], &operands[2]})) {
+            return run(operands);
+        }
+        return linear_backward().run(operands, word, run);
+    }
+
+    void release_variables() override {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        input_.reset_data();
+        weight_.reset_data();
+    }
+
+    std::string name() const override { return "LinearBackward"; }
+
+    torch::autograd::SavedVariable input_;  // undefined where the weight needs no gradient
+    torch::autograd::SavedVariable weight_;
+    bool has_bias = false;
+};
+
+// Whether PyTorch would make the op of one matrix product of the input's rows, on the DTensors and on their local tensors.
+inline bool is_one_product(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
+    return input.dim() >= 2 && weight.dim() == 2 && input.is_contiguous() && weight.is_contiguous() &&
+        input.size(-1) == weight.size(1) && input.numel() > 0 && weight.size(0) > 1 && weight.size(1) > 1 &&
+        (!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0))) &&
+        local_of(dtensor_of(input)).is_contiguous();
+}
+
+inline at::Tensor linear(
+    c10::DispatchKeySet keys, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& given_bias) {
+    const at::Tensor bias = given_bias.value_or(at::Tensor());
+    bool is_ours = is_composable({&input, &weight, &bias});
+    if (is_ours) {
+        Gil gil;
+        is_ours = is_one_product(input, weight, bias);
+    }
+    if (!is_ours) {
+        const at::impl::MaybeSetTLSOnEntryGuard guard;
+        return at::_ops::linear::redispatch(below(keys), input, weight, given_bias);
+    }
+    const bool is_differentiable = torch::autograd::compute_requires_grad(input, weight, bias);
+    const std::array<at::Tensor, 3> operands{input, weight, bias};
+    at::Tensor output;
+    {
+        const at::NoGradGuard guard;
+        output = linear_forward().run(operands, 0, run_linear)[0];
+    }
+    if (is_differentiable) {
+        auto node = c10::make_intrusive<LinearBackward>();
+        node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
+        if (node->should_compute_output(1)) {
+            node->input_ = torch::autograd::SavedVariable(input, /*is_output=*/false);
+        }
+        if (node->should_compute_output(0)) {
+            node->weight_ = torch::autograd::SavedVariable(weight, /*is_output=*/false);
+        }
+        node->has_bias = bias.defined();
+        torch::autograd::set_history(output, node);
+    }
+    return output;
+}
+
+}  // namespace vescale
