@@ -78,12 +78,28 @@ def linear_cases() -> list[tuple[str, tuple[Any, ...], Callable[..., Any]]]:
     return cases
 
 
+def matmul_cases() -> list[tuple[str, tuple[Any, ...], Callable[..., Any]]]:
+    return [
+        ("matrices", ((4, 2, 3, 5), (4, 2, 5, 6)), torch.matmul),
+        ("two dims of batches", ((4, 2, 3, 3, 5), (4, 2, 3, 5, 6)), torch.matmul),
+        ("uneven", ((3, 5, 3, 5), (3, 5, 5, 6)), torch.matmul),
+        ("transposed factor", ((4, 2, 3, 5), (4, 2, 6, 5)), lambda x, y: x @ y.mT),
+        ("swapped batch dims", ((4, 2, 3, 5), (4, 2, 6, 5)), lambda x, y: x.transpose(0, 1) @ y.permute(1, 0, 3, 2)),
+        ("frozen factor", ((4, 2, 3, 5), (4, 2, 5, 6)), lambda x, y: x @ y.detach()),
+        ("vectors as matrices", ((4, 2, 1, 5), (4, 2, 5, 1)), torch.matmul),
+        ("one factor for all", ((4, 2, 3, 5), (1, 2, 5, 6)), torch.matmul),
+        ("one matrix for all", ((4, 2, 3, 5), (5, 6)), torch.matmul),
+        ("wrong sizes", ((4, 2, 3, 5), (4, 2, 6, 5)), torch.matmul),
+    ]
+
+
 @pytest.mark.parametrize("mesh_name", ["1-D", "2-D"])
-def test_linear_equals_its_parts(world: dict[str, DeviceMesh], mesh_name: str) -> None:
+@pytest.mark.parametrize("composite", ["linear", "matmul"])
+def test_composites_equal_their_parts(world: dict[str, DeviceMesh], composite: str, mesh_name: str) -> None:
     mesh, num_local, drawn = world[mesh_name], 0, random.Random(mesh_name)
-    for name, shapes, function in linear_cases():
+    for name, shapes, function in {"linear": linear_cases, "matmul": matmul_cases}[composite]():
         for placements in itertools.product(PLACEMENTS, PLACEMENTS):
-            if not NIGHTLY and drawn.random() > (0.3 if mesh.ndim == 1 else 0.1):
+            if not NIGHTLY and drawn.random() > (0.3 if mesh.ndim == 1 else 0.04):
                 continue
             chosen = (*placements, placements[1] if placements[1].is_shard(0) else Replicate())[: len(shapes)]
             with without_native():
@@ -92,14 +108,14 @@ def test_linear_equals_its_parts(world: dict[str, DeviceMesh], mesh_name: str) -
                 reset_dispatch_counts()
                 found = outcome(function, leaves_of(shapes, mesh, chosen))
                 counts = dispatch_counts()
-                num_local += counts.get("linear_backward", (0,))[0]
+                num_local += counts.get(f"{composite}_backward", (0,))[0]
                 # What fake groups gather is not defined.
                 is_defined = not any(stock for _, _, _, stock in counts.values())
                 try:
                     assert_same(found, expected, is_defined)
                 except AssertionError as error:
                     raise AssertionError(f"{name} on {chosen}: {error}") from error
-    assert num_local > 5
+    assert num_local > (30 if NIGHTLY else 1)
 
 
 def test_linear_saves_the_same_on_each_call(world: dict[str, DeviceMesh]) -> None:

@@ -8,6 +8,7 @@
 // Tables are read and written with the interpreter's lock held, which is also their lock. The library is for one build of
 // torch: setup.py passes its name.
 
+#include "batched_matmul.h"
 #include "conversion.h"
 #include "dispatch.h"
 #include "function_filter.h"
@@ -474,6 +475,7 @@ void install(
         }
     }
     add_composite("aten::linear", &linear);
+    add_composite("aten::matmul", &matmul);
 }
 
 bool is_installed() {

@@ -120,6 +120,7 @@ class LinearBackward final : public torch::autograd::Node {
 inline bool is_one_product(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
     return input.dim() >= 2 && weight.dim() == 2 && input.is_contiguous() && weight.is_contiguous() &&
         input.size(-1) == weight.size(1) && input.numel() > 0 && weight.size(0) > 1 && weight.size(1) > 1 &&
+        !input.is_complex() &&
         (!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0))) &&
         local_of(dtensor_of(input)).is_contiguous();
 }
