@@ -41,6 +41,12 @@ NIGHTLY = [
         _ONE_STEP,
     ),
     Family(
+        "test_dispatcher.py",
+        "test_same_bits_as_pytorchs_path",
+        ("deepseek_v3", "gpt_oss", "llama", "qwen3", "qwen3_moe", "sd3", "whisper"),
+        "dense (llama_zero3, gpt2), encoder-decoder (t5), vision, diffusion (dit) and experts (mixtral)",
+    ),
+    Family(
         "test_training.py",
         "test_experts_that_meet_all_tokens",
         ("gpt_oss-4", "deepseek_v3-4"),
