@@ -102,8 +102,10 @@ class DTensorImpl final : public c10::TensorImpl {
                 const at::Tensor made = wrap(std::move(copy), slot(object, known.spec_slot), sizes(), strides());
                 auto* impl = made.unsafeGetTensorImpl();
                 impl->set_storage_keep_dtype(storage());
-                impl->set_version_counter(std::move(version));
-                impl->set_allow_tensor_metadata_change(allow_tensor_metadata_change);
+                if (!impl->is_inference()) {
+                    impl->set_version_counter(std::move(version));
+                    impl->set_allow_tensor_metadata_change(allow_tensor_metadata_change);
+                }
                 return made.getIntrusivePtr();
             }
         }
