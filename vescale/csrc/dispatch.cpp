@@ -509,7 +509,8 @@ PYBIND11_MODULE(_dispatch, module) {
         .def(py::init<py::object, py::object, py::dict>())
         .def_property_readonly("__self__", &vescale::FunctionFilter::mode)
         .def("__call__", &vescale::FunctionFilter::call, py::arg(), py::arg(), py::arg() = py::tuple(), py::arg() = py::none());
-    module.def("convert", &vescale::convert);
+    module.def("convert", torch::wrap_pybind_function(&vescale::convert));
+    module.def("convert_values", torch::wrap_pybind_function(&vescale::convert_values));
     module.def("set_conversions", &vescale::set_conversions);
     module.def("counts", &vescale::counts);
     module.def("reset_counts", &vescale::reset_counts);

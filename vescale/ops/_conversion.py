@@ -27,21 +27,21 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Partial, Placement
+from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import axis_group, is_observed, one_reduction, requested_by
+from vescale.comm import LISTENERS, requested_by
 from vescale.compat import (
     DTensorSpec,
     intern_spec,
     local_of,
     make_dtensor,
     make_spec,
-    native_converter,
+    native_conversions,
     no_torch_function,
     spec_of,
 )
 from vescale.ops._observer import report_implicit_move
-from vescale.placements import contiguous_stride, move_local, stride_like, without_partials
+from vescale.placements import NativeMove, contiguous_stride, move_local, native_move, stride_like, without_partials
 
 __all__ = [
     "bring",
@@ -60,8 +60,13 @@ Placements = tuple[Placement, ...]
 Stage = tuple[Placement | None, ...]
 
 
-def _moved(x: DTensor, target: tuple[Placement, ...], requester: str) -> DTensor:
+def _moved(x: DTensor, target: Placements, requester: str) -> DTensor:
     """Redistribute ``x`` outside of autograd; the result is a fresh DTensor also when the placements are the same."""
+    result: DTensor | None = _native.move(x, target)
+    return _moved_in_python(x, target, requester) if result is None else result
+
+
+def _moved_in_python(x: DTensor, target: Placements, requester: str) -> DTensor:
     spec, local = spec_of(x), local_of(x)
     if tuple(spec.placements) == target:
         return make_dtensor(local, spec)
@@ -124,7 +129,7 @@ def convert(
         None if grad_target is None else tuple(grad_target),
         passes_gradient,
     )
-    result = _convert_natively(x, target, stages, requester)
+    result: DTensor | None = _native.convert(x, target, stages, requester)
     if result is not None:
         return result
     complete = tuple(f if t is None else t for f, t in zip(x.placements, target))
@@ -145,26 +150,21 @@ def _stages(
     return target, (last,) if grad_source is None else (grad_source, last)
 
 
-def _plan(spec: DTensorSpec, target: Stage) -> tuple[Any, ...] | None:
-    """How C++ brings a DTensor with ``spec`` to ``target``, see :func:`vescale.compat.native_converter`."""
+def _plan(spec: DTensorSpec, target: Stage) -> tuple[DTensorSpec, NativeMove | None] | None:
+    """How C++ brings a DTensor with ``spec`` to ``target``, see :func:`vescale.compat.native_conversions`."""
     complete = tuple(f if t is None else t for f, t in zip(spec.placements, target))
+    meta = spec.tensor_meta
     if complete == tuple(spec.placements):
-        return (spec,)
-    changed = [axis for axis, (a, b) in enumerate(zip(spec.placements, complete)) if a != b]
-    partial, meta = spec.placements[changed[0]], spec.tensor_meta
-    if len(changed) > 1 or type(partial) is not Partial or not complete[changed[0]].is_replicate() or meta is None:
+        return spec, None
+    if len(target) != len(spec.placements) or meta is None:
         return None
-    group = axis_group(spec.mesh, (changed[0],)).group
-    is_exact = meta.dtype.is_floating_point or (partial.reduce_op != "avg" and not meta.dtype.is_complex)
-    reduction = one_reduction(partial.reduce_op, meta.dtype, spec.mesh.device_type, group) if is_exact else None
     result = intern_spec(make_spec(spec.mesh, complete, meta.shape, contiguous_stride(meta.shape), meta.dtype))
-    if reduction is None or result is None or meta.shape.numel() == 0 or spec.mesh.size(changed[0]) == 1:
-        return None
-    return result, group, *reduction
+    move = native_move(spec.mesh, meta.shape, spec.placements, complete, meta.dtype)
+    return None if result is None or move is None else (result, move)
 
 
 def _move(x: DTensor, target: Stage, requester: str) -> DTensor:
-    return _moved(x, tuple(f if t is None else t for f, t in zip(x.placements, target)), requester)
+    return _moved_in_python(x, tuple(f if t is None else t for f, t in zip(x.placements, target)), requester)
 
 
 def _differentiated(grad: DTensor, stages: tuple[Stage, ...], requester: str) -> DTensor:
@@ -178,7 +178,7 @@ def _differentiated(grad: DTensor, stages: tuple[Stage, ...], requester: str) ->
     return grad
 
 
-_convert_natively = native_converter(_plan, _move, _differentiated, is_observed)
+_native = native_conversions(_plan, _move, _differentiated, LISTENERS)
 
 
 def bring_with_gradient(x: DTensor, target: Sequence[Placement], op: str, operand: str) -> DTensor:
