@@ -1,11 +1,11 @@
-"""Changes of placements that C++ runs give what Python's give, bit by bit: values, strides, dtypes, and what ranks wait for."""
+"""Changes of placements that C++ runs give what Python gives, bit by bit: values, strides, dtypes, and specs."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from tests.ranks import RankPools, run_cases
+from tests.examples import NIGHTLY, examples
+from tests.ranks import RankPools
 from vescale.comm import record_comms
-from vescale.compat import local_of, make_dtensor, make_spec, spec_of
+from vescale.compat import extend_dtensor, is_native, local_of, make_dtensor, make_spec, spec_of
 from vescale.compat.native_dispatch import without_native
 from vescale.ops import _conversion, convert
 from vescale.placements import InterleavedShard, contiguous_stride, native_move, own_region
@@ -31,7 +32,7 @@ SHAPES = ((8, 4, 4), (8, 7, 3), (5, 6, 3), (3, 2, 9), (0, 4, 4), (4,))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool)
 
 
-@contextlib.contextmanager
+@contextmanager
 def without_python() -> Iterator[None]:
     """Changes of placements that Python runs are errors."""
 
@@ -60,13 +61,14 @@ def made(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...], dtype
     return make_dtensor(local, make_spec(mesh, placements, shape, contiguous_stride(shape), dtype))
 
 
-def compare(x: DTensor, target: Placements) -> bool:
-    """Whether C++ made it."""
+def compare(x: DTensor, target: Placements, observed_rank: int) -> bool:
+    """Whether C++ makes it; on a rank that observes collectives, Python does."""
     spec = spec_of(x)
     is_native = native_move(spec.mesh, x.shape, spec.placements, target, x.dtype) is not None
+    context = record_comms() if dist.get_rank() == observed_rank else without_python() if is_native else nullcontext()
     found: list[DTensor | str] = []
-    for context in (without_native(), without_python() if is_native else contextlib.nullcontext()):
-        with context, torch.no_grad():
+    for case in (without_native(), context):
+        with case, torch.no_grad():
             try:
                 found.append(convert(x, target))
             except ValueError as error:
@@ -84,8 +86,9 @@ def compare(x: DTensor, target: Placements) -> bool:
     return is_native
 
 
-def every_pair(mesh_shape: tuple[int, ...], kinds: Placements, count: int | None) -> tuple[int, int]:
-    """Pairs of placements, each with one of the shapes, dtypes and orders in memory."""
+def pairs_of(mesh_shape: tuple[int, ...], kinds: Placements, count: int | None) -> tuple[int, int]:
+    """Pairs of placements (all for None), with some of the shapes, dtypes and orders in memory."""
+    extend_dtensor()
     mesh = init_device_mesh("cpu", mesh_shape)
     draw = random.Random(str(mesh_shape))
     every = list(itertools.product(kinds, repeat=len(mesh_shape)))
@@ -94,31 +97,57 @@ def every_pair(mesh_shape: tuple[int, ...], kinds: Placements, count: int | None
     for source, target in pairs if count is None else draw.sample(pairs, count):
         if len({p.reduce_op for p in (*source, *target) if isinstance(p, Partial)}) > 1:
             continue
-        for shape in SHAPES if count is None else [draw.choice(SHAPES)]:
+        for shape in draw.sample(SHAPES, NUM_SHAPES if count is None else 1):
             if any(getattr(p, "dim", 0) >= len(shape) for p in (*source, *target)):
                 continue
             dtype = draw.choice(DTYPES)
             total += 1
             try:
-                native += compare(made(mesh, source, shape, dtype, draw.randrange(3)), target)
+                native += compare(made(mesh, source, shape, dtype, draw.randrange(3)), target, draw.randrange(6))
             except AssertionError as error:
                 raise AssertionError(f"{source} -> {target} of {shape} {dtype}: {error}") from error
     return native, total
 
 
+NUM_SHAPES = len(SHAPES) if NIGHTLY else 2
 KINDS = (R, P, AVG, MAX, S0, S1, S2, InterleavedShard(1, 2))
 PAIRS: list[tuple[tuple[int, ...], Placements, int | None]] = [
     ((4,), KINDS, None),
-    ((2, 2), (*KINDS, STRIDED), 250),
-    ((2, 1, 2), KINDS, 250),
-    ((1, 4), KINDS, 60),
+    ((2, 2), (*KINDS, STRIDED), examples(400)),
+    ((2, 1, 2), KINDS, examples(400)),
+    ((1, 4), KINDS, examples(60)),
 ]
 
 
 @pytest.mark.helper("dispatch")
 def test_moves_equal_pythons(ranks: RankPools) -> None:
     for case in PAIRS:
-        results = ranks.run(every_pair, *case, world_size=4)
+        results = ranks.run(pairs_of, *case, world_size=4)
         assert len(set(results)) == 1  # ranks agree on what C++ runs
         native, total = results[0]
         assert native > 0.6 * total, (case, results)
+
+
+def unexpected_locals() -> None:
+    """What a spec says and what a local tensor is may differ: ``from_local`` believes its caller."""
+    extend_dtensor()
+    assert is_native()
+    mesh = init_device_mesh("cpu", (2,))
+    for local in (
+        torch.ones(3, 5),
+        torch.ones(6, 5, dtype=torch.float64),
+        torch.ones(6, 5, dtype=torch.complex64).conj(),
+    ):
+        dtype = local.dtype if local.is_complex() else torch.float32
+        x = make_dtensor(local, make_spec(mesh, (P,), (6, 5), (5, 1), dtype))
+        for _ in range(2):
+            made = convert(x, (R,))
+            assert torch.equal(local_of(made), 2 * local) and local_of(made).dtype == local.dtype
+    x = make_dtensor(torch.ones(2, 5), make_spec(mesh, (S0,), (6, 5), (5, 1), torch.float32))
+    with pytest.raises(RuntimeError):  # Python's error
+        convert(x, (S1,))
+
+
+@pytest.mark.helper("dispatch")
+def test_unexpected_locals(ranks: RankPools) -> None:
+    ranks.run(unexpected_locals, world_size=2)

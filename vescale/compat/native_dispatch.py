@@ -102,32 +102,44 @@ class NativeConversions(NamedTuple):
         convert: ``(DTensor, target, stages of the gradient, requester)`` to the DTensor with other placements, linked in
             autograd. Also calls ``move`` where it has no program.
         move: ``(DTensor, target)`` to the DTensor with other placements, outside of autograd.
+        enter: ``(DTensors, placements of their gradients or None, always)`` to local tensors, linked in autograd.
+        leave: ``(local tensor, mesh, placements, shape, op, placements of the gradient or None)`` to a DTensor, the same.
+        wrap: ``(tensor, mesh, placements, requester)`` to a DTensor, the same.
     """
 
     convert: Callable[..., Any]
     move: Callable[..., Any]
+    enter: Callable[..., Any]
+    leave: Callable[..., Any]
+    wrap: Callable[..., Any]
 
 
 def native_conversions(
+    *,
     plan: Callable[..., Any],
     move: Callable[..., Any],
     differentiate: Callable[..., Any],
     listeners: tuple[list[Any], ...],
+    **regions: Callable[..., Any],
 ) -> NativeConversions:
-    """Conversions in C++ (``csrc/conversion.h``), of one caller in a process.
+    """Conversions in C++ (``csrc/conversion.h``, ``csrc/local_regions.h``), of one caller in a process.
 
     Args:
-        plan: ``(spec, target)`` to ``(result's spec, None)`` if nothing moves, ``(result's spec, NativeMove)``, or None where
-            Python moves. Specs are interned. ``target`` has None for axes that keep their placement.
+        plan: ``(spec, target)`` to ``(result's spec, NativeMove)``, ``(spec, None)`` if nothing moves, or None where Python
+            moves. Specs are interned. ``target`` has None for axes that keep their placement.
         move: ``(DTensor, target, requester)`` to the DTensor, outside of autograd, for all other changes.
         differentiate: ``(DTensor, stages, requester)`` to the DTensor, with autograd.
         listeners: while one of these lists has members, ``move`` runs all collectives.
+        regions: what ``csrc/local_regions.h`` asks.
     """
     module = _loaded()
     if module is None:
-        return NativeConversions(_nothing, _nothing)
+        return NativeConversions(*(_nothing,) * len(NativeConversions._fields))
     module.set_conversions(plan, move, differentiate, listeners)
-    return NativeConversions(module.convert, module.convert_values)
+    module.set_local_regions(**regions)
+    return NativeConversions(
+        module.convert, module.convert_values, module.enter_together, module.leave_local, module.wrap_global
+    )
 
 
 def _nothing(*_: Any) -> None:

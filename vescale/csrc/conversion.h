@@ -6,6 +6,7 @@
 #pragma once
 
 #include "moves.h"
+#include "python_node.h"
 #include "specs.h"
 
 #include <ATen/core/grad_mode.h>
@@ -115,65 +116,42 @@ inline at::Tensor moved(const at::Tensor& local, const Move& move) {
     return move.program->run(local);
 }
 
-// The tensor with other placements, outside of autograd. The lock is held. Where nothing moves, `is_fresh` asks for a new
-// DTensor with the same local tensor.
-inline at::Tensor moved(
-    const at::Tensor& tensor, PyObject* dtensor, const Spec* spec, PyObject* target, PyObject* requester, bool is_fresh) {
-    const Running running;  // specs stay while the lock is given up
-    const auto move = move_between(spec, target);
-    at::Tensor local = moved(local_of(dtensor), *move);
-    if (!local.defined()) {
-        const py::object made = conversions().move(py::handle(dtensor), py::handle(target), py::handle(requester));
-        return THPVariable_Unpack(made.ptr());
-    }
-    return move->program || is_fresh ? wrap(std::move(local), *move->target) : tensor;
-}
-
-// Brings the gradient through the stages, one after the other.
-class ConvertBackward final : public torch::autograd::Node {
+// Brings the gradient through the stages, one after the other. Holds the stages (placements; None on an axis keeps what is
+// there) and the requester.
+class ConvertBackward final : public PythonNode {
   public:
-    ConvertBackward(py::object stages, py::object requester) : stages_(std::move(stages)), requester_(std::move(requester)) {}
-
-    ~ConvertBackward() override {
-        if (!Py_IsInitialized()) {  // the interpreter, and what it owned, has gone
-            stages_.release();
-            requester_.release();
-            return;
-        }
-        Gil gil;
-        stages_ = requester_ = py::object();
-    }
+    using PythonNode::PythonNode;
 
     torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
         at::Tensor gradient = std::move(gradients[0]);
         if (!gradient.defined()) {
             return {at::Tensor()};
         }
-        Gil gil;
-        const auto name = owned(PyUnicode_FromFormat("%U: gradient", requester_.ptr()));
-        const auto in_python = [&gradient](const auto& function, const auto&... arguments) -> at::Tensor {
-            const auto wrapped = owned(THPVariable_Wrap(gradient));
-            const py::object made = function(wrapped, arguments...);
-            return THPVariable_Unpack(made.ptr());
-        };
+        const Gil gil;
+        const auto& our = conversions();
         if (at::GradMode::is_enabled()) {  // derivatives of gradients have nodes of their own
-            return {in_python(conversions().differentiate, stages_, name)};
+            return {to_tensor(our.differentiate(to_object(gradient), held(0), gradient_of(held(1))))};
         }
-        for (const auto& stage : py::reinterpret_borrow<py::tuple>(stages_)) {
-            PyObject* dtensor = dtensor_of(gradient);
+        for (const auto& stage : py::reinterpret_borrow<py::tuple>(held(0))) {
+            PyObject* dtensor = dtensor_class().type == nullptr ? nullptr : dtensor_of(gradient);
             const Spec* spec = dtensor == nullptr ? nullptr : spec_of(dtensor);
-            gradient = spec == nullptr
-                ? in_python(conversions().move, stage, name)
-                : moved(gradient, dtensor, spec, stage.ptr(), name.ptr(), /*is_fresh=*/false);
+            if (spec != nullptr) {
+                const Running running;  // specs stay while the lock is given up
+                const auto move = move_between(spec, stage.ptr());
+                at::Tensor local = moved(local_of(dtensor), *move);
+                if (local.defined()) {
+                    if (move->program) {
+                        gradient = wrap(std::move(local), *move->target);
+                    }
+                    continue;
+                }
+            }
+            gradient = to_tensor(our.move(to_object(gradient), stage, gradient_of(held(1))));
         }
         return {std::move(gradient)};
     }
 
     std::string name() const override { return "ConvertBackward"; }
-
-  private:
-    py::object stages_;  // placements of each stage; None on an axis keeps what is there
-    py::object requester_;
 };
 
 // Whether somebody sees what runs, so that Python has to run it.
@@ -193,14 +171,18 @@ inline py::object convert(const at::Tensor& tensor, py::handle target, py::handl
     if (spec == nullptr || torch::autograd::isFwGradDefined(tensor)) {
         return py::none();
     }
-    at::Tensor result = moved(tensor, dtensor, spec, target.ptr(), requester.ptr(), /*is_fresh=*/true);
+    const Running running;  // specs stay while the lock is given up
+    const auto move = move_between(spec, target.ptr());
+    at::Tensor result = moved(local_of(dtensor), *move);
+    result = result.defined() ? wrap(std::move(result), *move->target)
+                              : to_tensor(conversions().move(py::handle(dtensor), target, requester));
     if (at::GradMode::is_enabled() && tensor.requires_grad()) {
-        auto node = c10::make_intrusive<ConvertBackward>(
-            py::reinterpret_borrow<py::object>(stages), py::reinterpret_borrow<py::object>(requester));
+        auto node = c10::make_intrusive<ConvertBackward>(std::vector<py::object>{
+            py::reinterpret_borrow<py::object>(stages), py::reinterpret_borrow<py::object>(requester)});
         node->set_next_edges(torch::autograd::collect_next_edges(tensor));
         torch::autograd::set_history(result, node);
     }
-    return owned(THPVariable_Wrap(result));
+    return to_object(result);
 }
 
 // A new DTensor with the placements `target`, outside of autograd; None where Python has to make it.
@@ -213,7 +195,7 @@ inline py::object convert_values(const at::Tensor& tensor, py::handle target) {
     const Running running;
     const auto move = move_between(spec, kept(target).ptr());
     at::Tensor local = moved(local_of(dtensor), *move);
-    return local.defined() ? owned(THPVariable_Wrap(wrap(std::move(local), *move->target))) : py::none();
+    return local.defined() ? to_object(wrap(std::move(local), *move->target)) : py::none();
 }
 
 inline void set_conversions(py::object plan, py::object move, py::object differentiate, py::tuple listeners) {

@@ -358,9 +358,9 @@ class Program {
 
     // The lock is held; it is given up while ranks are waited for.
     at::Tensor run(const at::Tensor& local) const {
+        at::Tensor made = local;  // another thread may replace the DTensor's
         const Unlocked unlocked(communicates_ || local.numel() > kLargeCall);
         const at::AutoDispatchBelowADInplaceOrView guard;
-        at::Tensor made = local;
         for (const auto& step : steps_) {
             made = step.run(made);
         }
