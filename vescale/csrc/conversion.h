@@ -67,7 +67,8 @@ inline Conversions& fresh_conversions() {
 // The tuple of placements that stands for all equal ones.
 inline py::object kept(py::handle placements) {
     const auto given = owned(PySequence_Tuple(placements.ptr()));  // a tuple itself, if it is one
-    PyObject* found = PyDict_SetDefault(fresh_conversions().tuples.ptr(), given.ptr(), given.ptr());
+    const py::dict tuples = fresh_conversions().tuples;  // comparing may run Python, and clear the tables
+    PyObject* found = PyDict_SetDefault(tuples.ptr(), given.ptr(), given.ptr());
     if (found == nullptr) {
         throw python_error();
     }
@@ -98,8 +99,10 @@ inline std::shared_ptr<const Move> move_between(const Spec* source, PyObject* ta
     return move;
 }
 
-inline bool is_plain(const at::Tensor& local) {
-    return !local.key_set().has(c10::DispatchKey::Python) && !local.is_conj() && !local.is_neg();
+// Whether a tensor is what its memory holds.
+inline bool is_plain(const at::Tensor& tensor) {
+    return !tensor.key_set().has(c10::DispatchKey::Python) && !tensor.is_conj() && !tensor.is_neg() &&
+        tensor.layout() == at::kStrided;
 }
 
 // The local tensor where the move brings it, undefined where Python has to. The lock is held.

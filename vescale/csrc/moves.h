@@ -35,7 +35,7 @@ inline Sizes contiguous_strides(c10::IntArrayRef sizes) {
     return strides;
 }
 
-// `count` blocks of equal sizes, each at a constant distance from the one before.
+// Blocks of equal sizes, each at a constant distance from the one before; the fields are those of NativeCopy.
 struct Copy {
     Sizes sizes;
     Sizes source;  // the first block: an index of the local tensor, or an offset if there are strides

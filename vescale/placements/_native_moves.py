@@ -33,7 +33,7 @@ __all__ = ["NativeMove", "NativeStep", "native_move"]
 
 
 class NativeCopy(NamedTuple):
-    """``count`` blocks of ``sizes``, each at a constant distance from the one before.
+    """``num_blocks`` blocks of ``sizes``, each at a constant distance from the one before.
 
     Attributes:
         source: index of the first block in the local tensor, or, if ``source_strides`` are given, its offset.
@@ -46,7 +46,7 @@ class NativeCopy(NamedTuple):
     source_strides: tuple[int, ...] | None
     target: int
     target_strides: tuple[int, ...]
-    count: int = 1
+    num_blocks: int = 1
     source_step: tuple[int, ...] = ()
     target_step: int = 0
 
@@ -316,13 +316,14 @@ def _merged(copies: Iterable[NativeCopy]) -> tuple[NativeCopy, ...]:
             copy.target_strides,
         ):
             before = [
-                s + (last.count - 1) * by for s, by in zip(last.source, last.source_step or (0,) * len(last.source))
+                s + (last.num_blocks - 1) * by
+                for s, by in zip(last.source, last.source_step or (0,) * len(last.source))
             ]
             step = tuple(s - b for s, b in zip(copy.source, before))
-            target_step = copy.target - last.target - (last.count - 1) * last.target_step
-            is_regular = last.count == 1 or (step, target_step) == (last.source_step, last.target_step)
+            target_step = copy.target - last.target - (last.num_blocks - 1) * last.target_step
+            is_regular = last.num_blocks == 1 or (step, target_step) == (last.source_step, last.target_step)
             if is_regular and min(*step, target_step, 0) == 0:  # tensors have no negative strides
-                merged[-1] = last._replace(count=last.count + 1, source_step=step, target_step=target_step)
+                merged[-1] = last._replace(num_blocks=last.num_blocks + 1, source_step=step, target_step=target_step)
                 continue
         merged.append(copy)
     return tuple(merged)
