@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import vescale.compat.sharding_caches as caches
-from vescale.compat import clear_sharding_caches, extend_dtensor, is_native, local_of
+from vescale.compat import all_gather_single, clear_sharding_caches, extend_dtensor, is_native, local_of
 from vescale.compat.native_dispatch import without_native
-from vescale.ops import convert
+from vescale.ops import convert, enter_local, leave_local, wrap_global
+from vescale.ops._conversion import enter_together
 
 Call = Callable[[], Any]
 GOAL_MEDIAN, GOAL_ANY = 1.5, 4.0
@@ -153,21 +154,59 @@ def measure_misses(args: argparse.Namespace) -> None:
     clear_sharding_caches()
 
 
+def by_hand() -> dict[str, Call]:
+    """Changes of placements over four ranks in plain code: the collective, and the copies around it."""
+    local = torch.rand(16, 64)
+
+    def gather() -> torch.Tensor:
+        out = torch.empty(64, 64)
+        all_gather_single(out, local)
+        return out
+
+    def exchange(send: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(send)
+        dist.all_to_all_single(out, send)
+        return out
+
+    return {
+        "R -> R": local.detach,
+        "P -> R": lambda: dist.all_reduce(local.clone()),
+        "S(0) -> R": gather,
+        "S(1) -> R": lambda: torch.cat(gather().chunk(4), 1),
+        "R -> S(0)": lambda: local[:4].clone(),
+        "R -> S(1)": lambda: local[:, :16].contiguous(),
+        "P -> S(0)": lambda: exchange(local).view(4, 4, 64).sum(0),
+        "P -> S(1)": lambda: exchange(torch.cat(local.chunk(4, 1))).view(4, 16, 16).sum(0),
+        "S(0) -> S(1)": lambda: exchange(torch.cat(local.chunk(4, 1))).view(64, 16),
+        "S(1) -> S(0)": lambda: torch.cat(exchange(local).chunk(4), 1),
+    }
+
+
 def measure_conversions(mesh: DeviceMesh, args: argparse.Namespace) -> None:
-    print(f"{'us of a conversion':24} {'Python':>9} {'C++':>9}   with autograd; the collective costs nothing")
-    local = torch.rand(16, 64, requires_grad=True)
-    for name, source, target in (
-        ("R -> R", Replicate(), Replicate()),
-        ("P -> R", Partial(), Replicate()),
-        ("S(0) -> R", Shard(0), Replicate()),
-        ("R -> S(0)", Replicate(), Shard(0)),
-        ("P -> S(0)", Partial(), Shard(0)),
-    ):
-        x = DTensor.from_local(local, mesh, [source], run_check=False)
-        goal = (target,)
-        call = lambda: convert(x, goal)  # noqa: B023, E731
-        python, native = medians([(call, without_native), (call, nullcontext)], args.turns, args.calls)
-        print(f"{name:24} {python:9.1f} {native:9.1f}")
+    print(
+        f"{'us; collectives return at once':32} {'by hand':>9} {'Python':>9} {'C++':>9}   and with the gradient's way"
+    )
+    named = {"R": Replicate(), "P": Partial(), "S(0)": Shard(0), "S(1)": Shard(1)}
+    local, hand = torch.rand(16, 64), by_hand()
+
+    def row(name: str, plain: Call, call: Callable[[], torch.Tensor], leaf: torch.Tensor) -> None:
+        gradient = call().detach()
+        back = lambda: torch.autograd.grad(call(), leaf, gradient)  # noqa: E731
+        figures = [(plain, nullcontext), *((c, mode) for c in (call, back) for mode in (without_native, nullcontext))]
+        found = medians(figures, args.turns, args.calls)
+        print(f"{name:32} {found[0]:9.1f} {found[1]:9.1f} {found[2]:9.1f} {found[3]:11.1f} {found[4]:9.1f}")
+
+    for name, plain in hand.items():
+        source, target = (named[side] for side in name.split(" -> "))
+        x = DTensor.from_local(local, mesh, [source], run_check=False).requires_grad_()
+        row(name, plain, lambda: convert(x, (target,)), x)  # noqa: B023
+    x = DTensor.from_local(local, mesh, [Shard(0)], run_check=False).requires_grad_()
+    leaf, cut, whole = local.clone().requires_grad_(), (Shard(0),), (Replicate(),)
+    row("enter_local", local.detach, lambda: enter_local(x), x)
+    row("enter_together of 3", local.detach, lambda: enter_together((x, x, x), (cut,) * 3)[0], x)
+    row("leave_local", local.detach, lambda: leave_local(leaf, mesh, cut, (64, 64), "op"), leaf)
+    row("wrap_global, R", local.detach, lambda: wrap_global(leaf, mesh, whole), leaf)
+    row("wrap_global, S(0)", hand["R -> S(0)"], lambda: wrap_global(leaf, mesh, cut), leaf)
     print()
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tests.ranks import RankPools, run_cases
 from vescale.comm import record_comms
-from vescale.compat import local_of, make_dtensor, make_spec, spec_of
+from vescale.compat import extend_dtensor, is_native, local_of, make_dtensor, make_spec, spec_of
 from vescale.compat.native_dispatch import without_native
 from vescale.ops import convert
 from vescale.placements import contiguous_stride, own_region
@@ -57,6 +57,8 @@ def observe(x: DTensor, case: tuple[Any, ...], twice: bool) -> list[Any]:
 
 def equal_pythons(*case: Any) -> None:
     shape, placements, *_ = case
+    extend_dtensor()
+    assert is_native()
     mesh = init_device_mesh("cpu", shape)
     region = own_region(SHAPE, placements, mesh)
     assert region is not None

@@ -1,14 +1,21 @@
 """Variable-size collectives, process groups over mesh axes, and the communication ledger."""
 
 from vescale.comm._buckets import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes, bucket_limits, plan_buckets
-from vescale.comm._collectives import MAX_PADDING, all_gather_v, all_reduce, all_to_all_v, reduce_scatter_v
+from vescale.comm._collectives import (
+    MAX_PADDING,
+    all_gather_v,
+    all_reduce,
+    all_to_all_v,
+    gathered_size,
+    reduce_scatter_v,
+)
 from vescale.comm._consensus import Consensus, ConsensusError, LateRanksWarning, wait_limit
 from vescale.comm._flat_collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
 from vescale.comm._joined_axes import join_axes
-from vescale.comm._ledger import CommRecord, Ledger, current_requester, is_observed, record, record_comms, requested_by
+from vescale.comm._ledger import LISTENERS, CommRecord, Ledger, current_requester, record, record_comms, requested_by
 from vescale.comm._observation import Observer, Operation, axes_of, name_group, observe
-from vescale.comm._pending import Pending, one_reduction
+from vescale.comm._pending import REDUCE_OPS, Pending, one_reduction, uses_nccl
 from vescale.comm._rank_comparison import Description, Difference, compare_descriptions
 from vescale.comm._ring_cost import (
     Link,
@@ -25,7 +32,9 @@ from vescale.comm._streams import SideStream
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "FIRST_BUCKET_BYTES",
+    "LISTENERS",
     "MAX_PADDING",
+    "REDUCE_OPS",
     "AxisGroup",
     "BucketBytes",
     "CommRecord",
@@ -52,8 +61,8 @@ __all__ = [
     "compare_descriptions",
     "current_requester",
     "fused_bytes",
+    "gathered_size",
     "group_of_ranks",
-    "is_observed",
     "join_axes",
     "link_of",
     "name_group",
@@ -69,5 +78,6 @@ __all__ = [
     "requested_by",
     "ring_bytes",
     "ring_seconds",
+    "uses_nccl",
     "wait_limit",
 ]

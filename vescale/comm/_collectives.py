@@ -32,7 +32,7 @@ from vescale.comm._ledger import record
 from vescale.comm._pending import REDUCE_OPS, Pending, as_bytes, is_nccl, one_reduction, reduce_rows
 from vescale.compat import all_gather_single, is_traced, reduce_scatter_single, traced_all_to_all
 
-__all__ = ["MAX_PADDING", "all_gather_v", "all_reduce", "all_to_all_v", "reduce_scatter_v"]
+__all__ = ["MAX_PADDING", "all_gather_v", "all_reduce", "all_to_all_v", "gathered_size", "reduce_scatter_v"]
 
 # A padded all-gather may move at most this share of its payload as padding.
 MAX_PADDING = 0.25
@@ -96,7 +96,7 @@ def all_gather_v(
     Receives ``sum(sizes) - sizes[rank]`` elements, plus padding as the module's table says.
     """
     rank, num_ranks, total, local = dist.get_rank(group), len(sizes), sum(sizes), local.contiguous()
-    largest, size = max(sizes), local.element_size()
+    size, largest = local.element_size(), gathered_size(sizes)
     payload = (total - sizes[rank]) * size
     out = local.new_empty(total) if out is None else out
     if total == 0:
@@ -104,10 +104,10 @@ def all_gather_v(
     if is_traced(local):
         with record("all_gather_v", num_ranks, payload, requester=requester, group=group):
             return _exchange(local.repeat(num_ranks), [local.numel()] * num_ranks, sizes, group, out)
-    if num_ranks * largest == total:
+    if largest is not None and num_ranks * largest == total:
         with record("all_gather_v", num_ranks, payload, requester=requester, group=group):
             return Pending(out, [all_gather_single(as_bytes(out), as_bytes(local), group=group, async_op=True)])
-    if num_ranks * largest <= (1 + MAX_PADDING) * total:
+    if largest is not None:
         padding = (num_ranks * largest - total - (largest - sizes[rank])) * size
         padded = local.new_zeros(largest)
         padded[: local.numel()] = local
@@ -119,6 +119,12 @@ def all_gather_v(
         return Pending(out, [work], lambda: torch.cat(pieces, out=out))
     with record("all_gather_v", num_ranks, payload, requester=requester, group=group):
         return _gather_skewed(local, sizes, group, out)
+
+
+def gathered_size(sizes: Sequence[int]) -> int | None:
+    """How many elements each rank sends if one all-gather of equal pieces, padded where needed, moves them; else None."""
+    largest = max(sizes)
+    return largest if len(sizes) * largest <= (1 + MAX_PADDING) * sum(sizes) else None
 
 
 def _gather_skewed(local: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup, out: torch.Tensor) -> Pending:

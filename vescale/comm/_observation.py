@@ -21,11 +21,11 @@ from vescale.compat import OBSERVATION, group_description, install_part, on_comp
 
 __all__ = [
     "AS_PART",
+    "OBSERVERS",
     "Observer",
     "Operation",
     "Part",
     "axes_of",
-    "is_observed",
     "name_group",
     "observe",
     "wait_for_message",
@@ -127,7 +127,8 @@ _SILENT = ("send", "recv")
 """Calls whose works have ended when they have been waited for, and tell nobody."""
 _THREAD = threading.local()
 _LOCK = threading.Lock()
-_OBSERVERS: list[Observer] = []
+# It stays the same list.
+OBSERVERS: list[Observer] = []
 _COUNTS: dict[str, int] = {}
 _UNTOLD: list[Operation] = []
 """Operations made of silent works, or mute, that may be running."""
@@ -135,25 +136,21 @@ _UNTOLD: list[Operation] = []
 _AXES: dict[str, str] = {}
 
 
-def is_observed() -> bool:
-    return bool(_OBSERVERS)
-
-
 def observe(observer: Observer) -> Callable[[], None]:
     """Pass every collective of this process to ``observer`` from now on; the returned function ends that."""
     with _LOCK:
-        if not _OBSERVERS:
+        if not OBSERVERS:
             require(OBSERVATION)
             _COUNTS.clear()
             _UNTOLD.clear()
             install_part("observation", _run)
-        _OBSERVERS.append(observer)
+        OBSERVERS.append(observer)
 
     def end() -> None:
         with _LOCK:
-            if observer in _OBSERVERS:
-                _OBSERVERS.remove(observer)
-                if not _OBSERVERS:
+            if observer in OBSERVERS:
+                OBSERVERS.remove(observer)
+                if not OBSERVERS:
                     uninstall_part("observation")
                     for operation in _UNTOLD:  # works hold tensors
                         operation.parts = []
@@ -164,10 +161,10 @@ def observe(observer: Observer) -> Callable[[], None]:
 
 def wait_for_message(work: Any) -> None:
     """``work.wait()`` for a message, whose end is not observable otherwise, with the observers' timeout."""
-    if not _OBSERVERS:
+    if not OBSERVERS:
         work.wait()
         return
-    limit = _time_limit(_OBSERVERS)
+    limit = _time_limit(OBSERVERS)
     work.wait(timedelta(seconds=limit)) if limit is not None else work.wait()
     with _LOCK:
         _UNTOLD[:] = [operation for operation in _UNTOLD if not operation.has_ended()]
@@ -205,7 +202,7 @@ def _run(
     call: Callable[[float | None], Any],
 ) -> Any:
     _end_mute()
-    observers = list(_OBSERVERS)
+    observers = list(OBSERVERS)
     part: Part | None = getattr(_THREAD, "part", None)
     operation = part.operation if part is not None else None
     if operation is None:

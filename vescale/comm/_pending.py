@@ -21,6 +21,7 @@ __all__ = [
     "moves_nothing",
     "one_reduction",
     "reduce_rows",
+    "uses_nccl",
 ]
 
 REDUCE_OPS = {
@@ -90,8 +91,7 @@ def one_reduction(
     op: str, dtype: torch.dtype, device_type: str, group: dist.ProcessGroup
 ) -> tuple[dist.ReduceOp.RedOpType, int] | None:
     """The op of one all-reduce and what to divide its result by; None where the backend would lose precision or fails."""
-    is_on_nccl = device_type == "cuda" and dist.Backend.NCCL in dist.get_backend_config(group)
-    if is_on_nccl:
+    if uses_nccl(device_type, group):
         return REDUCE_OPS[op], 1
     if dtype not in GLOO_REDUCES:
         return None
@@ -108,7 +108,12 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 def is_nccl(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Whether the group uses NCCL for this tensor; a group may have one backend for each device type."""
-    return tensor.is_cuda and dist.Backend.NCCL in dist.get_backend_config(group)
+    return uses_nccl(tensor.device.type, group)
+
+
+def uses_nccl(device_type: str, group: dist.ProcessGroup) -> bool:
+    """Whether the group uses NCCL for tensors on such a device."""
+    return device_type == "cuda" and dist.Backend.NCCL in dist.get_backend_config(group)
 
 
 def is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:

@@ -37,7 +37,7 @@ try:
         filter_functions,
         intern_spec,
         is_native,
-        native_converter,
+        native_conversions,
         reset_dispatch_counts,
     )
     from vescale.compat.op_info import *
@@ -63,7 +63,7 @@ __all__ = [
     "group_description",
     "intern_spec",
     "is_native",
-    "native_converter",
+    "native_conversions",
     "no_torch_function",
     "on_completion",
     "require",

@@ -24,7 +24,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -44,7 +44,7 @@ __all__ = [
     "install_native_dispatch",
     "intern_spec",
     "is_native",
-    "native_converter",
+    "native_conversions",
     "num_entries",
     "reset_dispatch_counts",
     "without_native",
@@ -95,28 +95,55 @@ def is_native() -> bool:
     return _installed() is not None
 
 
-def native_converter(
+class NativeConversions(NamedTuple):
+    """What C++ does; all of it answers None where Python has to: always while the C++ dispatcher is not installed.
+
+    Attributes:
+        convert: ``(DTensor, target, stages of the gradient, requester)`` to the DTensor with other placements, linked in
+            autograd. Also calls ``move`` where it has no program.
+        move: ``(DTensor, target)`` to the DTensor with other placements, outside of autograd.
+        enter: ``(DTensors, placements of their gradients or None, always)`` to local tensors, linked in autograd.
+        leave: ``(local tensor, mesh, placements, shape, op, placements of the gradient or None)`` to a DTensor, the same.
+        wrap: ``(tensor, mesh, placements, requester)`` to a DTensor, the same.
+    """
+
+    convert: Callable[..., Any]
+    move: Callable[..., Any]
+    enter: Callable[..., Any]
+    leave: Callable[..., Any]
+    wrap: Callable[..., Any]
+
+
+def native_conversions(
+    *,
     plan: Callable[..., Any],
     move: Callable[..., Any],
     differentiate: Callable[..., Any],
-    is_observed: Callable[[], bool],
-) -> Callable[..., Any]:
-    """``(DTensor, target, stages of the gradient, requester)`` to the DTensor with other placements, linked in autograd, or
-    to None where it has to be made in Python: always while the C++ dispatcher is not installed.
+    listeners: tuple[list[Any], ...],
+    **regions: Callable[..., Any],
+) -> NativeConversions:
+    """Conversions in C++ (``csrc/conversion.h``, ``csrc/local_regions.h``), of one caller in a process.
 
     Args:
-        plan: ``(spec, target)`` to ``(result's spec,)`` if nothing moves, ``(result's spec, group, reduce op, divisor)`` for
-            one all-reduce, else None. Specs are interned. ``target`` has None for axes that keep their placement.
+        plan: ``(spec, target)`` to ``(result's spec, NativeMove)``, ``(spec, None)`` if nothing moves, or None where Python
+            moves. Specs are interned. ``target`` has None for axes that keep their placement.
         move: ``(DTensor, target, requester)`` to the DTensor, outside of autograd, for all other changes.
         differentiate: ``(DTensor, stages, requester)`` to the DTensor, with autograd.
-        is_observed: whether somebody observes collectives, so that ``move`` has to run all of them.
+        listeners: while one of these lists has members, ``move`` runs all collectives.
+        regions: what ``csrc/local_regions.h`` asks.
     """
     module = _loaded()
     if module is None:
-        return lambda *_: None
-    module.set_conversions(plan, move, differentiate, is_observed)
-    converter: Callable[..., Any] = module.convert
-    return converter
+        return NativeConversions(*(_nothing,) * len(NativeConversions._fields))
+    module.set_conversions(plan, move, differentiate, listeners)
+    module.set_local_regions(**regions)
+    return NativeConversions(
+        module.convert, module.convert_values, module.enter_together, module.leave_local, module.wrap_global
+    )
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 def filter_functions(mode: TorchFunctionMode, python: Callable[..., Any], when: dict[Any, int]) -> None:

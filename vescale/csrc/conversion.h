@@ -1,17 +1,17 @@
 // Conversions of DTensors to other placements, with an autograd node for the way back.
 //
-// Which collective a change of placements takes is asked once for a spec and a target, and kept. What C++ does by itself:
-// nothing (the placements are equal), and one all-reduce. All other changes, and all of them while somebody observes
-// collectives, run in Python.
+// What a change of placements takes is asked once for a spec and a target, and kept: nothing, or a program (moves.h). Changes
+// without a program, and all that communicate while somebody observes collectives, run in Python.
 
 #pragma once
 
+#include "moves.h"
+#include "python_node.h"
 #include "specs.h"
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <map>
 #include <string>
@@ -20,21 +20,21 @@ namespace vescale {
 
 // How a tensor gets from one spec to another.
 struct Move {
+    py::object placements;  // the key of the table
     const Spec* target = nullptr;  // null: Python runs it
-    c10::intrusive_ptr<c10d::ProcessGroup> group;  // of an all-reduce; null: nothing moves
-    c10d::ReduceOp op;
-    std::int64_t divisor = 1;
+    std::optional<Program> program;  // none: nothing moves
 };
 
 // By the address of the source's spec and of the target, a tuple that is kept.
-using MoveTable = std::map<std::pair<const Spec*, PyObject*>, std::pair<py::object, Move>>;
+using MoveTable = std::map<std::pair<const Spec*, PyObject*>, std::shared_ptr<const Move>>;
 
 struct Conversions {
-    py::object plan;  // (spec, target) -> None, (spec of the result,), or (spec of the result, group, op, divisor)
+    py::object plan;  // (spec, target) -> None, (spec of the result, None), or (spec of the result, NativeMove)
     py::object move;  // (DTensor, target, requester) -> DTensor, outside of autograd
     py::object differentiate;  // (DTensor, stages, requester) -> DTensor, with autograd
-    py::object is_observed;  // () -> whether somebody observes collectives
+    py::tuple listeners;  // lists: somebody observes collectives while one of them has members
     MoveTable moves;
+    py::dict tuples;  // of equal tuples of placements, the one that is kept
     std::uint64_t epoch = 0;
 };
 
@@ -43,121 +43,130 @@ inline Conversions& conversions() {
     return *made;
 }
 
-inline Move move_between(const Spec* source, PyObject* target) {
+inline bool are_collectives_observed() {
+    const auto& lists = conversions().listeners;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lists.ptr()); ++i) {
+        if (PyList_GET_SIZE(PyTuple_GET_ITEM(lists.ptr(), i)) > 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// Forgets what rests on tables that have been cleared.
+inline Conversions& fresh_conversions() {
     auto& our = conversions();
-    if (our.epoch != self().epoch || our.moves.size() >= self().max_entries) {
-        our.moves.clear();
+    if (our.epoch != self().epoch || our.moves.size() >= self().max_entries || our.tuples.size() >= self().max_entries) {
+        const auto moves = std::exchange(our.moves, {});
+        const auto tuples = std::exchange(our.tuples, py::dict());
         our.epoch = self().epoch;
     }
+    return our;
+}
+
+// The tuple of placements that stands for all equal ones.
+inline py::object kept(py::handle placements) {
+    const auto given = owned(PySequence_Tuple(placements.ptr()));  // a tuple itself, if it is one
+    const py::dict tuples = fresh_conversions().tuples;  // comparing may run Python, and clear the tables
+    PyObject* found = PyDict_SetDefault(tuples.ptr(), given.ptr(), given.ptr());
+    if (found == nullptr) {
+        throw python_error();
+    }
+    return py::reinterpret_borrow<py::object>(found);
+}
+
+// The lock is held. `target` has None for axes that keep their placement.
+inline std::shared_ptr<const Move> move_between(const Spec* source, PyObject* target) {
+    auto& our = fresh_conversions();
     const auto found = our.moves.find({source, target});
     if (found != our.moves.end()) {
-        return found->second.second;
+        return found->second;
     }
-    Move move;
+    auto move = std::make_shared<Move>();
+    move->placements = py::reinterpret_borrow<py::object>(target);
     const auto epoch = self().epoch;
     const py::object plan = our.plan(source->object, py::handle(target));
     if (!plan.is_none()) {
         const auto parts = plan.cast<py::tuple>();
-        move.target = add_spec(parts[0].ptr());
-        if (parts.size() > 1) {
-            move.group = parts[1].cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
-            move.op = parts[2].cast<c10d::ReduceOp::RedOpType>();
-            move.divisor = parts[3].cast<std::int64_t>();
+        move->target = add_spec(parts[0].ptr());
+        if (!parts[1].is_none()) {
+            move->program.emplace(parts[1].cast<py::tuple>());
         }
     }
     if (epoch == self().epoch) {  // otherwise the tables were cleared meanwhile, and `source` has gone
-        our.moves.emplace(std::make_pair(source, target), std::make_pair(py::reinterpret_borrow<py::object>(target), move));
+        our.moves.emplace(std::make_pair(source, target), move);
     }
     return move;
 }
 
-// The tensor with other placements, outside of autograd. The lock is held. Where nothing moves, `is_fresh` asks for a new
-// DTensor with the same local tensor.
-inline at::Tensor moved(
-    const at::Tensor& tensor, PyObject* dtensor, const Spec* spec, PyObject* target, PyObject* requester, bool is_fresh) {
-    const Running running;  // specs stay while the lock is given up
-    const Move move = move_between(spec, target);
-    const at::Tensor local = local_of(dtensor);
-    const bool is_plain = !local.key_set().has(c10::DispatchKey::Python) && !local.is_conj() && !local.is_neg();
-    bool is_python = move.target == nullptr || !is_plain;
-    if (!is_python && move.group) {
-        is_python = conversions().is_observed().cast<bool>();
-    }
-    if (is_python) {
-        const py::object made = conversions().move(py::handle(dtensor), py::handle(target), py::handle(requester));
-        return THPVariable_Unpack(made.ptr());
-    }
-    if (!move.group) {
-        return is_fresh ? wrap(local, *move.target) : tensor;
-    }
-    at::Tensor reduced;
-    {
-        Unlocked unlocked(true);
-        at::AutoDispatchBelowADInplaceOrView guard;
-        reduced = local.clone(at::MemoryFormat::Contiguous);
-        std::vector<at::Tensor> tensors{reduced};
-        c10d::AllreduceOptions options;
-        options.reduceOp = move.op;
-        move.group->allreduce(tensors, options)->wait();
-        if (move.divisor > 1) {
-            reduced.div_(move.divisor);
-        }
-    }
-    return wrap(std::move(reduced), *move.target);
+// Whether a tensor is what its memory holds.
+inline bool is_plain(const at::Tensor& tensor) {
+    return !tensor.key_set().has(c10::DispatchKey::Python) && !tensor.is_conj() && !tensor.is_neg() &&
+        tensor.layout() == at::kStrided;
 }
 
-// Brings the gradient through the stages, one after the other.
-class ConvertBackward final : public torch::autograd::Node {
-  public:
-    ConvertBackward(py::object stages, py::object requester) : stages_(std::move(stages)), requester_(std::move(requester)) {}
-
-    ~ConvertBackward() override {
-        if (!Py_IsInitialized()) {  // the interpreter, and what it owned, has gone
-            stages_.release();
-            requester_.release();
-            return;
-        }
-        Gil gil;
-        stages_ = requester_ = py::object();
+// The local tensor where the move brings it, undefined where Python has to. The lock is held.
+inline at::Tensor moved(const at::Tensor& local, const Move& move) {
+    if (move.target == nullptr || !is_plain(local)) {
+        return {};
     }
+    if (!move.program) {
+        return local;
+    }
+    if (!move.program->is_for(local) || (move.program->communicates() && are_collectives_observed())) {
+        return {};
+    }
+    return move.program->run(local);
+}
+
+// Brings the gradient through the stages, one after the other. Holds the stages (placements; None on an axis keeps what is
+// there) and the requester.
+class ConvertBackward final : public PythonNode {
+  public:
+    using PythonNode::PythonNode;
 
     torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
         at::Tensor gradient = std::move(gradients[0]);
         if (!gradient.defined()) {
             return {at::Tensor()};
         }
-        Gil gil;
-        const auto name = owned(PyUnicode_FromFormat("%U: gradient", requester_.ptr()));
-        const auto in_python = [&gradient](const auto& function, const auto&... arguments) -> at::Tensor {
-            const auto wrapped = owned(THPVariable_Wrap(gradient));
-            const py::object made = function(wrapped, arguments...);
-            return THPVariable_Unpack(made.ptr());
-        };
+        const Gil gil;
+        const auto& our = conversions();
         if (at::GradMode::is_enabled()) {  // derivatives of gradients have nodes of their own
-            return {in_python(conversions().differentiate, stages_, name)};
+            return {to_tensor(our.differentiate(to_object(gradient), held(0), gradient_of(held(1))))};
         }
-        for (const auto& stage : py::reinterpret_borrow<py::tuple>(stages_)) {
-            PyObject* dtensor = dtensor_of(gradient);
+        for (const auto& stage : py::reinterpret_borrow<py::tuple>(held(0))) {
+            PyObject* dtensor = dtensor_class().type == nullptr ? nullptr : dtensor_of(gradient);
             const Spec* spec = dtensor == nullptr ? nullptr : spec_of(dtensor);
-            gradient = spec == nullptr
-                ? in_python(conversions().move, stage, name)
-                : moved(gradient, dtensor, spec, stage.ptr(), name.ptr(), /*is_fresh=*/false);
+            if (spec != nullptr) {
+                const Running running;  // specs stay while the lock is given up
+                const auto move = move_between(spec, stage.ptr());
+                at::Tensor local = moved(local_of(dtensor), *move);
+                if (local.defined()) {
+                    if (move->program) {
+                        gradient = wrap(std::move(local), *move->target);
+                    }
+                    continue;
+                }
+            }
+            gradient = to_tensor(our.move(to_object(gradient), stage, gradient_of(held(1))));
         }
         return {std::move(gradient)};
     }
 
     std::string name() const override { return "ConvertBackward"; }
-
-  private:
-    py::object stages_;  // placements of each stage; None on an axis keeps what is there
-    py::object requester_;
 };
+
+// Whether somebody sees what runs, so that Python has to run it.
+inline bool is_seen() {
+    return dtensor_class().type == nullptr || !is_active.load(std::memory_order_relaxed) ||
+        c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+        c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
 
 // A DTensor with the placements `target`, linked in autograd; None where Python has to do it.
 inline py::object convert(const at::Tensor& tensor, py::handle target, py::handle stages, py::handle requester) {
-    if (dtensor_class().type == nullptr || !is_active.load(std::memory_order_relaxed) ||
-        c10::impl::TorchDispatchModeTLS::any_modes_set() ||
-        c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
+    if (is_seen()) {
         return py::none();
     }
     PyObject* dtensor = dtensor_of(tensor);
@@ -165,23 +174,40 @@ inline py::object convert(const at::Tensor& tensor, py::handle target, py::handl
     if (spec == nullptr || torch::autograd::isFwGradDefined(tensor)) {
         return py::none();
     }
-    at::Tensor result = moved(tensor, dtensor, spec, target.ptr(), requester.ptr(), /*is_fresh=*/true);
+    const Running running;  // specs stay while the lock is given up
+    const auto move = move_between(spec, target.ptr());
+    at::Tensor result = moved(local_of(dtensor), *move);
+    result = result.defined() ? wrap(std::move(result), *move->target)
+                              : to_tensor(conversions().move(py::handle(dtensor), target, requester));
     if (at::GradMode::is_enabled() && tensor.requires_grad()) {
-        auto node = c10::make_intrusive<ConvertBackward>(
-            py::reinterpret_borrow<py::object>(stages), py::reinterpret_borrow<py::object>(requester));
+        auto node = c10::make_intrusive<ConvertBackward>(std::vector<py::object>{
+            py::reinterpret_borrow<py::object>(stages), py::reinterpret_borrow<py::object>(requester)});
         node->set_next_edges(torch::autograd::collect_next_edges(tensor));
         torch::autograd::set_history(result, node);
     }
-    return owned(THPVariable_Wrap(result));
+    return to_object(result);
 }
 
-inline void set_conversions(py::object plan, py::object move, py::object differentiate, py::object is_observed) {
+// A new DTensor with the placements `target`, outside of autograd; None where Python has to make it.
+inline py::object convert_values(const at::Tensor& tensor, py::handle target) {
+    PyObject* dtensor = is_seen() ? nullptr : dtensor_of(tensor);
+    const Spec* spec = dtensor == nullptr ? nullptr : spec_of(dtensor);
+    if (spec == nullptr || torch::autograd::isFwGradDefined(tensor)) {
+        return py::none();
+    }
+    const Running running;
+    const auto move = move_between(spec, kept(target).ptr());
+    at::Tensor local = moved(local_of(dtensor), *move);
+    return local.defined() ? to_object(wrap(std::move(local), *move->target)) : py::none();
+}
+
+inline void set_conversions(py::object plan, py::object move, py::object differentiate, py::tuple listeners) {
     auto& our = conversions();
     our.moves.clear();
     our.plan = std::move(plan);
     our.move = std::move(move);
     our.differentiate = std::move(differentiate);
-    our.is_observed = std::move(is_observed);
+    our.listeners = std::move(listeners);
 }
 
 }  // namespace vescale

@@ -13,6 +13,7 @@
 #include "dispatch.h"
 #include "function_filter.h"
 #include "linear.h"
+#include "local_regions.h"
 
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -542,7 +543,14 @@ PYBIND11_MODULE(_dispatch, module) {
         .def(py::init<py::object, py::object, py::dict>())
         .def_property_readonly("__self__", &vescale::FunctionFilter::mode)
         .def("__call__", &vescale::FunctionFilter::call, py::arg(), py::arg(), py::arg() = py::tuple(), py::arg() = py::none());
-    module.def("convert", &vescale::convert);
+    module.def("convert", torch::wrap_pybind_function(&vescale::convert));
+    module.def("convert_values", torch::wrap_pybind_function(&vescale::convert_values));
+    module.def("enter_together", torch::wrap_pybind_function(&vescale::enter_together));
+    module.def("leave_local", torch::wrap_pybind_function(&vescale::leave_local));
+    module.def("wrap_global", torch::wrap_pybind_function(&vescale::wrap_global));
+    module.def(
+        "set_local_regions", &vescale::set_local_regions, py::arg("gradient_spec"), py::arg("leaving"), py::arg("wrapping"),
+        py::arg("enter_gradient"), py::arg("leave_gradient"), py::arg("wrap_gradient"));
     module.def("set_conversions", &vescale::set_conversions);
     module.def("counts", &vescale::counts);
     module.def("reset_counts", &vescale::reset_counts);

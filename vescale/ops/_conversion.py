@@ -27,21 +27,35 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Partial, Placement
+from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import axis_group, is_observed, one_reduction, requested_by
+from vescale.comm import LISTENERS, requested_by
 from vescale.compat import (
     DTensorSpec,
-    intern_spec,
     local_of,
     make_dtensor,
     make_spec,
-    native_converter,
+    native_conversions,
     no_torch_function,
     spec_of,
 )
+from vescale.ops._conversion_plans import (
+    Placements,
+    Stage,
+    gradient_spec,
+    plan_cut,
+    plan_gradient,
+    plan_leaving,
+    plan_move,
+    whole_spec,
+)
 from vescale.ops._observer import report_implicit_move
-from vescale.placements import contiguous_stride, move_local, stride_like, without_partials
+from vescale.placements import (
+    contiguous_stride,
+    move_local,
+    stride_like,
+    without_partials,
+)
 
 __all__ = [
     "bring",
@@ -55,13 +69,13 @@ __all__ = [
 ]
 
 
-Placements = tuple[Placement, ...]
-# None for axes that keep their placement.
-Stage = tuple[Placement | None, ...]
-
-
-def _moved(x: DTensor, target: tuple[Placement, ...], requester: str) -> DTensor:
+def _moved(x: DTensor, target: Placements, requester: str) -> DTensor:
     """Redistribute ``x`` outside of autograd; the result is a fresh DTensor also when the placements are the same."""
+    result: DTensor | None = _native.move(x, target)
+    return _moved_in_python(x, target, requester) if result is None else result
+
+
+def _moved_in_python(x: DTensor, target: Placements, requester: str) -> DTensor:
     spec, local = spec_of(x), local_of(x)
     if tuple(spec.placements) == target:
         return make_dtensor(local, spec)
@@ -124,7 +138,7 @@ def convert(
         None if grad_target is None else tuple(grad_target),
         passes_gradient,
     )
-    result = _convert_natively(x, target, stages, requester)
+    result: DTensor | None = _native.convert(x, target, stages, requester)
     if result is not None:
         return result
     complete = tuple(f if t is None else t for f, t in zip(x.placements, target))
@@ -145,26 +159,8 @@ def _stages(
     return target, (last,) if grad_source is None else (grad_source, last)
 
 
-def _plan(spec: DTensorSpec, target: Stage) -> tuple[Any, ...] | None:
-    """How C++ brings a DTensor with ``spec`` to ``target``, see :func:`vescale.compat.native_converter`."""
-    complete = tuple(f if t is None else t for f, t in zip(spec.placements, target))
-    if complete == tuple(spec.placements):
-        return (spec,)
-    changed = [axis for axis, (a, b) in enumerate(zip(spec.placements, complete)) if a != b]
-    partial, meta = spec.placements[changed[0]], spec.tensor_meta
-    if len(changed) > 1 or type(partial) is not Partial or not complete[changed[0]].is_replicate() or meta is None:
-        return None
-    group = axis_group(spec.mesh, (changed[0],)).group
-    is_exact = meta.dtype.is_floating_point or (partial.reduce_op != "avg" and not meta.dtype.is_complex)
-    reduction = one_reduction(partial.reduce_op, meta.dtype, spec.mesh.device_type, group) if is_exact else None
-    result = intern_spec(make_spec(spec.mesh, complete, meta.shape, contiguous_stride(meta.shape), meta.dtype))
-    if reduction is None or result is None or meta.shape.numel() == 0 or spec.mesh.size(changed[0]) == 1:
-        return None
-    return result, group, *reduction
-
-
 def _move(x: DTensor, target: Stage, requester: str) -> DTensor:
-    return _moved(x, tuple(f if t is None else t for f, t in zip(x.placements, target)), requester)
+    return _moved_in_python(x, tuple(f if t is None else t for f, t in zip(x.placements, target)), requester)
 
 
 def _differentiated(grad: DTensor, stages: tuple[Stage, ...], requester: str) -> DTensor:
@@ -178,9 +174,6 @@ def _differentiated(grad: DTensor, stages: tuple[Stage, ...], requester: str) ->
     return grad
 
 
-_convert_natively = native_converter(_plan, _move, _differentiated, is_observed)
-
-
 def bring_with_gradient(x: DTensor, target: Sequence[Placement], op: str, operand: str) -> DTensor:
     """As :func:`bring`, with a gradient: it is redistributed the other way."""
     target = tuple(target)
@@ -192,7 +185,7 @@ def bring_with_gradient(x: DTensor, target: Sequence[Placement], op: str, operan
 
 class _EnterLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, grad_placements: tuple[Placement, ...], always: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: DTensor, grad_placements: Placements | None, always: bool) -> torch.Tensor:
         local = local_of(x)
         ctx.spec, ctx.grad_placements = spec_of(x), grad_placements
         ctx.unused = (local.shape, local.dtype, local.device) if always else None
@@ -206,7 +199,7 @@ class _EnterLocal(torch.autograd.Function):
                 return None, None, None
             size, dtype, device = ctx.unused
             grad = torch.zeros(size, dtype=dtype, device=device)
-        return _global_gradient(grad, ctx.spec, ctx.grad_placements), None, None
+        return _enter_gradient(grad, ctx.spec, ctx.grad_placements), None, None
 
 
 class _EnterTogether(torch.autograd.Function):
@@ -221,14 +214,15 @@ class _EnterTogether(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         found = zip(grads, ctx.specs, ctx.grad_placements, strict=True)
-        return None, *(None if grad is None else _global_gradient(grad, spec, to) for grad, spec, to in found)
+        return None, *(None if grad is None else _enter_gradient(grad, spec, to) for grad, spec, to in found)
 
 
-def _global_gradient(grad: torch.Tensor, like: DTensorSpec, placements: tuple[Placement, ...]) -> DTensor:
+def _enter_gradient(grad: torch.Tensor, like: DTensorSpec, placements: Placements | None) -> DTensor:
     """The DTensor with the local gradient ``grad`` of a tensor with the spec ``like``."""
+    spec = gradient_spec(grad, like, placements)
     if torch.is_grad_enabled():  # for derivatives of gradients
-        return leave_local(grad, like.mesh, placements, like.shape, "local gradient")
-    return make_dtensor(grad, make_spec(like.mesh, placements, like.shape, stride_like(grad, like.shape), grad.dtype))
+        return leave_local(grad, spec.mesh, spec.placements, spec.shape, "local gradient")
+    return make_dtensor(grad, spec)
 
 
 def enter_local(
@@ -241,17 +235,23 @@ def enter_local(
             of ``x``, Replicate for Partial.
         always: pass a gradient of zeros on ranks that do not use the result, where other ranks may.
     """
+    entered = _native.enter((x,), (grad_placements,), always)
+    if entered is not None:
+        local: torch.Tensor = entered[0]
+        return local
     if not (x.requires_grad and torch.is_grad_enabled()):
         return local_of(x).detach()
-    placements = without_partials(x.placements) if grad_placements is None else tuple(grad_placements)
     with no_torch_function():
-        return _EnterLocal.apply(x, placements, always)
+        return _EnterLocal.apply(x, None if grad_placements is None else tuple(grad_placements), always)
 
 
 def enter_together(
     operands: Sequence[DTensor], grad_placements: Sequence[tuple[Placement, ...]]
 ) -> tuple[torch.Tensor, ...]:
     """:func:`enter_local` of each operand, for one op that takes them all."""
+    entered: tuple[torch.Tensor, ...] | None = _native.enter(tuple(operands), tuple(grad_placements), False)
+    if entered is not None:
+        return entered
     with no_torch_function():
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
             return tuple(local_of(x).detach() for x in operands)
@@ -261,21 +261,25 @@ def enter_together(
 class _LeaveLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, grad_placements: Any, op: str) -> DTensor:
-        ctx.placements, ctx.grad_placements, ctx.op = spec.placements, grad_placements, op
+        ctx.spec, ctx.grad_placements, ctx.op = spec, grad_placements, op
         ctx.set_materialize_grads(False)
         return make_dtensor(local.detach(), spec, requires_grad=local.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
-        if grad is None:
-            return None, None, None, None
-        with no_torch_function():
-            if not torch.is_grad_enabled():
-                return local_of(bring(grad, ctx.grad_placements, ctx.op, "gradient")), None, None, None
-            # Each summand gets the whole gradient of a sum; the second derivatives of all ranks add up.
-            back = [p if g.is_replicate() else g for p, g in zip(ctx.placements, ctx.grad_placements)]
-            whole = bring_with_gradient(grad, ctx.grad_placements, ctx.op, "gradient")
-            return enter_local(whole, back), None, None, None
+        if grad is not None:
+            return _leave_gradient(grad, ctx.spec, ctx.grad_placements, ctx.op), None, None, None
+        return None, None, None, None
+
+
+def _leave_gradient(grad: DTensor, spec: DTensorSpec, grad_placements: Placements, op: str) -> torch.Tensor:
+    """The local gradient of a local tensor that has left as a DTensor with ``spec``."""
+    with no_torch_function():
+        if not torch.is_grad_enabled():
+            return local_of(bring(grad, grad_placements, op, "gradient"))
+        # Each summand gets the whole gradient of a sum; the second derivatives of all ranks add up.
+        back = [p if g.is_replicate() else g for p, g in zip(spec.placements, grad_placements)]
+        return enter_local(bring_with_gradient(grad, grad_placements, op, "gradient"), back)
 
 
 def leave_local(
@@ -289,6 +293,9 @@ def leave_local(
     """A DTensor of global ``shape`` with the local tensor ``local``. Its gradient is redistributed to ``grad_placements``,
     by default its own (Replicate for Partial), and the local part of that is the gradient of ``local``; ``op`` is the name
     under which this communication is reported."""
+    result: DTensor | None = _native.leave(local, mesh, placements, shape, op, grad_placements)
+    if result is not None:
+        return result
     spec = make_spec(mesh, placements, shape, stride_like(local, shape), local.dtype)
     with no_torch_function():
         if not (local.requires_grad and torch.is_grad_enabled()):
@@ -313,21 +320,38 @@ class _WrapGlobal(torch.autograd.Function):
         ctx.requester, ctx.mesh = requester, mesh
         ctx.set_materialize_grads(False)
         local = cut(x.detach(), mesh, placements)
-        stride = x.stride() if local.shape == x.shape else contiguous_stride(x.shape)
-        spec = make_spec(mesh, placements, x.shape, stride, x.dtype)
-        return make_dtensor(local, spec, requires_grad=x.requires_grad)
+        return make_dtensor(local, whole_spec(x, mesh, placements, local.shape), requires_grad=x.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
-        if grad is None:
-            return None, None, None, None
-        replicated, requester = (Replicate(),) * ctx.mesh.ndim, f"{ctx.requester}: gradient"
-        if torch.is_grad_enabled():
-            return enter_local(convert(grad, replicated, requester=requester)), None, None, None
-        return local_of(_moved(grad, replicated, requester)), None, None, None
+        return None if grad is None else _wrap_gradient(grad, ctx.mesh, ctx.requester), None, None, None
+
+
+def _wrap_gradient(grad: DTensor, mesh: DeviceMesh, requester: str) -> torch.Tensor:
+    replicated, requester = (Replicate(),) * mesh.ndim, f"{requester}: gradient"
+    if torch.is_grad_enabled():
+        return enter_local(convert(grad, replicated, requester=requester))
+    return local_of(_moved(grad, replicated, requester))
 
 
 def wrap_global(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], requester: str = "") -> DTensor:
     """A DTensor with ``placements`` of a tensor that is the same on every rank. No communication in forward."""
+    result: DTensor | None = _native.wrap(x, mesh, placements, requester)
+    if result is not None:
+        return result
     with no_torch_function():
         return _WrapGlobal.apply(x, mesh, tuple(placements), requester)
+
+
+_native = native_conversions(
+    plan=plan_move,
+    move=_move,
+    differentiate=_differentiated,
+    listeners=LISTENERS,
+    gradient_spec=plan_gradient,
+    leaving=plan_leaving,
+    wrapping=plan_cut,
+    enter_gradient=_enter_gradient,
+    leave_gradient=_leave_gradient,
+    wrap_gradient=_wrap_gradient,
+)

@@ -7,6 +7,7 @@ from vescale.placements._hooks import dtensor_hooks
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._local_conversion import from_local, to_local
 from vescale.placements._local_redistribution import move_local
+from vescale.placements._native_moves import NativeMove, native_move
 from vescale.placements._normalized_placements import normalize_placements
 from vescale.placements._placement_kinds import (
     at_dim,
@@ -29,6 +30,7 @@ __all__ = [
     "Exchange",
     "InterleavedShard",
     "Interval",
+    "NativeMove",
     "Piece",
     "RaggedShard",
     "Region",
@@ -45,6 +47,7 @@ __all__ = [
     "largest_shape",
     "local_region",
     "move_local",
+    "native_move",
     "normalize_placements",
     "own_region",
     "plan_exchange",
