@@ -2,7 +2,7 @@
 
 PyTorch decides a call by its op, its operands' placements and sizes, and its other arguments. Of the sizes, most decisions
 need little: which dims have size 1, whether a sharded dim is large enough or divisible. For the ops whose ``sizes`` is
-registered (:mod:`vescale.ops.sizes`), that much is looked up here together with the placements. What is found says where the
+registered (:mod:`vescale.ops._sizes`), that much is looked up here together with the placements. What is found says where the
 results are placed and which of them are operands or views of them; shapes, strides and dtypes of the results come from a run
 on meta tensors, which also finds the errors, and local sizes of views from the global ones.
 

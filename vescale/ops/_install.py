@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vescale.compat import install_part
 from vescale.ops._dispatch import keeps_operands, run_op, set_item
-from vescale.ops.sizes import sizes_of
+from vescale.ops._sizes import sizes_of
 from vescale.placements import dtensor_hooks
 
 __all__ = ["install"]

@@ -78,8 +78,8 @@ def mean(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTe
 
 
 def along(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]) -> Hashable | None:
-    """``(x, where, dim)``: only the dim; its parts are counted by the results."""
-    return None if kwargs else ("dim", args[2] if len(args) > 2 else 0)
+    """``(x, where, dim)``: only the dim; its parts are counted by the results. PyTorch's rule refuses empty dims."""
+    return None if kwargs or 0 in args[0].tensor_meta.shape else ("dim", args[2] if len(args) > 2 else 0)
 
 
 def select(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]) -> Hashable | None:
@@ -142,6 +142,8 @@ def view(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTe
         if known <= 0 or numel % known:
             return None
         wanted[wanted.index(-1)] = numel // known
+    if torch.Size(wanted).numel() != numel or min(wanted, default=1) < 1:
+        return None
     groups = _groups(given, wanted)
     if groups is None:
         return None
