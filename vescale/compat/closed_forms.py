@@ -28,7 +28,7 @@ from vescale.compat.patching import HOOKS
 from vescale.compat.result_metas import result_meta, result_rule
 from vescale.compat.sharding_caches import FORMS
 
-__all__ = ["FormKey", "Result", "form_key", "known_form", "remember_form"]
+__all__ = ["FormKey", "Result", "form_key", "known_form", "moves_operands", "remember_form"]
 
 # The specs of a result's tensors, and the positions of the arguments that are returned in its place, or whose storage it
 # shares; -1 for none.
@@ -56,6 +56,10 @@ class _Form:
         # How the sizes of the one result are found, and its dtype; None: by a run.
         self.rule: Any = None
         self.dtype: Any = None
+
+
+# Stands for a decision to move operands.
+_MOVES = _Form((), -1)
 
 
 def form_key(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FormKey | None:
@@ -125,6 +129,12 @@ def _fits(shape: Any, cut: tuple[int, int]) -> bool:
     return cut[0] < len(shape) and shape[cut[0]] >= cut[1]
 
 
+def moves_operands(call: FormKey) -> bool:
+    """Whether PyTorch is known to move operands of such calls. Where to, it decides by what that costs for the sizes; whether
+    it does follows from the rule, because it prefers to move nothing."""
+    return FORMS.get(call.key) is _MOVES
+
+
 def known_form(call: FormKey) -> tuple[tuple[Result, ...], tuple[tuple[int, tuple[int, ...]], ...]] | None:
     """``(results, replaced arguments)`` of a call, or None if it is the first of its kind.
 
@@ -163,7 +173,10 @@ def _metas(call: FormKey, num_results: int) -> list[Any]:
 
 
 def remember_form(call: FormKey, results: Any, replaced: Mapping[int, tuple[int, ...]]) -> None:
-    """Keep the decision about a call for all calls of the same kind, where that is possible."""
+    """Keep the decision about a call for all calls of the same kind, where that is possible. ``results``: None if operands
+    move."""
+    if results is None:
+        FORMS[call.key] = _MOVES
     if not results:
         return
     listed = [isinstance(meta, list) for meta in _metas(call, len(results))]

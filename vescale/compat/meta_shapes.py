@@ -66,8 +66,10 @@ def run_on_meta(changes: Changes, hooks: Any) -> None:
 
     @functools.wraps(original)
     def propagate_tensor_meta(self: Any, op_schema: OpSchema) -> Any:
-        if _len_torch_dispatch_stack() or detect_fake_mode() is not None or not (
-            has_meta_kernel(op_schema.op, op_schema.kwargs_schema)
+        if (
+            _len_torch_dispatch_stack()
+            or detect_fake_mode() is not None
+            or not (has_meta_kernel(op_schema.op, op_schema.kwargs_schema))
         ):
             return original(self, op_schema)
         return meta_of_result(op_schema.op, op_schema.args_schema, op_schema.kwargs_schema)

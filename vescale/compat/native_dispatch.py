@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from vescale import csrc
-from vescale.compat.closed_forms import Result, form_key, known_form, remember_form
+from vescale.compat.closed_forms import Result, form_key, known_form, moves_operands, remember_form
 from vescale.compat.dispatch import handlers_of_dtensor, keeps_operands
 from vescale.compat.dtensor import DTensorSpec, StridedShard, rank_in_mesh
 from vescale.compat.layouts import intern
@@ -55,7 +55,7 @@ __all__ = [
 
 _STOCK_PLACEMENTS = frozenset([Replicate, Shard, Partial, StridedShard])
 # Entries of all ops. Each takes about 500 bytes; a training step of a large model has some hundreds.
-_MAX_ENTRIES = 8192
+_MAX_ENTRIES = 4096
 _aten = torch.ops.aten
 # PyTorch computes something else than the local results.
 _NEVER = frozenset([_aten.equal.default])
@@ -213,12 +213,17 @@ def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, A
         return None
     form = form_key(op, args, kwargs)
     try:
-        if form is not None and (known := known_form(form)) is not None:
-            return known
+        if form is not None:
+            if moves_operands(form):
+                return None
+            if (known := known_form(form)) is not None:
+                return known
         schema, sharding = keeps_operands(op, args, kwargs)
     except Exception:  # not lost: PyTorch's path decides again, and raises it
         return None
     if sharding is None:
+        if form is not None:
+            remember_form(form, None, {})
         return None
     replaced = _local_arguments(op, schema, sharding) if sharding.needs_redistribute else []
     if replaced is None:

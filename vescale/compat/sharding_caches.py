@@ -10,6 +10,7 @@ from typing import Any
 
 from torch._C import _clear_DTensor_sharding_propagator_cache
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from vescale import csrc
@@ -36,7 +37,7 @@ MADE_SPECS: dict[tuple[Any, ...], DTensorSpec] = {}
 FORMS: dict[tuple[Any, ...], Any] = {}
 LAYOUTS: dict[tuple[Any, ...], Any] = {}
 # More specs than this, and all sizes are forgotten: programs with ever new sizes do not grow.
-MAX_SPECS = 8192
+MAX_SPECS = 4096
 # The same for decisions that hold for all sizes: programs with ever new meshes or numbers.
 MAX_FORMS = 8192
 
@@ -53,6 +54,8 @@ def forget_sizes() -> None:
     _clear_DTensor_sharding_propagator_cache()
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()
+    redistribution._gen_transform_infos.cache_clear()
+    redistribution.clear_redistribute_planner_cache()
     INTERNED_SPECS.clear()
     LAYOUT_OF_SPEC.clear()
     MADE_SPECS.clear()

@@ -25,11 +25,7 @@ _aten = torch.ops.aten
 def _others(args: Any) -> Hashable:
     """All arguments that are no tensors, with their types: 1 and True decide differently."""
     return tuple(
-        None
-        if isinstance(x, DTensorSpec | TensorMeta)
-        else _others(x)
-        if isinstance(x, list | tuple)
-        else (type(x), x)
+        None if isinstance(x, DTensorSpec | TensorMeta) else _others(x) if isinstance(x, list | tuple) else (type(x), x)
         for x in args
     )
 
@@ -38,12 +34,16 @@ def _meta(x: Any) -> Any:
     return x.tensor_meta if isinstance(x, DTensorSpec) else x
 
 
-def no_sizes(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]) -> Hashable | None:
+def no_sizes(
+    args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]
+) -> Hashable | None:
     """Sizes do not decide; all other arguments may."""
     return _others(args), tuple(kwargs), _others(kwargs.values())
 
 
-def elementwise(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]) -> Hashable | None:
+def elementwise(
+    args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]
+) -> Hashable | None:
     """Which dims of which operands are broadcast."""
     shapes = [_meta(x).shape for x in args if isinstance(x, DTensorSpec | TensorMeta)]
     if any(isinstance(x, DTensorSpec | TensorMeta) for x in kwargs.values()) or any(
@@ -59,7 +59,9 @@ def elementwise(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callab
     return broadcast, _others(args), tuple(kwargs), _others(kwargs.values())
 
 
-def matmul(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]) -> Hashable | None:
+def matmul(
+    args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]
+) -> Hashable | None:
     """Which dims have size 1: a bias is broadcast there."""
     shapes = [x.tensor_meta.shape for x in args if isinstance(x, DTensorSpec)]
     return (
@@ -82,7 +84,9 @@ def along(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DT
     return None if kwargs or 0 in args[0].tensor_meta.shape else ("dim", args[2] if len(args) > 2 else 0)
 
 
-def select(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]) -> Hashable | None:
+def select(
+    args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]
+) -> Hashable | None:
     """``(x, dim, index)``: only the dim."""
     return None if kwargs else ("dim", args[1])
 
@@ -90,12 +94,16 @@ def select(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[D
 def piece(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]) -> Hashable | None:
     """``slice(x, dim, start, end, step)``: the dim, and all of it where it is sharded."""
     dim = args[1] if len(args) > 1 else 0
-    if kwargs or any(dim % max(1, len(args[0].tensor_meta.shape)) == sharded for sharded, _ in layout_of(args[0]).shards):
+    if kwargs or any(
+        dim % max(1, len(args[0].tensor_meta.shape)) == sharded for sharded, _ in layout_of(args[0]).shards
+    ):
         return None
     return ("dim", dim)
 
 
-def piece_backward(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]) -> Hashable | None:
+def piece_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]
+) -> Hashable | None:
     """``slice_backward(gradient, sizes, dim, start, end, step)``: the dim."""
     return None if kwargs else ("dim", args[2], len(args[1]))
 
@@ -105,16 +113,25 @@ def pad(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTen
     return tuple(size == 0 for size in args[1]), _others(args[2:]), _others(kwargs.values())
 
 
-def expand(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]) -> Hashable | None:
+def expand(
+    args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]
+) -> Hashable | None:
     """Which dims are repeated."""
     sizes, wanted = args[0].tensor_meta.shape, args[1]
-    if kwargs or len(args) > 2 or len(wanted) < len(sizes) or any(sizes[dim] == 1 for dim, _ in layout_of(args[0]).shards):
+    if (
+        kwargs
+        or len(args) > 2
+        or len(wanted) < len(sizes)
+        or any(sizes[dim] == 1 for dim, _ in layout_of(args[0]).shards)
+    ):
         return None
     kept = wanted[len(wanted) - len(sizes) :]
     return len(wanted), tuple(size in (-1, given) for size, given in zip(kept, sizes))
 
 
-def together(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]) -> Hashable | None:
+def together(
+    args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]
+) -> Hashable | None:
     """``cat(xs, dim)`` and ``stack(xs, dim)`` of operands that are placed alike: the dim."""
     specs = args[0]
     if kwargs or not all(isinstance(x, DTensorSpec) for x in specs):
@@ -199,8 +216,14 @@ def _groups(given: Sequence[int], wanted: Sequence[int]) -> list[tuple[tuple[int
 
 def _register() -> None:
     for names, function in (
-        ("clone contiguous detach alias zero_ zeros_like ones_like full_like empty_like t transpose permute unsqueeze", no_sizes),
-        ("_to_copy sum amax amin nansum _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data", no_sizes),
+        (
+            "clone contiguous detach alias zero_ zeros_like ones_like full_like empty_like t transpose permute unsqueeze",
+            no_sizes,
+        ),
+        (
+            "_to_copy sum amax amin nansum _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data",
+            no_sizes,
+        ),
         ("native_layer_norm native_layer_norm_backward embedding embedding_dense_backward", no_sizes),
         ("mm bmm addmm baddbmm", matmul),
         ("mean", mean),
