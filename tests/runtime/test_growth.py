@@ -63,7 +63,7 @@ def usage() -> tuple[int, int]:
 
 
 def assert_flat(step: Callable[[int], None], num_calls: int, turn: int) -> None:
-    """The most that is in use in the second half of the calls is what it is in the first; ``turn`` calls fill tables once."""
+    """At most as much is in use in the second half of the calls as in the first; ``turn`` calls fill tables once."""
     for index in range(turn):
         step(index)
     gc.collect()
@@ -94,8 +94,8 @@ def test_steps(model: nn.Module, kind: str) -> None:
 
 
 def test_sequence_lengths(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of sizes fill up and are emptied; what holds for all sizes stays. Dropout remembers up to 1,024 sizes, which takes
-    more lengths than this to show."""
+    """Tables of sizes fill up and are emptied; what holds for all sizes stays. Without dropout, which remembers up to 1,024
+    sizes: more than are drawn here."""
     model.eval()
     monkeypatch.setattr(sharding_caches, "MAX_SPECS", 600)
 

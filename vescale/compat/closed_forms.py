@@ -2,16 +2,15 @@
 
 PyTorch decides a call by its op, its operands' placements and sizes, and its other arguments. Of the sizes, most decisions
 need little: which dims have size 1, whether a sharded dim is large enough or divisible. For the ops whose ``sizes`` is
-registered (:mod:`vescale.ops._sizes`), that much is looked up here together with the placements. What is found says where the
-results are placed and which of them are operands or views of them; shapes, strides and dtypes of the results come from a run
-on meta tensors, which also finds the errors, and local sizes of views from the global ones.
+registered (:mod:`vescale.ops._sizes`), that much is looked up here together with the placements. What is found says where
+the results are placed and which of them are operands or views of them; shapes, strides and dtypes of the results come from
+a run on meta tensors, which also finds the errors, and local sizes of views from the global ones.
 
 Entries are made of PyTorch's decisions, when a call is the first of its kind.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -130,8 +129,8 @@ def _fits(shape: Any, cut: tuple[int, int]) -> bool:
 
 
 def moves_operands(call: FormKey) -> bool:
-    """Whether PyTorch is known to move operands of such calls. Where to, it decides by what that costs for the sizes; whether
-    it does follows from the rule, because it prefers to move nothing."""
+    """Whether PyTorch is known to move operands of such calls. Where to, it decides by what that costs for the sizes;
+    whether it does follows from the rule, because it prefers to move nothing."""
     return FORMS.get(call.key) is _MOVES
 
 
@@ -186,7 +185,7 @@ def remember_form(call: FormKey, results: Any, replaced: Mapping[int, tuple[int,
         if len(layouts) != 1 or (written >= len(call.args)):
             return
         (layout,) = layouts
-        if layout is None and is_list or layout is not None and not layout.is_plain:
+        if (layout is None and is_list) or (layout is not None and not layout.is_plain):
             return
         kept.append((layout, is_list, written, viewed))
     propagator: Any = DTensor._op_dispatcher.sharding_propagator

@@ -94,8 +94,8 @@ def _has_meta_kernel(op: Any) -> bool:
 
 
 def meta_of_result(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """One ``TensorMeta`` or several, with None for what is no tensor; ``args`` and ``kwargs`` have specs, or what is known of
-    a tensor, for tensors."""
+    """One ``TensorMeta`` or several, with None for what is no tensor; ``args`` and ``kwargs`` have specs, or what is known
+    of a tensor, for tensors."""
     result = op(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs.items()})
     if isinstance(result, tuple | list):
         return type(result)(_meta_of(one) for one in result)

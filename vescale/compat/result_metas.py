@@ -1,14 +1,15 @@
 """Shapes and strides of ops' results, without a run, where all ways to compute them agree.
 
-A run on meta tensors takes 10 us for some ops and a millisecond for others, whose meta functions are Python. For the ops here
-the shape follows from the operands' in a line, and so do the strides: results are contiguous if the operands are, and views
-have their base's strides. Whatever leaves a choice is left to the run, which also finds the errors: operands that are not
-contiguous, sizes that do not fit, dims of size 1 whose stride is anything.
+A run on meta tensors takes 10 us for some ops and a millisecond for others, whose meta functions are Python. For the ops
+here the shape follows from the operands' in a line, and so do the strides: results are contiguous if the operands are, and
+views have their base's strides. Whatever leaves a choice is left to the run, which also finds the errors: operands that are
+not contiguous, sizes that do not fit, dims of size 1 whose stride is anything.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,7 +89,7 @@ def _elementwise(*args: Any) -> _Found:
     for x in metas:  # none may have its dims in another order
         first = len(shape) - len(x.shape)
         strides = [x.stride[dim - first] for dim in order if dim >= first and x.shape[dim - first] > 1]
-        if x is not lead and any(a <= b for a, b in zip(strides, strides[1:])):
+        if x is not lead and any(a <= b for a, b in itertools.pairwise(strides)):
             return None
     return shape, _dense(shape, order)
 

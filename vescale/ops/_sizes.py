@@ -2,8 +2,9 @@
 
 Functions here are registered as ``sizes`` of :class:`vescale.ops.OpEntry`. They get the arguments of a call, with specs in
 place of DTensors and :class:`TensorMeta` in place of plain numbers, on plain placements (Replicate, Shard, Partial), and
-return whatever their op's rule in PyTorch reads of sizes and other arguments, or None if they cannot tell. The placements, the
-dtypes and numbers of dims of the operands, and whether each sharded dim has an element for each rank, are compared anyway.
+return whatever their op's rule in PyTorch reads of sizes and other arguments, or None if they cannot tell. The placements,
+the dtypes and numbers of dims of the operands, and whether each sharded dim has an element for each rank, are compared
+anyway.
 """
 
 from __future__ import annotations
@@ -165,16 +166,16 @@ def view(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTe
     if groups is None:
         return None
     axes = [size for _, size, _ in layout.cuts]
-    words: list[Hashable] = []
+    deciding: list[Hashable] = []
     for dims, targets in groups:
         ones = tuple(given[dim] == 1 for dim in dims), tuple(wanted[dim] == 1 for dim in targets)
-        words.append((dims, targets, ones))
+        deciding.append((dims, targets, ones))
         if any(dim in shards for dim in dims) and (len(dims), len(targets)) != (1, 1):
             for dim in dims:
                 if dim in shards:
-                    words.append(-1 if given[dim] % shards[dim] == 0 else given[dim])
-            words.append(tuple(wanted[dim] % size == 0 for dim in targets for size in axes))
-    return tuple(words)
+                    deciding.append(-1 if given[dim] % shards[dim] == 0 else given[dim])
+            deciding.append(tuple(wanted[dim] % size == 0 for dim in targets for size in axes))
+    return tuple(deciding)
 
 
 def _groups(given: Sequence[int], wanted: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
