@@ -142,7 +142,7 @@ def known_form(call: FormKey) -> tuple[tuple[Result, ...], tuple[tuple[int, tupl
     form: _Form | None = FORMS.get(call.key)
     if form is None:
         return None
-    meta = None if form.rule is None else result_meta(form.rule, call.args, form.dtype)
+    meta: Any = None if form.rule is None else result_meta(form.rule, call.args, form.dtype)
     metas = _metas(call, len(form.results)) if meta is None else [meta]
     results: list[Result] = []
     for (layout, is_list, written, viewed), meta in zip(form.results, metas, strict=True):
@@ -160,6 +160,7 @@ def known_form(call: FormKey) -> tuple[tuple[Result, ...], tuple[tuple[int, tupl
     if form.sized < 0:
         return tuple(results), ()
     layout, (spec,) = form.results[0][0], results[0][0]
+    assert layout is not None and spec is not None and spec.tensor_meta is not None
     return tuple(results), ((form.sized, local_sizes(layout, spec.tensor_meta.shape)),)
 
 

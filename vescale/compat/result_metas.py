@@ -213,7 +213,7 @@ def _embedding_backward(grad: TensorMeta, indices: TensorMeta, num_weights: int,
 
 
 def _cat(operands: Any, dim: int = 0) -> _Found:
-    metas = [x.tensor_meta if isinstance(x, DTensorSpec) else x for x in operands]
+    metas: list[Any] = [x.tensor_meta if isinstance(x, DTensorSpec) else x for x in operands]
     sizes = list(metas[0].shape)
     if not sizes or min(sizes) < 1 or not all(map(_is_plain, metas)):
         return None

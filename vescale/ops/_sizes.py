@@ -32,6 +32,7 @@ def _others(args: Any) -> Hashable:
 
 
 def _meta(x: Any) -> Any:
+    """What is known of a tensor."""
     return x.tensor_meta if isinstance(x, DTensorSpec) else x
 
 
@@ -64,7 +65,7 @@ def matmul(
     args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]
 ) -> Hashable | None:
     """Which dims have size 1: a bias is broadcast there."""
-    shapes = [x.tensor_meta.shape for x in args if isinstance(x, DTensorSpec)]
+    shapes = [_meta(x).shape for x in args if isinstance(x, DTensorSpec)]
     return (
         tuple(tuple(size == 1 for size in shape) for shape in shapes),
         _others(args),
