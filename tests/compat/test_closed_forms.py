@@ -31,6 +31,8 @@ class Draw:
         self.alike = tuple(self.placement() for _ in range(mesh.ndim))
 
     def placement(self) -> Any:
+        if self.mesh.ndim > 2:  # searches for placements take long: most ops take these as they are
+            return self.chance.choice([Replicate(), Shard(0)])
         return self.chance.choice(
             [Replicate(), Replicate(), Shard(0), Shard(0), Shard(1), Shard(2), Partial(), Partial("avg")]
         )
@@ -65,7 +67,7 @@ class Draw:
     def placements(self) -> tuple[Any, ...]:
         if self.chance.random() < 0.7:
             return self.alike
-        if self.mesh.ndim > 2:  # searches for placements take long
+        if self.mesh.ndim > 2:
             return self.alike
         return tuple(Replicate() for _ in range(self.mesh.ndim))
 
@@ -291,7 +293,7 @@ def test_decisions_equal_pytorchs(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPa
     for op, draw, kwargs in CASES:
         for _ in range(20 if NIGHTLY else 3 - max(mesh.ndim - 1, 1)):
             kind = Draw(mesh, chance)
-            for _ in range(15 if NIGHTLY else 18 // mesh.ndim**2):
+            for _ in range(15 if NIGHTLY else 18 // mesh.ndim):
                 args = draw(kind)
                 monkeypatch.setattr(native_dispatch, "form_key", lambda *_: None)
                 expected = decide(op, args, kwargs)
