@@ -30,6 +30,7 @@ try:
     from vescale.compat.fsdp2 import *
     from vescale.compat.gradient_rows import *
     from vescale.compat.hook_gate import *
+    from vescale.compat.layouts import Layout
     from vescale.compat.meshes import *
     from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, tell_move
     from vescale.compat.native_dispatch import (
@@ -54,6 +55,7 @@ __all__ = [
     "CheckpointHooks",
     "DTensorHooks",
     "DispatchListener",
+    "Layout",
     "ModelHooks",
     "OpHandler",
     "UnsupportedTorchError",

@@ -41,7 +41,8 @@ class DTensorHooks:
     the signatures of what they replace (``set_item`` gets the original first), except
     ``local_gradient(grad, spec, grad_placements)``, the DTensor that ``to_local``'s backward gives for the gradient of the
     local tensor of a DTensor with ``spec``, and ``run_op(op, args, kwargs, schema)``, which runs an op or gives the
-    sharding decision that the dispatcher caches; ``keeps_operands(op, schema)`` gives the decision or None and runs nothing.
+    sharding decision that the dispatcher caches; ``keeps_operands(op, schema)`` gives the decision or None and runs nothing;
+    ``sizes_of(op)`` gives a function for :mod:`vescale.compat.closed_forms`, or None.
     """
 
     has_custom: Callable[..., bool]
@@ -56,6 +57,7 @@ class DTensorHooks:
     run_op: Callable[..., Any]
     keeps_operands: Callable[..., Any]
     set_item: Callable[..., None]
+    sizes_of: Callable[[Any], Any]
 
 
 # PyTorch's own, whether or not anything is installed.

@@ -19,7 +19,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from vescale.compat.patching import Changes
 
-__all__ = ["meta_of_result", "run_on_meta"]
+__all__ = ["has_meta_kernel", "meta_of_result", "run_on_meta"]
 
 _aten = torch.ops.aten
 
@@ -44,6 +44,18 @@ _OTHERS = frozenset(
         _aten.embedding.default,
         _aten.native_layer_norm.default,
         _aten.native_layer_norm_backward.default,
+        _aten._unsafe_view.default,
+        _aten._to_copy.default,
+        _aten.slice_backward.default,
+        _aten.constant_pad_nd.default,
+        _aten.embedding_dense_backward.default,
+        _aten.zeros_like.default,
+        _aten.ones_like.default,
+        _aten.full_like.default,
+        _aten.empty_like.default,
+        _aten.zero_.default,
+        _aten.fill_.Scalar,
+        _aten.amin.default,
     )
 )
 
@@ -54,25 +66,36 @@ def run_on_meta(changes: Changes, hooks: Any) -> None:
 
     @functools.wraps(original)
     def propagate_tensor_meta(self: Any, op_schema: OpSchema) -> Any:
-        if _len_torch_dispatch_stack() or detect_fake_mode() is not None or not _has_meta_kernel(op_schema.op):
+        if (
+            _len_torch_dispatch_stack()
+            or detect_fake_mode() is not None
+            or not (has_meta_kernel(op_schema.op, op_schema.kwargs_schema))
+        ):
             return original(self, op_schema)
         return meta_of_result(op_schema.op, op_schema.args_schema, op_schema.kwargs_schema)
 
     changes.attribute(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_tensor_meta)
 
 
+def has_meta_kernel(op: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``FakeTensorMode`` does nothing else for the call than to run the op's meta kernel."""
+    return _has_meta_kernel(op) and kwargs.get("device") is None
+
+
 @functools.cache
 def _has_meta_kernel(op: Any) -> bool:
-    """Whether ``FakeTensorMode`` does nothing else for the op than to call its meta kernel."""
-    if any(a.name == "device" for a in op._schema.arguments):
-        return False
     if torch.Tag.nondeterministic_seeded in op.tags or torch.Tag.data_dependent_output in op.tags:
         return False
-    return torch.Tag.pointwise in op.tags or op._schema._is_view_op() or op.overloadpacket in _OTHERS
+    if op.overloadpacket in _OTHERS:
+        return True
+    if any(a.name == "device" for a in op._schema.arguments):
+        return False
+    return torch.Tag.pointwise in op.tags or bool(op._schema._is_view_op())
 
 
 def meta_of_result(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """One ``TensorMeta`` or several, with None for what is no tensor; ``args`` and ``kwargs`` have specs for tensors."""
+    """One ``TensorMeta`` or several, with None for what is no tensor; ``args`` and ``kwargs`` have specs, or what is known
+    of a tensor, for tensors."""
     result = op(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs.items()})
     if isinstance(result, tuple | list):
         return type(result)(_meta_of(one) for one in result)
@@ -80,11 +103,11 @@ def meta_of_result(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _on_meta(value: Any) -> Any:
-    if isinstance(value, DTensorSpec):
-        meta = value.tensor_meta
+    if isinstance(value, DTensorSpec | TensorMeta):
+        meta = value if isinstance(value, TensorMeta) else value.tensor_meta
         assert meta is not None  # of an operand
         return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-    if isinstance(value, list | tuple) and any(isinstance(one, DTensorSpec) for one in value):
+    if isinstance(value, list | tuple) and any(isinstance(one, DTensorSpec | TensorMeta) for one in value):
         return [_on_meta(one) for one in value]
     return value
 

@@ -31,12 +31,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from vescale import csrc
+from vescale.compat.closed_forms import Result, form_key, known_form, moves_operands, remember_form
 from vescale.compat.dispatch import handlers_of_dtensor, keeps_operands
 from vescale.compat.dtensor import DTensorSpec, StridedShard, rank_in_mesh
+from vescale.compat.layouts import intern
 from vescale.compat.model_hooks import model_hooks
 from vescale.compat.op_info import OutputSharding, is_view
 from vescale.compat.patching import HOOKS, Changes
-from vescale.compat.sharding_caches import INTERNED_SPECS, clear_sharding_caches, make_room
+from vescale.compat.sharding_caches import forget_sizes
 
 __all__ = [
     "dispatch_counts",
@@ -53,7 +55,7 @@ __all__ = [
 
 _STOCK_PLACEMENTS = frozenset([Replicate, Shard, Partial, StridedShard])
 # Entries of all ops. Each takes about 500 bytes; a training step of a large model has some hundreds.
-_MAX_ENTRIES = 8192
+_MAX_ENTRIES = 4096
 _aten = torch.ops.aten
 # PyTorch computes something else than the local results.
 _NEVER = frozenset([_aten.equal.default])
@@ -77,7 +79,7 @@ def install_native_dispatch(changes: Changes, _: Any) -> None:
         return
     slots = [DTensor.__dict__[name] for name in ("_spec", "_local_tensor")]
     module.install(
-        DTensor, *slots, intern_spec, _decide, _static_arguments, _STOCK_PLACEMENTS, clear_sharding_caches, _MAX_ENTRIES
+        DTensor, *slots, intern_spec, _decide, _static_arguments, _STOCK_PLACEMENTS, forget_sizes, _MAX_ENTRIES
     )
     changes.on_undo(module.uninstall)
 
@@ -203,10 +205,10 @@ def intern_spec(spec: DTensorSpec) -> DTensorSpec | None:
             placements is None or type(placement) not in placements.custom_types
         ):
             return None
-    make_room(INTERNED_SPECS)
-    return INTERNED_SPECS.setdefault((id(spec.mesh), spec.use_strided_shard_as_shard_order, spec), spec)
+    return intern(spec)
 
 
+@functools.cache
 def _op(name: str, overload: str) -> Any:
     return getattr(getattr(_aten, name.removeprefix("aten::")), overload or "default")
 
@@ -236,17 +238,29 @@ def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, A
     op = _op(name, overload)
     if op in _NEVER or op in handlers_of_dtensor() or op in DTensor._op_dispatcher._random_ops:
         return None
+    form = form_key(op, args, kwargs)
     try:
+        if form is not None:
+            if moves_operands(form):
+                return None
+            if (known := known_form(form)) is not None:
+                return known
         schema, sharding = keeps_operands(op, args, kwargs)
     except Exception:  # not lost: PyTorch's path decides again, and raises it
         return None
     if sharding is None:
+        if form is not None:
+            remember_form(form, None, {})
         return None
     replaced = _local_arguments(op, schema, sharding) if sharding.needs_redistribute else []
     if replaced is None:
         return None
     results = _results(op, args, kwargs, sharding)
-    return None if results is None else (results, tuple(replaced))
+    if results is None:
+        return None
+    if form is not None:
+        remember_form(form, results, dict(replaced))
+    return results, tuple(replaced)
 
 
 def _local_arguments(op: Any, schema: Any, sharding: OutputSharding) -> list[tuple[int, tuple[int, ...]]] | None:
@@ -268,7 +282,9 @@ def _local_arguments(op: Any, schema: Any, sharding: OutputSharding) -> list[tup
     return replaced
 
 
-def _results(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sharding: OutputSharding) -> Any:
+def _results(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sharding: OutputSharding
+) -> tuple[Result, ...] | None:
     declared = op._schema.returns
     if not declared:
         return ()

@@ -116,11 +116,13 @@ torch.distributed.tensor._api: redistribute_local_tensor(local_tensor, current_s
     grad_placements; _ToTorchTensor.backward(ctx, grad_output); _dtensor_init_helper; _mesh_resources.get_current_mesh
 torch.distributed.tensor._dispatch: redistribute_local_tensor(local_tensor, current_spec, target_spec, async_op);
     get_active_debug_mode; pytree.tree_leaves
-torch.distributed.tensor._dtensor_spec: DTensorSpec(mesh, placements, tensor_meta); TensorMeta(shape, stride, dtype)
+torch.distributed.tensor._dtensor_spec: DTensorSpec(mesh, placements, tensor_meta);
+    DTensorSpec.compute_default_shard_order(placements); TensorMeta(shape, stride, dtype)
 torch.distributed.tensor._op_schema: OpSchema(op, args_schema, kwargs_schema, schema_info);
     OutputSharding(output_spec, redistribute_schema, use_val_from_redistribute_schema);
     OpStrategy; RuntimeSchemaInfo(static_argnum, static_kwargkey, needs_pytree)
-torch.distributed.tensor._redistribute: redistribute_local_tensor(local_tensor, current_spec, target_spec, async_op)
+torch.distributed.tensor._redistribute: _gen_transform_infos; clear_redistribute_planner_cache;
+    redistribute_local_tensor(local_tensor, current_spec, target_spec, async_op)
 torch.distributed.tensor._sharding_prop: ShardingPropagator.propagate_op_sharding_non_cached(op_schema);
     ShardingPropagator._propagate_tensor_meta_non_cached(op_schema)
 torch.distributed.tensor._utils: ExplicitRedistributionContext._local;

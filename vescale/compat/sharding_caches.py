@@ -1,29 +1,63 @@
-"""What is remembered of sharding decisions: PyTorch's cache, and the C++ dispatcher's tables with their specs."""
+"""What is remembered of sharding decisions: PyTorch's caches, and the C++ dispatcher's tables with their specs.
+
+Decisions about calls of certain sizes are forgotten when there are too many of them. What holds for all sizes
+(:mod:`vescale.compat.closed_forms`) is kept until rules change.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch._C import _clear_DTensor_sharding_propagator_cache
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from vescale import csrc
 
-__all__ = ["INTERNED_SPECS", "MADE_SPECS", "clear_sharding_caches", "make_room"]
+__all__ = [
+    "FORMS",
+    "INTERNED_SPECS",
+    "LAYOUTS",
+    "LAYOUT_OF_SPEC",
+    "MADE_SPECS",
+    "clear_sharding_caches",
+    "forget_sizes",
+    "make_room",
+]
 
-# Equal specs of one mesh object, by mesh and spec: calls are compared by the address of the one that is kept. Other meshes
-# that are equal may belong to destroyed process groups.
+# Equal specs of one mesh object, by layout and sizes: calls are compared by the address of the one that is kept. Other
+# meshes that are equal may belong to destroyed process groups.
 INTERNED_SPECS: dict[tuple[Any, ...], DTensorSpec] = {}
+# Of each interned spec of plain placements, by address: the spec, which keeps the address taken, and its layout.
+LAYOUT_OF_SPEC: dict[int, tuple[DTensorSpec, Any]] = {}
 # The same for specs that vescale makes, by what they are made from.
 MADE_SPECS: dict[tuple[Any, ...], DTensorSpec] = {}
-# More specs than this clear all caches: programs with ever new sizes do not grow.
-MAX_SPECS = 8192
+# Decisions that hold for all sizes, by op and what decides (:mod:`vescale.compat.closed_forms`), and the layouts in them.
+FORMS: dict[tuple[Any, ...], Any] = {}
+LAYOUTS: dict[tuple[Any, ...], Any] = {}
+# More specs than this, and all sizes are forgotten: programs with ever new sizes do not grow.
+MAX_SPECS = 4096
+# The same for decisions that hold for all sizes: programs with ever new meshes or numbers.
+MAX_FORMS = 8192
 
 
 def clear_sharding_caches() -> None:
-    """Decide every call anew. PyTorch's cache belongs to the calling thread: those of other threads stay."""
+    """Decide every call anew. PyTorch's caches belong to the calling thread: those of other threads stay."""
+    forget_sizes()
+    FORMS.clear()
+    LAYOUTS.clear()
+
+
+def forget_sizes() -> None:
+    """Decide every call anew that is not known for all sizes."""
     _clear_DTensor_sharding_propagator_cache()
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    redistribution._gen_transform_infos.cache_clear()
+    redistribution.clear_redistribute_planner_cache()
     INTERNED_SPECS.clear()
+    LAYOUT_OF_SPEC.clear()
     MADE_SPECS.clear()
     dispatcher = csrc.load_module("dispatch")
     if dispatcher is not None:
@@ -31,6 +65,8 @@ def clear_sharding_caches() -> None:
 
 
 def make_room(table: dict[tuple[Any, ...], DTensorSpec]) -> None:
-    """Clear all caches if the table of specs is full."""
+    """Forget all sizes if the table of specs is full."""
     if len(table) >= MAX_SPECS:
+        forget_sizes()
+    if max(len(FORMS), len(LAYOUTS)) >= MAX_FORMS:
         clear_sharding_caches()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vescale.compat import install_part
 from vescale.ops._dispatch import keeps_operands, run_op, set_item
+from vescale.ops._sizes import sizes_of
 from vescale.placements import dtensor_hooks
 
 __all__ = ["install"]
@@ -16,4 +17,4 @@ def install() -> None:
 
     Raises UnsupportedTorchError when this torch lacks something that the hooks build on; nothing is changed then.
     """
-    install_part("placements", dtensor_hooks(run_op, keeps_operands, set_item))
+    install_part("placements", dtensor_hooks(run_op, keeps_operands, set_item, sizes_of))

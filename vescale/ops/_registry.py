@@ -71,6 +71,8 @@ class OpEntry:
         when: the calls on DTensors alone for which ``function`` does something else than the torch function.
         flow: ``Flow -> Placement | None``; the placement of the result on one mesh axis, as far as it follows from the
             placements of the operands alone. ``explain`` predicts with it.
+        sizes: ``(args, kwargs, layout_of) -> key | None``; what of the sizes and other arguments PyTorch's rule for the op
+            reads, see :mod:`vescale.ops._sizes`. Calls with equal keys are decided once.
         backward: how the gradient is computed: ``"autograd"`` (the graph of the ops that run in place of the op) or
             ``"custom"`` (an autograd function with communication of its own).
         communicates: kinds of collectives that the op may start (``"all_reduce"``, ...), forward and backward, besides
@@ -86,6 +88,7 @@ class OpEntry:
     function: Callable[..., Any] | None = None
     when: When = When.ALWAYS
     flow: Callable[..., Any] | None = None
+    sizes: Callable[..., Any] | None = None
     backward: str = "autograd"
     communicates: frozenset[str] = frozenset()
 

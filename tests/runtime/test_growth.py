@@ -1,0 +1,112 @@
+"""Training keeps nothing: not of steps, and not of sequence lengths."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.examples import NIGHTLY
+from vescale import Plan, parallelize
+from vescale.compat import clear_sharding_caches, sharding_caches
+from vescale.optim import clip_grad_norm_
+
+NUM_STEPS = 1000 if NIGHTLY else 200
+NUM_LENGTHS = 200
+LIMIT = 1.005
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.dropout = nn.Embedding(32, 16), nn.LayerNorm(16), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        heads = self.norm(x).view(*tokens.shape, 4, 4).transpose(1, 2)
+        scores = (heads @ heads.transpose(-1, -2)) * 0.5
+        x = x + (scores.softmax(-1) @ heads).transpose(1, 2).reshape(*tokens.shape, 16)
+        return x + self.dropout(self.down(torch.relu(self.up(x))))
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Module]:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    made, plan = Model(), Plan(mesh)
+    plan.shard("up.<in>", Replicate(), mesh="tp")
+    plan.shard("up.weight", Shard(0), mesh="tp")
+    plan.shard("up.bias", Shard(0), mesh="tp")
+    plan.shard("down.weight", Shard(1), mesh="tp")
+    plan.shard("down.<out>", Replicate(), mesh="tp")
+    yield parallelize(made, plan) or made
+    clear_sharding_caches()
+    dist.destroy_process_group()
+
+
+def usage() -> tuple[int, int]:
+    """Python objects, and bytes in memory."""
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    return len(gc.get_objects()) + gc.get_freeze_count(), pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def assert_flat(step: Callable[[int], None], num_calls: int, turn: int) -> None:
+    """At most as much is in use in the second half of the calls as in the first; ``turn`` calls fill tables once."""
+    for index in range(turn):
+        step(index)
+    gc.collect()
+    gc.freeze()  # what is there is counted, and not searched each time
+    found = []
+    for index in range(turn, turn + num_calls):
+        step(index)
+        if index % max(1, turn // 20) == 0:
+            found.append(usage())
+    half = len(found) // 2
+    for before, after, what in zip(map(max, zip(*found[:half])), map(max, zip(*found[half:])), ("objects", "memory")):
+        assert after <= before * LIMIT, f"{what}: {before} before, {after} after"
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused", "loop"])
+def test_steps(model: nn.Module, kind: str) -> None:
+    options = {"foreach": kind == "foreach"} if kind != "fused" else {"fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+    tokens = torch.randint(32, (4, 8))
+
+    def step(_: int) -> None:
+        optimizer.zero_grad()
+        model(tokens).sum().backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    assert_flat(step, NUM_STEPS, 40)
+
+
+def test_sequence_lengths(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of sizes fill up and are emptied; what holds for all sizes stays. Without dropout, which remembers up to 1,024
+    sizes: more than are drawn here."""
+    model.eval()
+    monkeypatch.setattr(sharding_caches, "MAX_SPECS", 600)
+
+    def step(index: int) -> None:
+        # Each length once, in an order in which the memory of the activations does not grow.
+        length = 268 - (index * 97) % 260
+        model(torch.randint(32, (1, length))).sum().backward()
+        if index == 30:
+            known.append(len(sharding_caches.FORMS))
+
+    known: list[int] = []
+    assert_flat(step, NUM_LENGTHS, 60)
+    assert len(sharding_caches.FORMS) <= known[0] * 1.5
+    assert len(sharding_caches.INTERNED_SPECS) <= 600

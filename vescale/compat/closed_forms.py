@@ -1,0 +1,206 @@
+"""Sharding decisions that hold for all sizes, so that the first call with new sizes is cheap.
+
+PyTorch decides a call by its op, its operands' placements and sizes, and its other arguments. Of the sizes, most decisions
+need little: which dims have size 1, whether a sharded dim is large enough or divisible. For the ops whose ``sizes`` is
+registered (:mod:`vescale.ops._sizes`), that much is looked up here together with the placements. What is found says where
+the results are placed and which of them are operands or views of them; shapes, strides and dtypes of the results come from
+a run on meta tensors, which also finds the errors, and local sizes of views from the global ones.
+
+Entries are made of PyTorch's decisions, when a call is the first of its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from vescale.compat.dispatch import no_torch_function
+from vescale.compat.layouts import Layout, layout_of, local_sizes
+from vescale.compat.meta_shapes import has_meta_kernel, meta_of_result
+from vescale.compat.model_hooks import model_hooks
+from vescale.compat.patching import HOOKS
+from vescale.compat.result_metas import result_meta, result_rule
+from vescale.compat.sharding_caches import FORMS
+
+__all__ = ["FormKey", "Result", "form_key", "known_form", "moves_operands", "remember_form"]
+
+# The specs of a result's tensors, and the positions of the arguments that are returned in its place, or whose storage it
+# shares; -1 for none.
+Result = tuple[tuple[DTensorSpec | None, ...], int, int]
+_OWN_RULES = "torch.distributed.tensor._ops."
+
+
+class FormKey:
+    """What decides a call, without its sizes, and the call with specs in place of DTensors."""
+
+    __slots__ = ("args", "key", "kwargs", "op")
+
+    def __init__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[Any, ...]) -> None:
+        self.op, self.args, self.kwargs, self.key = op, args, kwargs, key
+
+
+class _Form:
+    """The decision for all calls of one key: for each result the layouts of its tensors, one for a list of any length."""
+
+    __slots__ = ("dtype", "results", "rule", "sized")
+
+    def __init__(self, results: tuple[tuple[Layout | None, bool, int, int], ...], sized: int) -> None:
+        self.results = results
+        self.sized = sized  # the position of the sizes that have to be local; -1: none
+        # How the sizes of the one result are found, and its dtype; None: by a run.
+        self.rule: Any = None
+        self.dtype: Any = None
+
+
+# Stands for a decision to move operands.
+_MOVES = _Form((), -1)
+
+
+def form_key(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FormKey | None:
+    """The key of a call; None if its sizes decide, or nothing is known about what they decide."""
+    sizes = _sizes_of(op)
+    if sizes is None:
+        return None
+    rule = _own_rule(op)
+    if rule is None:
+        return None
+    operands: list[Any] = []
+    specs = tuple([_with_specs(x, operands) for x in args])
+    named = kwargs and {name: _with_specs(x, operands) for name, x in kwargs.items()}
+    if None in operands or not has_meta_kernel(op, named):
+        return None
+    models = model_hooks()
+    handler = models.handlers.get(op) if models is not None else None
+    if handler is not None and handler.applies(op, SimpleNamespace(args_schema=specs, kwargs_schema=named)):
+        return None
+    deciding = sizes(specs, named, layout_of)
+    if deciding is None:
+        return None
+    key = (op, rule, deciding, *operands)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return FormKey(op, specs, named, key)
+
+
+def _sizes_of(op: Any) -> Callable[..., Hashable | None] | None:
+    placements = HOOKS.get("placements")
+    return None if placements is None else placements.sizes_of(op)
+
+
+def _own_rule(op: Any) -> Any:
+    """PyTorch's function that decides where the op's operands are placed, or None if it comes from elsewhere."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    single = propagator.op_single_dim_strategy_funcs.get(op)
+    rule = propagator.op_strategy_funcs.get(op) if single is None else single.func
+    return rule if rule is not None and rule.__module__.startswith(_OWN_RULES) else None
+
+
+def _with_specs(value: Any, operands: list[Any]) -> Any:
+    """The argument with specs in place of DTensors. Of each, ``operands`` gets what decides beside its sizes; None if
+    nothing holds for all sizes."""
+    if type(value) is DTensor:
+        spec = value._spec
+        meta, layout = spec.tensor_meta, layout_of(spec)
+        if meta is None or not layout.is_plain:
+            operands.append(None)
+            return spec
+        shape = meta.shape
+        operands.append((layout.number, meta.dtype, len(shape), *[_fits(shape, cut) for cut in layout.shards]))
+        return spec
+    if isinstance(value, torch.Tensor):  # C++ lets none pass that has dims
+        operands.append(value.dtype)
+        return TensorMeta(value.shape, value.stride(), value.dtype)
+    if isinstance(value, list | tuple):
+        if value and type(value[0]) is int:
+            return value
+        return type(value)([_with_specs(x, operands) for x in value])
+    return value
+
+
+def _fits(shape: Any, cut: tuple[int, int]) -> bool:
+    return cut[0] < len(shape) and shape[cut[0]] >= cut[1]
+
+
+def moves_operands(call: FormKey) -> bool:
+    """Whether PyTorch is known to move operands of such calls. Where to, it decides by what that costs for the sizes;
+    whether it does follows from the rule, because it prefers to move nothing."""
+    return FORMS.get(call.key) is _MOVES
+
+
+def known_form(call: FormKey) -> tuple[tuple[Result, ...], tuple[tuple[int, tuple[int, ...]], ...]] | None:
+    """``(results, replaced arguments)`` of a call, or None if it is the first of its kind.
+
+    Raises what the op raises for these sizes.
+    """
+    form: _Form | None = FORMS.get(call.key)
+    if form is None:
+        return None
+    meta: Any = None if form.rule is None else result_meta(form.rule, call.args, form.dtype)
+    metas = _metas(call, len(form.results)) if meta is None else [meta]
+    results: list[Result] = []
+    for (layout, is_list, written, viewed), meta in zip(form.results, metas, strict=True):
+        if layout is None:
+            if meta is not None:
+                return None
+            results.append(((None,), written, viewed))
+        elif is_list != isinstance(meta, list) or meta is None:
+            return None
+        else:
+            listed = meta if is_list else [meta]
+            results.append((tuple([layout.with_meta(one) for one in listed]), written, viewed))
+        if written >= 0 and call.args[written].tensor_meta.shape != meta.shape:
+            return None
+    if form.sized < 0:
+        return tuple(results), ()
+    layout, (spec,) = form.results[0][0], results[0][0]
+    assert layout is not None and spec is not None and spec.tensor_meta is not None
+    return tuple(results), ((form.sized, local_sizes(layout, spec.tensor_meta.shape)),)
+
+
+def _metas(call: FormKey, num_results: int) -> list[Any]:
+    with no_torch_function():
+        found = meta_of_result(call.op, call.args, call.kwargs)
+    if num_results == 1:
+        return [list(found) if not isinstance(found, TensorMeta) and found is not None else found]
+    return list(found)
+
+
+def remember_form(call: FormKey, results: Any, replaced: Mapping[int, tuple[int, ...]]) -> None:
+    """Keep the decision about a call for all calls of the same kind, where that is possible. ``results``: None if operands
+    move."""
+    if results is None:
+        FORMS[call.key] = _MOVES
+    if not results:
+        return
+    listed = [isinstance(meta, list) for meta in _metas(call, len(results))]
+    kept: list[tuple[Layout | None, bool, int, int]] = []
+    for (specs, written, viewed), is_list in zip(results, listed, strict=True):
+        layouts = {None if spec is None else layout_of(spec) for spec in specs}
+        if len(layouts) != 1 or (written >= len(call.args)):
+            return
+        (layout,) = layouts
+        if (layout is None and is_list) or (layout is not None and not layout.is_plain):
+            return
+        kept.append((layout, is_list, written, viewed))
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    position, sized = propagator.op_to_shape_and_stride_idx.get(call.op), -1
+    layout = kept[0][0]
+    if position is not None and layout is not None and layout.shards:
+        expected = local_sizes(layout, results[0][0][0].tensor_meta.shape)
+        given = call.args[position] if isinstance(position, int) and position < len(call.args) else None
+        if given is None or replaced.get(position, tuple(given)) != expected or len(kept) > 1:
+            return
+        sized = position
+    elif replaced:
+        return
+    form = _Form(tuple(kept), sized)
+    if len(kept) == 1 and not listed[0] and kept[0][2] < 0:
+        form.rule, form.dtype = result_rule(call.op, call.kwargs), results[0][0][0].tensor_meta.dtype
+    FORMS[call.key] = form
