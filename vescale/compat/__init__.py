@@ -40,6 +40,7 @@ try:
         native_converter,
         reset_dispatch_counts,
     )
+    from vescale.compat.native_hooks import native_hooks
     from vescale.compat.op_info import *
     from vescale.compat.patches import *
     from vescale.compat.process_groups import *
@@ -64,6 +65,7 @@ __all__ = [
     "intern_spec",
     "is_native",
     "native_converter",
+    "native_hooks",
     "no_torch_function",
     "on_completion",
     "require",
