@@ -50,7 +50,7 @@ class Stages:
         if held is not None:
             _, result, version, version_of_result = held
             if x._version == version and result._version == version_of_result:
-                return result  # type: ignore[no-any-return]
+                return result
         result = self.convert(x, requester)
         made[key] = x, result, x._version, result._version
         return result

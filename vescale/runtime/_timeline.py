@@ -18,7 +18,8 @@ class ModuleTimeline:
     ``csrc/timeline.h`` is the same in C++.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_length: int = MAX_LENGTH) -> None:
+        self._max_length = max_length
         self._numbers: list[int] = []
         self._paths: list[str | None] = []  # None: outside of the model
 
@@ -30,8 +31,9 @@ class ModuleTimeline:
             return
         self._numbers.append(number)
         self._paths.append(path)
-        if len(self._numbers) > MAX_LENGTH:
-            del self._numbers[: MAX_LENGTH // 2], self._paths[: MAX_LENGTH // 2]
+        if len(self._numbers) > self._max_length:
+            half = self._max_length // 2
+            del self._numbers[:half], self._paths[:half]
 
     def path_of(self, number: int) -> str | None:
         """The module whose forward made the autograd node with sequence number ``number``; None: not of this model."""
