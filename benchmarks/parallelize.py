@@ -6,12 +6,9 @@ The process group is fake (collectives return at once) and the model small, so t
 * ``stock``: ``torch.distributed.tensor.parallel.parallelize_module``: DTensors inside the linear layers only;
 * ``vescale``: `parallelize` with the same cuts: DTensors everywhere, checked boundaries, one device's losses.
 
-python benchmarks/parallelize.py [--layers 2] [--hidden 64] [--tokens 16] [--repeat 15] [--profile] [--hooks]
+python benchmarks/parallelize.py [--layers 2] [--hidden 64] [--tokens 16] [--repeat 15] [--profile]
 
-``--hooks`` measures instead what the forward hooks of a module without entries cost: a module that does nothing, without
-hooks, with two Python functions that do nothing, and in a parallelized model.
-
-Times are processor time, interleaved, medians over the rounds.
+Times are processor time, the three interleaved, medians over the rounds.
 """
 
 from __future__ import annotations
@@ -94,6 +91,8 @@ class Chain(nn.Module):
 
 
 def measure_hooks(mesh: DeviceMesh, repeat: int) -> None:
+    """What the forward hooks of a module without entries cost: a module that does nothing, without hooks, with two Python
+    functions that do nothing, and in a parallelized model."""
     bare, idle, ours = Chain(), Chain(), parallelize(Chain(), Plan(mesh))
     assert isinstance(ours, Chain)
     for part in idle.parts:
@@ -113,7 +112,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--profile", action="store_true", help="print where vescale's step spends its time")
-    parser.add_argument("--hooks", action="store_true", help="measure the hooks of modules")
+    parser.add_argument("--hooks", action="store_true", help="measure what the hooks of a module cost instead")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
