@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankPools
@@ -36,6 +37,18 @@ class Log(list[Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Log:
         return self
+
+
+class Seen(TorchFunctionMode):
+    """A mode of the user's: it sees the model's functions, and not what the hooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 class Pair(NamedTuple):
@@ -153,7 +166,10 @@ def events(native: Any) -> tuple[Log, list[Any]]:
     for each in (model, copy.deepcopy(model)):
         for _ in range(2):
             x = torch.arange(16.0, dtype=torch.float64).view(4, 4).requires_grad_()
-            y: Any = each(x)
+            with Seen() as seen:
+                y: Any = each(x)
+            assert "mul" in seen.names and "is_inference" not in seen.names
+            log.append(("functions", seen.names))
             log.append(("nodes", graph_paths(y)))
             y.sum().backward()
             values += [
