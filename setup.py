@@ -11,8 +11,8 @@ from typing import Any
 
 from setuptools import Extension, setup
 
-USING_TORCH = {"dispatch", "grads", "hook_gate", "random_fills"}
-USING_PYTHON = {"dispatch", "random_fills"}  # Python modules; the others are plain C libraries
+USING_TORCH = {"dispatch", "grads", "hook_gate", "module_hooks", "random_fills"}
+USING_PYTHON = {"dispatch", "module_hooks", "random_fills"}  # Python modules; the others are plain C libraries
 SOURCES = sorted(Path("vescale/csrc").glob("*.cpp"))
 HEADERS = sorted(map(str, Path("vescale/csrc").glob("*.h")))
 

@@ -117,6 +117,37 @@ def ours(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize(model, plan, strict=True)
 
 
+class Chain(nn.Module):
+    """Calls 200 modules that do nothing, and keeps the time of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Identity() for _ in range(200)])
+        self.microseconds: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = time.thread_time()
+        for part in self.parts:
+            x = part(x)
+        self.microseconds.append((time.thread_time() - start) / len(self.parts) * 1e6)
+        return x
+
+
+def measure_hooks(mesh: DeviceMesh, repeat: int) -> None:
+    """What the forward hooks of a module without entries cost: a module that does nothing, without hooks, with two Python
+    functions that do nothing, and in a parallelized model."""
+    bare, idle, ours = Chain(), Chain(), parallelize(Chain(), Plan(mesh))
+    assert isinstance(ours, Chain)
+    for part in idle.parts:
+        part.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+        part.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True)
+    for _ in range(20 * repeat):
+        for chain in (bare, idle, ours):
+            chain(torch.ones(4))
+    for name, chain in (("no hooks", bare), ("hooks that do nothing", idle), ("vescale", ours)):
+        print(f"{name:22} {statistics.median(chain.microseconds):6.2f} us a module call")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2)
@@ -124,10 +155,14 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--profile", action="store_true", help="print where vescale's step spends its time")
+    parser.add_argument("--hooks", action="store_true", help="measure what the hooks of a module cost instead")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",))
+    if args.hooks:
+        measure_hooks(mesh, args.repeat)
+        return 0
     models = {
         "plain": llama(args, NUM_RANKS),
         "hand": by_hand(llama(args, NUM_RANKS)),

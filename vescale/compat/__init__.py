@@ -41,6 +41,7 @@ try:
         native_conversions,
         reset_dispatch_counts,
     )
+    from vescale.compat.native_hooks import native_hooks
     from vescale.compat.op_info import *
     from vescale.compat.patches import *
     from vescale.compat.process_groups import *
@@ -66,6 +67,7 @@ __all__ = [
     "intern_spec",
     "is_native",
     "native_conversions",
+    "native_hooks",
     "no_torch_function",
     "on_completion",
     "require",

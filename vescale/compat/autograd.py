@@ -137,17 +137,17 @@ def sequence_number() -> int:
 
 
 # What torch.compile does with this thread's frames; None: it lets them run as they are. Returns what it did before.
-_set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
+set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def suspend_compiling() -> Any:
     """Let this thread run Python as it is, also in a compiled function. Returns what to resume with; None: nothing."""
-    return _set_compiler(None)
+    return set_compiler(None)
 
 
 def resume_compiling(compiler: Any) -> None:
     if compiler is not None:
-        _set_compiler(compiler)
+        set_compiler(compiler)
 
 
 _NOTHING = contextlib.nullcontext()

@@ -148,10 +148,11 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-def filter_functions(mode: TorchFunctionMode, python: Callable[..., Any], when: dict[Any, int]) -> None:
+def filter_functions(mode: TorchFunctionMode, python: Callable[..., Any], when: dict[Any, Any]) -> None:
     """Let PyTorch call ``python(mode, function, kinds, args, kwargs)`` for a mode only where it does something, see
     ``csrc/function_filter.h``: for plain tensors among DTensors, and for the functions of ``when``, on the operands that
-    their values say. Without the helper, PyTorch calls the mode's method as usual."""
+    their values say, or in the calls for which a value that is a function, of ``(function, args, kwargs)``, is true.
+    Without the helper, PyTorch calls the mode's method as usual."""
     module = _loaded()
     if module is not None:
         mode.__torch_function__ = module.FunctionFilter(weakref.ref(mode), python, when)  # type: ignore[method-assign]

@@ -5,11 +5,15 @@
 
 #pragma once
 
+#include "call.h"
 #include "specs.h"
+
+#include <cstring>
 
 namespace vescale {
 
-// When a function has to go to Python: the values of `When` in vescale/ops/_registry.py.
+// When a function has to go to Python: the values of `When` in vescale/ops/_registry.py. A function of the call in place of
+// one is asked.
 enum class When : long { kAlways = 0, kPartial = 1, kNotReplicate = 2, kIndex = 3 };
 
 // What is among the arguments of a call.
@@ -63,12 +67,108 @@ inline bool is_basic_index(PyObject* index) {
     return true;
 }
 
+// What a function that is asked may look at, as words of a key.
+class CallKey {
+  public:
+    // Whether there is a key: tensors are DTensors or have no dims, and other arguments have types that are compared.
+    bool add(PyObject* object) {
+        if (object == Py_None) {
+            words.push_back(kNone);
+        } else if (PyBool_Check(object)) {
+            words.append({kBool, static_cast<std::uint64_t>(object == Py_True)});
+        } else if (PyLong_CheckExact(object)) {
+            int overflow = 0;
+            words.append({kInt, static_cast<std::uint64_t>(PyLong_AsLongLongAndOverflow(object, &overflow))});
+            return overflow == 0;
+        } else if (PyFloat_CheckExact(object)) {
+            const double number = PyFloat_AS_DOUBLE(object);
+            std::uint64_t word;
+            std::memcpy(&word, &number, sizeof word);
+            words.append({kFloat, word});
+        } else if (PyUnicode_CheckExact(object)) {
+            Py_ssize_t length = 0;
+            const char* text = PyUnicode_AsUTF8AndSize(object, &length);
+            if (text == nullptr) {
+                throw python_error();
+            }
+            words.append({kText, static_cast<std::uint64_t>(length)});
+            words.append(text, text + length);
+        } else if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) {
+            words.append({kItems, static_cast<std::uint64_t>(PySequence_Fast_GET_SIZE(object))});
+            for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+                if (!add(PySequence_Fast_GET_ITEM(object, i))) {
+                    return false;
+                }
+            }
+        } else if (Py_TYPE(object) == dtensor_class().type) {
+            const Spec* spec = slot(object, dtensor_class().local_slot) == nullptr ? nullptr : spec_of(object);
+            words.append({kDTensor, reinterpret_cast<std::uint64_t>(spec)});
+            return spec != nullptr;
+        } else {
+            return false;
+        }
+        return true;
+    }
+
+    bool add_call(PyObject* function, PyObject* args, PyObject* kwargs) {
+        words.push_back(reinterpret_cast<std::uint64_t>(function));
+        if (!add(args)) {
+            return false;
+        }
+        Py_ssize_t position = 0;
+        PyObject *name = nullptr, *value = nullptr;
+        while (kwargs != nullptr && PyDict_Next(kwargs, &position, &name, &value)) {
+            if (!add(name) || !add(value)) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    Key words;
+
+  private:
+    enum Tag : std::uint64_t { kNone = 1, kBool, kInt, kFloat, kText, kItems, kDTensor };
+};
+
+// The answers of functions that are asked once for a kind of call.
+struct Answers {
+    std::unordered_map<Key, bool, KeyHash> known;
+    std::uint64_t epoch = 0;
+};
+
+// Whether `asked(function, args, kwargs)`, a pure function of specs and of arguments that are no tensors, says yes.
+inline bool is_affirmed(PyObject* asked, PyObject* function, PyObject* args, PyObject* kwargs) {
+    static auto* answers = new Answers;
+    CallKey key;
+    const auto epoch = self().epoch;
+    if (!key.add_call(function, args, kwargs)) {
+        return true;
+    }
+    if (answers->epoch != self().epoch || answers->known.size() >= self().max_entries) {
+        answers->known.clear();
+        answers->epoch = self().epoch;
+    }
+    const auto found = answers->known.find(key.words);
+    if (found != answers->known.end() && epoch == self().epoch) {
+        return found->second;
+    }
+    const auto named = kwargs == nullptr ? py::object(py::dict()) : py::reinterpret_borrow<py::object>(kwargs);
+    const bool answer =
+        owned(PyObject_CallFunctionObjArgs(asked, function, args, named.ptr(), nullptr)).cast<bool>();
+    if (epoch == self().epoch) {  // otherwise the key holds specs that have gone
+        answers->known.emplace(std::move(key.words), answer);
+    }
+    return answer;
+}
+
 inline bool goes_to_python(PyObject* function, PyObject* args, PyObject* kwargs, PyObject* table) {
     PyObject* rule = PyDict_GetItemWithError(table, function);
     if (rule == nullptr && PyErr_Occurred()) {
         throw python_error();
     }
-    const long when = rule == nullptr ? -1 : PyLong_AsLong(rule);
+    const bool is_asked = rule != nullptr && !PyLong_Check(rule);
+    const long when = rule == nullptr || is_asked ? -1 : PyLong_AsLong(rule);
     if (when == static_cast<long>(When::kAlways)) {
         return true;
     }
@@ -85,6 +185,9 @@ inline bool goes_to_python(PyObject* function, PyObject* args, PyObject* kwargs,
     }
     if (operands.is_unknown || (operands.has_dtensor && operands.has_plain)) {
         return true;
+    }
+    if (operands.has_dtensor && is_asked) {
+        return is_affirmed(rule, function, args, kwargs);
     }
     if (!operands.has_dtensor || when < 0) {
         return false;

@@ -41,14 +41,21 @@ def handles(
 
 
 def replaces(
-    *functions: Any, when: When = When.ALWAYS, backward: str = "autograd", communicates: Iterable[str] = ()
+    *functions: Any,
+    when: When = When.ALWAYS,
+    changes: Callable[..., bool] | None = None,
+    backward: str = "autograd",
+    communicates: Iterable[str] = (),
 ) -> Callable[[Function], Function]:
     """Register a function ``(context, function, args, kwargs) -> result`` to run in place of torch functions inside of a
-    parallelized model's forward; see :class:`OpEntry`. ``when``: the calls in which it does something else than they."""
+    parallelized model's forward; see :class:`OpEntry`. ``when`` or ``changes``: the calls in which it does something else
+    than they."""
 
     def decorate(function: Function) -> Function:
         for replaced in functions:
-            register(replaced, function=function, when=when, backward=backward, communicates=communicates)
+            register(
+                replaced, function=function, when=when, changes=changes, backward=backward, communicates=communicates
+            )
         return function
 
     return decorate

@@ -69,6 +69,8 @@ class OpEntry:
         function: ``(context, function, args, kwargs) -> result``; runs in place of a torch function in a parallelized
             model's forward, when one of its arguments is a DTensor.
         when: the calls on DTensors alone for which ``function`` does something else than the torch function.
+        changes: ``(torch function, args, kwargs) -> bool``, the same where ``when`` cannot say it: a pure function of the
+            DTensors' specs and of arguments that are no tensors. C++ remembers its answers. None: ``when`` says it.
         flow: ``Flow -> Placement | None``; the placement of the result on one mesh axis, as far as it follows from the
             placements of the operands alone. ``explain`` predicts with it.
         sizes: ``(args, kwargs, layout_of) -> key | None``; what of the sizes and other arguments PyTorch's rule for the op
@@ -87,6 +89,7 @@ class OpEntry:
     random_handler: Callable[..., Any] | None = None
     function: Callable[..., Any] | None = None
     when: When = When.ALWAYS
+    changes: Callable[..., bool] | None = None
     flow: Callable[..., Any] | None = None
     sizes: Callable[..., Any] | None = None
     backward: str = "autograd"

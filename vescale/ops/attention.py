@@ -20,7 +20,6 @@ anything else              redistributed first: implicit communication
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +50,8 @@ from vescale.rng import drawing_part_of
 
 __all__: list[str] = []
 
+Ready = tuple[tuple[Placement, ...], tuple[tuple[Placement, ...], ...]]
+
 
 @replaces(
     F.scaled_dot_product_attention,
@@ -65,7 +66,7 @@ def _attention(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dic
     """
     query, key, value, mask, options = _arguments(*args, **kwargs)
     operands = (query, key, value) if mask is None else (query, key, value, mask)
-    if not options["dropout_p"] and (ready := _ready(id(query.device_mesh), *map(spec_of, operands))):
+    if not options["dropout_p"] and (ready := _ready(tuple(map(spec_of, operands)))):
         return _attend_in_place(func, operands, *ready, options)
     rows = sequence_axes(query)
     methods = context.attention_methods() if rows else ()
@@ -106,10 +107,22 @@ def _arguments(
     return query, key, value, attn_mask, options
 
 
-@functools.lru_cache(maxsize=1024)
-def _ready(mesh: int, *specs: DTensorSpec) -> tuple[tuple[Placement, ...], tuple[tuple[Placement, ...], ...]] | None:
+def _ready(specs: tuple[DTensorSpec, ...]) -> Ready | None:
     """The placements of the result, and of the operands' gradients, if the local parts of operands with these specs are used
-    as they are; None: something has to be moved or cut, or rows are sharded. ``mesh``: its identity."""
+    as they are; None: something has to be moved or cut, or rows are sharded."""
+    # Equal specs are mostly one object, and comparing them takes longer than the rest. Entries keep their specs alive.
+    found = _READY.get(key := tuple(map(id, specs)))
+    if found is None:
+        if len(_READY) >= 256:
+            _READY.clear()
+        _READY[key] = found = specs, _decided(specs)
+    return found[1]
+
+
+_READY: dict[tuple[int, ...], tuple[tuple[DTensorSpec, ...], Ready | None]] = {}
+
+
+def _decided(specs: tuple[DTensorSpec, ...]) -> Ready | None:
     if sequence_axes(specs[0]):
         return None
     work = AttentionWork.of(*specs)

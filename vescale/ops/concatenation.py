@@ -21,12 +21,18 @@ from vescale.placements import InterleavedShard
 __all__: list[str] = []
 
 
-@replaces(torch.cat, torch.concat, torch.concatenate)
+def _changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether :func:`_concatenate` does anything but call the function."""
+    tensors = _joined(args, kwargs)
+    leaves_out = len(tensors) != len(args[0] if args else kwargs["tensors"])
+    return leaves_out or _is_single(tensors, kwargs) or _interleaved_dim(tensors, args, kwargs) is not None
+
+
+@replaces(torch.cat, torch.concat, torch.concatenate, changes=_changes)
 def _concatenate(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """DTensor's own rule, without the empty 1-D tensors that torch ignores (a key/value cache starts as one)."""
-    tensors = args[0] if args else kwargs["tensors"]
-    joined = [tensor for tensor in tensors if tensor.ndim != 1 or tensor.numel()] or list(tensors)
-    if len(joined) == 1 and isinstance(joined[0], DTensor) and "out" not in kwargs:
+    joined = _joined(args, kwargs)
+    if _is_single(joined, kwargs):
         return joined[0].clone(memory_format=torch.contiguous_format)  # the rule gathers along a sharded dim
     interleaved = _interleaved(joined, args, kwargs)
     if interleaved is not None:
@@ -36,8 +42,17 @@ def _concatenate(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: d
     return func(**{**kwargs, "tensors": joined})
 
 
-def _interleaved(tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
-    """The concatenation of local tensors; None where no placement describes it."""
+def _joined(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    tensors = args[0] if args else kwargs["tensors"]
+    return [tensor for tensor in tensors if tensor.ndim != 1 or tensor.numel()] or list(tensors)
+
+
+def _is_single(tensors: list[Any], kwargs: dict[str, Any]) -> bool:
+    return len(tensors) == 1 and isinstance(tensors[0], DTensor) and "out" not in kwargs
+
+
+def _interleaved_dim(tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """(dim of concatenation, mesh axis that shards it) if a placement describes the concatenation of local tensors."""
     first = tensors[0]
     if "out" in kwargs or len(tensors) < 2 or not all(isinstance(tensor, DTensor) for tensor in tensors):
         return None
@@ -49,8 +64,17 @@ def _interleaved(tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, An
     others = (p.is_replicate() or type(p) is Shard for p in first.placements)
     if len(axes) != 1 or not all(others) or first.device_mesh.size(axes[0]) == 1:
         return None
+    return dim, axes[0]
+
+
+def _interleaved(tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
+    """The concatenation of local tensors; None where no placement describes it."""
+    found = _interleaved_dim(tensors, args, kwargs)
+    if found is None:
+        return None
+    (dim, axis), first = found, tensors[0]
     placements = list(first.placements)
-    placements[axes[0]] = InterleavedShard(dim, len(tensors))
+    placements[axis] = InterleavedShard(dim, len(tensors))
     shape = [*first.shape[:dim], first.shape[dim] * len(tensors), *first.shape[dim + 1 :]]
     local = [enter_local(tensor) for tensor in tensors]
     with no_torch_function():

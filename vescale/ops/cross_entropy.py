@@ -29,7 +29,11 @@ _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _OP = "cross_entropy: label smoothing"
 
 
-@replaces(F.cross_entropy, communicates=("all_reduce",))
+def _is_smoothed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(_SIGNATURE.bind(*args, **kwargs).arguments.get("label_smoothing", 0.0))
+
+
+@replaces(F.cross_entropy, changes=_is_smoothed, communicates=("all_reduce",))
 def cross_entropy(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Without smoothing, and where targets are probabilities, this is torch's own composite."""
     call = _SIGNATURE.bind(*args, **kwargs)

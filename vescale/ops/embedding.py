@@ -24,7 +24,12 @@ _SIGNATURE = inspect.signature(F.embedding)
 _BAG_SIGNATURE = inspect.signature(F.embedding_bag)
 
 
-@replaces(F.embedding, torch.embedding)
+def _has_sharded_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    weight = (kwargs["weight"] if "weight" in kwargs else args[1]) if func is F.embedding else args[0]
+    return any(shard_dim(placement) == 0 for placement in weight.placements)
+
+
+@replaces(F.embedding, torch.embedding, changes=_has_sharded_rows)
 def _embedding(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Each rank looks up the rows that it holds and takes zeros for the others; the result is Partial.
 

@@ -18,26 +18,27 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.plans import AttentionMethod, PlanError
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["Activation", "Frame", "activations", "current_activation"]
+__all__ = ["THREAD", "Activation", "Frame", "activations", "current_activation"]
 
 
 @dataclass
 class Frame:
-    """A running module.
+    """A running module. The hooks in C++ make objects of their own, with the same attributes.
 
     Attributes:
-        arguments: of its forward.
+        args, kwargs: of its forward.
+        compiler: the compiler that was about to compile it; see ``suspend_compiling``.
         results: (path, data pointer) of each DTensor that a submodule returned.
         converted: its conversions of inputs of submodules (:mod:`vescale.runtime._shared_conversion`).
-        compiler: the compiler that was about to compile it; see ``suspend_compiling``.
     """
 
     module: nn.Module
     path: str
-    arguments: tuple[Any, ...]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    compiler: Any = None
     results: list[tuple[str, int]] = field(default_factory=list)
     converted: dict[Any, Any] = field(default_factory=dict)
-    compiler: Any = None
 
 
 class Activation:
@@ -70,16 +71,21 @@ class Activation:
         return PlanError(problem)
 
 
-_THREAD = threading.local()
+class _Thread(threading.local):
+    """Attributes: stack: the activations of the thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Activation] = []
+
+
+THREAD = _Thread()
 
 
 def activations() -> list[Activation]:
     """The activations of this thread, innermost last."""
-    if not hasattr(_THREAD, "stack"):
-        _THREAD.stack = []
-    return _THREAD.stack
+    return THREAD.stack
 
 
 def current_activation() -> Activation | None:
-    stack = activations()
+    stack = THREAD.stack
     return stack[-1] if stack else None

@@ -73,10 +73,10 @@ class RuntimeMode(TorchFunctionMode):
 
 
 @functools.cache
-def _when() -> dict[Any, int]:
-    """For functions that the mode does something for: for which operands. All functions are registered by now."""
+def _when() -> dict[Any, Any]:
+    """For functions that the mode does something for: for which operands, or whom to ask. All are registered by now."""
     always = (*FACTORIES, *METHOD_FACTORIES, *_OPENED)
-    registered = {func: entry.when for func, entry in entries().items() if entry.function is not None}
+    registered = {func: entry.changes or entry.when for func, entry in entries().items() if entry.function is not None}
     return {**registered, **dict.fromkeys(always, When.ALWAYS)}
 
 

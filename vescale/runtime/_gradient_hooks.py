@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -40,6 +41,8 @@ class GradientHooks:
         self._managed: dict[tuple[int, str], ManagedParameter] = {}
         self._modules: list[weakref.ref[nn.Module]] = []
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._known: list[nn.Parameter | None] = []  # as of the last search
+        self._frozen: list[nn.Parameter] = []
 
     @classmethod
     def of(cls, program: Program, mesh: DeviceMesh) -> GradientHooks:
@@ -66,19 +69,7 @@ class GradientHooks:
 
     def attach(self) -> None:
         """Give new parameters to the reducer; called alike on every rank."""
-        new = []
-        for owner, attribute, name in self._slots:
-            parameter = owner._parameters.get(attribute)
-            managed = self._managed.get((id(owner), attribute))
-            if managed is not None:  # its unit reduces it over the axes of the unit
-                parameter = managed.sharded if _is_replicated_elsewhere(managed) else None
-            if parameter is None or not parameter.requires_grad:
-                continue
-            known = self._hooked.get(id(parameter))
-            if known is None or known() is not parameter:
-                self._hooked[id(parameter)] = weakref.ref(parameter)
-                if isinstance(parameter, DTensor):
-                    new.append((name, parameter, _rule(self._instructions.get(name, ()), parameter, name)))
+        new = self._search() if self._have_changed() else []
         if self._mesh.get_coordinate() is None:
             return
         if self.reducer is None:
@@ -87,6 +78,34 @@ class GradientHooks:
         self.reducer.recover()
         if new:
             self.reducer.add(new)
+
+    def _have_changed(self) -> bool:
+        """Whether there may be parameters to give to the reducer: others than before, or unfrozen ones."""
+        if self._managed or any(parameter.requires_grad for parameter in self._frozen):
+            return True
+        found = [owner._parameters.get(attribute) for owner, attribute, _ in self._slots]
+        return len(found) != len(self._known) or not all(map(operator.is_, found, self._known))
+
+    def _search(self) -> list[tuple[str, nn.Parameter, GradientRule]]:
+        new = []
+        self._known, self._frozen = [], []
+        for owner, attribute, name in self._slots:
+            parameter = owner._parameters.get(attribute)
+            self._known.append(parameter)
+            managed = self._managed.get((id(owner), attribute))
+            if managed is not None:  # its unit reduces it over the axes of the unit
+                parameter = managed.sharded if _is_replicated_elsewhere(managed) else None
+            if parameter is None:
+                continue
+            if not parameter.requires_grad:
+                self._frozen.append(parameter)
+                continue
+            known = self._hooked.get(id(parameter))
+            if known is None or known() is not parameter:
+                self._hooked[id(parameter)] = weakref.ref(parameter)
+                if isinstance(parameter, DTensor):
+                    new.append((name, parameter, _rule(self._instructions.get(name, ()), parameter, name)))
+        return new
 
     def _begin(self) -> None:
         """Called when a backward reaches a unit."""

@@ -113,7 +113,7 @@ def _name_operand(
         for child, result in frame.results:
             if result == pointer:
                 name, key = f"the output of '{child}'", f"{child}.<out>"
-        for index, value in enumerate(frame.arguments):
+        for index, value in enumerate((*frame.args, *frame.kwargs.values())):
             if any(isinstance(t, DTensor) and local_of(t).data_ptr() == pointer for t in tensors_in(value)):
                 name, key = f"its input {index}", f"{prefix}<in:{index}>"
     return name, f"write `{key}: {{{axis}: {placement}}}` in the plan's shard section"

@@ -1,4 +1,4 @@
-"""Entering and leaving the modules of a parallelized model."""
+"""Entering and leaving the modules of a parallelized model: their forward hooks."""
 
 from __future__ import annotations
 
@@ -12,52 +12,120 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of, resume_compiling, tensors_in
-from vescale.runtime._activation import Activation, Frame, activations, current_activation
+from vescale.compat import local_of, no_torch_function, resume_compiling, suspend_compiling, tensors_in
+from vescale.runtime._activation import THREAD, Activation, Frame, activations, current_activation
 from vescale.runtime._function_mode import RuntimeMode
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["checkpointed", "enter", "leave", "warn_of_compiler"]
+__all__ = ["Enter", "Leave", "checkpointed", "module_hooks"]
 
 
-def enter(runtime: Runtime, module: nn.Module, path: str, arguments: tuple[Any, ...]) -> Activation:
-    """A module of the model starts its forward; the outermost one switches the model's function mode on."""
-    stack = activations()
-    if not stack or stack[-1].runtime is not runtime:
-        if not runtime.has_adopted(module):
-            runtime.adopt(module, path)
-        runtime.gradients.attach()
-        stack.append(_activate(runtime))
-    activation = stack[-1]
-    activation.frames.append(Frame(module, path, arguments))
-    runtime.timeline.mark(path)
+class _Hook:
+    """A forward hook of a module. It is copied with its model.
+
+    Args:
+        place: changes the module's arguments, or its output, by the plan; None: nothing to place.
+        around: shows, or hides, parameters for the forward; None: there are none.
+    """
+
+    def __init__(
+        self, runtime: Runtime, path: str, place: Callable[..., Any] | None, around: Callable[[nn.Module], None] | None
+    ) -> None:
+        self.runtime, self.path, self.place, self.around = runtime, path, place, around
+
+
+class Enter(_Hook):
+    """Before the forward. The outermost module switches the model's function mode on. ``place`` gets the arguments as a
+    tuple and a dictionary, and returns both. ``csrc/module_hooks.cpp`` is the same in C++, without Python."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runtime, compiler, placed = self.runtime, suspend_compiling(), None
+        if self.place is not None:
+            # The mode is already on where this is not the outermost module.
+            with no_torch_function():
+                placed = args, kwargs = self.place(args, kwargs)
+        activation = current_activation()
+        if activation is None or activation.runtime is not runtime:
+            activation = _begin(runtime, module, self.path)
+        activation.frames.append(Frame(module, self.path, args, kwargs, compiler))
+        runtime.timeline.mark(self.path)
+        if compiler is not None:
+            _warn_of_compiler(runtime, self.path)
+        if self.around is not None:
+            self.around(module)
+        return placed
+
+
+class Leave(_Hook):
+    """After the forward, also one that an exception has ended, which may have been raised before :class:`Enter` was
+    through; the output is None then."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        try:
+            if output is not None and self.place is not None:
+                with no_torch_function():
+                    output = self.place(output)
+        finally:
+            if self.around is not None:
+                self.around(module)
+            self._leave(module, output)
+        return output
+
+    def _leave(self, module: nn.Module, output: Any) -> None:
+        activation = current_activation()
+        if activation is None or activation.runtime is not self.runtime:
+            return
+        frames = activation.frames
+        index = next((i for i in reversed(range(len(frames))) if frames[i].module is module), -1)
+        if index < 0:
+            return
+        while len(frames) > index:
+            resume_compiling(frames.pop().compiler)
+        if index == 0:
+            _end(activation)
+            return
+        parent = frames[-1]
+        parent.results += _results(self.path, output)
+        self.runtime.timeline.mark(parent.path)
+
+
+def module_hooks(
+    runtime: Runtime,
+    path: str,
+    place_inputs: Callable[..., Any] | None,
+    show: Callable[[nn.Module], None] | None,
+    place_outputs: Callable[..., Any] | None,
+    hide: Callable[[nn.Module], None] | None,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """:class:`Enter` and :class:`Leave` for a module, in C++ if the model's are."""
+    native = runtime.native
+    if native is None:
+        return Enter(runtime, path, place_inputs, show), Leave(runtime, path, place_outputs, hide)
+    native.set_callbacks(THREAD, _begin, _end, _warn_of_compiler, _results)
+    return native.Enter(runtime, path, place_inputs, show), native.Leave(runtime, path, place_outputs, hide)
+
+
+def _begin(runtime: Runtime, module: nn.Module, path: str) -> Activation:
+    """A forward of the model, or of a copy or a part of it, begins with the module."""
+    if not runtime.has_adopted(module):
+        runtime.adopt(module, path)
+    runtime.gradients.attach()
+    activation = _activate(runtime)
+    activations().append(activation)
     return activation
 
 
-def leave(runtime: Runtime, module: nn.Module, output: Any) -> None:
-    """The module's forward has ended, also by an exception, which may have been raised before :func:`enter`."""
-    stack = activations()
-    if not stack or stack[-1].runtime is not runtime:
-        return
-    activation = stack[-1]
-    if not any(frame.module is module for frame in activation.frames):
-        return
-    while True:
-        frame = activation.frames.pop()
-        resume_compiling(frame.compiler)
-        if frame.module is module:
-            break
-    if activation.frames:
-        parent = activation.frames[-1]
-        own = runtime.name_of(module)
-        parent.results += [
-            (own, local_of(t).data_ptr()) for t in tensors_in(output) if isinstance(t, DTensor) and not t.is_meta
-        ]
-        runtime.timeline.mark(parent.path)
-    else:
-        runtime.timeline.mark(None)
-        stack.pop()
-        activation.contexts.close()
+def _end(activation: Activation) -> None:
+    """The outermost module of this forward, the innermost one of the thread, has ended."""
+    activation.runtime.timeline.mark(None)
+    activations().pop()
+    activation.contexts.close()
+
+
+def _results(path: str, output: Any) -> list[tuple[str, int]]:
+    """For :attr:`Frame.results` of the module that called the one at ``path``."""
+    with no_torch_function():
+        return [(path, local_of(t).data_ptr()) for t in tensors_in(output) if isinstance(t, DTensor) and not t.is_meta]
 
 
 def _activate(runtime: Runtime) -> Activation:
@@ -76,34 +144,34 @@ def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
     if activation is None:
         return function
     runtime, frame = activation.runtime, activation.frames[-1]
+    module, path = frame.module, frame.path  # the frame holds arguments, and the graph would keep them
 
     @functools.wraps(function, updated=())
     def inside(*args: Any, **kwargs: Any) -> Any:
-        with _resumed(runtime, frame):
+        with _resumed(runtime, module, path):
             return function(*args, **kwargs)
 
     return inside
 
 
 @contextmanager
-def _resumed(runtime: Runtime, frame: Frame) -> Iterator[None]:
-    """Inside of the module of ``frame`` again, after its forward has ended."""
+def _resumed(runtime: Runtime, module: nn.Module, path: str) -> Iterator[None]:
+    """Inside of a module again, after its forward has ended."""
     stack = activations()
     if stack and stack[-1].runtime is runtime:
         yield
         return
     activation = _activate(runtime)
-    activation.frames.append(Frame(frame.module, frame.path, ()))
+    activation.frames.append(Frame(module, path))
     stack.append(activation)
-    runtime.timeline.mark(frame.path)
+    runtime.timeline.mark(path)
     try:
         yield
     finally:
-        runtime.timeline.mark(None)
-        stack.pop().contexts.close()
+        _end(activation)
 
 
-def warn_of_compiler(runtime: Runtime, path: str) -> None:
+def _warn_of_compiler(runtime: Runtime, path: str) -> None:
     """Warn, once for a model and on its first rank, that compiling the module at ``path`` has no effect."""
     if not runtime.warned_of_compiler and runtime.is_first_rank:
         warnings.warn(

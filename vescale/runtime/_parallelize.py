@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import join_axes
+from vescale.compat import native_hooks
 from vescale.fsdp import FSDPModule
 from vescale.gradients import GradientReducer, refuse_reducers_of
 from vescale.ir import (
@@ -38,7 +39,7 @@ from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_report import RuntimeObserver
 from vescale.runtime._implicit_site import ImplicitSite
 from vescale.runtime._local_region import LocalRegion
-from vescale.runtime._module_hooks import ModuleHooks
+from vescale.runtime._module_hooks import add_hooks
 from vescale.runtime._plan_units import Units
 from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
@@ -102,7 +103,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
     enable_rng()
     observe(RuntimeObserver())
     install_handlers()
-    runtime = Runtime(program, mesh, GradientHooks.of(program, mesh), strict=strict)
+    runtime = Runtime(program, mesh, GradientHooks.of(program, mesh), strict=strict, native=native_hooks())
     units = Units(model, program, mesh)
     units.place(lambda into: _materialize(model, program, mesh, units.deferred, into))
     _place_tensors(model, program, mesh, units.names)
@@ -115,7 +116,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
             if isinstance(instruction.op, Local):
                 region = ExpertRegion if instruction.op.kind == "experts" else LocalRegion
                 region(runtime, module, path, instruction)
-        ModuleHooks(runtime, module, path, instructions)
+        add_hooks(runtime, module, path, instructions)
     units.install()
     runtime.adopt(model, "")
     model.register_load_state_dict_pre_hook(load_plain)

@@ -14,7 +14,7 @@ from vescale.ir import Attention, Factory, Program
 from vescale.plans import AttentionMethod, MeshAxes
 from vescale.runtime._gradient_hooks import GradientHooks
 from vescale.runtime._implicit_site import ImplicitSite
-from vescale.runtime._timeline import ModuleTimeline
+from vescale.runtime._timeline import MAX_LENGTH, ModuleTimeline
 
 __all__ = ["Runtime", "runtimes"]
 
@@ -29,22 +29,26 @@ class Runtime:
         sites: how often each implicit site communicated.
         gradients: the hooks of its parameters, and their reducer.
         replicated: Replicate on every axis of the mesh.
+        native: the module of the forward hooks in C++; None: they are in Python.
         timeline: attributes autograd nodes to modules.
         warned_of_compiler: whether the user was told that torch.compile has no effect.
     """
 
-    def __init__(self, program: Program, mesh: DeviceMesh, gradients: GradientHooks, *, strict: bool) -> None:
+    def __init__(
+        self, program: Program, mesh: DeviceMesh, gradients: GradientHooks, *, strict: bool, native: Any
+    ) -> None:
         self.mesh = mesh
         self.program = program
         self.strict = strict
         self.gradients = gradients
         self.sites: dict[ImplicitSite, int] = {}
         self.replicated: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
-        self.timeline = ModuleTimeline()
+        self.native = native
+        self.timeline = ModuleTimeline() if native is None else native.Timeline(MAX_LENGTH)
         self.warned_of_compiler = False
         self._factories = {i.path: tuple(i.op.placements) for i in program if isinstance(i.op, Factory)}
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         _RUNTIMES.add(self)
 
     @staticmethod
@@ -66,22 +70,18 @@ class Runtime:
     def adopt(self, module: nn.Module, path: str) -> None:
         """Take over ``module``, whose path in the model is ``path``, with its submodules: the model, a copy of it, or a
         part of one."""
-        for name, part in module.named_modules():
-            self._names[part] = f"{path}.{name}".strip(".")
+        self._adopted.update(module.modules())
         if not path:
             _BY_MODEL[module] = self
         self.gradients.adopt(module, path)
         self.gradients.attach()
 
     def has_adopted(self, module: nn.Module) -> bool:
-        return module in self._names
-
-    def name_of(self, module: nn.Module) -> str:
-        return self._names.get(module, type(module).__name__)
+        return module in self._adopted
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """A copied model has a runtime of its own; its modules are adopted when they are first called."""
-        runtime = Runtime(self.program, self.mesh, self.gradients.of_copy(), strict=self.strict)
+        runtime = Runtime(self.program, self.mesh, self.gradients.of_copy(), strict=self.strict, native=self.native)
         return memo.setdefault(id(self), runtime)
 
     def __reduce__(self) -> NoReturn:

@@ -6,9 +6,8 @@ gradients of the one result first.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,40 +16,50 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.ops import convert
 from vescale.runtime._activation import current_activation
 
-__all__ = ["convert_once"]
+__all__ = ["Stages", "stages_of"]
 
 Stage = Sequence[Placement | None]
 
 
-@dataclass(frozen=True)
-class _Converted:
-    """A source and its result, kept alive so that no other tensor gets the ``id`` of the source, and their versions: an
-    in-place write to either ends the sharing."""
+class Stages:
+    """A conversion: the placements of the tensor, and those of its gradient (see ``convert``).
 
-    source: DTensor
-    result: DTensor
-    versions: tuple[int, int]
-
-    def is_fresh(self) -> bool:
-        return (self.source._version, self.result._version) == self.versions
-
-
-def convert_once(
-    x: DTensor, target: Stage, *, grad_source: Stage | None, grad_target: Stage | None, requester: str
-) -> DTensor:
-    """``convert``, or its earlier result within the forward of the module that passes ``x`` on.
-
-    Results are kept until that module returns. Tensors of inference mode have no version, and are not shared.
+    There is one object for all equal ones (:func:`stages_of`), so that they are compared by identity.
     """
-    activation = current_activation()
-    if activation is None or x.is_inference():
-        return convert(x, target, grad_source=grad_source, grad_target=grad_target, requester=requester)
-    made: dict[Any, _Converted] = activation.frames[-1].converted
-    stages = tuple(None if stage is None else tuple(stage) for stage in (target, grad_source, grad_target))
-    key = (id(x), stages, torch.is_grad_enabled())
-    held = made.get(key)
-    if held is not None and held.is_fresh():
-        return held.result
-    result = convert(x, target, grad_source=grad_source, grad_target=grad_target, requester=requester)
-    made[key] = _Converted(x, result, (x._version, result._version))
-    return result
+
+    def __init__(self, target: Stage, grad_source: Stage | None, grad_target: Stage | None) -> None:
+        self._target, self._grad_source, self._grad_target = target, grad_source, grad_target
+
+    def convert(self, x: DTensor, requester: str) -> DTensor:
+        return convert(
+            x, self._target, grad_source=self._grad_source, grad_target=self._grad_target, requester=requester
+        )
+
+    def convert_once(self, x: DTensor, requester: str) -> DTensor:
+        """:meth:`convert`, or its earlier result within the forward of the module that passes ``x`` on.
+
+        Results are kept until that module returns, and their sources, so that no other tensor gets the ``id`` of one. An
+        in-place write to either ends the sharing. Tensors of inference mode have no version, and are not shared.
+        """
+        activation = current_activation()
+        if activation is None or x.is_inference():
+            return self.convert(x, requester)
+        made = activation.frames[-1].converted
+        key = (id(x), self, torch.is_grad_enabled())
+        held = made.get(key)
+        if held is not None:
+            _, result, version, version_of_result = held
+            if x._version == version and result._version == version_of_result:
+                return result
+        result = self.convert(x, requester)
+        made[key] = x, result, x._version, result._version
+        return result
+
+
+@functools.cache
+def stages_of(
+    target: tuple[Placement | None, ...],
+    grad_source: tuple[Placement | None, ...] | None,
+    grad_target: tuple[Placement | None, ...] | None,
+) -> Stages:
+    return Stages(target, grad_source, grad_target)

@@ -6,16 +6,20 @@ import bisect
 
 from vescale.compat import sequence_number
 
-__all__ = ["ModuleTimeline"]
+__all__ = ["MAX_LENGTH", "ModuleTimeline"]
 
 # Backward looks nodes up; nodes of forwards more than this many module entries ago are forgotten.
-_MAX_LENGTH = 200_000
+MAX_LENGTH = 200_000
 
 
 class ModuleTimeline:
-    """The sequence numbers at which the running module of one model changed, and to which module."""
+    """The sequence numbers at which the running module of one model changed, and to which module.
 
-    def __init__(self) -> None:
+    ``csrc/timeline.h`` is the same in C++.
+    """
+
+    def __init__(self, max_length: int = MAX_LENGTH) -> None:
+        self._max_length = max_length
         self._numbers: list[int] = []
         self._paths: list[str | None] = []  # None: outside of the model
 
@@ -27,12 +31,11 @@ class ModuleTimeline:
             return
         self._numbers.append(number)
         self._paths.append(path)
-        if len(self._numbers) > _MAX_LENGTH:
-            del self._numbers[: _MAX_LENGTH // 2], self._paths[: _MAX_LENGTH // 2]
+        if len(self._numbers) > self._max_length:
+            half = self._max_length // 2
+            del self._numbers[:half], self._paths[:half]
 
     def path_of(self, number: int) -> str | None:
         """The module whose forward made the autograd node with sequence number ``number``; None: not of this model."""
         index = bisect.bisect_right(self._numbers, number) - 1
-        if index < 0 or (index == len(self._numbers) - 1 and self._paths[index] is None):
-            return None
-        return self._paths[index]
+        return self._paths[index] if index >= 0 else None

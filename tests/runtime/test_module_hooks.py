@@ -1,0 +1,375 @@
+"""The forward hooks of modules in C++ and in Python: the same running modules, results, autograd nodes and errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import RankPools
+from vescale.compat import local_of, native_hooks, node_sequence
+from vescale.plans import Plan, PlanError
+from vescale.runtime import _function_mode, _parallelize, parallelize
+from vescale.runtime._activation import activations, current_activation
+from vescale.runtime._attribution import locate, path_of_sequence
+from vescale.runtime._timeline import ModuleTimeline
+
+SIZES = {"dp": 2, "tp": 2}
+
+
+class Log(list[Any]):
+    """Copies of a model write to the same one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Log:
+        return self
+
+
+class Seen(TorchFunctionMode):
+    """A mode of the user's: it sees the model's functions, and not what the hooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: Any
+
+
+def note(log: Log, event: str) -> None:
+    """What the runtime knows of the running modules."""
+    activation = current_activation()
+    assert activation is not None
+    running = locate()
+    assert running is not None and running.frame is activation.frames[-1] and running.phase == "forward"
+    frames = [(f.path, type(f.module).__name__, len(f.args), sorted(f.kwargs), f.compiler) for f in activation.frames]
+    log.append((event, running.path, frames, [name for name, _ in activation.frames[-1].results]))
+
+
+class Part(nn.Module):
+    """Returns its input in a container."""
+
+    def __init__(self, log: Log, container: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self._log, self._container = log, container
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> Any:
+        note(self._log, "part")
+        return self._container(x * self.weight * scale)
+
+
+class Nested(nn.Module):
+    """Calls parts, itself, and a part that fails."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self.tensor = Part(log, lambda x: x)
+        self.pair = Part(log, lambda x: Pair(x, [x + 1, None, 3]))
+        self.mapping = Part(log, lambda x: {"x": x, "y": (x * 2,)})
+        self.failing = Part(log, lambda x: 1 // 0)
+        self._log = log
+
+    def forward(self, x: torch.Tensor, again: bool = True) -> torch.Tensor:
+        log = self._log
+        note(log, "start")
+        x = self.tensor(x, scale=2.0)
+        note(log, "tensor")
+        activation = current_activation()
+        assert activation is not None and isinstance(x, DTensor)
+        assert activation.frames[-1].results[-1][1] == local_of(x).data_ptr()
+        x = self.pair(x).first
+        x = self.mapping(x)["y"][0]
+        note(log, "containers")
+        with pytest.raises(ZeroDivisionError):
+            self.failing(x)
+        note(log, "failed")
+        return self(x, again=False) if again else x
+
+
+def placed(plan: Plan) -> None:
+    plan.shard("nested.tensor.<in:x>", Shard(0), mesh="dp")
+    plan.shard("nested.tensor.<out>", Replicate(), mesh="dp")
+
+
+class Model(nn.Module):
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self.nested = Nested(log)
+        self.recomputed = Part(log, lambda x: x)
+        self._log = log
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(self.recomputed, self.nested(x), use_reentrant=False)
+        return checkpoint(self._plain, y, use_reentrant=False) + 1
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        note(self._log, "checkpointed")
+        return x.sin()
+
+
+@contextmanager
+def hooks(native: Any) -> Iterator[None]:
+    """Models that are parallelized inside have hooks in C++, or (None) in Python."""
+    before = _parallelize.native_hooks
+    _parallelize.native_hooks = lambda: native
+    try:
+        yield
+    finally:
+        _parallelize.native_hooks = before
+
+
+def built(native: Any, log: Log) -> nn.Module:
+    plan = Plan(init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
+    placed(plan)
+    with hooks(native):
+        return parallelize(Model(log).double(), plan)
+
+
+def graph_paths(root: torch.Tensor) -> set[tuple[str, str | None]]:
+    """Names of autograd nodes, with the modules that made them."""
+    found, nodes, seen = set(), [root.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.add((node.name(), path_of_sequence(node_sequence(node))))
+        nodes += [following for following, _ in node.next_functions]
+    return found
+
+
+def events(native: Any) -> tuple[Log, list[Any]]:
+    log = Log()
+    model = built(native, log)
+    values: list[Any] = []
+    for each in (model, copy.deepcopy(model)):
+        for _ in range(2):
+            x = torch.arange(16.0, dtype=torch.float64).view(4, 4).requires_grad_()
+            with Seen() as seen:
+                y: Any = each(x)
+            assert "mul" in seen.names and "is_inference" not in seen.names
+            log.append(("functions", seen.names))
+            log.append(("nodes", graph_paths(y)))
+            y.sum().backward()
+            values += [
+                y.full_tensor(),
+                x.grad,
+                *(p.grad.full_tensor() for p in each.parameters() if p.grad is not None),
+            ]
+            assert activations() == []
+            log.append(("outside", path_of_sequence(torch._C._autograd._get_sequence_nr())))
+    part = copy.deepcopy(model.nested.tensor)  # called alone
+    part(torch.ones(4, 4, dtype=torch.float64)).sum().backward()
+    return log, values
+
+
+def the_same() -> None:
+    native, values = events(native_hooks())
+    python, expected = events(None)
+    assert native == python
+    torch.testing.assert_close(values, expected, rtol=0, atol=0)
+    assert native[0] == ("start", "nested", [("", "Model", 1, [], None), ("nested", "Nested", 1, [], None)], [])
+    inner = [
+        ("", "Model", 1, [], None),
+        ("nested", "Nested", 1, [], None),
+        ("nested.tensor", "Part", 1, ["scale"], None),
+    ]
+    assert native[1] == ("part", "nested.tensor", inner, [])
+    # One DTensor of the first part, two in the pair, two in the mapping.
+    assert native[5][3] == ["nested.tensor", *["nested.pair"] * 2, *["nested.mapping"] * 2]
+    assert native[7][0] == "failed" and native[7][2] == native[5][2]
+    assert native[8][:2] == ("start", "nested") and [path for path, *_ in native[8][2]] == ["", "nested", "nested"]
+    nodes = next(found for event, found in (e for e in native if e[0] == "nodes"))
+    assert ("MulBackward0", "nested.tensor") in nodes and ("AddBackward0", "") in nodes
+    assert ("outside", None) in native
+    assert [e[:2] for e in native].count(("checkpointed", "")) == 8  # in forward and in backward
+
+
+def without_python() -> None:
+    """A module without instructions is entered and left without a function of vescale's."""
+    called: list[str] = []
+
+    def tracer(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and "/vescale/" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_qualname)
+
+    class Traced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Identity(), nn.Identity()])
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * self.weight
+            sys.setprofile(tracer)
+            for part in self.parts:
+                x = part(x)
+                x = (part(input=(x, None))[0],)[0]
+            sys.setprofile(None)
+            return x
+
+    plan = Plan(init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
+    model = parallelize(Traced(), plan)
+    model(torch.ones(4))
+    assert called == []
+    with hooks(None):
+        model = parallelize(Traced(), plan)
+    model(torch.ones(4))
+    assert called.count("Enter.__call__") == called.count("Leave.__call__") == 4
+
+
+def errors_of_instructions() -> None:
+    """An output that cannot be placed: the plan's error, and nothing stays switched on; the module's own error wins."""
+    for native in (native_hooks(), None):
+        log = Log()
+        plan = Plan(init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
+        plan.shard("nested.pair.<out>", Shard(3), mesh="tp")
+        plan.shard("nested.pair.<in:x>", Shard(2), mesh="dp")
+        with hooks(native):
+            model = parallelize(Model(log).double(), plan)
+        x = torch.ones(4, 4, dtype=torch.float64)
+        with pytest.raises(PlanError, match=r"nested\.pair\.<in:x> has shape \(4, 4\), and the plan shards its dim 2"):
+            model(x)
+        assert activations() == []
+        with pytest.raises(
+            PlanError, match=r"nested\.pair\.<out> has shape \(4, 4, 4\), and the plan shards its dim 3"
+        ):
+            model(torch.ones(4, 4, 4, dtype=torch.float64))
+        assert activations() == [] and not isinstance(torch.zeros(2), DTensor)
+
+
+def threads() -> None:
+    """Forwards of two models on two threads at a time, with hooks of both kinds."""
+    logs = [Log(), Log()]
+    models = [built(native, log) for native, log in zip((native_hooks(), None), logs)]
+    x = torch.ones(4, 4, dtype=torch.float64)
+    for model in models:
+        model(x)
+    barrier = threading.Barrier(2)
+
+    def work(model: nn.Module) -> None:
+        barrier.wait()
+        for _ in range(5):
+            model(x)
+        assert activations() == []
+
+    expected = [*logs[0]] * 6
+    workers = [threading.Thread(target=work, args=(model,)) for model in models]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert logs == [expected, expected]
+
+
+def freed() -> None:
+    """A model and its arguments are freed, also by the garbage collector; a frame that somebody kept holds its own."""
+    log = Log()
+    model = built(native_hooks(), log)
+    x = torch.ones(4, 4, dtype=torch.float64)
+    model(x)
+    references = [weakref.ref(model), weakref.ref(model.nested)]
+    copied = copy.deepcopy(model)
+    copied(x)
+    assert [hook.path for hook in copied.nested.pair._forward_pre_hooks.values()] == ["nested.pair"]
+    references += [weakref.ref(copied)]
+    del model, copied
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+def functions() -> None:
+    """Functions whose replacement does nothing for a call are asked once, and bypass the mode's Python then."""
+    seen: list[str] = []
+    original = _function_mode.RuntimeMode.__torch_function__
+
+    def counted(self: Any, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(func.__name__)
+        return original(self, func, kinds, args, kwargs)
+
+    class Functions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.whole, self.rows = nn.Embedding(8, 4), nn.Embedding(8, 4)
+
+        def forward(self, ids: torch.Tensor, smoothing: float, sharded: bool) -> Any:
+            x = self.whole(ids)
+            y = torch.cat((x, -x), -1) if not sharded else torch.cat((x, -x), dim=0)
+            empty = torch.cat([x.new_zeros(0), x])  # as a key/value cache begins
+            rows = self.rows(ids)
+            loss = F.cross_entropy(x.flatten(0, 1), ids.flatten() % 4, label_smoothing=smoothing)
+            return y, empty, rows, loss
+
+    torch.manual_seed(0)
+    reference = Functions().double()
+    model = copy.deepcopy(reference)
+    plan = Plan(init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
+    plan.shard("<in:ids>", Shard(0), mesh="dp")
+    plan.shard("rows.weight", Shard(0), mesh="tp")
+    parallelize(model, plan)
+    _function_mode.RuntimeMode.__torch_function__ = counted  # type: ignore[method-assign]
+    try:
+        for smoothing, sharded in [(0.0, False), (0.1, False), (0.0, True), (0.0, False)] * 2:
+            ids = torch.arange(16).view(4, 4) % 8
+            seen.clear()
+            for own, expected in zip(model(ids, smoothing, sharded), reference(ids, smoothing, sharded), strict=True):
+                torch.testing.assert_close(own.full_tensor(), expected)
+            called = [name for name in seen if name in ("cat", "embedding", "cross_entropy")]
+            if native_hooks() is not None:
+                assert called == [*["cat"] * (1 + sharded), "embedding", *["cross_entropy"] * bool(smoothing)], called
+    finally:
+        _function_mode.RuntimeMode.__torch_function__ = original  # type: ignore[method-assign]
+
+
+@pytest.mark.helper("module_hooks")
+def test_cpp_does_what_python_does(ranks: RankPools) -> None:
+    ranks.run(each, the_same, without_python, threads)
+
+
+def test_hooks(ranks: RankPools) -> None:
+    ranks.run(each, errors_of_instructions, freed, functions)
+
+
+def each(*cases: Callable[[], None]) -> None:
+    for case in cases:
+        case()
+
+
+@pytest.mark.helper("module_hooks")
+def test_timeline() -> None:
+    """Nodes are found after any marks, and old ones are forgotten alike."""
+    for max_length in (4, 100):
+        timelines = [ModuleTimeline(max_length), native_hooks().Timeline(max_length)]
+        x = torch.ones(1, requires_grad=True)
+        nodes = []
+        for index, path in enumerate(["a", "b", None, "a", "", "b", None, "c", "c", None]):
+            for timeline in timelines:
+                timeline.mark(path)
+            nodes += [(x * 2).grad_fn for _ in range(index % 3)]  # none: the next mark replaces this one
+        last = node_sequence(nodes[-1])
+        numbers = [*range(max(node_sequence(nodes[0]) - 2, 0), last + 3), 0, 2**64 - 1]
+        found = [[timeline.path_of(number) for number in numbers] for timeline in timelines]
+        assert found[0] == found[1]
+        assert {"b", "", "c", None} == set(found[0]) or max_length == 4
+        assert found[0][-1] is None

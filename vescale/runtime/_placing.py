@@ -1,0 +1,130 @@
+"""``Placing``: one instruction, carried out on the tensors in an input or an output of a module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import map_tensors, spec_of
+from vescale.ir import Annotate, Instruction, Redistribute, Wrap
+from vescale.ops import enter_local, wrap_global
+from vescale.placements import at_dim, from_local, shard_dim
+from vescale.plans import PlanError
+from vescale.runtime._implicit_site import placements_text
+from vescale.runtime._runtime import Runtime
+from vescale.runtime._shared_conversion import Stages, stages_of
+
+__all__ = ["Placing"]
+
+# Values without tensors, which are most arguments of a call.
+_PLAIN = frozenset((type(None), bool, int, float, str))
+# Specs of which a conversion remembers that it has checked them. A module usually gets one; they are kept alive.
+_MAX_KNOWN = 8
+
+
+class Placing:
+    """Called with an input or an output, which may hold tensors in containers; returns it with these placed.
+
+    Attributes:
+        index: which input or output, as in the instruction.
+    """
+
+    def __init__(self, runtime: Runtime, instruction: Instruction) -> None:
+        path, target = instruction.path, instruction.target
+        self.runtime, self.instruction, self.index = runtime, instruction, instruction.index
+        self._op = instruction.op
+        self._requester = f"{path}.{target}" if path else target
+        self._is_shared = target == "<in>"
+        self._is_handed_out = path == "" and target == "<out>"
+        self._known: dict[int, tuple[Any, Stages]] = {}  # by id of a spec, which the value keeps alive
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placing:
+        return Placing(copy.deepcopy(self.runtime, memo), self.instruction)
+
+    def __call__(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        placed = self._place(value) if kind is DTensor else map_tensors(self._place, value)
+        return map_tensors(self._handed_out, placed) if self._is_handed_out else placed
+
+    def _handed_out(self, x: torch.Tensor) -> torch.Tensor:
+        """An output of the model that an entry names: the plain global tensor if it is Replicate on every axis."""
+        whole = isinstance(x, DTensor) and tuple(x.placements) == self.runtime.replicated
+        return enter_local(x) if whole else x  # type: ignore[arg-type]
+
+    def _place(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, DTensor):
+            if not isinstance(self._op, Redistribute):
+                return x
+            spec = spec_of(x)
+            known = self._known.get(id(spec))
+            stages = known[1] if known is not None and known[0] is spec else self._stages(x)
+            return stages.convert_once(x, self._requester) if self._is_shared else stages.convert(x, self._requester)
+        runtime, op = self.runtime, self._op
+        if isinstance(op, Redistribute):
+            return self._place(wrap_global(x, runtime.mesh, runtime.replicated, self._requester))
+        assert isinstance(op, Wrap | Annotate), op
+        placements = tuple(r if p is None else p for p, r in zip(op.placements, runtime.replicated))
+        if isinstance(op, Annotate):
+            return from_local(x, runtime.mesh, placements)
+        self._check(x, placements)
+        if op.given == "local":
+            return from_local(x, runtime.mesh, placements)
+        return wrap_global(x, runtime.mesh, placements, self._requester)
+
+    def _stages(self, x: DTensor) -> Stages:
+        """The conversion of a tensor with this spec, after checks that depend on nothing else."""
+        op = self._op
+        assert isinstance(op, Redistribute), op
+        self._check(x, op.dst)
+        if op.src is not None:
+            self._check_arrival(x, op.src)
+        target = _front(op.dst, x.ndim)
+        assert target is not None
+        stages = stages_of(target, _front(op.grad_src, x.ndim), _front(op.grad_dst, x.ndim))
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        spec = spec_of(x)
+        self._known[id(spec)] = spec, stages
+        return stages
+
+    # Checks
+
+    def _check(self, x: torch.Tensor, placements: Sequence[Placement | None]) -> None:
+        for axis, placement in zip(self.runtime.axes, placements):
+            dim = shard_dim(placement) if placement is not None else None
+            if dim is not None and not -x.ndim <= dim < x.ndim:
+                raise PlanError(
+                    f"{self._target_text()} has shape {tuple(x.shape)}, and the plan shards its dim {dim} over "
+                    f"{axis!r}; name the tensor that is meant (<in:name>, <out:0>), or use a dim below {x.ndim}",
+                    self.instruction.source,
+                )
+
+    def _check_arrival(self, x: DTensor, source: Sequence[Placement | None]) -> None:
+        expected = tuple(f if s is None else s for f, s in zip(x.placements, _front(source, x.ndim) or ()))
+        if expected != tuple(x.placements):
+            raise PlanError(
+                f"{self._target_text()} of shape {tuple(x.shape)} arrives as "
+                f"{placements_text(x.placements, self.runtime.axes)}, and the plan's redistribute expects "
+                f"{placements_text(expected, self.runtime.axes)}; correct its src, or use shard, which takes what arrives",
+                self.instruction.source,
+            )
+
+    def _target_text(self) -> str:
+        instruction = self.instruction
+        index = "" if instruction.index is None else f":{instruction.index}"
+        target = instruction.target.replace(">", f"{index}>")
+        return f"{instruction.path}.{target}" if instruction.path else target
+
+
+def _front(stage: Sequence[Placement | None] | None, ndim: int) -> tuple[Placement | None, ...] | None:
+    """Placements with dims counted from the front."""
+    if stage is None:
+        return None
+    return tuple(p if p is None or (dim := shard_dim(p)) is None or dim >= 0 else at_dim(p, dim + ndim) for p in stage)
