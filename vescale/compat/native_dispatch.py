@@ -155,7 +155,7 @@ def filter_functions(mode: TorchFunctionMode, python: Callable[..., Any], when: 
     Without the helper, PyTorch calls the mode's method as usual."""
     module = _loaded()
     if module is not None:
-        mode.__torch_function__ = module.FunctionFilter(weakref.ref(mode), python, when)  # type: ignore[method-assign]
+        mode.__torch_function__ = module.make_filter(weakref.ref(mode), python, when)  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -539,10 +539,7 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("set_active", &vescale::set_active);
     module.def("observe_writes", &vescale::observe_writes);
     module.def("clear", &vescale::clear_tables);
-    py::class_<vescale::FunctionFilter>(module, "FunctionFilter")
-        .def(py::init<py::object, py::object, py::dict>())
-        .def_property_readonly("__self__", &vescale::FunctionFilter::mode)
-        .def("__call__", &vescale::FunctionFilter::call, py::arg(), py::arg(), py::arg() = py::tuple(), py::arg() = py::none());
+    module.def("make_filter", &vescale::make_filter);
     module.def("convert", torch::wrap_pybind_function(&vescale::convert));
     module.def("convert_values", torch::wrap_pybind_function(&vescale::convert_values));
     module.def("enter_together", torch::wrap_pybind_function(&vescale::enter_together));

@@ -204,32 +204,74 @@ inline bool goes_to_python(PyObject* function, PyObject* args, PyObject* kwargs,
     }
 }
 
-// ``__torch_function__`` of a mode: ``(function, kinds, args, kwargs)``.
-class FunctionFilter {
-  public:
-    // `mode` is a weak reference: the mode holds this object.
-    FunctionFilter(py::object mode, py::object python, py::dict table)
-        : mode_(std::move(mode)), python_(std::move(python)), table_(std::move(table)) {}
-
-    // PyTorch checks whose method it calls.
-    py::object mode() const { return mode_(); }
-
-    py::object call(py::handle function, py::handle kinds, const py::tuple& args, const py::object& kwargs) const {
-        PyObject* named = kwargs.is_none() ? nullptr : kwargs.ptr();
-        PyObject* result = dtensor_class().type == nullptr || goes_to_python(function.ptr(), args.ptr(), named, table_.ptr())
-            ? PyObject_CallFunctionObjArgs(
-                  python_.ptr(), mode().ptr(), function.ptr(), kinds.ptr(), args.ptr(), kwargs.ptr(), nullptr)
-            : PyObject_Call(function.ptr(), args.ptr(), named);
-        if (result == nullptr) {
-            throw py::error_already_set();
-        }
-        return py::reinterpret_steal<py::object>(result);
-    }
-
-  private:
-    py::object mode_;
-    py::object python_;
-    py::dict table_;
+// ``__torch_function__`` of a mode: ``(function, kinds, args, kwargs)``. An object of Python's C interface, because PyTorch calls
+// it, and asks for its ``__self__``, for every torch function and every attribute of a tensor.
+struct FunctionFilter {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject* mode;  // a weak reference: the mode holds this object
+    PyObject* python;  // (mode, function, kinds, args, kwargs) -> result
+    PyObject* table;  // what `goes_to_python` reads
 };
+
+inline PyObject* call_filter(PyObject* object, PyObject* const* given, std::size_t num_given, PyObject*) {
+    HANDLE_TH_ERRORS
+    const auto& filter = *reinterpret_cast<FunctionFilter*>(object);
+    const auto num_arguments = PyVectorcall_NARGS(num_given);
+    TORCH_CHECK_TYPE(num_arguments >= 2 && num_arguments <= 4, "expected (function, kinds, args, kwargs)");
+    static PyObject* nothing = PyTuple_New(0);
+    PyObject* args = num_arguments > 2 ? given[2] : nothing;
+    PyObject* kwargs = num_arguments > 3 && given[3] != Py_None ? given[3] : nullptr;
+    if (dtensor_class().type != nullptr && !goes_to_python(given[0], args, kwargs, filter.table)) {
+        return PyObject_Call(given[0], args, kwargs);
+    }
+    const auto mode = owned(PyObject_CallNoArgs(filter.mode));
+    return PyObject_CallFunctionObjArgs(
+        filter.python, mode.ptr(), given[0], given[1], args, kwargs == nullptr ? Py_None : kwargs, nullptr);
+    END_HANDLE_TH_ERRORS
+}
+
+// PyTorch checks whose method it calls.
+inline PyObject* self_of_filter(PyObject* object, void*) {
+    return PyObject_CallNoArgs(reinterpret_cast<FunctionFilter*>(object)->mode);
+}
+
+inline void free_filter(PyObject* object) {
+    auto* filter = reinterpret_cast<FunctionFilter*>(object);
+    auto* type = Py_TYPE(object);
+    Py_CLEAR(filter->mode);
+    Py_CLEAR(filter->python);
+    Py_CLEAR(filter->table);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+inline PyTypeObject* filter_type() {
+    static PyMemberDef members[] = {
+        {"__vectorcalloffset__", T_PYSSIZET, offsetof(FunctionFilter, call), READONLY, nullptr}, {}};
+    static PyGetSetDef properties[] = {{"__self__", self_of_filter, nullptr, nullptr, nullptr}, {}};
+    static PyType_Slot slots[] = {
+        {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+        {Py_tp_dealloc, reinterpret_cast<void*>(free_filter)},
+        {Py_tp_members, members},
+        {Py_tp_getset, properties},
+        {0, nullptr}};
+    static PyType_Spec spec = {
+        "vescale.csrc._dispatch.FunctionFilter", sizeof(FunctionFilter), 0,
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+    static auto* made = reinterpret_cast<PyTypeObject*>(owned(PyType_FromSpec(&spec)).release().ptr());
+    return made;
+}
+
+inline py::object make_filter(const py::object& mode, const py::object& python, const py::dict& table) {
+    auto* type = filter_type();
+    auto made = owned(type->tp_alloc(type, 0));
+    auto& filter = *reinterpret_cast<FunctionFilter*>(made.ptr());
+    filter.call = call_filter;
+    filter.mode = mode.inc_ref().ptr();
+    filter.python = python.inc_ref().ptr();
+    filter.table = table.inc_ref().ptr();
+    return made;
+}
 
 }  // namespace vescale
