@@ -275,6 +275,12 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
 
 
 def decide(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As C++ asks: trailing arguments that are the defaults are left out."""
+    declared = op._schema.arguments
+    while args and not isinstance(args[-1], DTensor) and declared[len(args) - 1].has_default_value():
+        if args[-1] != declared[len(args) - 1].default_value:
+            break
+        args = args[:-1]
     name, _, overload = op.name().partition(".")
     return native_dispatch._decide(name, overload, args, kwargs)
 

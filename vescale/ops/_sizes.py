@@ -89,8 +89,8 @@ def along(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DT
 def select(
     args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]
 ) -> Hashable | None:
-    """``(x, dim, index)``: only the dim."""
-    return None if kwargs else ("dim", args[1])
+    """``(x, dim, index)``, ``(x, dim)``: only the dim."""
+    return None if kwargs else ("dim", args[1] if len(args) > 1 else 0)
 
 
 def piece(args: tuple[Any, ...], kwargs: dict[str, Any], layout_of: Callable[[DTensorSpec], Layout]) -> Hashable | None:
