@@ -87,7 +87,7 @@ class GradientHooks:
         return len(found) != len(self._known) or not all(map(operator.is_, found, self._known))
 
     def _search(self) -> list[tuple[str, nn.Parameter, GradientRule]]:
-        new = []
+        new: list[tuple[str, nn.Parameter, GradientRule]] = []
         self._known, self._frozen = [], []
         for owner, attribute, name in self._slots:
             parameter = owner._parameters.get(attribute)
