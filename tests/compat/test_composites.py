@@ -93,11 +93,35 @@ def matmul_cases() -> list[tuple[str, tuple[Any, ...], Callable[..., Any]]]:
     ]
 
 
+def norm_cases(
+    norm: Callable[..., torch.Tensor], num_factors: int
+) -> list[tuple[str, tuple[Any, ...], Callable[..., Any]]]:
+    factors = ((12,),) * num_factors
+    return [
+        ("matrix", ((8, 12), *factors), lambda x, *f: norm(x, (12,), *f)),
+        ("three dims", ((2, 5, 12), *factors), lambda x, *f: norm(x, (12,), *f, eps=1e-3)),
+        ("no factors", ((4, 3, 12),), lambda x: norm(x, (12,))),
+        ("two dims at once", ((4, 2, 3), *((2, 3),) * num_factors), lambda x, *f: norm(x, (2, 3), *f)),
+        ("one weight", ((4, 3, 12), (12,)), lambda x, w: norm(x, (12,), w)),
+        ("transposed input", ((12, 8), *factors), lambda x, *f: norm(x.t(), (12,), *f)),
+        ("frozen input", ((8, 12), *factors), lambda x, *f: norm(x.detach(), (12,), *f)),
+        ("frozen weight", ((8, 12), (12,)), lambda x, w: norm(x, (12,), w.detach())),
+        ("wrong sizes", ((8, 12), *factors), lambda x, *f: norm(x, (8,), *f)),
+    ]
+
+
+CASES: dict[str, Callable[[], list[tuple[str, tuple[Any, ...], Callable[..., Any]]]]] = {
+    "linear": linear_cases,
+    "matmul": matmul_cases,
+    "layer_norm": lambda: norm_cases(F.layer_norm, 2),
+}
+
+
 @pytest.mark.parametrize("mesh_name", ["1-D", "2-D"])
-@pytest.mark.parametrize("composite", ["linear", "matmul"])
+@pytest.mark.parametrize("composite", CASES)
 def test_composites_equal_their_parts(world: dict[str, DeviceMesh], composite: str, mesh_name: str) -> None:
     mesh, num_local, drawn = world[mesh_name], 0, random.Random(mesh_name)
-    for name, shapes, function in {"linear": linear_cases, "matmul": matmul_cases}[composite]():
+    for name, shapes, function in CASES[composite]():
         for placements in itertools.product(PLACEMENTS, PLACEMENTS):
             if not NIGHTLY and drawn.random() > (0.3 if mesh.ndim == 1 else 0.04):
                 continue

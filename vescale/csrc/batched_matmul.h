@@ -74,7 +74,7 @@ class BatchedMatmulBackward final : public torch::autograd::Node {
         if (is_recorded || !is_composable({&operands[0], &operands[1], &operands[2]})) {
             return run(operands);
         }
-        return matmul_backward().run(operands, wanted[0] << 1 | wanted[1], run);
+        return matmul_backward().run(operands, {static_cast<std::uint64_t>(wanted[0] << 1 | wanted[1])}, run);
     }
 
     void release_variables() override {
@@ -107,7 +107,7 @@ inline at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& first, cons
     at::Tensor product;
     {
         const at::NoGradGuard guard;
-        product = matmul_forward().run(operands, 0, run_matmul)[0];
+        product = matmul_forward().run(operands, {}, run_matmul)[0];
     }
     if (is_differentiable) {
         auto node = c10::make_intrusive<BatchedMatmulBackward>();

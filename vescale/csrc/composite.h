@@ -30,21 +30,25 @@ class Parts {
   public:
     explicit Parts(std::string name) : name_(std::move(name)) { all_parts().push_back(this); }
 
-    // The function's results. `operands`: exact DTensors, or undefined. `word` distinguishes calls with equal operands.
+    // The function's results. `operands`: exact DTensors, or undefined. `words` distinguish calls with equal operands. If
+    // `kept` is given, results after the first are for the backward alone: local tensors where the function runs on these,
+    // with their specs in `kept`.
     template <class Function>
-    std::vector<at::Tensor> run(c10::ArrayRef<at::Tensor> operands, std::uint64_t word, const Function& function) {
+    std::vector<at::Tensor> run(
+        c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<std::uint64_t> words, const Function& function,
+        std::vector<py::object>* kept = nullptr) {
         {
             Gil gil;
-            Key key{word};
+            Key key(words.begin(), words.end());
             const auto epoch = self().epoch;
             if (add_specs(operands, key) && epoch == self().epoch) {
                 const auto found = table_.find(key);
                 if (found == table_.end()) {
-                    return learn(std::move(key), operands, function);
+                    return learn(std::move(key), operands, function, kept);
                 }
                 if (found->second.is_local) {
                     counts_.hits += 1;
-                    return run_on_locals(found->second.specs, operands, function);
+                    return run_on_locals(found->second.specs, operands, function, kept);
                 }
             }
         }
@@ -76,7 +80,8 @@ class Parts {
 
     template <class Function>
     static std::vector<at::Tensor> run_on_locals(
-        const std::vector<const Spec*>& specs, c10::ArrayRef<at::Tensor> operands, const Function& function) {
+        const std::vector<const Spec*>& specs, c10::ArrayRef<at::Tensor> operands, const Function& function,
+        std::vector<py::object>* kept) {
         const Running running;  // specs stay while the lock is given up
         std::int64_t numel = 0;
         c10::SmallVector<at::Tensor, 4> locals;
@@ -91,7 +96,9 @@ class Parts {
             results = function(locals);
         }
         for (const auto i : c10::irange(results.size())) {
-            if (results[i].defined()) {
+            if (i > 0 && kept != nullptr) {
+                kept->push_back(specs[i]->object);
+            } else if (results[i].defined()) {
                 results[i] = wrap(std::move(results[i]), *specs[i]);
             }
         }
@@ -100,7 +107,8 @@ class Parts {
 
     // Runs the function on the DTensors, and remembers whether that moved nothing. The lock is held.
     template <class Function>
-    std::vector<at::Tensor> learn(Key key, c10::ArrayRef<at::Tensor> operands, const Function& function) {
+    std::vector<at::Tensor> learn(
+        Key key, c10::ArrayRef<at::Tensor> operands, const Function& function, std::vector<py::object>* kept) {
         const auto epoch = self().epoch;
         Known known;
         std::vector<at::Tensor> results;
@@ -118,6 +126,10 @@ class Parts {
             PyObject* dtensor = result.defined() ? dtensor_of(result) : nullptr;
             known.specs.push_back(dtensor == nullptr ? nullptr : spec_of(dtensor));
             known.is_local &= !result.defined() || known.specs.back() != nullptr;
+        }
+        for (std::size_t i = 1; i < results.size() && kept != nullptr && known.is_local; ++i) {
+            kept->push_back(known.specs[i]->object);
+            results[i] = local_of(dtensor_of(results[i]));
         }
         auto& our = self();
         if (epoch == our.epoch && our.num_entries < our.max_entries) {

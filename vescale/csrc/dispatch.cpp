@@ -12,6 +12,7 @@
 #include "conversion.h"
 #include "function_filter.h"
 #include "kernel.h"
+#include "layer_norm.h"
 #include "linear.h"
 #include "local_regions.h"
 
@@ -92,6 +93,7 @@ void install(
     }
     add_composite("aten::linear", &linear);
     add_composite("aten::matmul", &matmul);
+    add_composite("aten::layer_norm", &layer_norm);
 }
 
 bool is_installed() {

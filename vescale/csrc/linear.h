@@ -100,7 +100,7 @@ class LinearBackward final : public torch::autograd::Node {
         if (is_recorded || !is_composable({&operands[0], &operands[1], &operands[2]})) {
             return run(operands);
         }
-        return linear_backward().run(operands, word, run);
+        return linear_backward().run(operands, {word}, run);
     }
 
     void release_variables() override {
@@ -142,7 +142,7 @@ inline at::Tensor linear(
     at::Tensor output;
     {
         const at::NoGradGuard guard;
-        output = linear_forward().run(operands, 0, run_linear)[0];
+        output = linear_forward().run(operands, {}, run_linear)[0];
     }
     if (is_differentiable) {
         auto node = c10::make_intrusive<LinearBackward>();

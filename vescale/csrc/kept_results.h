@@ -1,0 +1,74 @@
+// Results of a composite's forward that only its backward reads: statistics of a norm.
+
+#pragma once
+
+#include "composite.h"
+
+namespace vescale {
+
+// Saved by an autograd node. Where the forward ran on local tensors they are local tensors, and need their specs only if the
+// backward does not.
+class KeptResults {
+  public:
+    // `results` are those of Parts::run, without the first. Called once.
+    void save(std::vector<at::Tensor> results, std::vector<py::object> specs) {
+        for (auto& result : results) {
+            saved_.emplace_back(std::move(result), /*is_output=*/false);
+        }
+        specs_ = std::move(specs);
+    }
+
+    ~KeptResults() {
+        if (specs_.empty()) {
+            return;
+        }
+        if (!Py_IsInitialized()) {  // the interpreter, and what it owned, has gone
+            for (auto& spec : specs_) {
+                spec.release();
+            }
+            return;
+        }
+        Gil gil;
+        specs_.clear();
+    }
+
+    KeptResults() = default;
+    KeptResults(const KeptResults&) = delete;
+    KeptResults& operator=(const KeptResults&) = delete;
+
+    std::vector<at::Tensor> unpack() const {
+        std::vector<at::Tensor> found;
+        for (const auto& saved : saved_) {
+            found.push_back(saved.unpack());
+        }
+        return found;
+    }
+
+    void release() {
+        for (auto& saved : saved_) {
+            saved.reset_data();
+        }
+    }
+
+    // The unpacked results as a function of the backward meets them: local tensors beside local operands, DTensors beside
+    // DTensors.
+    std::vector<at::Tensor> beside(const at::Tensor& operand, std::vector<at::Tensor> unpacked) const {
+        const bool wants_local = !operand.key_set().has(c10::DispatchKey::Python);
+        Gil gil;
+        for (const auto i : c10::irange(unpacked.size())) {
+            PyObject* dtensor = dtensor_of(unpacked[i]);
+            if (wants_local && dtensor != nullptr) {
+                unpacked[i] = local_of(dtensor);
+            } else if (!wants_local && dtensor == nullptr) {
+                unpacked[i] = wrap(unpacked[i], *add_spec(specs_[i].ptr()));
+            }
+        }
+        return unpacked;
+    }
+
+  private:
+    std::vector<torch::autograd::SavedVariable> saved_;
+    std::vector<py::object> specs_;  // empty where the results are DTensors
+};
+
+}  // namespace vescale
