@@ -114,6 +114,12 @@ CASES: dict[str, Callable[[], list[tuple[str, tuple[Any, ...], Callable[..., Any
     "linear": linear_cases,
     "matmul": matmul_cases,
     "layer_norm": lambda: norm_cases(F.layer_norm, 2),
+    "rms_norm": lambda: [
+        *norm_cases(F.rms_norm, 1),
+        ("bfloat16", ((8, 12), (12,)), lambda x, w: F.rms_norm(x.bfloat16(), (12,), w.bfloat16())),
+        ("double", ((8, 12), (12,)), lambda x, w: F.rms_norm(x.double(), (12,), w.double())),
+        ("two types", ((8, 12), (12,)), lambda x, w: F.rms_norm(x, (12,), w.double())),
+    ],
 }
 
 

@@ -86,7 +86,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(f"{_DISPATCHER}._custom_op_handlers: argmax, argmin, as_strided, convolution and its backward",
           "the same, then PyTorch's handler", "PyTorch handles these before it asks for a decision", "ops",
           dispatch.take_over_handled_ops),
-    Patch("kernels of aten ops at the Python dispatch key",
+    Patch("kernels of aten ops at the Python dispatch key; of linear, matmul, layer_norm and rms_norm above autograd",
           "C++ runs ops on DTensors that take the local tensors as they are",
           "PyTorch runs Python for every op, 10 to 50 us", "ops", install_native_dispatch),
     Patch(f"{_DTENSOR}.redistribute, full_tensor, from_local; torch.distributed.tensor._api._ToTorchTensor.backward",

@@ -2,7 +2,7 @@
 //
 // A composite's forward and backward are functions of tensors, which call the same ops as PyTorch's own. A function runs on
 // DTensors first. If each op in it ran on the local tensors as they are, the whole function does so from then on, for
-// operands with these specs.
+// operands with these specs. Sizes that it passes on are therefore those of the tensors that it computes with.
 
 #pragma once
 

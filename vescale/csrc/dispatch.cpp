@@ -15,6 +15,7 @@
 #include "layer_norm.h"
 #include "linear.h"
 #include "local_regions.h"
+#include "rms_norm.h"
 
 #include <algorithm>
 #include <string>
@@ -94,6 +95,7 @@ void install(
     add_composite("aten::linear", &linear);
     add_composite("aten::matmul", &matmul);
     add_composite("aten::layer_norm", &layer_norm);
+    add_composite("aten::rms_norm", &rms_norm);
 }
 
 bool is_installed() {
