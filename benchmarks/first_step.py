@@ -32,7 +32,7 @@ _DECIDING = ("_expand_single_dim_strategy_to_mesh", "_propagate_tensor_meta_non_
 def measure(num_axes: int, size: int, layers: int, stock_search: bool) -> list[float]:
     shape = (size,) * (num_axes - 1) + (2,)
     dist.init_process_group("fake", rank=0, world_size=torch.Size(shape).numel(), store=FakeStore())
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "ep")[: num_axes - 1] + ("tp",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "ep", "pp", "x")[: num_axes - 1] + ("tp",))
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
