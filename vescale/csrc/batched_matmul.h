@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "composite.h"
+#include "composite_node.h"
 
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/bmm.h>
@@ -43,7 +43,7 @@ inline std::vector<at::Tensor> run_matmul(c10::ArrayRef<at::Tensor> operands) {
 
 // As the backward of bmm. The operands: gradient, and the factors. The results: the wanted gradients of the factors, in the
 // order in which PyTorch computes them.
-inline std::vector<at::Tensor> run_matmul_backward(c10::ArrayRef<at::Tensor> operands, std::array<bool, 2> wanted) {
+inline std::vector<at::Tensor> run_matmul_backward(c10::ArrayRef<at::Tensor> operands, const Wanted& wanted) {
     const auto gradient = one_batch(operands[0]);
     std::vector<at::Tensor> found(2);
     if (wanted[1]) {
@@ -57,36 +57,17 @@ inline std::vector<at::Tensor> run_matmul_backward(c10::ArrayRef<at::Tensor> ope
     return found;
 }
 
-class BatchedMatmulBackward final : public torch::autograd::Node {
+class BatchedMatmulBackward final : public CompositeBackward {
   public:
-    torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-        if (!gradients[0].defined()) {
-            return torch::autograd::variable_list(2);
-        }
-        std::array<at::Tensor, 3> operands;
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            operands = {std::move(gradients[0]), first_.unpack(), second_.unpack()};
-        }
-        const std::array<bool, 2> wanted{task_should_compute_output(0), task_should_compute_output(1)};
-        const auto run = [&](c10::ArrayRef<at::Tensor> given) { return run_matmul_backward(given, wanted); };
-        const bool is_recorded = at::GradMode::is_enabled();  // for second derivatives
-        if (is_recorded || !is_composable({&operands[0], &operands[1], &operands[2]})) {
-            return run(operands);
-        }
-        return matmul_backward().run(operands, {static_cast<std::uint64_t>(wanted[0] << 1 | wanted[1])}, run);
-    }
-
-    void release_variables() override {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        first_.reset_data();
-        second_.reset_data();
-    }
-
     std::string name() const override { return "BatchedMatmulBackward"; }
 
-    torch::autograd::SavedVariable first_;  // undefined where the other factor needs no gradient
-    torch::autograd::SavedVariable second_;
+  protected:
+    Parts& parts() const override { return matmul_backward(); }
+
+    torch::autograd::variable_list run(
+        c10::ArrayRef<at::Tensor> operands, const std::vector<at::Tensor>&, const Wanted& wanted) const override {
+        return run_matmul_backward(operands, wanted);
+    }
 };
 
 // Whether PyTorch would make the op of one bmm of the factors as they are.
@@ -98,26 +79,18 @@ inline bool is_batched(const at::Tensor& first, const at::Tensor& second) {
 }
 
 inline at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& first, const at::Tensor& second) {
-    if (!is_composable({&first, &second}) || !is_batched(first, second)) {
+    const std::array<at::Tensor, 2> operands{first, second};
+    if (!is_composable(operands) || !is_batched(first, second)) {
         const at::impl::MaybeSetTLSOnEntryGuard guard;
         return at::_ops::matmul::redispatch(below(keys), first, second);
     }
     const bool is_differentiable = torch::autograd::compute_requires_grad(first, second);
-    const std::array<at::Tensor, 2> operands{first, second};
-    at::Tensor product;
-    {
-        const at::NoGradGuard guard;
-        product = matmul_forward().run(operands, {}, run_matmul)[0];
-    }
+    at::Tensor product = run_forward(matmul_forward(), operands, {}, run_matmul)[0];
     if (is_differentiable) {
         auto node = c10::make_intrusive<BatchedMatmulBackward>();
         node->set_next_edges(torch::autograd::collect_next_edges(first, second));
-        if (node->should_compute_output(1)) {
-            node->first_ = torch::autograd::SavedVariable(first, /*is_output=*/false);
-        }
-        if (node->should_compute_output(0)) {
-            node->second_ = torch::autograd::SavedVariable(second, /*is_output=*/false);
-        }
+        node->save(node->should_compute_output(1) ? first : at::Tensor());
+        node->save(node->should_compute_output(0) ? second : at::Tensor());
         torch::autograd::set_history(product, node);
     }
     return product;

@@ -110,6 +110,7 @@ class Parts {
     std::vector<at::Tensor> learn(
         Key key, c10::ArrayRef<at::Tensor> operands, const Function& function, std::vector<py::object>* kept) {
         const auto epoch = self().epoch;
+        const double start = seconds_now();
         Known known;
         std::vector<at::Tensor> results;
         {
@@ -122,6 +123,7 @@ class Parts {
             WatchCalls::note_other();
         }
         counts_.misses += 1;
+        counts_.seconds_of_misses += seconds_now() - start;
         for (const at::Tensor& result : results) {
             PyObject* dtensor = result.defined() ? dtensor_of(result) : nullptr;
             known.specs.push_back(dtensor == nullptr ? nullptr : spec_of(dtensor));
@@ -145,18 +147,16 @@ class Parts {
 
 // Whether a composite's kernel may take a call with these operands (some may be undefined): nobody looks at the ops that it
 // consists of, and nothing has to happen between autograd and them.
-inline bool is_composable(std::initializer_list<const at::Tensor*> operands) {
+inline bool is_composable(c10::ArrayRef<at::Tensor> operands) {
     if (!is_active.load(std::memory_order_relaxed) || c10::impl::TorchDispatchModeTLS::any_modes_set() ||
         c10::InferenceMode::is_enabled() ||
         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
         return false;
     }
-    for (const at::Tensor* operand : operands) {
-        if (!operand->defined()) {
-            continue;
-        }
-        if (dtensor_of(*operand) == nullptr || torch::autograd::isFwGradDefined(*operand) ||
-            at::autocast::is_autocast_enabled(operand->device().type())) {
+    for (const at::Tensor& operand : operands) {
+        if (operand.defined() &&
+            (dtensor_of(operand) == nullptr || torch::autograd::isFwGradDefined(operand) ||
+             at::autocast::is_autocast_enabled(operand.device().type()))) {
             return false;
         }
     }

@@ -5,6 +5,8 @@
 #include "call.h"
 #include "specs.h"
 
+#include <chrono>
+
 namespace vescale {
 
 // A result of an op: a new DTensor, an argument that the op wrote to, or something that is passed on as it is.
@@ -20,6 +22,10 @@ struct Entry {
     std::vector<Result> results;
     std::vector<std::pair<int, c10::IValue>> replaced;  // arguments that differ on the local tensors: sizes of views
 };
+
+inline double seconds_now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 // How many calls an op had, by what ran them.
 struct Counts {

@@ -6,31 +6,34 @@
 
 namespace vescale {
 
+// Drops references to Python objects where the interpreter's lock may not be held.
+inline void release(std::vector<py::object>& objects) {
+    if (objects.empty()) {
+        return;
+    }
+    if (!Py_IsInitialized()) {  // the interpreter, and what it owned, has gone
+        for (auto& object : objects) {
+            object.release();
+        }
+        return;
+    }
+    Gil gil;
+    objects.clear();
+}
+
 // Saved by an autograd node. Where the forward ran on local tensors they are local tensors, and need their specs only if the
 // backward does not.
 class KeptResults {
   public:
-    // `results` are those of Parts::run, without the first. Called once.
-    void save(std::vector<at::Tensor> results, std::vector<py::object> specs) {
-        for (auto& result : results) {
-            saved_.emplace_back(std::move(result), /*is_output=*/false);
+    // `results` are those of Parts::run, of which the first is not kept. Called once.
+    void save(const std::vector<at::Tensor>& results, std::vector<py::object> specs) {
+        for (std::size_t i = 1; i < results.size(); ++i) {
+            saved_.emplace_back(results[i], /*is_output=*/false);
         }
         specs_ = std::move(specs);
     }
 
-    ~KeptResults() {
-        if (specs_.empty()) {
-            return;
-        }
-        if (!Py_IsInitialized()) {  // the interpreter, and what it owned, has gone
-            for (auto& spec : specs_) {
-                spec.release();
-            }
-            return;
-        }
-        Gil gil;
-        specs_.clear();
-    }
+    ~KeptResults() { vescale::release(specs_); }
 
     KeptResults() = default;
     KeptResults(const KeptResults&) = delete;
@@ -53,6 +56,9 @@ class KeptResults {
     // The unpacked results as a function of the backward meets them: local tensors beside local operands, DTensors beside
     // DTensors.
     std::vector<at::Tensor> beside(const at::Tensor& operand, std::vector<at::Tensor> unpacked) const {
+        if (unpacked.empty()) {
+            return unpacked;
+        }
         const bool wants_local = !operand.key_set().has(c10::DispatchKey::Python);
         Gil gil;
         for (const auto i : c10::irange(unpacked.size())) {

@@ -9,7 +9,6 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/tensor_memoryformats.h>
 
-#include <chrono>
 #include <cstring>
 #include <string>
 
@@ -19,10 +18,6 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 using c10::IValue;
 using torch::jit::Stack;
-
-inline double seconds_now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 class Kernel final : public c10::OperatorKernel {
   public:

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "composite.h"
+#include "composite_node.h"
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/_unsafe_view.h>
@@ -43,7 +43,7 @@ inline std::vector<at::Tensor> run_linear(c10::ArrayRef<at::Tensor> operands) {
 // As the backward of mm and addmm. The operands: gradient, input, weight. The results: the wanted gradients of input, weight
 // and bias, in the order in which PyTorch computes them.
 inline std::vector<at::Tensor> run_linear_backward(
-    c10::ArrayRef<at::Tensor> operands, std::array<bool, 3> wanted, bool has_bias) {
+    c10::ArrayRef<at::Tensor> operands, const Wanted& wanted, bool has_bias) {
     const auto &gradient = operands[0], &input = operands[1], &weight = operands[2];
     const bool is_matrix = gradient.dim() == 2;
     const auto rows = is_matrix ? gradient : gradient.reshape({num_rows(gradient), gradient.size(-1)});
@@ -76,44 +76,22 @@ inline std::vector<at::Tensor> run_linear_backward(
     return found;
 }
 
-class LinearBackward final : public torch::autograd::Node {
+class LinearBackward final : public CompositeBackward {
   public:
-    torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-        if (!gradients[0].defined()) {
-            return torch::autograd::variable_list(3);
-        }
-        at::Tensor input, weight;
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            input = input_.unpack();
-            weight = weight_.unpack();
-        }
-        std::array<bool, 3> wanted{};
-        std::uint64_t word = has_bias;
-        for (const auto i : c10::irange(3)) {
-            wanted[i] = task_should_compute_output(i);
-            word = word << 1 | wanted[i];
-        }
-        const auto run = [&](c10::ArrayRef<at::Tensor> operands) { return run_linear_backward(operands, wanted, has_bias); };
-        const std::array<at::Tensor, 3> operands{std::move(gradients[0]), std::move(input), std::move(weight)};
-        const bool is_recorded = at::GradMode::is_enabled();  // for second derivatives
-        if (is_recorded || !is_composable({&operands[0], &operands[1], &operands[2]})) {
-            return run(operands);
-        }
-        return linear_backward().run(operands, {word}, run);
-    }
-
-    void release_variables() override {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        input_.reset_data();
-        weight_.reset_data();
-    }
+    explicit LinearBackward(bool has_bias) : CompositeBackward({has_bias}), has_bias_(has_bias) {}
 
     std::string name() const override { return "LinearBackward"; }
 
-    torch::autograd::SavedVariable input_;  // undefined where the weight needs no gradient
-    torch::autograd::SavedVariable weight_;
-    bool has_bias = false;
+  protected:
+    Parts& parts() const override { return linear_backward(); }
+
+    torch::autograd::variable_list run(
+        c10::ArrayRef<at::Tensor> operands, const std::vector<at::Tensor>&, const Wanted& wanted) const override {
+        return run_linear_backward(operands, wanted, has_bias_);
+    }
+
+  private:
+    bool has_bias_;
 };
 
 // Whether PyTorch would make the op of one matrix product of the input's rows, on the DTensors and on their local tensors.
@@ -128,7 +106,8 @@ inline bool is_one_product(const at::Tensor& input, const at::Tensor& weight, co
 inline at::Tensor linear(
     c10::DispatchKeySet keys, const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& given_bias) {
     const at::Tensor bias = given_bias.value_or(at::Tensor());
-    bool is_ours = is_composable({&input, &weight, &bias});
+    const std::array<at::Tensor, 3> operands{input, weight, bias};
+    bool is_ours = is_composable(operands);
     if (is_ours) {
         Gil gil;
         is_ours = is_one_product(input, weight, bias);
@@ -138,22 +117,12 @@ inline at::Tensor linear(
         return at::_ops::linear::redispatch(below(keys), input, weight, given_bias);
     }
     const bool is_differentiable = torch::autograd::compute_requires_grad(input, weight, bias);
-    const std::array<at::Tensor, 3> operands{input, weight, bias};
-    at::Tensor output;
-    {
-        const at::NoGradGuard guard;
-        output = linear_forward().run(operands, {}, run_linear)[0];
-    }
+    at::Tensor output = run_forward(linear_forward(), operands, {}, run_linear)[0];
     if (is_differentiable) {
-        auto node = c10::make_intrusive<LinearBackward>();
+        auto node = c10::make_intrusive<LinearBackward>(bias.defined());
         node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
-        if (node->should_compute_output(1)) {
-            node->input_ = torch::autograd::SavedVariable(input, /*is_output=*/false);
-        }
-        if (node->should_compute_output(0)) {
-            node->weight_ = torch::autograd::SavedVariable(weight, /*is_output=*/false);
-        }
-        node->has_bias = bias.defined();
+        node->save(node->should_compute_output(1) ? input : at::Tensor());
+        node->save(node->should_compute_output(0) ? weight : at::Tensor());
         torch::autograd::set_history(output, node);
     }
     return output;

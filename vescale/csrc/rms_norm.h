@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "kept_results.h"
+#include "composite_node.h"
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/rms_norm_ops.h>
@@ -44,7 +44,7 @@ inline std::vector<at::Tensor> run_rms_norm(c10::ArrayRef<at::Tensor> operands, 
 // As the backward of these ops. The operands: gradient, input, weight. The results: gradients of input and weight. `shape` are
 // the global sizes of the dims that are normalized.
 inline std::vector<at::Tensor> run_rms_norm_backward(
-    c10::ArrayRef<at::Tensor> operands, const at::Tensor& factor, std::array<bool, 2> wanted, c10::IntArrayRef shape) {
+    c10::ArrayRef<at::Tensor> operands, const at::Tensor& factor, const Wanted& wanted, c10::IntArrayRef shape) {
     auto gradient = operands[0];
     const auto &input = operands[1], &weight = operands[2];
     std::vector<at::Tensor> found(2);
@@ -68,47 +68,30 @@ inline std::vector<at::Tensor> run_rms_norm_backward(
     return found;
 }
 
-class RmsNormBackward final : public torch::autograd::Node {
+class RmsNormBackward final : public CompositeBackward {
   public:
-    torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-        if (!gradients[0].defined()) {
-            return torch::autograd::variable_list(2);
-        }
-        std::array<at::Tensor, 3> operands;
-        std::vector<at::Tensor> factor;
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            operands = {std::move(gradients[0]), input_.unpack(), weight_.unpack()};
-            factor = kept_.unpack();
-        }
-        const std::array<bool, 2> wanted{task_should_compute_output(0), task_should_compute_output(1)};
-        const auto num_dims = static_cast<std::int64_t>(shape_.size());
-        if (at::GradMode::is_enabled()) {  // for second derivatives
-            return run_rms_norm_backward(operands, inverse_root(operands[1], num_dims, eps_), wanted, shape_);
-        }
-        const auto run = [&](c10::ArrayRef<at::Tensor> given) {
-            return run_rms_norm_backward(given, kept_.beside(given[0], factor)[0], wanted, shape_);
-        };
-        if (!is_composable({&operands[0], &operands[1], &operands[2]})) {
-            return run(operands);
-        }
-        const auto word = static_cast<std::uint64_t>(num_dims << 2 | wanted[0] << 1 | wanted[1]);
-        return rms_norm_backward().run(operands, {word}, run);
-    }
-
-    void release_variables() override {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        input_.reset_data();
-        weight_.reset_data();
-        kept_.release();
-    }
+    RmsNormBackward(c10::IntArrayRef shape, double eps)
+        : CompositeBackward(Key(shape.begin(), shape.end())), shape_(shape.vec()), eps_(eps) {}
 
     std::string name() const override { return "RmsNormBackward"; }
 
-    torch::autograd::SavedVariable input_, weight_;
-    KeptResults kept_;
+  protected:
+    Parts& parts() const override { return rms_norm_backward(); }
+
+    torch::autograd::variable_list run(
+        c10::ArrayRef<at::Tensor> operands, const std::vector<at::Tensor>& kept, const Wanted& wanted) const override {
+        return run_rms_norm_backward(operands, kept[0], wanted, shape_);
+    }
+
+    torch::autograd::variable_list differentiate(
+        c10::ArrayRef<at::Tensor> operands, const std::vector<at::Tensor>&, const Wanted& wanted) const override {
+        const auto factor = inverse_root(operands[1], static_cast<std::int64_t>(shape_.size()), eps_);
+        return run_rms_norm_backward(operands, factor, wanted, shape_);
+    }
+
+  private:
     std::vector<std::int64_t> shape_;
-    double eps_ = 0;
+    double eps_;
 };
 
 // Whether PyTorch would make the op of the ops above, without an error or a warning.
@@ -125,7 +108,8 @@ inline at::Tensor rms_norm(
     std::optional<double> given_eps) {
     const at::Tensor weight = given_weight.value_or(at::Tensor());
     const auto sizes = c10::asIntArrayRefSlowOpt(shape);
-    bool is_ours = sizes && is_composable({&input, &weight}) && is_normalizable(input, weight, *sizes);
+    const std::array<at::Tensor, 2> operands{input, weight};
+    bool is_ours = sizes && is_composable(operands) && is_normalizable(input, weight, *sizes);
     if (is_ours) {
         Gil gil;
         is_ours = local_of(dtensor_of(input)).is_contiguous();
@@ -139,31 +123,20 @@ inline at::Tensor rms_norm(
                                                                : std::numeric_limits<float>::epsilon();
     const double eps = given_eps.value_or(smallest);
     const bool is_differentiable = torch::autograd::compute_requires_grad(input, weight);
-    const std::array<at::Tensor, 2> operands{input, weight};
-    std::vector<at::Tensor> results;
+    const auto run = [&](c10::ArrayRef<at::Tensor> given) { return run_rms_norm(given, num_dims, eps); };
     std::vector<py::object> specs;
-    {
-        const at::NoGradGuard guard;
-        const auto run = [&](c10::ArrayRef<at::Tensor> given) { return run_rms_norm(given, num_dims, eps); };
-        results = rms_norm_forward().run(operands, {static_cast<std::uint64_t>(num_dims)}, run, &specs);
-    }
-    at::Tensor output = std::move(results[0]);
-    results.erase(results.begin());
+    const auto results = run_forward(rms_norm_forward(), operands, {static_cast<std::uint64_t>(num_dims)}, run, &specs);
+    at::Tensor output = results[0];
     if (is_differentiable) {
-        auto node = c10::make_intrusive<RmsNormBackward>();
+        auto node = c10::make_intrusive<RmsNormBackward>(*sizes, eps);
         node->set_next_edges(torch::autograd::collect_next_edges(input, weight));
-        node->input_ = torch::autograd::SavedVariable(input, /*is_output=*/false);
-        if (weight.defined()) {
-            node->weight_ = torch::autograd::SavedVariable(weight, /*is_output=*/false);
+        for (const auto& operand : operands) {
+            node->save(operand);
         }
-        node->kept_.save(std::move(results), std::move(specs));
-        node->shape_ = sizes->vec();
-        node->eps_ = eps;
+        node->keep(results, std::move(specs));
         torch::autograd::set_history(output, node);
-    } else if (!specs.empty()) {
-        Gil gil;
-        specs.clear();
     }
+    release(specs);
     return output;
 }
 
