@@ -182,6 +182,12 @@ inline py::object enter_together(const py::tuple& operands, const py::tuple& gra
     return made;
 }
 
+// The DTensor of a gradient and its spec; nulls where Python converts it, as for second derivatives. The lock is held.
+inline std::pair<PyObject*, const Spec*> movable(const at::Tensor& gradient) {
+    PyObject* dtensor = at::GradMode::is_enabled() || dtensor_class().type == nullptr ? nullptr : dtensor_of(gradient);
+    return {dtensor, dtensor == nullptr ? nullptr : spec_of(dtensor)};
+}
+
 // Holds the spec, the gradient's placements, and the name of the op.
 class LeaveLocalBackward final : public PythonNode {
   public:
@@ -193,8 +199,7 @@ class LeaveLocalBackward final : public PythonNode {
             return {at::Tensor()};
         }
         const Gil gil;
-        PyObject* dtensor = at::GradMode::is_enabled() || dtensor_class().type == nullptr ? nullptr : dtensor_of(gradient);
-        const Spec* spec = dtensor == nullptr ? nullptr : spec_of(dtensor);
+        const auto [dtensor, spec] = movable(gradient);
         if (spec != nullptr) {
             const Running running;
             const auto move = move_between(spec, held(1).ptr());
@@ -254,8 +259,7 @@ class WrapGlobalBackward final : public PythonNode {
             return {at::Tensor()};
         }
         const Gil gil;
-        PyObject* dtensor = at::GradMode::is_enabled() || dtensor_class().type == nullptr ? nullptr : dtensor_of(gradient);
-        const Spec* spec = dtensor == nullptr ? nullptr : spec_of(dtensor);
+        const auto [dtensor, spec] = movable(gradient);
         if (spec != nullptr) {
             const Running running;
             at::Tensor whole = moved(local_of(dtensor), *move_between(spec, held(1).ptr()));
