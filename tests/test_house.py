@@ -29,6 +29,7 @@ FLOORS = {
     "ir": 3,
     "fsdp": 4,
     "runtime": 5,
+    "static": 6,
     "checkpoint": 6,
     "optim": 6,
     "debug": 7,

@@ -26,7 +26,7 @@ _PUBLIC: dict[str, str] = {
     "rng": "vescale.rng",
     "suggest_num_shards": "vescale.buffer",
     "GradientReducer": "vescale.gradients",
-    "parallelize": "vescale.runtime",
+    "parallelize": "vescale.static",
     "implicit_communication": "vescale.runtime",
     "no_sync": "vescale.runtime",
     "ImplicitCommunicationError": "vescale.runtime",

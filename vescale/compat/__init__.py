@@ -14,6 +14,7 @@ try:
         gradient_rows,
         hook_gate,
         meshes,
+        module_calls,
         op_info,
         patches,
         process_groups,
@@ -23,7 +24,7 @@ try:
     from vescale.compat.checkpoint_plans import CheckpointHooks
     from vescale.compat.collective_kernels import group_description, on_completion
     from vescale.compat.containers import *
-    from vescale.compat.dispatch import no_torch_function, stock_dispatch
+    from vescale.compat.dispatch import no_torch_function, stock_dispatch, with_torch_function
     from vescale.compat.dtensor import *
     from vescale.compat.dtensor_methods import DTensorHooks, stock
     from vescale.compat.foreach import *
@@ -33,6 +34,7 @@ try:
     from vescale.compat.layouts import Layout
     from vescale.compat.meshes import *
     from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, tell_move
+    from vescale.compat.module_calls import *
     from vescale.compat.native_dispatch import (
         dispatch_counts,
         filter_functions,
@@ -40,6 +42,8 @@ try:
         is_native,
         native_conversions,
         reset_dispatch_counts,
+        runs_on_locals,
+        take_moves,
     )
     from vescale.compat.native_hooks import native_hooks
     from vescale.compat.op_info import *
@@ -72,10 +76,13 @@ __all__ = [
     "on_completion",
     "require",
     "reset_dispatch_counts",
+    "runs_on_locals",
     "self_check",
     "stock",
     "stock_dispatch",
+    "take_moves",
     "tell_move",
+    "with_torch_function",
     "without_modes",
 ]
 __all__ += async_tensors.__all__
@@ -87,6 +94,7 @@ __all__ += fsdp2.__all__
 __all__ += gradient_rows.__all__
 __all__ += hook_gate.__all__
 __all__ += meshes.__all__
+__all__ += module_calls.__all__
 __all__ += op_info.__all__
 __all__ += patches.__all__
 __all__ += process_groups.__all__

@@ -36,10 +36,12 @@ __all__ = [
     "take_over_handled_ops",
     "take_over_mixed_ops",
     "take_over_undecided_ops",
+    "with_torch_function",
 ]
 
 # Switches __torch_function__ off for modes and subclasses alike: DTensor's ops (which use __torch_dispatch__) still run.
 no_torch_function = torch._C.DisableTorchFunction
+with_torch_function = torch._C._EnableTorchFunction  # inside of it, on again
 
 _aten = torch.ops.aten
 

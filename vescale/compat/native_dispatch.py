@@ -49,6 +49,8 @@ __all__ = [
     "native_conversions",
     "num_entries",
     "reset_dispatch_counts",
+    "runs_on_locals",
+    "take_moves",
     "without_native",
     "write_through_python",
 ]
@@ -189,6 +191,19 @@ def reset_dispatch_counts() -> None:
     module = _installed()
     if module is not None:
         module.reset_counts()
+
+
+def take_moves() -> bool:
+    """Whether an op on DTensors has run on this thread, since the last call, other than on its local tensors as they are.
+    Only what :func:`is_native` kernels exist for is seen."""
+    module = _installed()
+    return module is None or bool(module.take_other())
+
+
+def runs_on_locals(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op on DTensors runs on their local tensors as they are, but for sizes of views."""
+    schema = op._schema
+    return schema.name.startswith("aten::") and _decide(schema.name, schema.overload_name, args, kwargs) is not None
 
 
 def intern_spec(spec: DTensorSpec) -> DTensorSpec | None:

@@ -143,6 +143,11 @@ void reset_counts() {
     }
 }
 
+// Whether this thread has run an op on DTensors by PyTorch's path since the last call.
+bool take_other() {
+    return std::exchange(WatchCalls::has_other(), false);
+}
+
 std::size_t num_entries() {
     return self().num_entries;
 }
@@ -170,5 +175,6 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("set_conversions", &vescale::set_conversions);
     module.def("counts", &vescale::counts);
     module.def("reset_counts", &vescale::reset_counts);
+    module.def("take_other", &vescale::take_other);
     module.def("num_entries", &vescale::num_entries);
 }

@@ -47,9 +47,16 @@ class WatchCalls {
     bool all_local() const { return all_local_; }
 
     static void note_other() {
+        has_other() = true;
         if (current() != nullptr) {
             current()->all_local_ = false;
         }
+    }
+
+    // Whether the thread has run another op since this was set to false, inside of a watch or not.
+    static bool& has_other() {
+        static thread_local bool other = false;
+        return other;
     }
 
   private:

@@ -354,6 +354,10 @@ inline Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> 
     using Replaced = std::vector<std::pair<int, std::vector<std::int64_t>>>;  // position, sizes
     Entry entry;
     const WatchCalls unrelated;
+    struct Restore {
+        bool other = WatchCalls::has_other();
+        ~Restore() { WatchCalls::has_other() = other; }
+    } const restore;
     const auto [args, kwargs] = to_python(op.schema(), arguments);
     const py::object decision = self().decide(op.schema().name(), op.schema().overload_name(), args, kwargs);
     if (decision.is_none()) {

@@ -44,6 +44,7 @@ def replaces(
     *functions: Any,
     when: When = When.ALWAYS,
     changes: Callable[..., bool] | None = None,
+    is_local: Callable[..., bool] | None = None,
     backward: str = "autograd",
     communicates: Iterable[str] = (),
 ) -> Callable[[Function], Function]:
@@ -54,7 +55,13 @@ def replaces(
     def decorate(function: Function) -> Function:
         for replaced in functions:
             register(
-                replaced, function=function, when=when, changes=changes, backward=backward, communicates=communicates
+                replaced,
+                function=function,
+                when=when,
+                changes=changes,
+                is_local=is_local,
+                backward=backward,
+                communicates=communicates,
             )
         return function
 

@@ -53,8 +53,16 @@ __all__: list[str] = []
 Ready = tuple[tuple[Placement, ...], tuple[tuple[Placement, ...], ...]]
 
 
+def _is_local(*args: Any, **kwargs: Any) -> bool:
+    query, key, value, mask, options = _arguments(*args, **kwargs)
+    operands = (query, key, value) if mask is None else (query, key, value, mask)
+    is_given = all(isinstance(x, DTensor) for x in operands)
+    return is_given and not options["dropout_p"] and _ready(tuple(map(spec_of, operands))) is not None
+
+
 @replaces(
     F.scaled_dot_product_attention,
+    is_local=_is_local,
     backward="custom",
     communicates=("all_gather", "all_reduce", "all_to_all", "reduce_scatter"),
 )

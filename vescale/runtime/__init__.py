@@ -1,13 +1,22 @@
 """``parallelize``: a lowered plan becomes DTensor parameters and hooks, and the model runs on the mesh."""
 
+from vescale.runtime._activation import Activation, Frame, current_activation
 from vescale.runtime._attribution import locate, path_of_sequence
 from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
+from vescale.runtime._modes import register_mode
 from vescale.runtime._parallelize import gradient_reducer, implicit_communication, install, no_sync, parallelize
+from vescale.runtime._placing import Placing
+from vescale.runtime._runtime import Runtime
 
 __all__ = [
+    "Activation",
+    "Frame",
     "ImplicitCommunicationError",
     "ImplicitCommunicationWarning",
     "ImplicitSite",
+    "Placing",
+    "Runtime",
+    "current_activation",
     "gradient_reducer",
     "implicit_communication",
     "install",
@@ -15,4 +24,5 @@ __all__ = [
     "no_sync",
     "parallelize",
     "path_of_sequence",
+    "register_mode",
 ]

@@ -47,6 +47,7 @@ class Activation:
     It is the :class:`vescale.ops.OpContext` of the functions that run inside of it.
 
     Attributes:
+        recorder: gets to know what runs in place of torch functions, and what is placed; None: nobody does.
         frames: the running modules, outermost first; never empty while the model's code runs.
         contexts: what is switched on during the forward.
     """
@@ -56,6 +57,7 @@ class Activation:
         self.mesh = runtime.mesh
         self.axis_names: Sequence[str] = runtime.axes.names
         self.replicated = runtime.replicated
+        self.recorder: Any = None
         self.frames: list[Frame] = []
         self.contexts = ExitStack()
 

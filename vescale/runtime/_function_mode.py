@@ -44,22 +44,31 @@ class RuntimeMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in FACTORIES:
             if _plain_only(args, kwargs):
+                self._tell("factory")
                 return place_made(self.activation, func, args, kwargs)
             return func(*args, **kwargs)
         if func in METHOD_FACTORIES and not isinstance(args[0], DTensor):
+            self._tell("factory")
             return place_made(self.activation, func, args, kwargs)
         if func in _OPENED:
+            self._tell("opened")
             with self:
                 return _OPENED[func](*args, **kwargs)
         mixed = _mixed(args, kwargs)
         if mixed is None:
             return func(*args, **kwargs)
         if mixed:
+            self._tell("plain operand")
             args, kwargs = self._globalize(args), self._globalize(kwargs)
         entry = self._entries.get(func)
         if entry is not None and entry.function is not None:
+            self._tell("registered function")
             return entry.function(self.activation, func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _tell(self, what: str) -> None:
+        if self.activation.recorder is not None:
+            self.activation.recorder.take_over(what)
 
     def _globalize(self, value: Any) -> Any:
         """Plain tensors with dims become Replicate DTensors; DTensor accepts scalars as they are."""

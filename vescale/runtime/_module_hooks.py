@@ -30,7 +30,7 @@ def add_hooks(runtime: Runtime, module: nn.Module, path: str, instructions: Sequ
     after            places outputs; hides these parameters and leaves the module, also after an exception
     ===============  ===================================================================================================
     """
-    own = _Instructions(runtime, module, path, instructions)
+    own = runtime.instructions[path] = _Instructions(runtime, module, path, instructions)
     before, after = module_hooks(
         runtime,
         path,

@@ -39,6 +39,7 @@ from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_report import RuntimeObserver
 from vescale.runtime._implicit_site import ImplicitSite
 from vescale.runtime._local_region import LocalRegion
+from vescale.runtime._modes import install_mode
 from vescale.runtime._module_hooks import add_hooks
 from vescale.runtime._plan_units import Units
 from vescale.runtime._preflight import preflight
@@ -48,7 +49,9 @@ from vescale.runtime._tensor_placement import TensorSlots, load_plain, place_ten
 __all__ = ["gradient_reducer", "implicit_communication", "install", "no_sync", "parallelize"]
 
 
-def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None, strict: bool = False) -> nn.Module:
+def parallelize(
+    model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None, strict: bool = False, mode: str = "eager"
+) -> nn.Module:
     """Make ``model`` compute, on every rank of the mesh together, what it computes on one device; in place.
 
     ===========  ===========================================================================================
@@ -69,6 +72,7 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None,
         plan: for the mesh it was written on, or over axis names and sizes (from a YAML file).
         mesh: the DeviceMesh, when the plan has only names and sizes; made from them when left out.
         strict: raise at the first communication that no plan entry requests, instead of counting it.
+        mode: ``"static"`` runs the model on local tensors after one recorded step (:mod:`vescale.static`).
 
     Returns the model.
 
@@ -77,6 +81,7 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None,
             and on which ranks. The same on every rank, before any collective (ranks compare through the store).
         PlanError: everything that ``lower`` finds, when every rank finds it; a model parallelized before.
     """
+    make_mode = install_mode(mode)
     if isinstance(model, nn.Module) and Runtime.of(model) is not None:
         raise PlanError(
             f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
@@ -89,7 +94,11 @@ def parallelize(model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None,
         preflight(model, known, plan=plan, problem=problem)
         raise
     preflight(model, known, plan=plan, program=program)
-    return _install(model, program, known if known is not None else _new_mesh(plan, model), strict=strict)
+    _install(model, program, known if known is not None else _new_mesh(plan, model), strict=strict)
+    runtime = Runtime.of(model)
+    assert runtime is not None
+    make_mode(runtime, model)
+    return model
 
 
 def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool = False) -> nn.Module:

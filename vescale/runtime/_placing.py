@@ -15,6 +15,7 @@ from vescale.ir import Annotate, Instruction, Redistribute, Wrap
 from vescale.ops import enter_local, wrap_global
 from vescale.placements import at_dim, from_local, shard_dim
 from vescale.plans import PlanError
+from vescale.runtime._activation import current_activation
 from vescale.runtime._implicit_site import placements_text
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._shared_conversion import Stages, stages_of
@@ -41,6 +42,7 @@ class Placing:
         self._requester = f"{path}.{target}" if path else target
         self._is_shared = target == "<in>"
         self._is_handed_out = path == "" and target == "<out>"
+        self._recorder: Any = None
         self._known: dict[int, tuple[Any, Stages]] = {}  # by id of a spec, which the value keeps alive
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placing:
@@ -50,6 +52,10 @@ class Placing:
         kind = type(value)
         if kind in _PLAIN:
             return value
+        activation = current_activation()
+        self._recorder = activation.recorder if activation is not None else None
+        if self._recorder is not None:
+            self._recorder.begin_boundary(self)
         placed = self._place(value) if kind is DTensor else map_tensors(self._place, value)
         return map_tensors(self._handed_out, placed) if self._is_handed_out else placed
 
@@ -65,6 +71,8 @@ class Placing:
             spec = spec_of(x)
             known = self._known.get(id(spec))
             stages = known[1] if known is not None and known[0] is spec else self._stages(x)
+            if self._recorder is not None:
+                return self._recorder.boundary(self, x, stages, self._requester, self._is_shared)
             return stages.convert_once(x, self._requester) if self._is_shared else stages.convert(x, self._requester)
         runtime, op = self.runtime, self._op
         if isinstance(op, Redistribute):

@@ -31,6 +31,7 @@ class Runtime:
         replicated: Replicate on every axis of the mesh.
         native: the module of the forward hooks in C++; None: they are in Python.
         timeline: attributes autograd nodes to modules.
+        instructions: of each module, by path (:mod:`vescale.runtime._module_hooks`).
         warned_of_compiler: whether the user was told that torch.compile has no effect.
     """
 
@@ -46,6 +47,7 @@ class Runtime:
         self.native = native
         self.timeline = ModuleTimeline() if native is None else native.Timeline(MAX_LENGTH)
         self.warned_of_compiler = False
+        self.instructions: dict[str, Any] = {}
         self._factories = {i.path: tuple(i.op.placements) for i in program if isinstance(i.op, Factory)}
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
         self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -1,0 +1,69 @@
+"""Branches of a recorded function that were not taken."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+
+from vescale.static._call_tree import FunctionCall
+from vescale.static._source import FunctionSource
+
+__all__ = ["untaken_branches"]
+
+
+def untaken_branches(call: FunctionCall, source: FunctionSource) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Nodes before which a static forward refuses to go on, and ``if`` statements without an ``else`` that were always true."""
+    numbers = {id(node): number for number, node in enumerate(source.nodes)}
+    visits = _Visits(call, source, numbers)
+    refused: list[int] = []
+    refused_else: list[int] = []
+    for node in source.nodes:
+        for arm in _arms(node):
+            count = visits.of(arm[0] if isinstance(arm, list) else arm)
+            if count == 0:
+                refused.append(numbers[id(arm[0] if isinstance(arm, list) else arm)])
+        if isinstance(node, ast.If) and not node.orelse:
+            tests, taken = visits.of(node.test), visits.of(node.body[0])
+            if tests and taken is not None and tests == taken:
+                refused_else.append(numbers[id(node)])
+    return tuple(refused), tuple(refused_else)
+
+
+def _arms(node: ast.AST) -> Iterator[list[ast.stmt] | ast.expr]:
+    match node:
+        case ast.If() | ast.For() | ast.While():
+            yield node.body
+            if node.orelse:
+                yield node.orelse
+        case ast.IfExp():
+            yield node.body
+            yield node.orelse
+        case ast.BoolOp():
+            yield from node.values[1:]
+        case ast.Try():
+            yield from (handler.body for handler in node.handlers)
+            if node.orelse:
+                yield node.orelse
+        case ast.Match():
+            yield from (case.body for case in node.cases)
+
+
+class _Visits:
+    def __init__(self, call: FunctionCall, source: FunctionSource, numbers: Mapping[int, int]) -> None:
+        self.numbers = numbers
+        # node -> (part, offset) -> visits
+        self.by_node: dict[int, dict[tuple[int, int], int]] = {}
+        for part, offsets in enumerate(source.node_of):
+            for offset, node in offsets.items():
+                self.by_node.setdefault(node, {})[part, offset] = call.visits[part, offset]
+
+    def of(self, node: ast.AST) -> int | None:
+        """How often a node was reached: visits of its first instruction; None if it has none."""
+        found: dict[tuple[int, int], int] = {}
+        for inner in _below(node):
+            found.update(self.by_node.get(self.numbers[id(inner)], {}))
+        return found[min(found)] if found else None
+
+
+def _below(node: ast.AST) -> Iterable[ast.AST]:
+    return ast.walk(node)

@@ -1,0 +1,162 @@
+"""Which functions a recorded forward ran, from where, and which of their instructions."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale.compat import MODULE_CALL
+from vescale.static._source import code_objects
+
+__all__ = ["CallTree", "FunctionCall", "Site"]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARY = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib")})
+_PACKAGES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib")})
+_DECORATORS = os.path.join(_TORCH, "utils", "_contextlib.py")  # torch.no_grad() around a forward
+# What runs a module's forward.
+_MODULE_CALLS = frozenset(code_objects(MODULE_CALL.__code__))
+_MODULE_FILE = MODULE_CALL.__code__.co_filename
+
+Site = tuple["FunctionCall", int, int]
+
+
+class FunctionCall:
+    """A function, reached by one way from the forward of a module; loops reach the same one several times.
+
+    Attributes:
+        module: path of the module whose forward leads here.
+        code: of the function.
+        caller: (function, part, offset) of the call; None for the module's forward.
+        is_direct: whether the caller's own instruction calls the function, and no other code between them.
+        parts: the code objects of the function and of those defined in it; a position in a function is (part, offset).
+        visits: how often the instruction at a position ran.
+        called: the functions called from here, by position and code object.
+    """
+
+    def __init__(self, module: str, code: types.CodeType, caller: Site | None, is_direct: bool) -> None:
+        self.module, self.code, self.caller, self.is_direct = module, code, caller, is_direct
+        self.parts = {part: number for number, part in enumerate(code_objects(code))}
+        self.visits: Counter[tuple[int, int]] = Counter()
+        self.called: dict[tuple[int, int, types.CodeType], FunctionCall] = {}
+
+    def all_below(self) -> Iterator[FunctionCall]:
+        """This one and all that are called from it."""
+        yield self
+        for call in self.called.values():
+            yield from call.all_below()
+
+
+class CallTree:
+    """Records the functions that a thread runs while it is entered.
+
+    Args:
+        current_module: the running module and its path; None outside of the model.
+    """
+
+    def __init__(self, current_module: Callable[[], tuple[nn.Module, str] | None]) -> None:
+        self.forwards: dict[str, FunctionCall] = {}  # by the module's path
+        self._current_module = current_module
+        self._is_root = True
+        self._running: list[tuple[types.FrameType, FunctionCall]] = []
+
+    def __enter__(self) -> CallTree:
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.settrace(self._before)
+
+    def site(self, frame: types.FrameType | None) -> tuple[Site, bool] | None:
+        """Where the recorded functions are, and whether only PyTorch's own wrappers of functions are between there and
+        ``frame``, which runs a torch function; None outside of recorded functions."""
+        if not self._running:
+            return None
+        top, call = self._running[-1]
+        is_direct = True
+        while frame is not None and frame is not top:
+            is_direct &= _is_wrapper(frame.f_code)
+            frame = frame.f_back
+        if frame is None:
+            return None
+        return (call, call.parts[top.f_code], top.f_lasti), is_direct
+
+    def _called(self, frame: types.FrameType, event: str, _: Any) -> Any:
+        if not _is_recorded(frame.f_code.co_filename):
+            return None
+        call = self._find(frame)
+        if call is None:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self._running.append((frame, call))
+        part, visits = call.parts[frame.f_code], call.visits
+
+        def trace(frame: types.FrameType, event: str, _: Any) -> Any:
+            if event == "opcode":
+                visits[part, frame.f_lasti] += 1
+            elif event == "return":
+                while self._running and self._running.pop()[0] is not frame:
+                    pass
+            return trace
+
+        return trace
+
+    def _find(self, frame: types.FrameType) -> FunctionCall | None:
+        code, back = frame.f_code, frame.f_back
+        if self._is_root and not self.forwards:
+            root = self.forwards[""] = FunctionCall("", code, None, True)
+            return root
+        if back is not None and back.f_code in _MODULE_CALLS:
+            running = self._current_module()
+            if running is None:
+                return None
+            module, path = running
+            if back.f_locals.get("self") is module:
+                known = self.forwards.get(path)
+                if known is None or known.code is not code:
+                    known = self.forwards[path] = FunctionCall(path, code, None, True)
+                return known
+        if not self._running:
+            return None
+        for _, call in reversed(self._running):
+            if code in call.parts:
+                return call
+        top, call = self._running[-1]
+        position = call.parts[top.f_code], top.f_lasti
+        key = (*position, code)
+        if key not in call.called:
+            call.called[key] = FunctionCall(call.module, code, (call, *position), back is top)
+        return call.called[key]
+
+
+@functools.cache
+def _is_recorded(file: str) -> bool:
+    """Whether the functions of a file belong to models rather than to what they are made with."""
+    if file.startswith(_OURS) or not file.endswith(".py") or file == _MODULE_FILE:
+        return False
+    if file.startswith(_TORCH):
+        return file.startswith(_MODULES) or file == _DECORATORS
+    return file.startswith(_PACKAGES) or not file.startswith(_LIBRARY)
+
+
+@functools.cache
+def _is_wrapper(code: types.CodeType) -> bool:
+    """Whether a function only passes a call to a torch function on, to modes and subclasses."""
+    file = code.co_filename
+    return file.startswith((_OURS, os.path.join(_TORCH, "overrides.py"), os.path.join(_TORCH, "_tensor.py"))) or file in (
+        os.path.join(_TORCH, "functional.py"),
+        os.path.join(_TORCH, "_jit_internal.py"),
+        os.path.join(_TORCH, "nn", "functional.py"),
+    )

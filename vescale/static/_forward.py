@@ -1,0 +1,151 @@
+"""``StaticForward``: the forward of a model that runs in static mode where it can, and in eager mode otherwise."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale.compat import CALL_OVERRIDE, is_native, tensors_in
+from vescale.runtime import Activation, Runtime, current_activation
+from vescale.static._guards import settings
+from vescale.static._program import StaticProgram
+from vescale.static._record import Recorder
+from vescale.static._tensor_type import UnrecordedError
+
+__all__ = ["StaticForward"]
+
+_MAX_PROGRAMS = 8
+_MAX_WAITING = 3  # forwards without a backward, after which a recording is given up
+
+
+class StaticForward:
+    """The forward of the outermost module of a model.
+
+    Attributes:
+        programs: by what distinguishes calls.
+        recordings: how many steps were recorded.
+        fallbacks: how many steps ran in eager mode, by reason.
+        static_steps: how many did not.
+    """
+
+    def __init__(self, runtime: Runtime, model: nn.Module) -> None:
+        self.runtime = runtime
+        self.model = weakref.ref(model)
+        self.programs: dict[Any, StaticProgram] = {}
+        self.recordings = 0
+        self.static_steps = 0
+        self.fallbacks: Counter[str] = Counter()
+        self._recorders: dict[Any, Recorder] = {}
+        self._waiting: Counter[Any] = Counter()
+        self._lock = threading.RLock()
+        functools.update_wrapper(self, type(model).forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model, activation = self.model(), current_activation()
+        assert model is not None
+        reason = self._why_eager(model, activation)
+        if reason:
+            return self._eager(model, reason, args, kwargs)
+        assert activation is not None
+        with self._lock:
+            key = self._key(args, kwargs)
+            program = self.programs.get(key) or self._finish(model, key)
+            if program is None:
+                return self._record(model, activation, key, args, kwargs)
+            if not program.is_static:
+                return self._eager(model, program.eager_modules.get("", "nothing was recorded"), args, kwargs)
+            broken = program.guards.broken()
+            if broken:
+                del self.programs[key]
+                return self._eager(model, broken, args, kwargs)
+            try:
+                result = program.run(args, kwargs)
+            except UnrecordedError as problem:
+                return self._eager(model, str(problem), args, kwargs)
+            self.static_steps += 1
+            return result
+
+    def _why_eager(self, model: nn.Module, activation: Activation | None) -> str:
+        if activation is None or len(activation.frames) != 1 or activation.frames[0].module is not model:
+            return "the model runs inside of another forward"
+        if activation.recorder is not None:
+            return "a forward inside of a recorded one"
+        return "" if is_native() else "the C++ helpers are not built"
+
+    def _eager(self, model: nn.Module, reason: str, args: Any, kwargs: Any) -> Any:
+        self.fallbacks[reason] += 1
+        return type(model).forward(model, *args, **kwargs)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What distinguishes calls that are recorded separately."""
+        return settings(), _shape_of(args), tuple((name, _shape_of(value)) for name, value in kwargs.items())
+
+    def _record(self, model: nn.Module, activation: Activation, key: Any, args: Any, kwargs: Any) -> Any:
+        waiting = self._recorders.get(key)
+        if waiting is not None and self._waiting[key] < _MAX_WAITING:
+            self._waiting[key] += 1
+            return self._eager(model, "the backward of the recorded step has not been seen", args, kwargs)
+        if len(self.programs) >= _MAX_PROGRAMS:
+            return self._eager(model, f"there are {_MAX_PROGRAMS} recordings already", args, kwargs)
+
+        def running() -> tuple[nn.Module, str] | None:
+            frame = activation.frames[-1]
+            return frame.module, frame.path
+
+        names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
+        recorder = Recorder(running, names)
+        self._recorders[key] = recorder
+        self.recordings += 1
+        overridden = []
+        for path, module in model.named_modules():
+            if path:
+                overridden.append(module.__dict__)
+                module.__dict__[CALL_OVERRIDE] = functools.partial(_call, recorder, path, module)
+        activation.recorder = recorder
+        try:
+            return recorder.run(functools.partial(type(model).forward, model), args, kwargs)
+        finally:
+            activation.recorder = None
+            for held in overridden:
+                held.pop(CALL_OVERRIDE, None)
+
+    def _finish(self, model: nn.Module, key: Any) -> StaticProgram | None:
+        recorder = self._recorders.get(key)
+        if recorder is None or not recorder.is_complete:
+            return None
+        del self._recorders[key]
+        program = self.programs[key] = StaticProgram(self.runtime, model, recorder)
+        return program
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StaticForward:
+        model = self.model()
+        return StaticForward(memo[id(self.runtime)], memo.get(id(model), model))
+
+
+def _call(recorder: Recorder, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return recorder.call_module(path, module, args, kwargs)
+
+
+def _shape_of(value: Any) -> Any:
+    """Structure of an argument, without sizes other than 0 and 1."""
+    if isinstance(value, DTensor):
+        small = tuple(size if size < 2 else -1 for size in value.shape)
+        return "DTensor", tuple(value.placements), value.dtype, value.device.type, value.requires_grad, small
+    if isinstance(value, torch.Tensor):
+        return "Tensor", value.dtype, value.device.type, value.requires_grad, value.ndim
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_shape_of, value))
+    if isinstance(value, dict):
+        return type(value), tuple((key, _shape_of(item)) for key, item in value.items())
+    if isinstance(value, bool | int | float | str | bytes | type(None)):
+        return type(value), value
+    if any(True for _ in tensors_in(value)):
+        return type(value), tuple(map(_shape_of, tensors_in(value)))
+    return type(value), id(value)

@@ -1,0 +1,76 @@
+"""Running a torch function on local tensors beside its call on DTensors, to compare the results."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale.compat import local_of, map_tensors, no_torch_function
+from vescale.static._size_functions import SIZE_READERS, SIZE_TAKERS
+
+__all__ = ["LocalRun", "run_on_locals"]
+
+
+class LocalRun(enum.Enum):
+    """What a torch function returns for the local tensors."""
+
+    SAME = "the local results, bit for bit"
+    SIZES = "local sizes where the DTensors give global ones"
+    TAKES_SIZES = "the local results, given local sizes"
+    DIFFERS = "something else, or it raises"
+
+
+def run_on_locals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, is_random: bool) -> LocalRun:
+    """Compare ``result`` of a function that writes to none of its arguments."""
+    held = [isinstance(x, DTensor) for x in _leaves((args, kwargs))]
+    if is_random:
+        return LocalRun.DIFFERS if any(held) else LocalRun.SAME
+    local = _attempt(func, _local(args), _local(kwargs))
+    if func in SIZE_READERS:
+        return LocalRun.SAME if local == result else LocalRun.SIZES
+    if _is_same(_local(result), local):
+        return LocalRun.SAME
+    if func in SIZE_TAKERS and isinstance(result, DTensor):
+        shape = list(local_of(result).shape)
+        if not kwargs and _is_same(_local(result), _attempt(func, (_local(args[0]), shape), {})):
+            return LocalRun.TAKES_SIZES
+    return LocalRun.DIFFERS
+
+
+def _attempt(func: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        with no_torch_function(), torch.no_grad():
+            return func(*args, **kwargs)
+    except Exception:  # whatever the function raises for sizes of a part
+        return None
+
+
+def _local(value: Any) -> Any:
+    return map_tensors(lambda x: (local_of(x) if isinstance(x, DTensor) else x).detach(), value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    map_tensors(lambda x: found.append(x) or x, value)  # type: ignore[func-returns-value]
+    return found
+
+
+def _is_same(expected: Any, found: Any) -> bool:
+    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+        same = expected.shape == found.shape and expected.dtype == found.dtype and expected.device == found.device
+        return same and bool(torch.equal(_bits(expected), _bits(found)))
+    if type(expected) is not type(found):
+        return False
+    if isinstance(expected, list | tuple):
+        return len(expected) == len(found) and all(map(_is_same, expected, found))
+    if isinstance(expected, dict):
+        return list(expected) == list(found) and all(map(_is_same, expected.values(), found.values()))
+    return bool(expected == found)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, so that NaN equals NaN."""
+    return x.contiguous().view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)

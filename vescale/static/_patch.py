@@ -1,0 +1,172 @@
+"""Changing functions at recorded positions: other functions run there, and branches that were not taken are refused."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+import types
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vescale.static._source import FunctionSource, compile_function
+
+__all__ = ["REFUSE", "SLICE", "Patch", "callee_of", "can_be_site", "make_function", "patched_code", "site_name"]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What is changed in a function; nodes are numbers of ``source.nodes``.
+
+    Attributes:
+        sites: expressions (calls, operators, attributes, subscripts) whose function another one gets: ``f(x)`` becomes
+            ``site(f, x)``, and ``a + b`` ``site(None, a, b)``.
+        swaps: calls whose function is looked up: ``f(x)`` becomes ``swap(f)(x)``.
+        refused: statements and expressions of which the first in a list, or the whole, is preceded by a refusal.
+        refused_else: ``if`` statements that get a refusal as their ``else``.
+    """
+
+    sites: tuple[int, ...] = ()
+    swaps: tuple[int, ...] = ()
+    refused: tuple[int, ...] = ()
+    refused_else: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.sites or self.swaps or self.refused or self.refused_else)
+
+
+REFUSE, SLICE = "_vescale_refuse_", "_vescale_slice_"
+
+
+def site_name(node: int) -> str:
+    return f"_vescale_{node}_"
+
+
+def callee_of(node: ast.AST) -> Callable[..., Any] | None:
+    """What an expression that is no call computes, as a function of the operands that a site gets."""
+    if isinstance(node, ast.Attribute):
+        return operator.attrgetter(node.attr)
+    if isinstance(node, ast.Subscript):
+        return operator.getitem
+    if isinstance(node, ast.AugAssign):
+        return _IN_PLACE[type(node.op).__name__]
+    if isinstance(node, ast.BinOp | ast.UnaryOp):
+        return _OPERATORS[type(node.op).__name__]
+    if isinstance(node, ast.Compare):
+        return _OPERATORS[type(node.ops[0]).__name__]
+    return None
+
+
+_OPERATORS = {
+    "Add": operator.add, "Sub": operator.sub, "Mult": operator.mul, "Div": operator.truediv, "FloorDiv": operator.floordiv,
+    "Mod": operator.mod, "Pow": operator.pow, "MatMult": operator.matmul, "BitAnd": operator.and_, "BitOr": operator.or_,
+    "BitXor": operator.xor, "LShift": operator.lshift, "RShift": operator.rshift,
+    "Eq": operator.eq, "NotEq": operator.ne, "Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge,
+    "USub": operator.neg, "UAdd": operator.pos, "Invert": operator.invert,
+}  # fmt: skip
+_IN_PLACE = {
+    "Add": operator.iadd, "Sub": operator.isub, "Mult": operator.imul, "Div": operator.itruediv,
+    "FloorDiv": operator.ifloordiv, "Mod": operator.imod, "Pow": operator.ipow, "MatMult": operator.imatmul,
+    "BitAnd": operator.iand, "BitOr": operator.ior, "BitXor": operator.ixor, "LShift": operator.ilshift,
+    "RShift": operator.irshift,
+}  # fmt: skip
+
+
+def can_be_site(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute | ast.Subscript):
+        return isinstance(node.ctx, ast.Load)
+    if isinstance(node, ast.Compare):
+        return len(node.ops) == 1 and type(node.ops[0]).__name__ in _OPERATORS
+    if isinstance(node, ast.UnaryOp):
+        return not isinstance(node.op, ast.Not)
+    if isinstance(node, ast.AugAssign):
+        return isinstance(node.target, ast.Name)
+    return isinstance(node, ast.Call | ast.BinOp)
+
+
+@functools.lru_cache(maxsize=4096)
+def patched_code(source: FunctionSource, patch: Patch) -> types.CodeType | None:
+    tree = source.copy_tree()
+    numbers = {id(node): number for number, node in enumerate(ast.walk(tree))}
+    changed = _Rewriter(numbers, patch).visit(tree)
+    names = [site_name(node) for node in (*patch.sites, *patch.swaps)]
+    return compile_function(changed, source.code, (*names, REFUSE, SLICE))
+
+
+def make_function(original: types.FunctionType, code: types.CodeType, cells: Mapping[str, Any]) -> types.FunctionType:
+    """A function like ``original`` that runs ``code``; ``cells``: the values of its further free variables."""
+    own = dict(zip(original.__code__.co_freevars, original.__closure__ or (), strict=True))
+    closure = tuple(own[name] if name in own else types.CellType(cells[name]) for name in code.co_freevars)
+    made = types.FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
+    made.__kwdefaults__ = original.__kwdefaults__
+    made.__dict__.update(original.__dict__)
+    made.__qualname__, made.__module__, made.__doc__ = original.__qualname__, original.__module__, original.__doc__
+    return made
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, numbers: Mapping[int, int], patch: Patch) -> None:
+        self.numbers = numbers
+        self.sites: Collection[int] = frozenset(patch.sites)
+        self.swaps: Collection[int] = frozenset(patch.swaps)
+        self.refused: Collection[int] = frozenset(patch.refused)
+        self.refused_else: Collection[int] = frozenset(patch.refused_else)
+
+    def visit(self, node: ast.AST) -> Any:
+        number = self.numbers.get(id(node), -1)
+        self.generic_visit(node)
+        made: ast.AST = node
+        if number in self.sites:
+            made = _as_site(node, site_name(number))
+        elif number in self.swaps:
+            assert isinstance(node, ast.Call)
+            node.func = _call(site_name(number), [node.func])
+        if number in self.refused_else:
+            assert isinstance(node, ast.If)
+            node.orelse = [ast.Expr(_refusal(node))]
+        if number in self.refused:
+            if isinstance(made, ast.stmt):
+                return [ast.copy_location(ast.Expr(_refusal(node)), node), made]
+            return ast.copy_location(ast.BoolOp(ast.Or(), [_refusal(node), made]), node)  # type: ignore[list-item]
+        return ast.copy_location(made, node) if made is not node and hasattr(node, "lineno") else made
+
+
+def _call(name: str, args: list[Any], keywords: list[ast.keyword] | None = None) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), args, keywords or [])
+
+
+def _refusal(node: ast.AST) -> ast.Call:
+    return _call(REFUSE, [ast.Constant(getattr(node, "lineno", 0))])
+
+
+def _as_site(node: ast.AST, name: str) -> ast.AST:
+    none = ast.Constant(None)
+    match node:
+        case ast.Call():
+            return _call(name, [node.func, *node.args], node.keywords)
+        case ast.Attribute():
+            return _call(name, [none, node.value])
+        case ast.Subscript():
+            return _call(name, [none, node.value, _index(node.slice)])
+        case ast.BinOp():
+            return _call(name, [none, node.left, node.right])
+        case ast.UnaryOp():
+            return _call(name, [none, node.operand])
+        case ast.Compare():
+            return _call(name, [none, node.left, node.comparators[0]])
+        case ast.AugAssign():
+            assert isinstance(node.target, ast.Name)
+            value = _call(name, [none, ast.Name(node.target.id, ast.Load()), node.value])
+            return ast.Assign([node.target], value)
+    raise AssertionError(f"no site at {ast.dump(node)}")
+
+
+def _index(node: ast.expr) -> ast.expr:
+    """An index as an expression of its own: slices become objects."""
+    if isinstance(node, ast.Slice):
+        bounds = [bound if bound is not None else ast.Constant(None) for bound in (node.lower, node.upper, node.step)]
+        return ast.Call(ast.Name(SLICE, ast.Load()), bounds, [])
+    if isinstance(node, ast.Tuple):
+        return ast.Tuple([_index(item) for item in node.elts], ast.Load())
+    return node

@@ -1,0 +1,223 @@
+"""``StaticProgram``: the functions that run in a static forward, and what modules show meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale.compat import CALL_OVERRIDE, call_module, local_of, no_torch_function, with_torch_function
+from vescale.ops import enter_local
+from vescale.runtime import Runtime, current_activation
+from vescale.static._analysis import Eager, FunctionPlan, ModulePlan, ReadSizes, TakeSizes, analyze
+from vescale.static._guards import Guards
+from vescale.static._patch import REFUSE, SLICE, callee_of, make_function, patched_code, site_name
+from vescale.static._placing import LocalPlacing
+from vescale.static._record import Recorder
+from vescale.static._sites import EagerCall, map_in_order, read_sizes, take_sizes
+from vescale.static._tensor_type import TensorType, UnrecordedError, type_of
+
+__all__ = ["StaticProgram"]
+
+
+class StaticProgram:
+    """What a recorded step became.
+
+    Attributes:
+        plans: of the modules that ran, by path.
+        guards: what the program depends on.
+        eager_modules: why modules run in eager mode, by path.
+    """
+
+    def __init__(self, runtime: Runtime, model: nn.Module, recorder: Recorder) -> None:
+        self.runtime = runtime
+        self.plans = analyze(recorder, runtime.mesh)
+        self.guards = Guards(model.named_modules())
+        self._modules = dict(model.named_modules())
+        self.eager_modules = {path: plan.problem for path, plan in self.plans.items() if plan.problem}
+        self.shared: dict[Any, Any] = {}
+        mesh = runtime.mesh
+        self._inputs = [type_of(r, mesh, r.value.grads if r.value else ()) for r in recorder.inputs]
+        self._outputs = [type_of(r, mesh, r.value.grads if r.value else ()) for r in recorder.outputs]
+        self._shown: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._parameters: list[tuple[list[tuple[dict[str, Any], str]], DTensor, TensorType | None]] = []
+        self._root: Callable[..., Any] | None = None
+        if "" in self.plans and not self.plans[""].problem:
+            self._build(recorder)
+
+    @property
+    def is_static(self) -> bool:
+        return self._root is not None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward on local tensors; takes and returns DTensors. Raises UnrecordedError."""
+        assert self._root is not None
+        with no_torch_function():
+            args, kwargs = map_in_order((args, kwargs), [t.to_local for t in self._inputs])
+            with self._showing():
+                result = self._root(*args, **kwargs)
+            return map_in_order(result, [functools.partial(t.to_global, op="output") for t in self._outputs])
+
+    @contextmanager
+    def _showing(self) -> Iterator[None]:
+        for held, shown in self._shown:
+            held.update(shown)
+        try:
+            for places, parameter, kind in self._parameters:
+                local = local_of(parameter) if kind is None else enter_local(parameter, kind.grad)
+                for held, name in places:
+                    held[name] = local
+            yield
+        finally:
+            for held, shown in self._shown:
+                for name in shown:
+                    held.pop(name, None)
+            for places, _, _ in self._parameters:
+                for held, name in places:
+                    held.pop(name, None)
+            self.shared.clear()
+
+    # Building
+
+    def _build(self, recorder: Recorder) -> None:
+        parameters: dict[int, tuple[list[tuple[dict[str, Any], str]], DTensor]] = {}
+        for path, module in self._modules.items():
+            if any(path != outer and _is_inside(path, outer) for outer in self.eager_modules):
+                continue
+            plan = self.plans.get(path)
+            held = module.__dict__
+            if plan is None:
+                self._show(held, CALL_OVERRIDE, _never_ran(path))
+                continue
+            if plan.problem:
+                self._show(held, CALL_OVERRIDE, self._eager_module(path, module, recorder))
+                continue
+            forward = self._forward(module, plan)
+            if path == "":
+                self._root = forward
+            else:
+                self._show(held, CALL_OVERRIDE, self._placed(path, module, forward, recorder))
+            for name, x in [*module._parameters.items(), *module._buffers.items()]:
+                if isinstance(x, DTensor):
+                    parameters.setdefault(id(x), ([], x))[0].append((held, name))
+        mesh = self.runtime.mesh
+        for places, x in parameters.values():
+            value = recorder.values_by_id.get(id(x))
+            kind = None
+            if x.requires_grad and value is not None and value.grads:
+                kind = TensorType(mesh, tuple(x.placements), next(iter(value.grads)), (), ())
+            self._parameters.append((places, x, kind))
+
+    def _show(self, held: dict[str, Any], name: str, value: Any) -> None:
+        self._shown.append((held, {name: value}))
+
+    def _forward(self, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
+        forward = module.__dict__.get("forward", None) if plan.path else None
+        forward = forward if forward is not None else types.MethodType(type(module).forward, module)
+        if plan.forward is None:
+            return forward
+        return self._patched(forward, plan.forward, module)
+
+    def _patched(self, function: Any, plan: FunctionPlan, module: nn.Module) -> Any:
+        if isinstance(function, types.MethodType):
+            return types.MethodType(self._patched(function.__func__, plan, module), function.__self__)
+        code = patched_code(plan.source, plan.patch)
+        if code is None or not isinstance(function, types.FunctionType) or function.__code__ is not plan.call.code:
+            raise UnrecordedError(f"{function} is another function than was recorded")
+        cells: dict[str, Any] = {REFUSE: functools.partial(_refuse, plan.call.code.co_filename), SLICE: slice}
+        for node, action in plan.actions.items():
+            cells[site_name(node)] = self._site(action, callee_of(plan.source.nodes[node]), plan.call.module, module)
+        for node, inner in plan.swaps.items():
+            cells[site_name(node)] = _Swap(inner, functools.partial(self._patched, module=module))
+        return make_function(function, code, cells)
+
+    def _site(self, action: ReadSizes | TakeSizes | Eager, callee: Any, path: str, module: nn.Module) -> Any:
+        if isinstance(action, ReadSizes):
+            return read_sizes(action.function, callee, action.factors)
+        if isinstance(action, TakeSizes):
+            return take_sizes(action.factors)
+        return EagerCall(_activation, lambda: module, path, action.function, action.inputs, action.outputs, callee)
+
+    def _placed(
+        self, path: str, module: nn.Module, forward: Callable[..., Any], recorder: Recorder
+    ) -> Callable[..., Any]:
+        """``forward`` between the entries of the plan at the module's boundary."""
+        instructions = self.runtime.instructions[path]
+        inputs = [LocalPlacing.of(p, recorder, self) for p in instructions.inputs]
+        outputs = [LocalPlacing.of(p, recorder, self) for p in instructions.outputs]
+        if not inputs and not outputs:
+            return forward
+        local = copy.copy(instructions)
+        local.inputs, local.outputs = inputs, outputs  # type: ignore[assignment]
+
+        def placed(*args: Any, **kwargs: Any) -> Any:
+            if inputs:
+                args, kwargs = local.place_inputs(args, kwargs)
+            result = forward(*args, **kwargs)
+            return local.place_outputs(result) if outputs else result
+
+        return placed
+
+    def _eager_module(self, path: str, module: nn.Module, recorder: Recorder) -> Callable[..., Any]:
+        """The module's call in eager mode, between local tensors."""
+        mesh = self.runtime.mesh
+        inputs, outputs = recorder.module_calls[path]
+        to_global = [
+            functools.partial(type_of(r, mesh, r.value.grads if r.value else ()).to_global, op=path) for r in inputs
+        ]
+        to_local = [type_of(r, mesh, r.value.grads if r.value else ()).to_local for r in outputs]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = map_in_order((args, kwargs), to_global)
+            with with_torch_function():
+                result = call_module(module, args, kwargs)
+            return map_in_order(result, to_local)
+
+        return call
+
+
+class _Swap:
+    """Looks up the patched function that is called at a place."""
+
+    def __init__(self, plan: FunctionPlan, make: Callable[[Any, FunctionPlan], Any]) -> None:
+        self.plan, self.make = plan, make
+        self.made: dict[types.FunctionType, Any] = {}
+
+    def __call__(self, function: Any) -> Any:
+        own = None
+        if type(function) is types.MethodType:
+            function, own = function.__func__, function.__self__
+        elif type(function) is not types.FunctionType and not self.plan.calls_torch:
+            return function  # getattr, or a class, which calls the recorded function in turn
+        made = self.made.get(function)
+        if made is None:
+            made = self.made[function] = self.make(function, self.plan)
+        return made if own is None else types.MethodType(made, own)
+
+
+def _activation() -> Any:
+    return current_activation()
+
+
+def _refuse(file: str, line: int) -> None:
+    raise UnrecordedError(f"{file}:{line} was not recorded")
+
+
+def _never_ran(path: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise UnrecordedError(f"the module {path} was not recorded")
+
+    return call
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return outer == "" or path == outer or path.startswith(outer + ".")
+
+

@@ -1,0 +1,142 @@
+"""What runs at call sites of a static forward in place of a torch function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from vescale.compat import map_tensors, no_torch_function, with_torch_function
+from vescale.runtime import Activation, Frame
+from vescale.static._size_functions import SIZE_READERS
+from vescale.static._tensor_type import TensorType, UnrecordedError
+
+__all__ = ["EagerCall", "map_in_order", "read_sizes", "take_sizes"]
+
+Callee = Callable[..., Any]
+
+
+def read_sizes(function: Any, callee: Callee | None, factors: Sequence[int]) -> Callable[..., Any]:
+    """A site that calls one of :data:`SIZE_READERS` on a local tensor; ``callee`` is an attribute's getter, None if the site
+    is a call."""
+    factors = tuple(factors)
+    read = SIZE_READERS[function]
+
+    def whole(x: torch.Tensor) -> torch.Size:
+        return torch.Size([size * factor for size, factor in zip(x.shape, factors, strict=True)])
+
+    if callee is not None:
+        return lambda _, x: whole(x)
+
+    def call(f: Any, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(f, "__self__", None)
+        if isinstance(owner, torch.Tensor):  # a method: x.size(0)
+            return read(whole(owner), *args, **kwargs)
+        return read(whole(args[0]), *args[1:], **kwargs)  # a function: len(x)
+
+    return call
+
+
+def take_sizes(factors: Sequence[int]) -> Callable[..., Any]:
+    """A site that calls one of :data:`SIZE_TAKERS`; ``factors`` are those of the result."""
+    factors = tuple(factors)
+
+    def localized(sizes: Sequence[int]) -> list[int]:
+        made = []
+        for size, factor in zip(sizes, factors, strict=True):
+            if factor > 1 and size > 0:
+                if size % factor:
+                    raise UnrecordedError(f"size {size} is not divisible by {factor}")
+                size //= factor
+            made.append(size)
+        return made
+
+    def call(f: Callee, *sizes: Any) -> Any:
+        if len(sizes) == 1 and not isinstance(sizes[0], int):
+            sizes = sizes[0]
+        return f(*localized(sizes))
+
+    return call
+
+
+class EagerCall:
+    """A site that runs its function on DTensors, in the model's eager mode.
+
+    Args:
+        function: the recorded torch function.
+        inputs, outputs: of its tensors, in order.
+        callee: for sites that are no calls: what runs there.
+    """
+
+    def __init__(
+        self,
+        activation: Callable[[], Activation],
+        module: Callable[[], nn.Module],
+        path: str,
+        function: Any,
+        inputs: Sequence[TensorType],
+        outputs: Sequence[TensorType],
+        callee: Callee | None,
+    ) -> None:
+        self.activation, self.module, self.path, self.function = activation, module, path, function
+        self.inputs, self.outputs, self.callee = tuple(inputs), tuple(outputs), callee
+
+    def __call__(self, f: Callee | None, *args: Any, **kwargs: Any) -> Any:
+        activation = self.activation()
+        activation.frames.append(Frame(self.module(), self.path))
+        activation.runtime.timeline.mark(self.path)
+        try:
+            with with_torch_function(), _Intercept(self) as mode:
+                result = (f if self.callee is None else self.callee)(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            activation.frames.pop()
+        if not mode.was_called:
+            raise UnrecordedError(f"{self.function} was not called")
+        return result
+
+
+class _Intercept(TorchFunctionMode):
+    """Runs the function of an :class:`EagerCall` on DTensors, as it was recorded with."""
+
+    def __init__(self, site: EagerCall) -> None:
+        super().__init__()
+        self.site = site
+        self.was_called = False
+
+    def __torch_function__(
+        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        site = self.site
+        if func != site.function or self.was_called:
+            raise UnrecordedError(f"{func} in place of {site.function}")
+        self.was_called = True
+        name = getattr(func, "__name__", str(func))
+        with no_torch_function():
+            args, kwargs = map_in_order((args, kwargs or {}), [lambda x, t=t: t.to_global(x, name) for t in site.inputs])
+        result = func(*args, **kwargs)
+        with no_torch_function():
+            return map_in_order(result, [t.to_local for t in site.outputs])
+
+
+def map_in_order(value: Any, changes: Sequence[Callable[[torch.Tensor], Any]]) -> Any:
+    """``value`` with its tensors changed, each by the next of ``changes``; one that occurs twice becomes one."""
+    waiting, made = iter(changes), {}
+    count = 0
+
+    def change(x: torch.Tensor) -> Any:
+        nonlocal count
+        count += 1
+        function = next(waiting, None)
+        if function is None:
+            raise UnrecordedError("more tensors than recorded")
+        if id(x) not in made:
+            made[id(x)] = x, function(x)
+        return made[id(x)][1]
+
+    result = map_tensors(change, value)
+    if count != len(changes):
+        raise UnrecordedError("fewer tensors than recorded")
+    return result

@@ -1,0 +1,164 @@
+"""``FunctionSource``: the syntax tree of a Python function, and which of its nodes each of its instructions belongs to."""
+
+from __future__ import annotations
+
+import __future__
+
+import ast
+import copy
+import functools
+import linecache
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["FunctionSource", "code_objects", "compile_function", "source_of"]
+
+_FUTURES = functools.reduce(
+    lambda flags, name: flags | getattr(__future__, name).compiler_flag, __future__.all_feature_names, 0
+)
+_OUTER = "__vescale_outer__"
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionSource:
+    """Where a code object comes from.
+
+    Attributes:
+        code: of the function.
+        tree: the function's definition. The nodes of a copy that :func:`compile_function` may change have the same order.
+        nodes: the nodes of ``tree`` in the order of ``ast.walk``.
+        node_of: for each code object of the function and of those defined in it, by position in :func:`code_objects`: the
+            number of the node that an instruction belongs to, by the instruction's offset.
+    """
+
+    code: types.CodeType
+    tree: Function
+    nodes: tuple[ast.AST, ...]
+    node_of: tuple[dict[int, int], ...]
+
+    def copy_tree(self) -> Function:
+        return copy.deepcopy(self.tree)
+
+
+def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code object and those defined in it (comprehensions, lambdas, functions), outer ones first."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from code_objects(constant)
+
+
+@functools.cache
+def source_of(code: types.CodeType) -> FunctionSource | None:
+    """The source of a function; None if it cannot be told: it was generated, or the file has changed since it was read."""
+    tree = _definition(_text(code), code)
+    if tree is None or _is_mangled(code):
+        return None
+    nodes = tuple(ast.walk(tree))
+    marked = copy.deepcopy(tree)
+    for number, node in enumerate(ast.walk(marked)):
+        if hasattr(node, "lineno"):
+            node.end_lineno = node.lineno  # type: ignore[attr-defined]
+            node.col_offset = node.end_col_offset = number  # type: ignore[attr-defined]
+    compiled = compile_function(marked, code)
+    if compiled is None or not _is_same(compiled, code):
+        return None
+    node_of = []
+    for part in code_objects(compiled):
+        offsets = {}
+        for index, (_, _, column, _) in enumerate(part.co_positions()):
+            if column is not None and column < len(nodes):
+                offsets[2 * index] = column
+        node_of.append(offsets)
+    return FunctionSource(code, tree, nodes, tuple(node_of))
+
+
+def compile_function(tree: Function, like: types.CodeType, names: tuple[str, ...] = ()) -> types.CodeType | None:
+    """The code object of a definition, compiled where ``like`` was: same file, flags and free variables, and ``names`` as
+    further free variables. None if it does not compile."""
+    free = [*like.co_freevars, *names]
+    arguments = ast.arguments(
+        posonlyargs=[], args=[ast.arg(arg=name) for name in free], kwonlyargs=[], kw_defaults=[], defaults=[]
+    )
+    body: ast.stmt = ast.Return(value=tree) if isinstance(tree, ast.Lambda) else tree
+    outer = ast.FunctionDef(name=_OUTER, args=arguments, body=[body], decorator_list=[], type_params=[])
+    # Method calls on imported modules compile to other instructions; nothing of this module runs but the definition.
+    imports = [ast.Import(names=[ast.alias(name=name)]) for name in _imported(_text(like))]
+    module = ast.fix_missing_locations(ast.Module(body=[*imports, outer], type_ignores=[]))
+    try:
+        compiled = compile(module, like.co_filename, "exec", flags=like.co_flags & _FUTURES, dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return None
+    holder = next(part for part in compiled.co_consts if isinstance(part, types.CodeType))
+    made = [part for part in holder.co_consts if isinstance(part, types.CodeType) and part.co_name == like.co_name]
+    return made[-1] if made else None
+
+
+def _text(code: types.CodeType) -> str:
+    return "".join(linecache.getlines(code.co_filename))
+
+
+@functools.lru_cache(maxsize=64)
+def _imported(text: str) -> tuple[str, ...]:
+    """Names that the module's own code imports."""
+    names: dict[str, None] = {}
+    waiting: list[ast.AST] = [_module(text) or ast.Module(body=[], type_ignores=[])]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            names.update({(alias.asname or alias.name).partition(".")[0]: None for alias in node.names})
+        elif isinstance(node, ast.ImportFrom):
+            names.update({alias.asname or alias.name: None for alias in node.names if alias.name != "*"})
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            waiting.extend(ast.iter_child_nodes(node))
+    return tuple(sorted(names))
+
+
+def _definition(text: str, code: types.CodeType) -> Function | None:
+    tree = _module(text)
+    if tree is None:
+        return None
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Lambda):
+            if code.co_name == "<lambda>" and node.lineno == code.co_firstlineno:
+                found.append(node)
+        elif isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if first == code.co_firstlineno:
+                found.append(node)
+    if len(found) != 1:
+        return None
+    definition = copy.deepcopy(found[0])
+    if isinstance(definition, ast.FunctionDef):
+        definition.decorator_list = []  # evaluated already, as are default values and annotations
+        definition.returns = None
+        arguments = definition.args
+        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
+            if argument is not None:
+                argument.annotation = None
+    return definition
+
+
+@functools.lru_cache(maxsize=64)
+def _module(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _is_mangled(code: types.CodeType) -> bool:
+    """Whether names depend on the class that the function is defined in."""
+    names = (name for part in code_objects(code) for name in (*part.co_names, *part.co_varnames, *part.co_freevars))
+    return any(name.startswith("_") and "__" in name[1:] and not name.endswith("__") for name in names)
+
+
+def _is_same(made: types.CodeType, code: types.CodeType) -> bool:
+    ours, theirs = list(code_objects(made)), list(code_objects(code))
+    return len(ours) == len(theirs) and all(
+        a.co_code == b.co_code and a.co_names == b.co_names and a.co_freevars == b.co_freevars
+        for a, b in zip(ours, theirs, strict=True)
+    )

@@ -1,0 +1,82 @@
+"""``TensorType``: what a local tensor is the part of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.ops import enter_local, leave_local
+from vescale.static._record import TensorRecord
+
+__all__ = ["TensorType", "UnrecordedError", "type_of"]
+
+
+class UnrecordedError(Exception):
+    """A static forward met what was not recorded; the step is repeated in eager mode."""
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """The DTensor that a local tensor is the part of.
+
+    Attributes:
+        placements: of the tensor; None for a plain tensor, which is the same on every rank.
+        grad: of its gradient: the local gradients are the parts of a DTensor with these placements. None: unknown.
+        factors: global size by local size, for each dim; 0 for a dim that the ranks do not share evenly.
+        sizes: (global, local) sizes as recorded, which count where the factor is 0.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...] | None
+    grad: tuple[Placement, ...] | None
+    factors: tuple[int, ...]
+    sizes: tuple[tuple[int, int], ...]
+
+    @property
+    def is_even(self) -> bool:
+        return all(self.factors)
+
+    def global_shape(self, local: torch.Tensor) -> tuple[int, ...]:
+        if local.ndim != len(self.factors):
+            raise UnrecordedError(f"a tensor of {local.ndim} dims in place of one of {len(self.factors)}")
+        shape = []
+        for size, factor, (whole, part) in zip(local.shape, self.factors, self.sizes):
+            if not factor and size != part:
+                raise UnrecordedError(f"the uneven size {size} in place of {part}")
+            shape.append(size * factor if factor else whole)
+        return tuple(shape)
+
+    def to_global(self, local: torch.Tensor, op: str) -> torch.Tensor:
+        """The DTensor with this local tensor, in autograd."""
+        if self.placements is None or isinstance(local, DTensor):
+            return local
+        return leave_local(local, self.mesh, self.placements, self.global_shape(local), op, self.grad)
+
+    def to_local(self, x: torch.Tensor) -> torch.Tensor:
+        """The local tensor of a DTensor of this type, in autograd."""
+        if not isinstance(x, DTensor):
+            if self.placements is not None:
+                raise UnrecordedError(f"a plain tensor in place of one that is {self.placements}")
+            return x
+        if tuple(x.placements) != self.placements:
+            raise UnrecordedError(f"a tensor that is {tuple(x.placements)} in place of {self.placements}")
+        return enter_local(x, self.grad)
+
+
+def type_of(record: TensorRecord, mesh: DeviceMesh, grads: Collection[tuple[Placement, ...]]) -> TensorType:
+    """The type of a recorded tensor; ``grads``: recorded placements of its gradient, one at most."""
+    grad = next(iter(grads), None)
+    if record.placements is None:
+        return TensorType(mesh, None, None, (1,) * len(record.shape), ())
+    factors = []
+    for dim, (whole, part) in enumerate(zip(record.shape, record.local_shape)):
+        share = math.prod(mesh.size(axis) for axis, p in enumerate(record.placements) if getattr(p, "dim", None) == dim)
+        is_even = all(type(p) is Shard for p in record.placements if getattr(p, "dim", None) == dim)
+        factors.append(share if (is_even or share == 1) and part * share == whole else 0)
+    return TensorType(mesh, record.placements, grad, tuple(factors), tuple(zip(record.shape, record.local_shape)))
