@@ -57,7 +57,7 @@ __all__ = [
 
 _STOCK_PLACEMENTS = frozenset([Replicate, Shard, Partial, StridedShard])
 # Entries of all ops. Each takes about 500 bytes; a training step of a large model has some hundreds.
-_MAX_ENTRIES = 4096
+_MAX_ENTRIES = 16384
 _aten = torch.ops.aten
 # PyTorch computes something else than the local results.
 _NEVER = frozenset([_aten.equal.default])

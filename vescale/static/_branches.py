@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from vescale.static._call_tree import FunctionCall
 from vescale.static._source import FunctionSource
@@ -51,6 +51,7 @@ def _arms(node: ast.AST) -> Iterator[list[ast.stmt] | ast.expr]:
 class _Visits:
     def __init__(self, call: FunctionCall, source: FunctionSource, numbers: Mapping[int, int]) -> None:
         self.numbers = numbers
+        self.entered = {part for (part, _), count in call.visits.items() if count}
         # node -> (part, offset) -> visits
         self.by_node: dict[int, dict[tuple[int, int], int]] = {}
         for part, offsets in enumerate(source.node_of):
@@ -58,12 +59,10 @@ class _Visits:
                 self.by_node.setdefault(node, {})[part, offset] = call.visits[part, offset]
 
     def of(self, node: ast.AST) -> int | None:
-        """How often a node was reached: visits of its first instruction; None if it has none."""
+        """How often a node was reached: visits of its first instruction; None if that cannot be told."""
         found: dict[tuple[int, int], int] = {}
-        for inner in _below(node):
+        for inner in ast.walk(node):
             found.update(self.by_node.get(self.numbers[id(inner)], {}))
-        return found[min(found)] if found else None
-
-
-def _below(node: ast.AST) -> Iterable[ast.AST]:
-    return ast.walk(node)
+        if not found or min(found)[0] not in self.entered:
+            return None  # a function that is defined here, and may run elsewhere
+        return found[min(found)]

@@ -26,7 +26,7 @@ _LIBRARY = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "p
 _PACKAGES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib")})
 _DECORATORS = os.path.join(_TORCH, "utils", "_contextlib.py")  # torch.no_grad() around a forward
 # What runs a module's forward.
-_MODULE_CALLS = frozenset(code_objects(MODULE_CALL.__code__))
+_MODULE_CALLS = frozenset([*code_objects(MODULE_CALL.__code__), nn.Module.__call__.__code__])
 _MODULE_FILE = MODULE_CALL.__code__.co_filename
 
 Site = tuple["FunctionCall", int, int]
@@ -137,6 +137,8 @@ class CallTree:
         position = call.parts[top.f_code], top.f_lasti
         key = (*position, code)
         if key not in call.called:
+            while back is not None and back is not top and back.f_code in _MODULE_CALLS:
+                back = back.f_back  # a module that the function has made for itself
             call.called[key] = FunctionCall(call.module, code, (call, *position), back is top)
         return call.called[key]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from vescale.compat import has_hooks
+from vescale.compat import GLOBAL_HOOKS, HOOKS_OF_MODULES
 
 __all__ = ["Guards", "settings"]
 
@@ -36,31 +37,47 @@ class Guards:
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], num_hooks: int = 1) -> None:
-        self._num_hooks = num_hooks
-        self._modules: list[tuple[str, nn.Module, dict[str, Any], int]] = []
-        self._values: list[tuple[str, dict[str, Any], str, Any]] = []
-        self._objects: list[tuple[str, dict[str, Any], str, Any]] = []
+        self._held: list[dict[str, Any]] = []
+        self._paths: list[str] = []
+        self._hooks: list[dict[Any, Any]] = list(GLOBAL_HOOKS)
+        self._values: list[tuple[str, dict[str, Any], Any, tuple[Any, ...]]] = []
+        self._objects: list[tuple[str, dict[str, Any], Any, tuple[Any, ...]]] = []
         for path, module in modules:
             held = module.__dict__
-            self._modules.append((path, module, held, len(held)))
-            self._values += [(path, held, name, value) for name, value in held.items() if type(value) in _COMPARED]
+            self._held.append(held)
+            self._paths.append(path)
+            self._hooks += [held[name] for name in HOOKS_OF_MODULES]
+            names = [name for name, value in held.items() if type(value) in _COMPARED]
+            self._values.append((path, held, *_getter(held, names)))
             for kind in _CONTAINERS:
-                self._objects += [(path, held[kind], name, value) for name, value in held[kind].items()]
+                if held[kind]:
+                    self._objects.append((path, held[kind], *_getter(held[kind], list(held[kind]))))
+        self._num_attributes = list(map(len, self._held))
+        self._num_hooks = list(map(len, self._hooks))
 
     def broken(self) -> str:
         """What has changed; "" if nothing has."""
-        if has_hooks(None):
-            return "there are forward hooks of all modules"
-        for path, module, held, size in self._modules:
-            if len(held) != size:
-                return f"attributes of {path or 'the model'} were added or deleted"
-            if has_hooks(module, self._num_hooks):
-                return f"{path or 'the model'} has forward hooks"
-        for path, held, name, value in self._values:
-            found = held.get(name, held)
-            if found is not value and (type(found) is not type(value) or found != value):
-                return f"{path or 'the model'}.{name} is {found!r} in place of {value!r}"
-        for path, held, name, value in self._objects:
-            if held.get(name) is not value:
-                return f"{path or 'the model'}.{name} was replaced"
+        if list(map(len, self._hooks)) != self._num_hooks:
+            return "forward hooks of modules were added or removed"
+        if list(map(len, self._held)) != self._num_attributes:
+            changed = next(i for i, n in enumerate(map(len, self._held)) if n != self._num_attributes[i])
+            return f"attributes of {self._paths[changed] or 'the model'} were added or deleted"
+        for path, held, get, values in self._values:
+            try:
+                if get(held) != values:
+                    return f"attributes of {path or 'the model'} have changed"
+            except KeyError as name:
+                return f"{path or 'the model'}.{name.args[0]} was deleted"
+        for path, held, get, objects in self._objects:
+            try:
+                if not all(map(operator.is_, get(held), objects)):
+                    return f"parameters, buffers or parts of {path or 'the model'} were replaced"
+            except KeyError as name:
+                return f"{path or 'the model'}.{name.args[0]} was deleted"
         return ""
+
+
+def _getter(held: dict[str, Any], names: list[str]) -> tuple[Any, tuple[Any, ...]]:
+    """A function of a dictionary to a tuple of its values, and its result for ``held``."""
+    get = operator.itemgetter(*names, names[0])  # two at least, so that it is a tuple
+    return get, get(held)

@@ -6,7 +6,7 @@ import ast
 import functools
 import operator
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ def callee_of(node: ast.AST) -> Callable[..., Any] | None:
     if isinstance(node, ast.Attribute):
         return operator.attrgetter(node.attr)
     if isinstance(node, ast.Subscript):
-        return operator.getitem
+        return operator.getitem if isinstance(node.ctx, ast.Load) else _set_item
     if isinstance(node, ast.AugAssign):
         return _IN_PLACE[type(node.op).__name__]
     if isinstance(node, ast.BinOp | ast.UnaryOp):
@@ -73,8 +73,17 @@ _IN_PLACE = {
 }  # fmt: skip
 
 
-def can_be_site(node: ast.AST) -> bool:
-    if isinstance(node, ast.Attribute | ast.Subscript):
+def _set_item(value: Any, x: Any, index: Any) -> None:
+    x[index] = value
+
+
+def can_be_site(node: ast.AST, nodes: Iterable[ast.AST]) -> bool:
+    """Whether :class:`Patch` can have a site at a node; ``nodes``: of the function."""
+    if isinstance(node, ast.Attribute):
+        return isinstance(node.ctx, ast.Load)
+    if isinstance(node, ast.Subscript):
+        if isinstance(node.ctx, ast.Store):
+            return any(isinstance(other, ast.Assign) and other.targets == [node] for other in nodes)
         return isinstance(node.ctx, ast.Load)
     if isinstance(node, ast.Compare):
         return len(node.ops) == 1 and type(node.ops[0]).__name__ in _OPERATORS
@@ -115,9 +124,11 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> Any:
         number = self.numbers.get(id(node), -1)
-        self.generic_visit(node)
         made: ast.AST = node
-        if number in self.sites:
+        if isinstance(node, ast.Assign) and self.numbers.get(id(node.targets[0]), -1) in self.sites:
+            made = self._stored(node)
+        self.generic_visit(node)
+        if number in self.sites and not _is_stored(node):
             made = _as_site(node, site_name(number))
         elif number in self.swaps:
             assert isinstance(node, ast.Call)
@@ -131,9 +142,26 @@ class _Rewriter(ast.NodeTransformer):
             return ast.copy_location(ast.BoolOp(ast.Or(), [_refusal(node), made]), node)  # type: ignore[list-item]
         return ast.copy_location(made, node) if made is not node and hasattr(node, "lineno") else made
 
+    def _stored(self, node: ast.Assign) -> ast.AST:
+        """``x[i] = v`` as a call. The parts are visited here, for they are not parts of ``node`` any more."""
+        (target,) = node.targets
+        assert isinstance(target, ast.Subscript)
+        value, x, index = (self.visit(part) for part in (node.value, target.value, target.slice))
+        call = _call(site_name(self.numbers[id(target)]), [_none(), value, x, _index(index)])
+        node.targets, node.value = [], _none()
+        return ast.Expr(call)
+
+
+def _is_stored(node: ast.AST) -> bool:
+    return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+
 
 def _call(name: str, args: list[Any], keywords: list[ast.keyword] | None = None) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), args, keywords or [])
+
+
+def _none() -> ast.Constant:
+    return ast.Constant(None)
 
 
 def _refusal(node: ast.AST) -> ast.Call:
@@ -141,23 +169,22 @@ def _refusal(node: ast.AST) -> ast.Call:
 
 
 def _as_site(node: ast.AST, name: str) -> ast.AST:
-    none = ast.Constant(None)
     match node:
         case ast.Call():
             return _call(name, [node.func, *node.args], node.keywords)
         case ast.Attribute():
-            return _call(name, [none, node.value])
+            return _call(name, [_none(), node.value])
         case ast.Subscript():
-            return _call(name, [none, node.value, _index(node.slice)])
+            return _call(name, [_none(), node.value, _index(node.slice)])
         case ast.BinOp():
-            return _call(name, [none, node.left, node.right])
+            return _call(name, [_none(), node.left, node.right])
         case ast.UnaryOp():
-            return _call(name, [none, node.operand])
+            return _call(name, [_none(), node.operand])
         case ast.Compare():
-            return _call(name, [none, node.left, node.comparators[0]])
+            return _call(name, [_none(), node.left, node.comparators[0]])
         case ast.AugAssign():
             assert isinstance(node.target, ast.Name)
-            value = _call(name, [none, ast.Name(node.target.id, ast.Load()), node.value])
+            value = _call(name, [_none(), ast.Name(node.target.id, ast.Load()), node.value])
             return ast.Assign([node.target], value)
     raise AssertionError(f"no site at {ast.dump(node)}")
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import CALL_OVERRIDE, call_module, local_of, no_torch_function, with_torch_function
 from vescale.ops import enter_local
 from vescale.runtime import Runtime, current_activation
-from vescale.static._analysis import Eager, FunctionPlan, ModulePlan, ReadSizes, TakeSizes, analyze
+from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
+from vescale.static._analysis import FunctionPlan, ModulePlan, analyze
 from vescale.static._guards import Guards
 from vescale.static._patch import REFUSE, SLICE, callee_of, make_function, patched_code, site_name
 from vescale.static._placing import LocalPlacing
@@ -55,6 +56,20 @@ class StaticProgram:
     @property
     def is_static(self) -> bool:
         return self._root is not None
+
+    def eager_calls(self) -> Iterator[tuple[str, str, str]]:
+        """(module, function, reason) of each call that runs on DTensors."""
+
+        def of(plan: FunctionPlan) -> Iterator[tuple[str, str, str]]:
+            for action in plan.actions.values():
+                if isinstance(action, Eager):
+                    yield plan.call.module, name_of(action.function), action.reason
+            for inner in plan.swaps.values():
+                yield from of(inner)
+
+        for plan in self.plans.values():
+            if plan.forward is not None:
+                yield from of(plan.forward)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward on local tensors; takes and returns DTensors. Raises UnrecordedError."""
@@ -138,7 +153,7 @@ class StaticProgram:
             cells[site_name(node)] = _Swap(inner, functools.partial(self._patched, module=module))
         return make_function(function, code, cells)
 
-    def _site(self, action: ReadSizes | TakeSizes | Eager, callee: Any, path: str, module: nn.Module) -> Any:
+    def _site(self, action: Action, callee: Any, path: str, module: nn.Module) -> Any:
         if isinstance(action, ReadSizes):
             return read_sizes(action.function, callee, action.factors)
         if isinstance(action, TakeSizes):
@@ -190,15 +205,20 @@ class _Swap:
         self.plan, self.make = plan, make
         self.made: dict[types.FunctionType, Any] = {}
 
-    def __call__(self, function: Any) -> Any:
-        own = None
-        if type(function) is types.MethodType:
-            function, own = function.__func__, function.__self__
-        elif type(function) is not types.FunctionType and not self.plan.calls_torch:
-            return function  # getattr, or a class, which calls the recorded function in turn
-        made = self.made.get(function)
+    def __call__(self, called: Any) -> Any:
+        function, own = called, None
+        if type(called) is types.MethodType:
+            function, own = called.__func__, called.__self__
+        elif type(called) is not types.FunctionType:
+            if isinstance(called, nn.Module):  # one that the function has made for itself
+                function, own = type(called).forward, called
+            else:
+                function, own = getattr(type(called), "__call__", None), called
+            if getattr(function, "__code__", None) is not self.plan.call.code and not self.plan.has_sites:
+                return called  # getattr, or a class, which calls the recorded function in turn
+        made = self.made.get(function)  # type: ignore[arg-type]
         if made is None:
-            made = self.made[function] = self.make(function, self.plan)
+            made = self.made[function] = self.make(function, self.plan)  # type: ignore[index]
         return made if own is None else types.MethodType(made, own)
 
 

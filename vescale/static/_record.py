@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,17 +12,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale.compat import (
     call_module,
     local_of,
-    make_dtensor,
-    map_tensors,
     no_torch_function,
     runs_on_locals,
-    spec_of,
     take_moves,
     tensors_in,
 )
@@ -29,7 +28,7 @@ from vescale.ops import entries
 from vescale.static._call_tree import CallTree, Site
 from vescale.static._local_run import LocalRun, run_on_locals
 
-__all__ = ["Boundary", "Call", "Recorder", "TensorRecord", "Value"]
+__all__ = ["Boundary", "Call", "Placements", "Recorder", "TensorRecord", "Value"]
 
 Placements = tuple[Placement, ...]
 
@@ -42,11 +41,13 @@ class Value:
         name: of a parameter, buffer or input; "" for others.
         is_parameter: whether it is a parameter or a buffer.
         grads: placements of the gradients that arrived, each the sum over its uses.
+        is_grad_moved: whether they arrived as parts where the tensor is whole, or the other way round: ``grads`` are others then.
     """
 
     name: str = ""
     is_parameter: bool = False
     grads: set[Placements] = field(default_factory=set)
+    is_grad_moved: bool = False
 
 
 @dataclass(eq=False)
@@ -79,6 +80,8 @@ class Call:
         changed: why the call is not that of the function on the local tensors; "" if it is.
         local_run: what the function did on the local tensors.
         moves_gradients: whether its backward moved tensors.
+        is_random: whether it drew random numbers.
+        writes: whether it wrote to one of its arguments.
     """
 
     site: Site | None
@@ -89,6 +92,8 @@ class Call:
     changed: str = ""
     local_run: LocalRun = LocalRun.DIFFERS
     moves_gradients: bool = False
+    is_random: bool = False
+    writes: bool = False
 
 
 @dataclass(eq=False)
@@ -105,8 +110,7 @@ class Boundary:
 class Recorder(TorchFunctionMode):
     """Records the forward of a module that runs inside of it, and the backward that follows.
 
-    It adds a node to the graph before each use of a DTensor that requires gradients, and after each result, which pass
-    gradients on as they are.
+    Hooks of the graph's nodes tell gradients; the step's numbers are those of any other.
 
     Attributes:
         tree: the functions that ran.
@@ -131,19 +135,19 @@ class Recorder(TorchFunctionMode):
         self.named: dict[str, Value] = {}
         self._current_module = current_module
         self._names = names
-        self._shared: dict[Any, tuple[Any, Any]] = {}
+        self._nodes: set[Any] = set()  # of the graph that are watched
         self._taken_over = ""
 
     # Values
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record ``forward(*args, **kwargs)``."""
-        made = {id(x): self._after(x, Value()) for x in tensors_in((args, kwargs)) if isinstance(x, DTensor)}
-        args, kwargs = _replaced((args, kwargs), made)
+        for x in tensors_in((args, kwargs)):
+            if isinstance(x, DTensor):
+                self._value_of_result(x)
         self.inputs = [self._record(x) for x in tensors_in((args, kwargs))]
         with self.tree, self:
             result = forward(*args, **kwargs)
-        self._shared.clear()
         self.outputs = [self._record(x) for x in tensors_in(result)]
         return result
 
@@ -171,32 +175,27 @@ class Recorder(TorchFunctionMode):
             tuple(x.placements), tuple(x.shape), tuple(local_of(x).shape), x.dtype, x.requires_grad, self._value(x)
         )
 
-    def _before(self, x: DTensor, record: TensorRecord, call: Call | None) -> DTensor:
-        """``x`` for one use, which tells the gradient that the use sends back."""
-        if not (x.requires_grad and torch.is_grad_enabled()):
-            return x
+    def _watch(self, made: list[torch.Tensor], before: dict[Any, TensorRecord], call: Call | None) -> None:
+        """Learn the gradients of results, and those that the nodes that made them send to the tensors given. ``before``: these
+        tensors' records, by gradient edge."""
+        waiting = [x.grad_fn for x in made if x.grad_fn is not None]
+        while waiting:
+            node = waiting.pop()
+            if node in self._nodes or any(node is known for known, _ in before):
+                continue
+            self._nodes.add(node)
+            edges = node.next_functions
+            sent = {i: before[edge] for i, edge in enumerate(edges) if edge in before}
+            node.register_prehook(_forget_moves)
+            node.register_hook(functools.partial(_sent, call, sent))
+            waiting += [following for following, _ in edges if following is not None]
 
-        def sent(grad: torch.Tensor) -> None:
-            if call is not None and take_moves():
-                call.moves_gradients = True
-            if isinstance(grad, DTensor):
-                record.grads.add(tuple(grad.placements))
-
-        passed: DTensor = _Pass.apply(x, sent)
-        return passed
-
-    def _after(self, x: DTensor, value: Value) -> DTensor:
-        """``x`` for its uses, which tells the sum of the gradients that they send back."""
-        if x.requires_grad and torch.is_grad_enabled():
-
-            def arrived(grad: torch.Tensor) -> None:
-                take_moves()  # made while gradients were added, which the uses' placements tell
-                if isinstance(grad, DTensor):
-                    value.grads.add(tuple(grad.placements))
-
-            x = _Pass.apply(x, arrived)
-        x._vescale_value = value  # type: ignore[attr-defined]
-        return x
+    def _value_of_result(self, x: DTensor) -> Value:
+        """The value of a new tensor, or of one that was written to."""
+        value = x._vescale_value = Value()  # type: ignore[attr-defined]
+        if x.requires_grad:
+            x.register_hook(functools.partial(_arrived, value))
+        return value
 
     # Torch functions
 
@@ -209,12 +208,8 @@ class Recorder(TorchFunctionMode):
             tensors = list(tensors_in((args, kwargs)))
             site, is_direct = found if found is not None else (None, False)
             call = Call(site, is_direct, func, [self._record(x) for x in tensors])
-            originals: dict[int, DTensor] = {}
-            versions = [x._version for x in tensors if not x.is_inference()]
-            if not _writes(func):
-                uses = {id(x): self._before(x, record, call) for x, record in zip(tensors, call.inputs) if isinstance(x, DTensor)}
-                originals = {id(uses[id(x)]): x for x in tensors if isinstance(x, DTensor)}
-                args, kwargs = _replaced((args, kwargs), uses)
+            edges = _edges(tensors, call.inputs)
+            versions = [None if x.is_inference() else x._version for x in tensors]
         self._taken_over = ""
         self.calls.append(call)
         before = _random_state()
@@ -224,60 +219,52 @@ class Recorder(TorchFunctionMode):
         is_random = observer.draws and _random_state() != before
         with no_torch_function():
             call.changed = observer.changed or self._taken_over
-            if call.changed and not is_random and self._is_local(func, args, kwargs, result):
+            if self._taken_over == "registered function" and not observer.changed and not observer.has_plain:
+                call.changed = ""  # it has only called ops on DTensors, which run on the local tensors
+            if call.changed and not is_random and self._is_local(func, args, kwargs):
                 call.changed = ""
-            written = versions != [x._version for x in tensors if not x.is_inference()]
-            if written or _writes(func):
-                if any(record.requires_grad for record in call.inputs) and torch.is_grad_enabled():
-                    call.changed = "writes in place, with a gradient"
-                call.local_run = LocalRun.SAME if not call.changed else LocalRun.DIFFERS
-            else:
+            call.is_random = is_random
+            if self._taken_over == "plain operand" and not any(r.value is None and r.requires_grad for r in call.inputs):
+                call.changed = observer.changed  # it is the same on every rank, as are its uses
+            written = [x for x, version in zip(tensors, versions) if version is not None and x._version != version]
+            call.writes = bool(written)
+            if not written:
                 call.local_run = run_on_locals(func, args, kwargs, result, is_random)
-            return self._results(call, result, written, originals)
+            elif not is_random and not call.changed:
+                call.local_run = LocalRun.SAME  # once is enough
+            made = list(tensors_in(result))
+            if torch.is_grad_enabled():
+                self._watch([*made, *written], edges, call)
+            given = set(map(id, tensors)) - set(map(id, written))
+            for x in {id(x): x for x in (*made, *written)}.values():
+                if isinstance(x, DTensor) and id(x) not in given and id(x) not in self._names:
+                    self._value_of_result(x)
+            call.outputs = [self._record(x) for x in made]
+            return result
 
     def take_over(self, what: str) -> None:
         """The runtime runs something in place of the current call."""
         self._taken_over = what
 
-    def _is_local(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
-        """Whether what runs in place of the function, or is communicated, is that of local tensors all the same."""
-        if _are_replicated((args, kwargs)) and _are_replicated(result):
-            return True
+    def _is_local(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether what runs in place of the function is that function of local tensors."""
         entry = entries().get(func)
         is_local = entry.is_local if entry is not None and self._taken_over == "registered function" else None
         return is_local is not None and is_local(*args, **kwargs)
-
-    def _results(self, call: Call, result: Any, written: bool, originals: dict[int, DTensor]) -> Any:
-        made = {}
-        for x in tensors_in(result):
-            if isinstance(x, DTensor):
-                if id(x) in originals:  # the function returned its argument
-                    made[id(x)] = originals[id(x)]
-                elif not written:
-                    made[id(x)] = self._after(x, Value())
-                else:
-                    made[id(x)] = x
-                x = made[id(x)]
-            call.outputs.append(self._record(x))
-        return _replaced(result, made)
 
     # Modules
 
     def boundary(self, placing: Any, x: DTensor, stages: Any, requester: str, is_shared: bool) -> DTensor:
         """A tensor that an entry of the plan brings to other placements at the boundary of a module."""
         record = self._record(x)
-        key = (id(x), stages)
-        held = self._shared.get(key) if is_shared else None
-        use = self._before(x, record, None) if held is None else held[1]
-        use._vescale_value = record.value  # type: ignore[attr-defined]
-        if is_shared:
-            self._shared[key] = x, use
-        made = stages.convert_once(use, requester) if is_shared else stages.convert(use, requester)
-        held = self._shared.get(id(made))
-        result = self._after(made, Value()) if held is None else held[1]
-        self._shared[id(made)] = made, result
-        self.boundaries[placing][-1].append(Boundary(record, self._record(result), stages, requester, is_shared))
-        return result
+        edges = _edges([x], [record])
+        made = stages.convert_once(x, requester) if is_shared else stages.convert(x, requester)
+        if getattr(made, "_vescale_value", None) is None:
+            self._value_of_result(made)
+            if torch.is_grad_enabled():
+                self._watch([made], edges, None)
+        self.boundaries[placing][-1].append(Boundary(record, self._record(made), stages, requester, is_shared))
+        return made
 
     def begin_boundary(self, placing: Any) -> None:
         self.boundaries.setdefault(placing, []).append([])
@@ -293,20 +280,32 @@ class Recorder(TorchFunctionMode):
         return result
 
 
-class _Pass(torch.autograd.Function):
-    """The tensor as it is; tells its gradient."""
+def _edges(tensors: list[torch.Tensor], records: list[TensorRecord]) -> dict[Any, TensorRecord]:
+    """Where gradients of the tensors go to: (node, number)."""
+    found = {}
+    for x, record in zip(tensors, records, strict=True):
+        if x.requires_grad and torch.is_grad_enabled():
+            edge = get_gradient_edge(x)
+            found[edge.node, edge.output_nr] = record
+    return found
 
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, tell: Callable[[torch.Tensor], None]) -> DTensor:
-        ctx.tell = tell
-        ctx.set_materialize_grads(False)
-        return make_dtensor(local_of(x), spec_of(x), requires_grad=True)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        if grad is not None:
-            ctx.tell(grad)
-        return grad, None
+def _forget_moves(_: Any) -> None:
+    take_moves()
+
+
+def _sent(call: Call | None, records: dict[int, TensorRecord], sent: Any, arrived: Any) -> None:
+    """After a node of ``call`` has run."""
+    if take_moves() and call is not None:
+        call.moves_gradients = True
+    for index, record in records.items():
+        if isinstance(sent[index], DTensor):
+            record.grads.add(tuple(sent[index].placements))
+
+
+def _arrived(value: Value, grad: torch.Tensor) -> None:
+    if isinstance(grad, DTensor):
+        value.grads.add(tuple(grad.placements))
 
 
 class _Ops(TorchDispatchMode):
@@ -315,34 +314,25 @@ class _Ops(TorchDispatchMode):
     Attributes:
         changed: why they do not all run on the local tensors as they are; "" if they do.
         draws: whether one may draw random numbers.
+        has_plain: whether one runs on plain tensors.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.changed = ""
         self.draws = False
+        self.has_plain = False
 
     def __torch_dispatch__(
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
-        if not self.changed and any(isinstance(x, DTensor) for x in tensors_in((args, kwargs))):
-            if not runs_on_locals(func, args, kwargs):
-                self.changed = f"{func} does not run on the local tensors as they are"
+        if not any(isinstance(x, DTensor) for x in tensors_in((args, kwargs))):
+            self.has_plain = True
+        elif not self.changed and not runs_on_locals(func, args, kwargs):
+            self.changed = f"{func} does not run on the local tensors as they are"
         return func(*args, **kwargs)
-
-
-def _writes(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or name.startswith("__i") and name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-
-
-_IN_PLACE = frozenset(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split())
-
-
-def _replaced(value: Any, by_id: dict[int, Any]) -> Any:
-    return map_tensors(lambda x: by_id.get(id(x), x), value) if by_id else value
 
 
 def _random_state() -> bytes:
@@ -351,7 +341,3 @@ def _random_state() -> bytes:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return b"".join(state.numpy().tobytes() for state in states)
-
-
-def _are_replicated(result: Any) -> bool:
-    return all(p.is_replicate() for x in tensors_in(result) if isinstance(x, DTensor) for p in x.placements)

@@ -1,0 +1,116 @@
+"""What a static forward does at a call site, decided from the recorded calls there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.static._gradients import is_whole, without_single_ranks
+from vescale.static._local_run import LocalRun
+from vescale.static._record import Call, TensorRecord
+from vescale.static._size_functions import SIZE_READERS, SIZE_TAKERS
+from vescale.static._tensor_type import TensorType, type_of
+
+__all__ = ["Action", "Eager", "Problem", "ReadSizes", "TakeSizes", "action_of", "is_plain", "name_of"]
+
+
+@dataclass(frozen=True)
+class ReadSizes:
+    """A function that reads sizes of a tensor, of which the model sees the global ones."""
+
+    function: Any
+    factors: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TakeSizes:
+    """A function that takes the global sizes of its result."""
+
+    factors: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Eager:
+    """A function that runs on DTensors; ``reason``: why."""
+
+    function: Any
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+    reason: str = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What cannot be done at a call site; its module runs in eager mode."""
+
+    reason: str
+
+
+Action = ReadSizes | TakeSizes | Eager
+
+
+def name_of(function: Any) -> str:
+    """The name of a torch function, of an attribute that of its getter's owner."""
+    owner = getattr(getattr(function, "__self__", None), "__name__", "")
+    name = getattr(function, "__name__", str(function))
+    return owner if name == "__get__" and owner else name
+
+
+def is_plain(call: Call, mesh: DeviceMesh) -> bool:
+    """Whether the function may simply run on the local tensors."""
+    return not _why_not_plain(call, mesh)
+
+
+def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
+    """What happens at the site of a call; None: nothing but the function on the local tensors."""
+    reason = _why_not_plain(call, mesh)
+    if not reason:
+        return None
+    for record in (*call.inputs, *call.outputs):
+        if record.value is not None and len(record.value.grads) > 1:
+            return Problem(f"a gradient arrives in several placements: {record.value.grads}")
+    inputs, outputs = _types(call.inputs, mesh), _types(call.outputs, mesh)
+    if not call.changed and not _why_not_in_backward(call, mesh):
+        if call.function in SIZE_READERS and call.local_run is LocalRun.SIZES and inputs[0].is_even:
+            return ReadSizes(call.function, inputs[0].factors)
+        if call.function in SIZE_TAKERS and call.local_run is LocalRun.TAKES_SIZES and outputs[0].is_even:
+            return TakeSizes(outputs[0].factors)
+    if call.writes and any(record.requires_grad for record in (*call.inputs, *call.outputs)):
+        return Problem(f"{name_of(call.function)} writes in place, with a gradient, and {reason}")
+    return Eager(call.function, inputs, outputs, reason)
+
+
+def _why_not_plain(call: Call, mesh: DeviceMesh) -> str:
+    """Why the function may not simply run on the local tensors; "" if it may."""
+    if call.changed and (call.is_random or not _is_whole(call, mesh)):
+        return call.changed
+    if call.local_run is not LocalRun.SAME and not (call.writes and _is_whole(call, mesh)):
+        return f"on the local tensors, it returns {call.local_run.value}"
+    return _why_not_in_backward(call, mesh)
+
+
+def _why_not_in_backward(call: Call, mesh: DeviceMesh) -> str:
+    if any(record.value is not None and record.value.is_grad_moved for record in call.outputs):
+        return "gradients of its results arrive in other placements than theirs"
+    for record in call.inputs:
+        if record.value is not None and record.grads:
+            found, settled = (
+                {without_single_ranks(p, mesh) for p in placements} for placements in (record.grads, record.value.grads)
+            )
+            if found != settled:
+                return f"it sends a gradient with placements {found}, and the tensor's gradient has {settled}"
+    return "its backward moves tensors" if call.moves_gradients and not _is_whole(call, mesh) else ""
+
+
+def _is_whole(call: Call, mesh: DeviceMesh) -> bool:
+    """Whether all tensors and gradients are whole on every rank, so that nothing can be moved."""
+    records = (*call.inputs, *call.outputs)
+    grads = [p for r in records if r.value is not None for p in r.value.grads | r.grads]
+    return all(is_whole(p, mesh) for p in [*(r.placements for r in records), *grads])
+
+
+def _types(records: Sequence[TensorRecord], mesh: DeviceMesh) -> tuple[TensorType, ...]:
+    return tuple(type_of(r, mesh, r.value.grads if r.value is not None else ()) for r in records)
