@@ -48,6 +48,7 @@ class Activation:
 
     Attributes:
         recorder: gets to know what runs in place of torch functions, and what is placed; None: nobody does.
+        static: what runs in place of the model's own forward; None: that does.
         frames: the running modules, outermost first; never empty while the model's code runs.
         contexts: what is switched on during the forward.
     """
@@ -58,6 +59,7 @@ class Activation:
         self.axis_names: Sequence[str] = runtime.axes.names
         self.replicated = runtime.replicated
         self.recorder: Any = None
+        self.static: Any = None
         self.frames: list[Frame] = []
         self.contexts = ExitStack()
 

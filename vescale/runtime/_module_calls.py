@@ -143,6 +143,8 @@ def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
     activation = current_activation()
     if activation is None:
         return function
+    if activation.recorder is not None:
+        activation.recorder.problems[""] = "it checkpoints activations"
     runtime, frame = activation.runtime, activation.frames[-1]
     module, path = frame.module, frame.path  # the frame holds arguments, and the graph would keep them
 

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import CALL_OVERRIDE, is_native, tensors_in
+from vescale.compat import CALL_OVERRIDE, hides_tensors, is_native, tensors_in
+from vescale.ir import Unit
 from vescale.runtime import Activation, Runtime, current_activation
 from vescale.static._guards import settings
 from vescale.static._program import StaticProgram
-from vescale.static._record import Recorder
+from vescale.static._record import Recorder, random_state, set_random_state
+from vescale.static._state import ModuleStates, problems_of_modules
 from vescale.static._tensor_type import UnrecordedError
 
 __all__ = ["StaticForward"]
@@ -50,34 +52,55 @@ class StaticForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model, activation = self.model(), current_activation()
         assert model is not None
-        reason = self._why_eager(model, activation)
-        if reason:
-            return self._eager(model, reason, args, kwargs)
-        assert activation is not None
         with self._lock:
+            reason = self._why_eager(model, activation, args, kwargs)
+            if reason:
+                return self._eager(model, reason, args, kwargs)
+            assert activation is not None
             key = self._key(args, kwargs)
             program = self.programs.get(key) or self._finish(model, key)
             if program is None:
                 return self._record(model, activation, key, args, kwargs)
             if not program.is_static:
-                return self._eager(model, program.eager_modules.get("", "nothing was recorded"), args, kwargs)
+                return self._eager(model, program.eager_modules[""], args, kwargs)
             broken = program.guards.broken()
             if broken:
                 del self.programs[key]
                 return self._eager(model, broken, args, kwargs)
-            try:
-                result = program.run(args, kwargs)
-            except UnrecordedError as problem:
-                return self._eager(model, str(problem), args, kwargs)
-            self.static_steps += 1
-            return result
+            return self._run(model, activation, program, args, kwargs)
 
-    def _why_eager(self, model: nn.Module, activation: Activation | None) -> str:
+    def _run(self, model: nn.Module, activation: Activation, program: StaticProgram, args: Any, kwargs: Any) -> Any:
+        state = random_state() if program.draws else None
+        activation.static = program
+        try:
+            result = program.run(args, kwargs)
+        except Exception as problem:
+            if program.is_proven and not isinstance(problem, UnrecordedError):
+                raise  # of the model's own code, as in eager mode
+            if not isinstance(problem, UnrecordedError):
+                program.fail(f"{type(problem).__name__} in its first static step: {problem}")
+            if state is not None:
+                set_random_state(state)
+            activation.static = None
+            del activation.frames[1:]
+            return self._eager(model, str(problem), args, kwargs)
+        finally:
+            activation.static = None
+        program.is_proven = True
+        self.static_steps += 1
+        return result
+
+    def _why_eager(self, model: nn.Module, activation: Activation | None, args: Any, kwargs: Any) -> str:
         if activation is None or len(activation.frames) != 1 or activation.frames[0].module is not model:
             return "the model runs inside of another forward"
-        if activation.recorder is not None:
-            return "a forward inside of a recorded one"
-        return "" if is_native() else "the C++ helpers are not built"
+        if activation.recorder is not None or activation.static is not None:
+            return "the model runs inside of its own forward"
+        if not is_native():
+            return "the C++ helpers are not built"
+        if any(isinstance(instruction.op, Unit) for instruction in self.runtime.program):
+            return "the plan has units, whose parameters are gathered for each module"
+        hidden = next((x for x in (*args, *kwargs.values()) if hides_tensors(x)), None)
+        return f"an input is a {type(hidden).__name__}, which may hold tensors" if hidden is not None else ""
 
     def _eager(self, model: nn.Module, reason: str, args: Any, kwargs: Any) -> Any:
         self.fallbacks[reason] += 1
@@ -109,8 +132,16 @@ class StaticForward:
                 overridden.append(module.__dict__)
                 module.__dict__[CALL_OVERRIDE] = functools.partial(_call, recorder, path, module)
         activation.recorder = recorder
+        recorder.problems = problems_of_modules(model)
+        states = ModuleStates(model)
         try:
-            return recorder.run(functools.partial(type(model).forward, model), args, kwargs)
+            result = recorder.run(functools.partial(type(model).forward, model), args, kwargs)
+            for path, name in states.changes():
+                recorder.problems.setdefault(path, f"its forward writes to its attribute {name}")
+            return result
+        except BaseException:
+            del self._recorders[key]
+            raise
         finally:
             activation.recorder = None
             for held in overridden:
@@ -146,6 +177,4 @@ def _shape_of(value: Any) -> Any:
         return type(value), tuple((key, _shape_of(item)) for key, item in value.items())
     if isinstance(value, bool | int | float | str | bytes | type(None)):
         return type(value), value
-    if any(True for _ in tensors_in(value)):
-        return type(value), tuple(map(_shape_of, tensors_in(value)))
-    return type(value), id(value)
+    return type(value), tuple(map(_shape_of, tensors_in(value)))

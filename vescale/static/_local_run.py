@@ -60,7 +60,7 @@ def _leaves(value: Any) -> list[Any]:
 
 def _is_same(expected: Any, found: Any) -> bool:
     if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
-        same = expected.shape == found.shape and expected.dtype == found.dtype and expected.device == found.device
+        same = expected.shape == found.shape and _strides(expected) == _strides(found) and expected.dtype == found.dtype and expected.device == found.device
         return same and bool(torch.equal(_bits(expected), _bits(found)))
     if type(expected) is not type(found):
         return False
@@ -69,6 +69,11 @@ def _is_same(expected: Any, found: Any) -> bool:
     if isinstance(expected, dict):
         return list(expected) == list(found) and all(map(_is_same, expected.values(), found.values()))
     return bool(expected == found)
+
+
+def _strides(x: torch.Tensor) -> list[int]:
+    """Strides that decide where elements are."""
+    return [stride for stride, size in zip(x.stride(), x.shape) if size > 1]
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

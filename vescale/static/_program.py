@@ -19,6 +19,7 @@ from vescale.runtime import Runtime, current_activation
 from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
 from vescale.static._analysis import FunctionPlan, ModulePlan, analyze
 from vescale.static._guards import Guards
+from vescale.static._hidden import hidden_slots
 from vescale.static._patch import REFUSE, SLICE, callee_of, make_function, patched_code, site_name
 from vescale.static._placing import LocalPlacing
 from vescale.static._record import Recorder
@@ -35,6 +36,8 @@ class StaticProgram:
         plans: of the modules that ran, by path.
         guards: what the program depends on.
         eager_modules: why modules run in eager mode, by path.
+        draws: whether the step drew random numbers.
+        is_proven: whether a static step has come to its end.
     """
 
     def __init__(self, runtime: Runtime, model: nn.Module, recorder: Recorder) -> None:
@@ -43,15 +46,23 @@ class StaticProgram:
         self.guards = Guards(model.named_modules())
         self._modules = dict(model.named_modules())
         self.eager_modules = {path: plan.problem for path, plan in self.plans.items() if plan.problem}
+        self.draws = any(call.is_random for call in recorder.calls)
+        self.is_proven = False
         self.shared: dict[Any, Any] = {}
         mesh = runtime.mesh
-        self._inputs = [type_of(r, mesh, r.value.grads if r.value else ()) for r in recorder.inputs]
-        self._outputs = [type_of(r, mesh, r.value.grads if r.value else ()) for r in recorder.outputs]
+        self._inputs, self._outputs, self._hidden = (
+            [type_of(r, mesh, r.value.grads if r.value else ()) for r in records]
+            for records in (recorder.inputs, recorder.outputs, recorder.hidden)
+        )
         self._shown: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._parameters: list[tuple[list[tuple[dict[str, Any], str]], DTensor, TensorType | None]] = []
         self._root: Callable[..., Any] | None = None
         if "" in self.plans and not self.plans[""].problem:
             self._build(recorder)
+
+    def fail(self, reason: str) -> None:
+        """Run the model in eager mode from now on."""
+        self._root, self.eager_modules[""] = None, reason
 
     @property
     def is_static(self) -> bool:
@@ -78,6 +89,11 @@ class StaticProgram:
             args, kwargs = map_in_order((args, kwargs), [t.to_local for t in self._inputs])
             with self._showing():
                 result = self._root(*args, **kwargs)
+            slots = hidden_slots(result)
+            if len(slots) != len(self._hidden):
+                raise UnrecordedError("objects in the output hold other tensors than recorded")
+            for slot, kind in zip(slots, self._hidden, strict=True):
+                slot.set(kind.to_global(slot.get(), "output"))
             return map_in_order(result, [functools.partial(t.to_global, op="output") for t in self._outputs])
 
     @contextmanager

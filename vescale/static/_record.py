@@ -26,9 +26,10 @@ from vescale.compat import (
 )
 from vescale.ops import entries
 from vescale.static._call_tree import CallTree, Site
+from vescale.static._hidden import hidden_slots
 from vescale.static._local_run import LocalRun, run_on_locals
 
-__all__ = ["Boundary", "Call", "Placements", "Recorder", "TensorRecord", "Value"]
+__all__ = ["Boundary", "Call", "Placements", "Recorder", "TensorRecord", "Value", "random_state", "set_random_state"]
 
 Placements = tuple[Placement, ...]
 
@@ -80,6 +81,7 @@ class Call:
         changed: why the call is not that of the function on the local tensors; "" if it is.
         local_run: what the function did on the local tensors.
         moves_gradients: whether its backward moved tensors.
+        has_gaps: whether the elements of an argument are not next to each other in memory.
         is_random: whether it drew random numbers.
         writes: whether it wrote to one of its arguments.
     """
@@ -92,6 +94,7 @@ class Call:
     changed: str = ""
     local_run: LocalRun = LocalRun.DIFFERS
     moves_gradients: bool = False
+    has_gaps: bool = False
     is_random: bool = False
     writes: bool = False
 
@@ -117,7 +120,7 @@ class Recorder(TorchFunctionMode):
         calls: in order.
         boundaries: what entries of the plan placed, for each call of each.
         module_calls: tensors that the parts of the model got and returned, by path.
-        inputs, outputs: tensors of the forward.
+        inputs, outputs: tensors of the forward; ``hidden``: those inside of objects in its output.
         problems: what rules a static forward out, by the path of the module.
     """
 
@@ -129,6 +132,7 @@ class Recorder(TorchFunctionMode):
         self.module_calls: dict[str, tuple[list[TensorRecord], list[TensorRecord]]] = {}
         self.inputs: list[TensorRecord] = []
         self.outputs: list[TensorRecord] = []
+        self.hidden: list[TensorRecord] = []
         self.values_by_id: dict[int, Value] = {}
         self.problems: dict[str, str] = {}
         self.values: dict[int, Value] = {}
@@ -149,6 +153,10 @@ class Recorder(TorchFunctionMode):
         with self.tree, self:
             result = forward(*args, **kwargs)
         self.outputs = [self._record(x) for x in tensors_in(result)]
+        try:
+            self.hidden = [self._record(slot.get()) for slot in hidden_slots(result)]
+        except ValueError as problem:
+            self.problems[""] = f"of an output, {problem}"
         return result
 
     @property
@@ -212,11 +220,11 @@ class Recorder(TorchFunctionMode):
             versions = [None if x.is_inference() else x._version for x in tensors]
         self._taken_over = ""
         self.calls.append(call)
-        before = _random_state()
+        before = random_state()
         observer = _Ops()
         with observer:
             result = func(*args, **kwargs)
-        is_random = observer.draws and _random_state() != before
+        is_random = observer.draws and not all(map(torch.equal, random_state(), before))
         with no_torch_function():
             call.changed = observer.changed or self._taken_over
             if self._taken_over == "registered function" and not observer.changed and not observer.has_plain:
@@ -224,6 +232,7 @@ class Recorder(TorchFunctionMode):
             if call.changed and not is_random and self._is_local(func, args, kwargs):
                 call.changed = ""
             call.is_random = is_random
+            call.has_gaps = any(isinstance(x, DTensor) and not local_of(x).is_contiguous() for x in tensors)
             if self._taken_over == "plain operand" and not any(r.value is None and r.requires_grad for r in call.inputs):
                 call.changed = observer.changed  # it is the same on every rank, as are its uses
             written = [x for x, version in zip(tensors, versions) if version is not None and x._version != version]
@@ -335,9 +344,15 @@ class _Ops(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _random_state() -> bytes:
-    """The states of the default generators: some ops that may draw numbers do not."""
+def random_state() -> list[torch.Tensor]:
+    """The states of the default generators."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
-    return b"".join(state.numpy().tobytes() for state in states)
+    return states
+
+
+def set_random_state(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])

@@ -56,6 +56,8 @@ class TensorType:
         """The DTensor with this local tensor, in autograd."""
         if self.placements is None or isinstance(local, DTensor):
             return local
+        if not (local.is_contiguous() or _is_dense(local)):
+            local = local.contiguous()  # the strides of a DTensor have no gaps
         return leave_local(local, self.mesh, self.placements, self.global_shape(local), op, self.grad)
 
     def to_local(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,6 +69,10 @@ class TensorType:
         if tuple(x.placements) != self.placements:
             raise UnrecordedError(f"a tensor that is {tuple(x.placements)} in place of {self.placements}")
         return enter_local(x, self.grad)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    return x.numel() == 0 or sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1 == x.numel()
 
 
 def type_of(record: TensorRecord, mesh: DeviceMesh, grads: Collection[tuple[Placement, ...]]) -> TensorType:
