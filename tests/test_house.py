@@ -232,6 +232,10 @@ ALLOWED_CALLS = {
     ("csrc/_loader.py", "importlib.import_module"): "the package's own helpers, by names in the code",
     ("compat/patches.py", "importlib.import_module"): "vescale.ops, by the name in the file",
     ("compat/needs.py", "importlib.import_module"): "names of torch's modules, from a table",
+    (
+        "static/_source.py",
+        "compile",
+    ): "functions of the model that runs, changed at some positions; nothing is executed",
     ("gradients/_agreement.py", "pickle.loads"): "from ranks of this job, as torch's object collectives do",
 }
 

@@ -13,13 +13,13 @@ from tests.plan_zoo.models import MODELS
 from tests.ranks import RankPools
 from tests.runtime.hf import quiet
 from vescale import parallelize, plan_zoo
-from vescale.static import program_of
+from vescale.static import StaticReport, report
 
 pytestmark = pytest.mark.helper("dispatch")
 NUM_STEPS = 3
 
 
-def compare(name: str, sizes: dict[str, int]) -> dict[str, Any]:
+def compare(name: str, sizes: dict[str, int]) -> tuple[list[tuple[int, str]], StaticReport]:
     quiet()
     case = MODELS[name]
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -44,16 +44,7 @@ def compare(name: str, sizes: dict[str, int]) -> dict[str, Any]:
     for seed in range(NUM_STEPS):
         expected, found = step(models["eager"], seed), step(models["static"], seed)
         differing += [(seed, key) for key in expected if key not in found or not _is_same(found[key], expected[key])]
-    forward = program_of(models["static"])
-    programs = list(forward.programs.values())
-    return {
-        "differing": differing,
-        "static steps": forward.static_steps,
-        "fallbacks": dict(forward.fallbacks),
-        "eager modules": {k: v for p in programs for k, v in p.eager_modules.items()},
-        "modules": sum(len(p.plans) for p in programs),
-        "eager calls": sorted({c for p in programs for c in p.eager_calls()}),
-    }
+    return differing, report(models["static"])
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -50,7 +50,7 @@ try:
     from vescale.compat.patches import *
     from vescale.compat.process_groups import *
     from vescale.compat.sharding_caches import clear_sharding_caches
-    from vescale.compat.tensor_subclasses import without_modes
+    from vescale.compat.tensor_subclasses import TorchDispatchMode, without_modes
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
     raise
@@ -63,6 +63,7 @@ __all__ = [
     "Layout",
     "ModelHooks",
     "OpHandler",
+    "TorchDispatchMode",
     "UnsupportedTorchError",
     "clear_sharding_caches",
     "dispatch_counts",

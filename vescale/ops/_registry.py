@@ -71,8 +71,8 @@ class OpEntry:
         when: the calls on DTensors alone for which ``function`` does something else than the torch function.
         changes: ``(torch function, args, kwargs) -> bool``, the same where ``when`` cannot say it: a pure function of the
             DTensors' specs and of arguments that are no tensors. C++ remembers its answers. None: ``when`` says it.
-        is_local: ``(*args, **kwargs) -> bool``; whether ``function`` is the torch function of the local tensors, in forward and
-            backward, for such operands. None: it is not.
+        is_local: ``(*args, **kwargs) -> bool``; whether ``function`` is the torch function of the local tensors, in forward
+            and backward, for such operands. None: it is not.
         flow: ``Flow -> Placement | None``; the placement of the result on one mesh axis, as far as it follows from the
             placements of the operands alone. ``explain`` predicts with it.
         sizes: ``(args, kwargs, layout_of) -> key | None``; what of the sizes and other arguments PyTorch's rule for the op

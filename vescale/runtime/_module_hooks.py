@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -55,6 +56,13 @@ class _Instructions:
         self.outputs = [Placing(runtime, i) for i in instructions if executor_of(i) is Executor.OUTPUT]
         self._named = [placing.index for placing in self.inputs if placing.index is not None]
         self._positions = _positions(module) if self.inputs else {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Instructions:
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.runtime.instructions[copied.path] = copied
+        return copied
 
     # Inputs
 

@@ -79,7 +79,9 @@ def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
         if call.function in SIZE_TAKERS and call.local_run is LocalRun.TAKES_SIZES and outputs[0].is_even:
             return TakeSizes(outputs[0].factors)
     if call.writes and (call.has_gaps or any(r.requires_grad for r in (*call.inputs, *call.outputs))):
-        return Problem(f"{name_of(call.function)} writes in place, with a gradient or between other elements, and {reason}")
+        return Problem(
+            f"{name_of(call.function)} writes in place, with a gradient or between other elements, and {reason}"
+        )
     return Eager(call.function, inputs, outputs, reason)
 
 

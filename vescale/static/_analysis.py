@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -66,12 +66,11 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> dict[str, ModulePlan]:
             plans[path] = ModulePlan(path, "its forward is not a Python function of the model's")
     for path, forward in recorder.tree.forwards.items():
         problem = problems.get(path, "")
-        plan: FunctionPlan | Problem | None = None
-        if not problem:
-            plan = _plan(forward, by_call, mesh)
-            if isinstance(plan, Problem):
-                problem, plan = plan.reason, None
-        plans[path] = ModulePlan(path, problem, plan)
+        plan = _plan(forward, by_call, mesh) if not problem else Problem(problem)
+        if isinstance(plan, Problem):
+            plans[path] = ModulePlan(path, plan.reason)
+        else:
+            plans[path] = ModulePlan(path, forward=plan)
     return plans
 
 
@@ -97,7 +96,7 @@ def _plan(
         if isinstance(action, Problem):
             return Problem(f"{line}: {action.reason}")
         if source is None or node < 0 or not can_be_site(source.nodes[node], source.nodes) or not calls[0].is_direct:
-            return Problem(f"{line}: {name_of(calls[0].function)} cannot be reached from the source ({getattr(action, 'reason', action)})")
+            return Problem(f"{line}: {name_of(calls[0].function)} cannot be reached from the source")
         actions[node] = action
     swaps: dict[int, FunctionPlan] = {}
     for (part, offset, _), called in call.called.items():
@@ -121,8 +120,7 @@ def _plan(
     if source is None:
         calls_torch = any(one in by_call for one in call.all_below())
         return Problem(f"{where}: the source of {call.code.co_name} is not known") if calls_torch else None
-    refused, refused_else = untaken_branches(call, source)
-    patch = Patch(tuple(sorted(actions)), tuple(sorted(swaps)), refused, refused_else)
+    patch = replace(untaken_branches(call, source), sites=tuple(sorted(actions)), swaps=tuple(sorted(swaps)))
     return FunctionPlan(call, source, patch, actions, swaps) if patch else None
 
 

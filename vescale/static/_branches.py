@@ -6,13 +6,14 @@ import ast
 from collections.abc import Iterator, Mapping
 
 from vescale.static._call_tree import FunctionCall
+from vescale.static._patch import Patch
 from vescale.static._source import FunctionSource
 
 __all__ = ["untaken_branches"]
 
 
-def untaken_branches(call: FunctionCall, source: FunctionSource) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Nodes before which a static forward refuses to go on, and ``if`` statements without an ``else`` that were always true."""
+def untaken_branches(call: FunctionCall, source: FunctionSource) -> Patch:
+    """Refusals at all branches that the recorded forward did not take."""
     numbers = {id(node): number for number, node in enumerate(source.nodes)}
     visits = _Visits(call, source, numbers)
     refused: list[int] = []
@@ -26,7 +27,15 @@ def untaken_branches(call: FunctionCall, source: FunctionSource) -> tuple[tuple[
             tests, taken = visits.of(node.test), visits.of(node.body[0])
             if tests and taken is not None and tests == taken:
                 refused_else.append(numbers[id(node)])
-    return tuple(refused), tuple(refused_else)
+    refused_false: list[int] = []
+    refused_true: list[int] = []
+    in_tests = {id(inner) for node in source.nodes if (test := getattr(node, "test", None)) for inner in ast.walk(test)}
+    for node in source.nodes:
+        if isinstance(node, ast.BoolOp) and id(node) not in in_tests:  # in a test, the branches after it tell as much
+            for value, following in zip(node.values, node.values[1:]):
+                if visits.of(following) and visits.of(value) == visits.of(following):
+                    (refused_false if isinstance(node.op, ast.And) else refused_true).append(numbers[id(value)])
+    return Patch((), (), tuple(refused), tuple(refused_else), tuple(refused_false), tuple(refused_true))
 
 
 def _arms(node: ast.AST) -> Iterator[list[ast.stmt] | ast.expr]:

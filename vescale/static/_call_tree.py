@@ -157,7 +157,9 @@ def _is_recorded(file: str) -> bool:
 def _is_wrapper(code: types.CodeType) -> bool:
     """Whether a function only passes a call to a torch function on, to modes and subclasses."""
     file = code.co_filename
-    return file.startswith((_OURS, os.path.join(_TORCH, "overrides.py"), os.path.join(_TORCH, "_tensor.py"))) or file in (
+    return file.startswith(
+        (_OURS, os.path.join(_TORCH, "overrides.py"), os.path.join(_TORCH, "_tensor.py"))
+    ) or file in (
         os.path.join(_TORCH, "functional.py"),
         os.path.join(_TORCH, "_jit_internal.py"),
         os.path.join(_TORCH, "nn", "functional.py"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import weakref
@@ -156,8 +157,7 @@ class StaticForward:
         return program
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticForward:
-        model = self.model()
-        return StaticForward(memo[id(self.runtime)], memo.get(id(model), model))
+        return StaticForward(copy.deepcopy(self.runtime, memo), memo[id(self.model())])
 
 
 def _call(recorder: Recorder, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

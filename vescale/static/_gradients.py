@@ -14,8 +14,8 @@ __all__ = ["is_whole", "settle_gradients", "without_single_ranks"]
 
 
 def settle_gradients(recorder: Recorder, mesh: DeviceMesh) -> None:
-    """Choose the placements of each value's local gradients: those that arrived, made complete or cut where they have another
-    part of the elements than the value."""
+    """Choose the placements of each value's local gradients: those that arrived, made complete or cut where they have
+    another part of the elements than the value."""
     for record in _uses(recorder):
         value = record.value
         if value is not None and value.is_parameter:  # nothing else tells the gradients of parameters

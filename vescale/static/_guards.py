@@ -40,6 +40,7 @@ class Guards:
         self._held: list[dict[str, Any]] = []
         self._paths: list[str] = []
         self._hooks: list[dict[Any, Any]] = list(GLOBAL_HOOKS)
+        self._tensors: list[tuple[str, torch.Tensor, bool]] = []
         self._values: list[tuple[str, dict[str, Any], Any, tuple[Any, ...]]] = []
         self._objects: list[tuple[str, dict[str, Any], Any, tuple[Any, ...]]] = []
         for path, module in modules:
@@ -52,6 +53,11 @@ class Guards:
             for kind in _CONTAINERS:
                 if held[kind]:
                     self._objects.append((path, held[kind], *_getter(held[kind], list(held[kind]))))
+                    self._tensors += [
+                        (f"{path}.{name}", x, x.requires_grad)
+                        for name, x in held[kind].items()
+                        if isinstance(x, torch.Tensor)
+                    ]
         self._num_attributes = list(map(len, self._held))
         self._num_hooks = list(map(len, self._hooks))
 
@@ -66,14 +72,17 @@ class Guards:
             try:
                 if get(held) != values:
                     return f"attributes of {path or 'the model'} have changed"
-            except KeyError as name:
-                return f"{path or 'the model'}.{name.args[0]} was deleted"
+            except KeyError as missing:
+                return f"{path or 'the model'}.{missing.args[0]} was deleted"
+        for name, x, requires_grad in self._tensors:
+            if x.requires_grad is not requires_grad:
+                return f"requires_grad of {name} is {x.requires_grad} now"
         for path, held, get, objects in self._objects:
             try:
                 if not all(map(operator.is_, get(held), objects)):
                     return f"parameters, buffers or parts of {path or 'the model'} were replaced"
-            except KeyError as name:
-                return f"{path or 'the model'}.{name.args[0]} was deleted"
+            except KeyError as missing:
+                return f"{path or 'the model'}.{missing.args[0]} was deleted"
         return ""
 
 

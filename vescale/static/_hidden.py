@@ -41,7 +41,7 @@ def hidden_slots(value: Any) -> list[Slot]:
 
 
 def _slots(value: Any, is_hidden: bool, seen: set[int]) -> Iterator[Slot]:
-    if isinstance(value, _ATOMS) or isinstance(value, torch.Tensor) or callable(value) or id(value) in seen:
+    if isinstance(value, (*_ATOMS, torch.Tensor)) or callable(value) or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Mapping):

@@ -7,14 +7,14 @@ from torch import nn
 from vescale.runtime import Runtime
 from vescale.static._forward import StaticForward
 
-__all__ = ["install", "program_of"]
+__all__ = ["install", "static_forward"]
 
 
 def install(runtime: Runtime, model: nn.Module) -> None:
     model.__dict__["forward"] = StaticForward(runtime, model)
 
 
-def program_of(model: nn.Module) -> StaticForward:
+def static_forward(model: nn.Module) -> StaticForward:
     """The static forward of a model. Raises KeyError for others."""
     forward = model.__dict__.get("forward")
     if not isinstance(forward, StaticForward):

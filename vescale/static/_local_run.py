@@ -60,7 +60,12 @@ def _leaves(value: Any) -> list[Any]:
 
 def _is_same(expected: Any, found: Any) -> bool:
     if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
-        same = expected.shape == found.shape and _strides(expected) == _strides(found) and expected.dtype == found.dtype and expected.device == found.device
+        same = (
+            expected.shape == found.shape
+            and _strides(expected) == _strides(found)
+            and expected.dtype == found.dtype
+            and expected.device == found.device
+        )
         return same and bool(torch.equal(_bits(expected), _bits(found)))
     if type(expected) is not type(found):
         return False

@@ -6,7 +6,7 @@ import ast
 import functools
 import operator
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +25,18 @@ class Patch:
         swaps: calls whose function is looked up: ``f(x)`` becomes ``swap(f)(x)``.
         refused: statements and expressions of which the first in a list, or the whole, is preceded by a refusal.
         refused_else: ``if`` statements that get a refusal as their ``else``.
+        refused_false, refused_true: expressions whose value is refused if it is false, or true.
     """
 
     sites: tuple[int, ...] = ()
     swaps: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
     refused_else: tuple[int, ...] = ()
+    refused_false: tuple[int, ...] = ()
+    refused_true: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.sites or self.swaps or self.refused or self.refused_else)
+        return self != Patch()
 
 
 REFUSE, SLICE = "_vescale_refuse_", "_vescale_slice_"
@@ -43,7 +46,7 @@ def site_name(node: int) -> str:
     return f"_vescale_{node}_"
 
 
-def callee_of(node: ast.AST) -> Callable[..., Any] | None:
+def callee_of(node: ast.AST) -> Any:
     """What an expression that is no call computes, as a function of the operands that a site gets."""
     if isinstance(node, ast.Attribute):
         return operator.attrgetter(node.attr)
@@ -121,6 +124,8 @@ class _Rewriter(ast.NodeTransformer):
         self.swaps: Collection[int] = frozenset(patch.swaps)
         self.refused: Collection[int] = frozenset(patch.refused)
         self.refused_else: Collection[int] = frozenset(patch.refused_else)
+        self.refused_false: Collection[int] = frozenset(patch.refused_false)
+        self.refused_true: Collection[int] = frozenset(patch.refused_true)
 
     def visit(self, node: ast.AST) -> Any:
         number = self.numbers.get(id(node), -1)
@@ -136,6 +141,10 @@ class _Rewriter(ast.NodeTransformer):
         if number in self.refused_else:
             assert isinstance(node, ast.If)
             node.orelse = [ast.Expr(_refusal(node))]
+        if number in self.refused_false:
+            made = ast.copy_location(ast.BoolOp(ast.Or(), [made, _refusal(node)]), node)  # type: ignore[list-item]
+        elif number in self.refused_true:
+            made = ast.copy_location(ast.BoolOp(ast.And(), [made, _refusal(node)]), node)  # type: ignore[list-item]
         if number in self.refused:
             if isinstance(made, ast.stmt):
                 return [ast.copy_location(ast.Expr(_refusal(node)), node), made]

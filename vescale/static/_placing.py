@@ -34,7 +34,8 @@ class LocalPlacing:
         leaves = []
         for boundary in recorder.boundaries.get(placing, [[]])[0]:
             before, after = (
-                type_of(r, mesh, r.value.grads if r.value is not None else ()) for r in (boundary.input, boundary.output)
+                type_of(r, mesh, r.value.grads if r.value is not None else ())
+                for r in (boundary.input, boundary.output)
             )
             leaves.append((boundary, before, after))
         return cls(placing.index, leaves, holder)

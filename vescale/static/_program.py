@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,13 +13,21 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import CALL_OVERRIDE, call_module, local_of, no_torch_function, with_torch_function
-from vescale.ops import enter_local
+from vescale.compat import (
+    CALL_OVERRIDE,
+    call_module,
+    local_of,
+    make_dtensor,
+    no_torch_function,
+    spec_of,
+    with_torch_function,
+)
 from vescale.runtime import Runtime, current_activation
 from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
 from vescale.static._analysis import FunctionPlan, ModulePlan, analyze
 from vescale.static._guards import Guards
 from vescale.static._hidden import hidden_slots
+from vescale.static._local_parameter import LocalParameter
 from vescale.static._patch import REFUSE, SLICE, callee_of, make_function, patched_code, site_name
 from vescale.static._placing import LocalPlacing
 from vescale.static._record import Recorder
@@ -37,6 +45,7 @@ class StaticProgram:
         guards: what the program depends on.
         eager_modules: why modules run in eager mode, by path.
         draws: whether the step drew random numbers.
+        steps: how many forwards ran.
         is_proven: whether a static step has come to its end.
     """
 
@@ -48,6 +57,7 @@ class StaticProgram:
         self.eager_modules = {path: plan.problem for path, plan in self.plans.items() if plan.problem}
         self.draws = any(call.is_random for call in recorder.calls)
         self.is_proven = False
+        self.steps = 0
         self.shared: dict[Any, Any] = {}
         mesh = runtime.mesh
         self._inputs, self._outputs, self._hidden = (
@@ -55,7 +65,7 @@ class StaticProgram:
             for records in (recorder.inputs, recorder.outputs, recorder.hidden)
         )
         self._shown: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._parameters: list[tuple[list[tuple[dict[str, Any], str]], DTensor, TensorType | None]] = []
+        self._parameters: list[LocalParameter] = []
         self._root: Callable[..., Any] | None = None
         if "" in self.plans and not self.plans[""].problem:
             self._build(recorder)
@@ -68,6 +78,12 @@ class StaticProgram:
     def is_static(self) -> bool:
         return self._root is not None
 
+    def static_modules(self) -> Iterator[str]:
+        """Paths of the modules whose forward runs on local tensors."""
+        for path, plan in self.plans.items():
+            if not plan.problem and not any(is_inside(path, outer) for outer in self.eager_modules):
+                yield path
+
     def eager_calls(self) -> Iterator[tuple[str, str, str]]:
         """(module, function, reason) of each call that runs on DTensors."""
 
@@ -78,9 +94,10 @@ class StaticProgram:
             for inner in plan.swaps.values():
                 yield from of(inner)
 
-        for plan in self.plans.values():
-            if plan.forward is not None:
-                yield from of(plan.forward)
+        for path in self.static_modules():
+            forward = self.plans[path].forward
+            if forward is not None:
+                yield from of(forward)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward on local tensors; takes and returns DTensors. Raises UnrecordedError."""
@@ -94,25 +111,23 @@ class StaticProgram:
                 raise UnrecordedError("objects in the output hold other tensors than recorded")
             for slot, kind in zip(slots, self._hidden, strict=True):
                 slot.set(kind.to_global(slot.get(), "output"))
-            return map_in_order(result, [functools.partial(t.to_global, op="output") for t in self._outputs])
+            self.steps += 1
+            return map_in_order(result, [functools.partial(_hand_out, t) for t in self._outputs])
 
     @contextmanager
     def _showing(self) -> Iterator[None]:
         for held, shown in self._shown:
             held.update(shown)
         try:
-            for places, parameter, kind in self._parameters:
-                local = local_of(parameter) if kind is None else enter_local(parameter, kind.grad)
-                for held, name in places:
-                    held[name] = local
+            for parameter in self._parameters:
+                parameter.show()
             yield
         finally:
             for held, shown in self._shown:
                 for name in shown:
                     held.pop(name, None)
-            for places, _, _ in self._parameters:
-                for held, name in places:
-                    held.pop(name, None)
+            for parameter in self._parameters:
+                parameter.hide()
             self.shared.clear()
 
     # Building
@@ -120,7 +135,7 @@ class StaticProgram:
     def _build(self, recorder: Recorder) -> None:
         parameters: dict[int, tuple[list[tuple[dict[str, Any], str]], DTensor]] = {}
         for path, module in self._modules.items():
-            if any(path != outer and _is_inside(path, outer) for outer in self.eager_modules):
+            if any(path != outer and is_inside(path, outer) for outer in self.eager_modules):
                 continue
             plan = self.plans.get(path)
             held = module.__dict__
@@ -138,13 +153,10 @@ class StaticProgram:
             for name, x in [*module._parameters.items(), *module._buffers.items()]:
                 if isinstance(x, DTensor):
                     parameters.setdefault(id(x), ([], x))[0].append((held, name))
-        mesh = self.runtime.mesh
         for places, x in parameters.values():
             value = recorder.values_by_id.get(id(x))
-            kind = None
-            if x.requires_grad and value is not None and value.grads:
-                kind = TensorType(mesh, tuple(x.placements), next(iter(value.grads)), (), ())
-            self._parameters.append((places, x, kind))
+            grads = value.grads if value is not None and x.requires_grad else ()
+            self._parameters.append(LocalParameter(x, places, next(iter(grads), None)))
 
     def _show(self, held: dict[str, Any], name: str, value: Any) -> None:
         self._shown.append((held, {name: value}))
@@ -180,13 +192,15 @@ class StaticProgram:
         self, path: str, module: nn.Module, forward: Callable[..., Any], recorder: Recorder
     ) -> Callable[..., Any]:
         """``forward`` between the entries of the plan at the module's boundary."""
-        instructions = self.runtime.instructions[path]
+        instructions = self.runtime.instructions.get(path)
+        if instructions is None:  # of a copy of the model, which copies only what there is to do
+            return forward
         inputs = [LocalPlacing.of(p, recorder, self) for p in instructions.inputs]
         outputs = [LocalPlacing.of(p, recorder, self) for p in instructions.outputs]
         if not inputs and not outputs:
             return forward
         local = copy.copy(instructions)
-        local.inputs, local.outputs = inputs, outputs  # type: ignore[assignment]
+        local.inputs, local.outputs = inputs, outputs
 
         def placed(*args: Any, **kwargs: Any) -> Any:
             if inputs:
@@ -229,13 +243,36 @@ class _Swap:
             if isinstance(called, nn.Module):  # one that the function has made for itself
                 function, own = type(called).forward, called
             else:
-                function, own = getattr(type(called), "__call__", None), called
+                function, own = type(called).__call__, called
             if getattr(function, "__code__", None) is not self.plan.call.code and not self.plan.has_sites:
                 return called  # getattr, or a class, which calls the recorded function in turn
-        made = self.made.get(function)  # type: ignore[arg-type]
+        made = self.made.get(function)
         if made is None:
-            made = self.made[function] = self.make(function, self.plan)  # type: ignore[index]
+            made = self.made[function] = self.make(function, self.plan)
         return made if own is None else types.MethodType(made, own)
+
+
+def _hand_out(kind: TensorType, local: torch.Tensor) -> torch.Tensor:
+    """An output as a DTensor."""
+    x = kind.to_global(local, "output")
+    if kind.grad is None and x.requires_grad and isinstance(x, DTensor):
+        x = _NoGradient.apply(x)
+    return x
+
+
+class _NoGradient(torch.autograd.Function):
+    """An output of which no gradient has been recorded, so that nobody knows what gradients inside would stand for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> DTensor:
+        return make_dtensor(local_of(x), spec_of(x), requires_grad=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(
+            "an output of a model in static mode got a gradient, and got none in the step that was recorded; use the same "
+            "outputs in the loss of the first step, or parallelize with mode='eager'"
+        )
 
 
 def _activation() -> Any:
@@ -253,7 +290,5 @@ def _never_ran(path: str) -> Callable[..., Any]:
     return call
 
 
-def _is_inside(path: str, outer: str) -> bool:
+def is_inside(path: str, outer: str) -> bool:
     return outer == "" or path == outer or path.startswith(outer + ".")
-
-

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale.compat import (
+    TorchDispatchMode,
     call_module,
     local_of,
     no_torch_function,
@@ -42,7 +42,8 @@ class Value:
         name: of a parameter, buffer or input; "" for others.
         is_parameter: whether it is a parameter or a buffer.
         grads: placements of the gradients that arrived, each the sum over its uses.
-        is_grad_moved: whether they arrived as parts where the tensor is whole, or the other way round: ``grads`` are others then.
+        is_grad_moved: whether they arrived as parts where the tensor is whole, or the other way round, and ``grads`` was
+            changed.
     """
 
     name: str = ""
@@ -163,7 +164,7 @@ class Recorder(TorchFunctionMode):
     def is_complete(self) -> bool:
         """Whether the backward has been seen, if there is one."""
         linked = [r.value for r in self.outputs if r.requires_grad and r.value is not None]
-        return not linked or any(value.grads for value in linked)
+        return "" in self.problems or not linked or any(value.grads for value in linked)
 
     def _value(self, x: DTensor) -> Value:
         found = getattr(x, "_vescale_value", None)
@@ -184,8 +185,8 @@ class Recorder(TorchFunctionMode):
         )
 
     def _watch(self, made: list[torch.Tensor], before: dict[Any, TensorRecord], call: Call | None) -> None:
-        """Learn the gradients of results, and those that the nodes that made them send to the tensors given. ``before``: these
-        tensors' records, by gradient edge."""
+        """Learn the gradients of results, and those that the nodes that made them send to the tensors given.
+        ``before``: these tensors' records, by gradient edge."""
         waiting = [x.grad_fn for x in made if x.grad_fn is not None]
         while waiting:
             node = waiting.pop()
@@ -211,6 +212,8 @@ class Recorder(TorchFunctionMode):
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if "" in self.problems:  # a checkpoint, say, whose recomputation has to run the same ops
+            return func(*args, **kwargs)
         with no_torch_function():
             found = self.tree.site(sys._getframe(1))
             tensors = list(tensors_in((args, kwargs)))
@@ -233,7 +236,9 @@ class Recorder(TorchFunctionMode):
                 call.changed = ""
             call.is_random = is_random
             call.has_gaps = any(isinstance(x, DTensor) and not local_of(x).is_contiguous() for x in tensors)
-            if self._taken_over == "plain operand" and not any(r.value is None and r.requires_grad for r in call.inputs):
+            if self._taken_over == "plain operand" and not any(
+                r.value is None and r.requires_grad for r in call.inputs
+            ):
                 call.changed = observer.changed  # it is the same on every rank, as are its uses
             written = [x for x, version in zip(tensors, versions) if version is not None and x._version != version]
             call.writes = bool(written)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,7 +116,8 @@ class _Intercept(TorchFunctionMode):
         self.was_called = True
         name = getattr(func, "__name__", str(func))
         with no_torch_function():
-            args, kwargs = map_in_order((args, kwargs or {}), [lambda x, t=t: t.to_global(x, name) for t in site.inputs])
+            to_global = [functools.partial(kind.to_global, op=name) for kind in site.inputs]
+            args, kwargs = map_in_order((args, kwargs or {}), to_global)
         result = func(*args, **kwargs)
         with no_torch_function():
             return map_in_order(result, [t.to_local for t in site.outputs])

@@ -1,7 +1,6 @@
 """``FunctionSource``: the syntax tree of a Python function, and which of its nodes each of its instructions belongs to."""
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -83,7 +82,7 @@ def compile_function(tree: Function, like: types.CodeType, names: tuple[str, ...
         posonlyargs=[], args=[ast.arg(arg=name) for name in free], kwonlyargs=[], kw_defaults=[], defaults=[]
     )
     body: ast.stmt = ast.Return(value=tree) if isinstance(tree, ast.Lambda) else tree
-    outer = ast.FunctionDef(name=_OUTER, args=arguments, body=[body], decorator_list=[], type_params=[])
+    outer = ast.FunctionDef(name=_OUTER, args=arguments, body=[body], decorator_list=[])
     # Method calls on imported modules compile to other instructions; nothing of this module runs but the definition.
     imports = [ast.Import(names=[ast.alias(name=name)]) for name in _imported(_text(like))]
     module = ast.fix_missing_locations(ast.Module(body=[*imports, outer], type_ignores=[]))
@@ -120,7 +119,7 @@ def _definition(text: str, code: types.CodeType) -> Function | None:
     tree = _module(text)
     if tree is None:
         return None
-    found = []
+    found: list[ast.FunctionDef | ast.Lambda] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Lambda):
             if code.co_name == "<lambda>" and node.lineno == code.co_firstlineno:
@@ -136,7 +135,13 @@ def _definition(text: str, code: types.CodeType) -> Function | None:
         definition.decorator_list = []  # evaluated already, as are default values and annotations
         definition.returns = None
         arguments = definition.args
-        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
+        for argument in (
+            *arguments.posonlyargs,
+            *arguments.args,
+            *arguments.kwonlyargs,
+            arguments.vararg,
+            arguments.kwarg,
+        ):
             if argument is not None:
                 argument.annotation = None
     return definition
