@@ -1,4 +1,4 @@
-"""GPT-2's 50,257 and Whisper's 51,865 rows are divided by no usual number of ranks: their plans on small odd vocabularies."""
+"""No usual number of ranks divides the 50,257 rows of GPT-2, or the 51,865 of Whisper: their plans on small vocabularies."""
 
 from __future__ import annotations
 

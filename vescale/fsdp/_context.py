@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from vescale.buffer import Allocation
 from vescale.comm import SideStream
-from vescale.gradients import CollectiveOrder, DataParallelAxes, ShardedReduction
+from vescale.gradients import CollectiveOrder, DataParallelAxes, OrderMismatchError, ShardedReduction
 
 __all__ = ["CommContext"]
 
@@ -65,9 +65,15 @@ class CommContext:
         return found
 
     def compare_gathers(self) -> None:
-        """See :meth:`CollectiveOrder.compare_gathers`."""
+        """See :meth:`CollectiveOrder.compare_gathers`; raises when all groups have compared."""
+        error: OrderMismatchError | None = None
         for order in self.orders.values():
-            order.compare_gathers()
+            try:
+                order.compare_gathers()
+            except OrderMismatchError as found:
+                error = found
+        if error is not None:
+            raise error
 
     # Memory of gathered parameters
 

@@ -180,6 +180,7 @@ def reduce_unused(reductions: Sequence[ShardedReduction]) -> None:
     for reduction in reductions:
         if reduction.gradients.axes.data_parallel.size > 1:
             together[reduction.unit.order].append(reduction)
+    error: OrderMismatchError | None = None
     for order, members in together.items():
         flags = {r.first_flag: r.received for r in members if not r.options.unused_as_zero}
         device = members[0].gradients.unreduced.buffer.device
@@ -188,10 +189,13 @@ def reduce_unused(reductions: Sequence[ShardedReduction]) -> None:
         answer = all_reduce_(own, "max", group, requester="which parameters got a gradient").wait().tolist()
         try:
             order.check(answer)
-        except OrderMismatchError:
-            for reduction in reductions:
-                reduction.gradients.drop_sharded()
-            raise
+        except OrderMismatchError as found:
+            error = found  # other ranks take part in the collectives of the other orders
+            continue
         for reduction in members:
             start = order.header_bytes + reduction.first_flag
             reduction.settle(answer[start : start + len(reduction.received)])
+    if error is not None:
+        for reduction in reductions:
+            reduction.gradients.drop_sharded()
+        raise error
