@@ -311,3 +311,15 @@ def test_as_a_process_in_a_narrow_pipe(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert any(line.split()[0] == "model.layers.0-1.self_attn.o_proj" for line in done.stdout.splitlines())
+
+
+def test_explain_shows_the_sizes_of_uneven_cuts(run: Run) -> None:
+    (Path.cwd() / "uneven.yaml").write_text("mesh: {tp: null}\nshard:\n  .*mlp.up_proj.weight: {tp: S(0)}\n")
+    code, out, _ = run("explain", "uneven.yaml", "--model", "hf:llama.json", "--mesh", "tp=5", "--only", "memory")
+    hidden = CONFIG["intermediate_size"]
+    chunk = -(-hidden // 5)
+    last = hidden - 4 * chunk
+    assert code == 0 and f"4 x {chunk}, {last}" in out, out
+    code, out, _ = run("explain", "uneven.yaml", "--model", "hf:llama.json", "--mesh", "tp=5", "--json")
+    (row,) = json.loads(out)["uneven_cuts"]
+    assert row["sizes"] == [chunk] * 4 + [last] and row["dim"] == 0 and row["axis"] == "tp"

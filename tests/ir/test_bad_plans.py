@@ -65,7 +65,7 @@ def test_nothing_is_found_in_llama_with_ties(tied: bool) -> None:
 
 def test_every_mistake_is_collected() -> None:
     plan = Plan({"tp": 3})
-    plan.shard("fc1.weight", Shard(0), mesh="tp").shard("fc3.weight", Shard(0), mesh="tp")
+    plan.shard("scale", Shard(0), mesh="tp").shard("fc3.weight", Shard(0), mesh="tp")
     plan.shard("fc2.weight", Shard(5), mesh="tp")
     with pytest.raises(LoweringError) as caught:
         lower(plan, model("mlp"))

@@ -19,6 +19,7 @@ from vescale.cli._inputs import (
     load_plan,
     parse_mesh,
 )
+from vescale.cli._uneven_table import uneven_rows, uneven_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -209,6 +210,9 @@ def _print_memory(console: Console, program: Program, model: nn.Module) -> None:
     console.print(
         f"{bytes_text(memory['model_bytes'])} in all, {bytes_text(memory['first_rank_bytes'])} on the first rank at rest"
     )
+    rows = uneven_rows(program, model)
+    if rows:
+        console.print(uneven_table(rows))
     if memory["gathered_bytes"]:
         console.print(
             f"{bytes_text(memory['gathered_bytes'])} more while it computes: the gathered parameters of the units that stay "
@@ -341,6 +345,7 @@ def _as_dict(plan: Plan, program: Program, model: nn.Module, prediction: Predict
             for path, bucket, count in _units(program, model)
         ],
         "memory": _memory(program, model),
+        "uneven_cuts": [row._asdict() for row in uneven_rows(program, model)],
         "collectives": None,
     }
     if prediction is not None:

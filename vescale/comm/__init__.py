@@ -16,7 +16,7 @@ from vescale.comm._joined_axes import join_axes
 from vescale.comm._ledger import LISTENERS, CommRecord, Ledger, current_requester, record, record_comms, requested_by
 from vescale.comm._observation import Observer, Operation, axes_of, name_group, observe
 from vescale.comm._pending import REDUCE_OPS, Pending, one_reduction, uses_nccl
-from vescale.comm._rank_comparison import Description, Difference, compare_descriptions
+from vescale.comm._rank_comparison import Description, Difference, compare_descriptions, first_difference
 from vescale.comm._ring_cost import (
     Link,
     ReductionCost,
@@ -60,6 +60,7 @@ __all__ = [
     "bucket_limits",
     "compare_descriptions",
     "current_requester",
+    "first_difference",
     "fused_bytes",
     "gathered_size",
     "group_of_ranks",

@@ -106,6 +106,28 @@ class Consensus:
         self._leave(store, place, [*digests, verdict, *messages])
         return found
 
+    def have_all_come(self, moment: str, purpose: str, limit: timedelta = _PATIENCE) -> bool:
+        """Whether all ranks have called this with an equal ``moment``, which is used once, and an equal ``purpose`` before
+        one of them has waited for ``limit``. The answer is the same on every rank that calls it with this moment.
+
+        Four small requests to the store a rank; no round.
+        """
+        if len(self.ranks) == 1 or is_alone():
+            return True
+        store, place = default_store(), f"{self._place} {moment}"
+        verdict, come = f"{place} verdict", f"{place} come {purpose}"
+        if store.add(come, 1) == len(self.ranks):
+            store.compare_set(verdict, "", "all")
+        else:
+            try:
+                store.wait([verdict], limit)
+            except RuntimeError:  # store types have no common error class; a lost store raises again here
+                store.compare_set(verdict, "", "late")
+        have_come = bool(store.get(verdict) == b"all")
+        if have_come:
+            self._leave(store, place, [verdict, come])
+        return have_come
+
     def _leave(self, store: dist.Store, place: str, keys: Sequence[str]) -> None:
         """Count this rank as done with reading. A counter determines the last rank, which deletes the keys."""
         counter = f"{place} left"

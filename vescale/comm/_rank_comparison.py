@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from vescale.comm._consensus import Consensus
 
-__all__ = ["Description", "Difference", "compare_descriptions"]
+__all__ = ["Description", "Difference", "compare_descriptions", "first_difference"]
 
 Description = Mapping[str, Sequence[tuple[str, str]]]
 """What a rank brings: for each section, in the order of importance, (name, text) in an order that matters."""
@@ -58,11 +58,12 @@ def compare_descriptions(own: Description, consensus: Consensus, about: Callable
     for section in sections:
         entries = {rank: [tuple(entry) for entry in found.get(section, ())] for rank, found in everyone.items()}
         if len(set(map(tuple, entries.values()))) > 1:
-            return _first_difference(section, entries)
+            return first_difference(section, entries)
     return None
 
 
-def _first_difference(section: str, entries: Mapping[int, Sequence[tuple[str, str]]]) -> Difference:
+def first_difference(section: str, entries: Mapping[int, Sequence[tuple[str, str]]]) -> Difference:
+    """Of what each rank has in a section; not all have the same."""
     texts = {rank: dict(found) for rank, found in entries.items()}
     for name in dict.fromkeys(name for found in texts.values() for name in found):
         if len({found.get(name) for found in texts.values()}) > 1:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from vescale.buffer import Allocation
 from vescale.comm import SideStream
-from vescale.gradients import ShardedReduction
+from vescale.gradients import CollectiveOrder, DataParallelAxes, OrderMismatchError, ShardedReduction
 
 __all__ = ["CommContext"]
 
@@ -51,6 +52,28 @@ class CommContext:
         self._reducing: list[tuple[Lender, list[ShardedReduction]]] = []
         self.finished: list[ShardedReduction] = []
         """Reductions of this backward, in the order in which they were started."""
+        self.has_accumulated = False
+        """Whether the last backward has left gradients unreduced."""
+        self.orders: dict[dist.ProcessGroup, CollectiveOrder] = {}
+        """What has been gathered and reduced along each group of data-parallel ranks."""
+
+    def order_along(self, axes: DataParallelAxes) -> CollectiveOrder:
+        group = axes.data_parallel.group
+        found = self.orders.get(group)
+        if found is None:
+            found = self.orders[group] = CollectiveOrder(axes)
+        return found
+
+    def compare_gathers(self) -> None:
+        """See :meth:`CollectiveOrder.compare_gathers`; raises when all groups have compared."""
+        error: OrderMismatchError | None = None
+        for order in self.orders.values():
+            try:
+                order.compare_gathers()
+            except OrderMismatchError as found:
+                error = found
+        if error is not None:
+            raise error
 
     # Memory of gathered parameters
 
@@ -98,6 +121,9 @@ class CommContext:
 
     def reduce(self, group: Lender, reductions: list[ShardedReduction]) -> None:
         """Start reductions of one group; they finish when room is needed, or at the end of backward."""
+        if self.has_accumulated:  # other groups may be reduced than those that this backward has gathered
+            self.has_accumulated = False
+            self.compare_gathers()
         for reduction in reductions:
             reduction.start()
         self._reducing.append((group, reductions))
@@ -129,4 +155,5 @@ class CommContext:
         self._reducing.clear()
         self.finished.clear()
         self.prefetches.clear()
+        self.has_accumulated = False
         self.make_room(keep=0)

@@ -11,7 +11,7 @@ from vescale.buffer import Allocation, DBuffer, PendingBuffer
 from vescale.comm import Pending, all_gather_into
 from vescale.fsdp._layout import CallerLayout
 from vescale.fsdp._shards import BufferShards
-from vescale.gradients import DataParallelAxes
+from vescale.gradients import DataParallelAxes, OrderedUnit
 
 __all__ = ["BufferGather", "all_gather"]
 
@@ -35,22 +35,34 @@ class BufferGather:
             self._own_piece = self.whole.piece((axes.shard,))
             self._gathers_as_is = dtype == shards.dtype and shards.buffer.device == device
 
-    def start(self, requester: str, custom: Any = None) -> PendingBuffer:
+    def start(self, unit: OrderedUnit, requester: str, custom: Any = None) -> PendingBuffer:
         """Gather from where the shards are; only a cast, or another device, takes a copy. ``custom`` replaces the
-        collective over all ranks; see :meth:`FSDPModule.set_custom_all_gather`."""
+        collective over all ranks; see :meth:`FSDPModule.set_custom_all_gather`.
+
+        This, or waiting for it, raises OrderMismatchError if another rank gathers a unit of another size.
+        """
         shards, layout, whole = self._shards.buffer, self._layout, self.whole
         if self._kept is not None:
             piece, neighbours = self._kept
             return PendingBuffer(whole, all_gather_into(whole.local, piece, neighbours, requester=requester))
+        unit.agree_on_size(self.num_bytes // self._axes.shard_size)
         if self._exchange is None:
             source = shards if self._gathers_as_is else self._own_piece.copy_(shards)
-            return all_gather(source, whole, self._axes, requester, custom)
+            gathered = all_gather(source, whole, self._axes, requester, custom)
+
+            def check() -> None:
+                gathered.wait()
+                unit.check_gathered(whole.local)
+
+            return PendingBuffer(whole, Pending(whole.local, (), check))
         assert isinstance(layout, CallerLayout)
         exchange = self._exchange.fresh()
         pending = all_gather(exchange.piece((self._axes.shard,)).copy_(shards), exchange, self._axes, requester, custom)
 
         def copy_out() -> None:
-            layout.copy_from_exchange(pending.wait(), whole)
+            pending.wait()
+            unit.check_gathered(exchange.local)
+            layout.copy_from_exchange(exchange, whole)
 
         return PendingBuffer(whole, Pending(whole.local, (), copy_out))
 

@@ -309,12 +309,24 @@ class ParameterGroup:
         self.memory.prepare()
         comm = self.memory.comm
         with profiled(f"vescale.fsdp::reduce ({self.at_rest.path})"):
-            reductions = [
-                ShardedReduction(bucket.gradients, self.options, comm.reduce_stream, comm.replica_stream, self.path)
-                for bucket in self.at_rest.buckets
-                if bucket.requires_grad
-            ]
+            unit, reductions = self.memory.unit, []
+            first_flag = unit.first_flag
+            for bucket in self.at_rest.buckets:
+                if bucket.requires_grad:
+                    reductions.append(
+                        ShardedReduction(
+                            bucket.gradients,
+                            self.options,
+                            comm.reduce_stream,
+                            comm.replica_stream,
+                            self.path,
+                            unit,
+                            first_flag,
+                        )
+                    )
+                first_flag += len(bucket.parameters)
             if reductions:
+                unit.reduces()
                 comm.reduce(self.memory, reductions)
 
     def abandon(self) -> None:

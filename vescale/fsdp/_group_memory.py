@@ -15,7 +15,7 @@ from vescale.compat import backend_memory_pool, profiled
 from vescale.fsdp._context import CommContext
 from vescale.fsdp._residency import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
 from vescale.fsdp._sharded_parameters import ShardedParameters
-from vescale.gradients import GradientPlace, ShardedReduction
+from vescale.gradients import GradientPlace, OrderedUnit, OrderMismatchError, ShardedReduction
 
 __all__ = ["GroupMemory"]
 
@@ -47,11 +47,20 @@ class GroupMemory:
         self._pool: Any = None
         self._pending: list[PendingBuffer] = []
         self._event: object = None  # after the gathers, or the copies of pieces
+        self._unit: OrderedUnit | None = None
 
     @cached_property
     def comm(self) -> CommContext:
         """Streams, and what is in flight on them; the root of a model sets one for all its groups."""
         return CommContext(self.at_rest.device)
+
+    @property
+    def unit(self) -> OrderedUnit:
+        """This group in the order of collectives. A root enrolls its groups, in the same order on every rank."""
+        order = self.comm.order_along(self.at_rest.axes)
+        if self._unit is None or self._unit.order is not order:
+            self._unit = order.enroll(lambda: self.at_rest.path, len(self.at_rest.parameters))
+        return self._unit
 
     def _move(self, event: Event) -> None:
         found = TRANSITIONS.get((self.residency, event))
@@ -119,7 +128,10 @@ class GroupMemory:
             with comm.gather_stream(), torch.no_grad():
                 comm.make_room()
                 memory.allocate()
-                self._pending = [b.gathering.start(path, self.custom_all_gather) for b in self.at_rest.buckets]
+                self.unit.gathers()
+                self._pending = [
+                    b.gathering.start(self.unit, path, self.custom_all_gather) for b in self.at_rest.buckets
+                ]
                 self._move(Event.GATHER)
                 if comm.gather_stream.is_real:
                     for pending in self._pending:
@@ -133,8 +145,12 @@ class GroupMemory:
         if self.comm.gather_stream.is_real:
             self.comm.gather_stream.compute_waits(self._event)
         else:
-            for pending in self._pending:
-                pending.wait()
+            try:
+                for pending in self._pending:
+                    pending.wait()
+            except OrderMismatchError:
+                self._pending = []  # the ranks that raise do not take part in what follows
+                raise
         self._pending = []
         for bucket in self.at_rest.buckets:
             bucket.gathering.drop_piece()

@@ -22,7 +22,7 @@ from vescale.fsdp._gather import all_gather
 from vescale.fsdp._layout import equal_pieces
 from vescale.fsdp._preflight import ShardingMismatchError, compare_inputs
 from vescale.fsdp._shards import SubclassShards
-from vescale.gradients import DataParallelAxes
+from vescale.gradients import DataParallelAxes, OrderedUnit
 
 __all__ = ["HookGather"]
 
@@ -85,7 +85,7 @@ class HookGather:
     def _group(self) -> dist.ProcessGroup:
         return self._axes.mesh.get_group(self._axes.shard)
 
-    def start(self, requester: str, custom: Any = None) -> PendingBuffer:
+    def start(self, unit: OrderedUnit, requester: str, custom: Any = None) -> PendingBuffer:
         """Ask the hooks what to gather, and gather all of it; the other hooks get it when it is there."""
         with torch.inference_mode(False), torch.no_grad():
             inputs, metadata = self._ask(requester)

@@ -339,3 +339,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         for state in root.tree_states():
             for group in state.groups:
                 group.memory.comm = first.comm
+                _ = group.memory.unit

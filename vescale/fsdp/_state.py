@@ -170,6 +170,8 @@ class ModuleState(FSDP2State):
             output = self._conclude_incomplete(output)
             self.tree.forward_root = None
             self.comm.make_room(keep=0)
+            if not torch.is_grad_enabled() and not in_backward():
+                self.comm.compare_gathers()  # no backward will
         return self._cast_outputs(output)
 
     def _end_forward(self, output: Any) -> None:
@@ -372,6 +374,7 @@ class ModuleState(FSDP2State):
         for group in groups:
             group.rebuild()
             group.memory.prepare()
+            _ = group.memory.unit
 
     def abandon_iteration(self) -> None:
         """See :meth:`FSDPModule.reset_iter_state`."""

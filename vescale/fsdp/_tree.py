@@ -67,8 +67,12 @@ class Tree(Generic[MemberT]):
                 state.conclude_backward(is_last=self.is_last_backward)
             if self.is_last_backward:
                 comm.finish_reductions()
-                reduce_unused(comm.finished)
-                comm.finished.clear()
+                finished, comm.finished = comm.finished, []
+                if finished:
+                    reduce_unused(finished)
+                else:
+                    comm.compare_gathers()
+                    comm.has_accumulated = True
                 comm.prefetches.clear()
                 comm.make_room(keep=0)
         self.awaits_conclusion = False

@@ -7,6 +7,7 @@ on: gradients that are reduced where their parameters were gathered, and end sha
 from vescale.gradients._agreement import GradientMismatchError
 from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
+from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit, OrderMismatchError
 from vescale.gradients._comm_hook import CommHook, GradientBucket
 from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._data_parallel_axes import DataParallelAxes
@@ -22,6 +23,7 @@ from vescale.gradients._unreduced_gradients import GradientPlace, UnreducedGradi
 __all__ = [
     "BackwardTracker",
     "Bucket",
+    "CollectiveOrder",
     "CommHook",
     "DataParallelAxes",
     "GradientBucket",
@@ -30,6 +32,8 @@ __all__ = [
     "GradientReducer",
     "GradientRule",
     "LocalContribution",
+    "OrderMismatchError",
+    "OrderedUnit",
     "ReductionOptions",
     "ShardedGradients",
     "ShardedReduction",

@@ -93,8 +93,9 @@ def _steps(
     adds = frozenset(a for a, p in enumerate(arrival) if type(p) is Partial and p.reduce_op in ("sum", "avg"))
     others = adds.difference(data_parallel) if leaves_pending else frozenset()
     whole = frozenset(data_parallel) - adds
-    pending = frozenset(axis for axis in others if isinstance(parameter[axis], Replicate))
-    kept = adds.intersection(data_parallel) | pending
+    left = frozenset(axis for axis in others if isinstance(parameter[axis], Replicate))
+    pending = frozenset(axis for axis in left if sizes[axis] > 1)  # one rank's sum is complete
+    kept = adds.intersection(data_parallel) | left
     divisor = math.prod(sizes[axis] for axis in kept if arrival[axis].is_partial("avg"))
     placed = [Replicate() if axis in whole else wanted for axis, wanted in enumerate(parameter)]
     return _Steps(tuple(arrival[a] if a in kept else p for a, p in enumerate(placed)), divisor, whole, pending)

@@ -54,6 +54,11 @@ class ShardedGradients:
         self.unreduced.drop()
         self.unreduced.free()
 
+    def drop_sharded(self) -> None:
+        """Forget what has been reduced."""
+        for parameter in self._parameters:
+            parameter.sharded.grad = None
+
     def reduction(self, op: str, requester: str) -> BufferReduction:
         """Over the shard axis, and then of this rank's piece over the replicas."""
         found = self._reductions.get(op)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm import Pending, SideStream, all_reduce_, reduce_scatter_into
+from vescale.gradients._collective_order import CollectiveOrder, OrderedUnit, OrderMismatchError
 from vescale.gradients._reduction import divide_
 from vescale.gradients._sharded_gradients import ShardedGradients
 
@@ -68,8 +69,11 @@ class ShardedReduction:
         stream: SideStream,
         replica_stream: SideStream,
         requester: str,
+        unit: OrderedUnit,
+        first_flag: int,
     ) -> None:
         self.gradients, self.options, self.requester = gradients, options, requester
+        self.unit, self.first_flag = unit, first_flag
         self._stream, self._replica_stream = stream, replica_stream
         self.received = gradients.unreduced.complete()
         self._reduced: torch.Tensor | None = None
@@ -167,24 +171,31 @@ def reduce_unused(reductions: Sequence[ShardedReduction]) -> None:
     """After a backward: parameters that this rank did not use (an expert without tokens, a branch not taken) get the
     gradient of the ranks that did; those that no rank used keep ``grad`` as it is, None for a fresh one.
 
-    One all-reduce of a byte for each parameter and backward, over the ranks of the groups; every rank takes part, and only
-    ranks with unused parameters wait for it. Reductions were started in the same order on all of them.
+    One all-reduce of a byte for each parameter and backward, over the ranks of the groups; every rank takes part, and waits
+    for it, because digests of what the ranks have gathered and reduced go with it.
+
+    Raises OrderMismatchError on every rank if these differ, and drops the gradients: they are sums of different parameters.
     """
-    together: dict[dist.ProcessGroup, list[ShardedReduction]] = defaultdict(list)
+    together: dict[CollectiveOrder, list[ShardedReduction]] = defaultdict(list)
     for reduction in reductions:
-        along = reduction.gradients.axes.data_parallel
-        if along.size > 1 and not reduction.options.unused_as_zero:
-            together[along.group].append(reduction)
-    for group, members in together.items():
-        flags = [flag for reduction in members for flag in reduction.received]
+        if reduction.gradients.axes.data_parallel.size > 1:
+            together[reduction.unit.order].append(reduction)
+    error: OrderMismatchError | None = None
+    for order, members in together.items():
+        flags = {r.first_flag: r.received for r in members if not r.options.unused_as_zero}
         device = members[0].gradients.unreduced.buffer.device
-        used = torch.tensor(flags, dtype=torch.uint8, device=device)
-        pending = all_reduce_(used, "max", group, requester="which parameters got a gradient")
-        if all(flags) and device.type != "cpu":
-            continue  # this rank does not need the answer, and need not wait for the device
-        answer = pending.wait().tolist()
-        start = 0
+        own = torch.frombuffer(order.message(flags), dtype=torch.uint8).to(device)
+        group = members[0].gradients.axes.data_parallel.group
+        answer = all_reduce_(own, "max", group, requester="which parameters got a gradient").wait().tolist()
+        try:
+            order.check(answer)
+        except OrderMismatchError as found:
+            error = found  # other ranks take part in the collectives of the other orders
+            continue
         for reduction in members:
-            stop = start + len(reduction.received)
-            reduction.settle(answer[start:stop])
-            start = stop
+            start = order.header_bytes + reduction.first_flag
+            reduction.settle(answer[start : start + len(reduction.received)])
+    if error is not None:
+        for reduction in reductions:
+            reduction.gradients.drop_sharded()
+        raise error

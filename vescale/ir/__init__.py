@@ -14,6 +14,7 @@ from vescale.ir._packed_weights import Packing, packed_dims
 from vescale.ir._predict import Prediction, predict
 from vescale.ir._program import Program
 from vescale.ir._replica_checks import refuse_part_of_replicas
+from vescale.ir._uneven_cuts import UnevenCut, uneven_cuts
 from vescale.ir._unit_layouts import UnitBucket, unit_buckets
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "ProgramDiff",
     "Redistribute",
     "Stage",
+    "UnevenCut",
     "Unit",
     "UnitBucket",
     "Wrap",
@@ -49,5 +51,6 @@ __all__ = [
     "predict",
     "ragged_positions",
     "refuse_part_of_replicas",
+    "uneven_cuts",
     "unit_buckets",
 ]

@@ -11,7 +11,7 @@ from torch import nn
 
 from vescale.ir._model_index import ModelIndex
 
-__all__ = ["Heads", "heads_of"]
+__all__ = ["Heads", "heads_of", "is_attention"]
 
 # The projections of an attention module, by the usual names of the modules that hold them.
 _QUERY = regex.compile(r"(?:w|to_|add_)?(?:q|query)(?:_proj|_b_proj|_lin|_linear)?")
@@ -59,7 +59,7 @@ def heads_of(index: ModelIndex, names: Sequence[str], shape: Sequence[int], dim:
     if dim != _head_dim_of(owner, len(shape), over_rows):
         return None
     found = _number(parent, names_of_number)
-    if found is None or not _is_attention(parent):
+    if found is None or not is_attention(parent):
         return None
     attribute, count = found
     if count < 1 or shape[dim] % count:
@@ -79,7 +79,7 @@ def _head_dim_of(owner: nn.Module, ndim: int, over_rows: bool) -> int | None:
     return 0 if over_rows != transposed else 1
 
 
-def _is_attention(module: nn.Module) -> bool:
+def is_attention(module: nn.Module) -> bool:
     """A config is shared by the whole model, so that its numbers alone do not make a module an attention module."""
     name = type(module).__name__.lower()
     return "attention" in name or "attn" in name or any(hasattr(module, number) for number in _NUM_HEADS)

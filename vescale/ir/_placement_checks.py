@@ -14,6 +14,7 @@ from vescale.ir._joint_sharding import gathered_positions, join_placements, ragg
 from vescale.ir._model_index import ModelIndex, StateTensor, enclosing
 from vescale.ir._planned_placements import PlannedPlacement, PlannedState
 from vescale.ir._resolve import Resolution, shown_name
+from vescale.ir._uneven_cuts import refusal_of_uneven
 from vescale.placements import InterleavedShard, normalize_placements, shard_dim
 from vescale.plans import Entry, MeshAxes, placement_text
 
@@ -23,8 +24,8 @@ __all__ = ["check_boundaries", "check_states"]
 def check_states(resolution: Resolution, index: ModelIndex, axes: MeshAxes, findings: Findings) -> None:
     """Errors in the placements of parameters and buffers.
 
-    A cut that is there while the module computes must be even: local shapes then follow from the global ones by division,
-    on every rank alike, which views and reshapes inside models rely on. At rest any cut is fine.
+    A cut that is there while the module computes must be even, except where no code relies on equal local sizes
+    (:func:`refusal_of_uneven`). At rest any cut is fine.
     """
     for name, planned in resolution.states.items():
         state = index.states[name]
@@ -138,12 +139,21 @@ def _check_cuts(
                     shown_name(state),
                 )
                 continue
+            wide = [choice.placement for axis, choice in cuts if axes.size(axis) > 1]
+            planned = resolution.states[state.name]
+            is_gathered = planned.init.complete(axes) != planned.running(axes)
+            reason = refusal_of_uneven(state, dim, wide, resolution, index, is_gathered=is_gathered)
+            if reason is None:
+                continue
+            fewer = max(n for n in range(1, num_ranks) if state.shape[dim] % (n * pieces) == 0 or n == 1)
+            instead = (
+                f"a number of ranks that divides it, for example {fewer}" if fewer > 1 else "a size that they divide"
+            )
             parts = f"{num_ranks} ranks ({sizes})" + (f", {pieces} pieces each" if pieces > 1 else "")
             findings.error(
                 "divisible",
                 f"dim {dim} of {{names}} has size {state.shape[dim]}, which {parts} do not divide (shape {state.shape}, "
-                f"{placement_text(cuts[-1][1].placement)}); use a number of ranks that divides it, replicate it, or pad the "
-                "model",
+                f"{placement_text(cuts[-1][1].placement)}), and {reason}; use {instead}, or replicate it",
                 entry.source,
                 shown_name(state),
             )

@@ -1,0 +1,199 @@
+"""Ranks that run different modules: one error on every rank that names them, before an optimizer's step, or a wrong use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import vescale
+from tests.fsdp.compare import gradients_of
+from tests.ranks import RankPools
+from tests.runtime.zero import sharded_at_rest
+from vescale import Plan
+from vescale.comm import record_comms
+from vescale.fsdp import MixedPrecisionPolicy, fully_shard
+from vescale.gradients import OrderMismatchError
+from vescale.runtime import parallelize
+
+EQUAL, DIFFERENT = (8, 8, 8), (8, 12, 20)
+
+
+class Mixture(nn.Module):
+    """Experts of which the caller chooses some, one after the other."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, n), nn.Linear(n, 4)) for n in widths)
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        x = self.first(x)
+        for number in chosen:
+            if number < 0:
+                raise ZeroDivisionError("a rank fails")
+            x = x + self.experts[number](x)
+        return x.square().mean()
+
+
+def made(widths: tuple[int, ...], replicas: int = 1, **options: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = Mixture(widths)
+    one = copy.deepcopy(model)
+    shape = (dist.get_world_size(),) if replicas == 1 else (replicas, dist.get_world_size() // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for expert in model.experts:
+        fully_shard(expert, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options), one
+
+
+def raises_alike(run: Callable[[], Any], *texts: str) -> None:
+    """On every rank, with one text (of each shard group, where one finds it) that has the given parts."""
+    found: list[str | None] = [None] * dist.get_world_size()
+    with pytest.raises(OrderMismatchError) as caught:
+        run()
+    dist.all_gather_object(found, str(caught.value))
+    own = str(found[dist.get_rank()])
+    assert all(text in own for text in texts), own
+    assert found.count(own) in (len(found), 2), found
+
+
+X = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+def trains(model: nn.Module, one: nn.Module, chosen: tuple[int, ...]) -> None:
+    """A step with the same modules on every rank is right, also after an error."""
+    model.zero_grad()
+    one.zero_grad()
+    loss = model(X, chosen)
+    assert torch.equal(loss, one(X, chosen))
+    loss.backward()
+    one(X, chosen).backward()
+    for name, gradient in gradients_of(model).items():
+        expected = one.get_parameter(name).grad
+        assert (gradient is None) == (expected is None), name
+        assert expected is None or torch.allclose(gradient, expected, rtol=1e-5, atol=1e-7), name
+
+
+def training(widths: tuple[int, ...], replicas: int, warm: bool) -> None:
+    rank = dist.get_rank()
+    model, one = made(widths, replicas)
+    if warm:
+        for chosen in ((0,), (0, 2), (0,)):
+            trains(model, one, chosen)
+    model.zero_grad()
+    chosen = (0,) if rank % 2 == 0 else (1,)
+    raises_alike(lambda: model(X, chosen).backward(), "experts.0 on rank", "experts.1 on rank", "gather")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    trains(model, one, (1, 2))
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("widths", [EQUAL, DIFFERENT], ids=["equal", "different"])
+def test_training(ranks: RankPools, widths: tuple[int, ...], replicas: int, warm: bool) -> None:
+    ranks.run(training, widths, replicas, warm, world_size=2 * replicas)
+
+
+def replicas_differ() -> None:
+    """Each shard group agrees, and their sums over the replicas do not match. Forwards without gradients may differ."""
+    model, one = made(EQUAL, 2)
+    replica = dist.get_rank() // 2
+    with torch.no_grad():
+        for _ in range(replica + 1):
+            assert torch.equal(model(X, (replica,)), one(X, (replica,)))
+    trains(model, one, (0,))
+    raises_alike(lambda: model(X, (replica,)).backward(), "experts.0 on ranks [0, 1]", "experts.1 on ranks [2, 3]")
+    trains(model, one, (1,))
+
+
+def test_replicas_that_differ(ranks: RankPools) -> None:
+    ranks.run(replicas_differ, world_size=4)
+
+
+def other_ways(kind: str) -> None:
+    rank = dist.get_rank()
+    own = (0,) if rank == 0 else (1,)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, one = made(EQUAL, **({"mp_policy": policy} if kind == "mixed precision" else {}))
+    names = ("experts.0 on rank 0", "experts.1 on rank 1")
+    if kind == "evaluation":
+        with torch.no_grad():
+            assert torch.equal(model(X, (1,)), one(X, (1,)))
+            raises_alike(lambda: model(X, own), *names)
+            assert torch.equal(model(X, (2,)), one(X, (2,)))
+    elif kind == "accumulation":
+        model.set_requires_gradient_sync(False)
+        raises_alike(lambda: model(X, own).backward(), *names)
+        model(X, (2,)).backward()
+        model.set_requires_gradient_sync(True)
+        raises_alike(lambda: model(X, own).backward(), *names)
+    elif kind == "two forwards":
+        raises_alike(lambda: (model(X, own) + model(X, (1 - rank,))).backward(), *names)
+        trains(model, one, (2, 1))
+        raises_alike(lambda: (model(X, (0, 1) if rank else (1, 0))).backward())
+    elif kind == "one module more":
+        raises_alike(lambda: model(X, (0, 1, 2) if rank else (0, 2, 1)).backward(), "experts.1 on rank 1")
+    elif kind == "mixed precision":
+        raises_alike(lambda: model(X, own).backward(), *names)
+    elif kind == "a rank fails":
+        trains(model, one, (0, 1))
+        if rank == 1:
+            with pytest.raises(ZeroDivisionError):
+                model(X, (-1,))
+        raises_alike(lambda: model(X, (0, 1)).backward(), "experts.0 on rank 0", "the root on rank 1")
+    if kind not in ("mixed precision",):
+        trains(model, one, (1, 0))
+
+
+WAYS = ["evaluation", "accumulation", "two forwards", "one module more", "mixed precision", "a rank fails"]
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_other_ways(ranks: RankPools, kind: str) -> None:
+    ranks.run(other_ways, kind, world_size=2)
+
+
+def of_a_plan(widths: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = Mixture(widths).double()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    parallelize(model, sharded_at_rest(Plan(mesh)))
+    x = X.double()
+    for chosen in ((0,), (0, 1)):
+        model(x, chosen).backward()
+        model.zero_grad()
+    own = (0,) if dist.get_rank() == 0 else (1,)
+    with vescale.no_sync(model):
+        model(x, (0,)).backward()
+    raises_alike(lambda: model(x, own).backward(), "experts.0 on rank 0", "experts.1 on rank 1")
+
+
+@pytest.mark.parametrize("widths", [EQUAL, DIFFERENT], ids=["equal", "different"])
+def test_units_of_a_plan(ranks: RankPools, widths: tuple[int, ...]) -> None:
+    ranks.run(of_a_plan, widths, world_size=2)
+
+
+def communicated() -> None:
+    model, _ = made(DIFFERENT)
+    found = []
+    for _ in range(3):
+        with record_comms() as ledger:
+            model(X, (0, 1, 2)).backward()
+        found.append([record.op for record in ledger.records])
+    assert found[0] == found[1] == found[2], found
+    assert sorted(found[1]) == ["all_gather_v"] * 7 + ["all_reduce"] + ["reduce_scatter_v"] * 4
+    with torch.no_grad(), record_comms() as ledger:
+        model(X, (0, 1, 2))
+    assert [record.op for record in ledger.records][-1] == "all_reduce"
+    assert ledger.records[-1].bytes <= 32
+
+
+def test_nothing_more_is_communicated(ranks: RankPools) -> None:
+    ranks.run(communicated, world_size=2)
