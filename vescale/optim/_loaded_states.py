@@ -43,20 +43,27 @@ def _plain(blocks: Any) -> Any:
     return tuple(map(_plain, blocks)) if isinstance(blocks, list | tuple) else blocks
 
 
-def put_states(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """After torch's ``load_state_dict``, which casts states to the parameter's dtype, and leaves whole tensors whole."""
-    saved = state_dict["state"]
+def put_states(
+    optimizer: torch.optim.Optimizer,
+    before: Mapping[torch.Tensor, Mapping[str, Any]],
+    state_dict: Mapping[str, Any],
+) -> None:
+    """After torch's ``load_state_dict``, which casts states to the parameter's dtype: put what was saved, in its dtype, and
+    placed like the states of ``before``. Whole tensors are cut without communication; DTensors that are placed otherwise are
+    redistributed, on all ranks."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     for number, tensor in zip(numbers, tensors):
-        for name, value in saved.get(number, {}).items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            mine = optimizer.state[tensor][name]
-            if mine.dtype != value.dtype:
-                device = mine.device if value.ndim else value.device
-                mine = optimizer.state[tensor][name] = value.detach().to(device, copy=True)
-            if isinstance(tensor, DTensor) and not isinstance(mine, DTensor) and mine.shape == tensor.shape and mine.ndim:
-                optimizer.state[tensor][name] = distribute_tensor(
-                    mine, tensor.device_mesh, tensor.placements, src_data_rank=None
-                )
+        for name, value in state_dict["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor):
+                optimizer.state[tensor][name] = _placed(value.detach(), before.get(tensor, {}).get(name))
+
+
+def _placed(value: torch.Tensor, like: Any) -> torch.Tensor:
+    if not isinstance(like, torch.Tensor):
+        return value.clone()
+    if not isinstance(like, DTensor):
+        return value.to(like.device, copy=True)
+    if not isinstance(value, DTensor):
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return value.redistribute(placements=like.placements).clone() if value.device_mesh == like.device_mesh else value.clone()

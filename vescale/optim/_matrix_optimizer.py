@@ -250,8 +250,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         Raises ValueError for a state of another algorithm, naming the parameter.
         """
         check_same_algorithms(self.param_groups, state_dict["param_groups"])
+        before = {tensor: dict(states) for tensor, states in self.state.items()}
         super().load_state_dict(state_dict)
-        put_states(self, state_dict)
+        put_states(self, before, state_dict)
         for parameter in self._known().all:  # the groups are new objects
             parameter.group = next(g for g in self.param_groups if any(parameter.tensor is t for t in g["params"]))
 
