@@ -17,7 +17,7 @@ from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor,
 
 __all__ = ["GRIDS", "LINES", "Case", "assert_equal", "build", "set_gradients"]
 
-R, S, G, I = Replicate, Shard, RaggedShard, InterleavedShard
+R, S, G = Replicate, Shard, RaggedShard
 Case = tuple[Any, tuple[int, ...], tuple[Any, ...], Any]
 """ranks of the mesh, shape, placements, blocks"""
 
@@ -34,7 +34,7 @@ def lines(num_ranks: int) -> list[Case]:
         ((40, 5), G((0, 1)), None),
         ((24, 10), G((0,), block=7), (4, 12, 8)),
         ((16, 6), G((0,), first), None),
-        ((12, 8), I(0, 3), 3),
+        ((12, 8), InterleavedShard(0, 3), 3),
         ((9, 14), R(), None),
         ((10, 12), S(0), ("dim", 1, [3, 9])),
         ((5, 6, 8), S(0), None),

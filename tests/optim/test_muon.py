@@ -54,7 +54,13 @@ def steps_equal_one_device(cases: list[Case], num_steps: int, options: dict[str,
 OPTIONS: list[dict[str, Any]] = [
     {"lr": 0.02, "bucket_bytes": 1000},
     {"lr": 0.02, "norm_dtype": None, "split_replicas": False},
-    {"lr": torch.tensor(0.02), "ns_dtype": torch.float32, "nesterov": False, "adjust_lr": "spectral", "bucket_bytes": 1},
+    {
+        "lr": torch.tensor(0.02),
+        "ns_dtype": torch.float32,
+        "nesterov": False,
+        "adjust_lr": "spectral",
+        "bucket_bytes": 1,
+    },
 ]
 
 

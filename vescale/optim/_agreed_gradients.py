@@ -25,16 +25,17 @@ def agreed_gradients(
 ) -> dict[int, torch.Tensor] | None:
     """The local tensor of each gradient, placed like its parameter, by the parameter's number.
 
-    A gradient that is missing on this rank and present on others is one of zeros, or that of a replica; what no rank has is
-    left out. None: some gradient has an element that is not finite, and ``skip_nonfinite`` asks for no step at all then.
+    A gradient that is missing on this rank and present on others is one of zeros, or that of a replica; what no rank
+    has is left out. None: some gradient has an element that is not finite, and ``skip_nonfinite`` asks for no step at
+    all then.
 
-    Communication: with ``compare`` or ``skip_nonfinite`` one all-reduce of two bytes a parameter for each set of ranks that
-    parameters are on, as a rule one. Gradients with other placements than their parameter are brought to them. Of a gradient
-    that some ranks lack, replicas that have it give it to those that lack it.
+    Communication: with ``compare`` or ``skip_nonfinite`` one all-reduce of two bytes a parameter for each set of ranks
+    that parameters are on, as a rule one. Gradients with other placements than their parameter are brought to them. Of
+    a gradient that some ranks lack, replicas that have it give it to those that lack it.
 
     Raises:
-        RuntimeError: a gradient that is sparse, complex, of another shape, or a plain tensor for a DTensor; one that is placed
-            otherwise than its parameter on some ranks and missing on others. With ``compare`` on every rank.
+        RuntimeError: a gradient that is sparse, complex, of another shape, or a plain tensor for a DTensor; one that is
+            placed otherwise than its parameter on some ranks and missing on others. With ``compare`` on every rank.
     """
     found = [_status(parameter) for parameter in parameters]
     statuses = [status for status, _ in found]
@@ -46,12 +47,17 @@ def agreed_gradients(
         if status == _UNUSABLE:
             raise RuntimeError(
                 f"parameter {parameter.name!r} of shape {parameter.place.shape}: "
-                + (problem if own == _UNUSABLE else "another rank reports that its gradient cannot be used; see its error")
+                + (
+                    problem
+                    if own == _UNUSABLE
+                    else "another rank reports that its gradient cannot be used; see its error"
+                )
             )
         if status == _ELSEWHERE and lacks:
             raise RuntimeError(
-                f"parameter {parameter.name!r}: its gradient is missing on some ranks, and placed otherwise than the parameter "
-                f"({parameter.place.placements}) on others; give every rank a gradient, or place gradients as parameters"
+                f"parameter {parameter.name!r}: its gradient is missing on some ranks, and placed otherwise than the "
+                f"parameter ({parameter.place.placements}) on others; give every rank a gradient, or place "
+                "gradients as parameters"
             )
     if not finite:
         return None
@@ -134,7 +140,9 @@ def _compared(
 
 
 def _all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
-    locals_ = [local_of(g) if isinstance(g, DTensor) else g for g in gradients if g is not None and g.layout == torch.strided]
+    locals_ = [
+        local_of(g) if isinstance(g, DTensor) else g for g in gradients if g is not None and g.layout == torch.strided
+    ]
     found: list[torch.Tensor] = []
     for local in locals_:
         values = local.wait() if isinstance(local, AsyncCollectiveTensor) else local

@@ -24,9 +24,10 @@ class Holding:
     """Where the parts of one matrix are.
 
     Attributes:
-        fixed: for each mesh axis the only coordinate at which there are parts; None where there are at several, and on axes
-            that replicate.
-        is_kept: the placements never cut such a matrix (its block is whole matrices), so that each has one owner by layout.
+        fixed: for each mesh axis the only coordinate at which there are parts; None where there are at several, and on
+            axes that replicate.
+        is_kept: the placements never cut such a matrix (its block is whole matrices), so that each has one owner by
+            layout.
     """
 
     fixed: tuple[int | None, ...]

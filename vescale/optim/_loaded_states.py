@@ -19,7 +19,7 @@ def check_same_algorithms(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapp
     Raises ValueError that names the first parameter that differs.
     """
     ours, theirs = _by_name(own), _by_name(saved)
-    if not ours.keys() & theirs.keys():  # saved without names, or with other ones: torch compares the sizes of the groups
+    if not ours.keys() & theirs.keys():  # saved without names, or with other ones; torch compares sizes of groups
         ours, theirs = (dict(enumerate(found.values())) for found in (ours, theirs))
     for name, (algorithm, blocks) in ours.items():
         found = theirs.get(name, (algorithm, blocks))
@@ -49,8 +49,8 @@ def put_states(
     state_dict: Mapping[str, Any],
 ) -> None:
     """After torch's ``load_state_dict``, which casts states to the parameter's dtype: put what was saved, in its dtype, and
-    placed like the states of ``before``. Whole tensors are cut without communication; DTensors that are placed otherwise are
-    redistributed, on all ranks."""
+    placed like the states of ``before``. Whole tensors are cut without communication; DTensors that are placed
+    otherwise are redistributed, on all ranks."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     for number, tensor in zip(numbers, tensors):
@@ -66,4 +66,8 @@ def _placed(value: torch.Tensor, like: Any) -> torch.Tensor:
         return value.to(like.device, copy=True)
     if not isinstance(value, DTensor):
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
-    return value.redistribute(placements=like.placements).clone() if value.device_mesh == like.device_mesh else value.clone()
+    return (
+        value.redistribute(placements=like.placements).clone()
+        if value.device_mesh == like.device_mesh
+        else value.clone()
+    )

@@ -20,10 +20,10 @@ class MatrixGrid:
 
     Attributes:
         shape: the parameter's global shape.
-        cuts: for each dim the borders of its parts, from 0 to its size. Every combination of parts, in row-major order, is one
-            block; blocks are numbered in that order, whatever mesh the parameter is on.
-        matrix_dim: the first dim of the matrix in a block; dims before it have size 1 there, dims from ``matrix_dim + 1`` on
-            are the columns.
+        cuts: for each dim the borders of its parts, from 0 to its size. Every combination of parts, in row-major order,
+            is one block; blocks are numbered in that order, whatever mesh the parameter is on.
+        matrix_dim: the first dim of the matrix in a block; dims before it have size 1 there, dims from ``matrix_dim +
+            1`` on are the columns.
     """
 
     shape: tuple[int, ...]
@@ -82,8 +82,8 @@ def matrix_grid(shape: Sequence[int], blocks: Any, name: str) -> MatrixGrid:
             counts = (size // counts,) * counts
         if sum(counts) != size or any(count < 1 for count in counts):
             raise ValueError(
-                f"blocks={blocks!r} of parameter {name!r}: the sizes sum to {sum(counts)}, and dim {dim} of its matrices has "
-                f"{size} indices ({shape}); give positive sizes that sum to {size}"
+                f"blocks={blocks!r} of parameter {name!r}: the sizes sum to {sum(counts)}, and dim {dim} of its matrices "
+                f"has {size} indices ({shape}); give positive sizes that sum to {size}"
             )
         cuts[first + dim] = (0, *itertools.accumulate(counts))
     return _grid(shape, tuple(cuts), first)
@@ -107,18 +107,19 @@ def _parsed(blocks: Any, name: str) -> tuple[int, int | tuple[int, ...]]:
 def tile_grid(shape: Sequence[int], blocks: Any, largest: int, name: str) -> MatrixGrid:
     """Tiles of at most ``largest`` x ``largest`` of every matrix of a parameter.
 
-    As :func:`matrix_grid`, whose ``blocks`` are cut first. A parameter of 4 dims and more is one matrix, its dims behind the
-    first being the columns; a vector is one column. Tiles start at multiples of ``largest``, also within each block.
+    As :func:`matrix_grid`, whose ``blocks`` are cut first. A parameter of 4 dims and more is one matrix, its dims
+    behind the first being the columns; a vector is one column. Tiles start at multiples of ``largest``, also within
+    each block.
     """
     shape = tuple(shape)
     if len(shape) in (2, 3):
         grid = matrix_grid(shape, blocks, name)
-        cuts = [
-            borders if dim < grid.matrix_dim else _tiled(borders, largest) for dim, borders in enumerate(grid.cuts)
-        ]
+        cuts = [borders if dim < grid.matrix_dim else _tiled(borders, largest) for dim, borders in enumerate(grid.cuts)]
         return _grid(shape, tuple(cuts), grid.matrix_dim)
     if blocks is not None:
-        raise ValueError(f"blocks={blocks!r} of parameter {name!r} of shape {shape}; only matrices have blocks: leave it out")
+        raise ValueError(
+            f"blocks={blocks!r} of parameter {name!r} of shape {shape}; only matrices have blocks: leave it out"
+        )
     cuts = [_tiled((0, size), largest) if dim == 0 else (0, size) for dim, size in enumerate(shape)]
     room = largest  # columns that a tile may still have
     for dim in range(1, len(shape)):

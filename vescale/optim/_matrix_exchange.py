@@ -37,8 +37,9 @@ class MatrixStep:
 class MatrixExchange:
     """Rounds of matrices with the index arithmetic of this rank's part, which is done once.
 
-    Communication of each round: one uneven all-to-all to the owners and one back; one more along replicas. Every element
-    goes to its matrix's owner once, and comes back once to each rank that holds it. Rounds along no axes have none.
+    Communication of each round: one uneven all-to-all to the owners and one back; one more along replicas. Every
+    element goes to its matrix's owner once, and comes back once to each rank that holds it. Rounds along no axes have
+    none.
     """
 
     def __init__(self, kinds: Sequence[Sequence[MatrixRound]], device: torch.device, requester: str) -> None:
@@ -126,11 +127,17 @@ class _RunningRound:
         """Compute this rank's matrices and start to send the results."""
         parts = self._parts
         if self._gathered is not None:
-            _unpack(self._gathered.wait(), parts.receives, lambda p, values: p.within.view(self._whole[p.matrix]).copy_(values))
+            _unpack(
+                self._gathered.wait(),
+                parts.receives,
+                lambda p, values: p.within.view(self._whole[p.matrix]).copy_(values),
+            )
         self._updates = dict(zip(parts.owned, self._step.compute(list(self._whole.items())) if parts.owned else ()))
         self._whole, self._gathered = {}, None
         if parts.group is not None:
-            sent = self._packed((part.within.view(self._updates[part.matrix]) for part in parts.receives), self._round.receives)
+            sent = self._packed(
+                (part.within.view(self._updates[part.matrix]) for part in parts.receives), self._round.receives
+            )
             self._scattered = all_to_all_v(
                 sent, parts.receive_sizes, parts.send_sizes, parts.group.group, requester=f"{self._requester}: scatter"
             )
@@ -153,14 +160,20 @@ class _RunningRound:
             sizes = [own.numel()] * parts.copies.size
             sizes[parts.copies.index] = 0
             self._copied = all_to_all_v(
-                own.repeat(others), sizes, parts.take_sizes, parts.copies.group, requester=f"{self._requester}: replicas"
+                own.repeat(others),
+                sizes,
+                parts.take_sizes,
+                parts.copies.group,
+                requester=f"{self._requester}: replicas",
             )
         self._updates, self._scattered = {}, None
 
     def take_copied(self) -> None:
         """Apply the results that other replicas have computed."""
         if self._copied is not None:
-            _unpack(self._copied.wait(), self._parts.takes, lambda p, values: self._step.apply(p.matrix, p.held, values))
+            _unpack(
+                self._copied.wait(), self._parts.takes, lambda p, values: self._step.apply(p.matrix, p.held, values)
+            )
         self._copied = None
 
     def _packed(self, pieces: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from vescale.compat import note_writes
 from vescale.optim._adamw_update import ADAMW_DEFAULTS, adamw_states, adamw_update
@@ -29,8 +28,8 @@ _MAX_EXCHANGES = 8  # for different sets of parameters with gradients
 class MatrixOptimizer(torch.optim.Optimizer):
     """Base of optimizers whose update of a matrix needs all of it.
 
-    The gradient of a matrix, or what is made of it element by element, goes to the one rank that owns the matrix; the update
-    comes back in parts. Groups with ``algorithm="adamw"`` are updated by AdamW on each rank's part.
+    The gradient of a matrix, or what is made of it element by element, goes to the one rank that owns the matrix; the
+    update comes back in parts. Groups with ``algorithm="adamw"`` are updated by AdamW on each rank's part.
     """
 
     algorithm: str
@@ -106,7 +105,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """As in PyTorch. With ``algorithm="adamw"`` the group takes AdamW's options, and has AdamW's defaults for them."""
         algorithm = param_group.get("algorithm", self.algorithm)
         if algorithm not in (self.algorithm, "adamw"):
-            raise ValueError(f'a group has algorithm={algorithm!r}; {type(self).__name__} knows "{self.algorithm}" and "adamw"')
+            raise ValueError(
+                f'a group has algorithm={algorithm!r}; {type(self).__name__} knows "{self.algorithm}" and "adamw"'
+            )
         if algorithm == "adamw":
             unknown = set(param_group) - {*ADAMW_DEFAULTS, "params", "param_names", "algorithm", "initial_lr"}
             foreign = sorted(unknown & set(self.defaults))
@@ -127,7 +128,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self._check_group(param_group)
             for tensor in param_group["params"]:
                 if tensor.is_complex() or not tensor.is_floating_point():
-                    raise ValueError(f"a parameter of shape {tuple(tensor.shape)} is {tensor.dtype}; expected a real float")
+                    raise ValueError(
+                        f"a parameter of shape {tuple(tensor.shape)} is {tensor.dtype}; expected a real float"
+                    )
             if self._parameters is not None:
                 self._take_new()
         except BaseException:
@@ -159,8 +162,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient on any rank.
 
-        Communication: two all-to-alls for each bucket of matrices whose parts are on several ranks, one more along replicas,
-        and where there are such, one all-reduce of two bytes a parameter in which ranks learn which gradients exist.
+        Communication: two all-to-alls for each bucket of matrices whose parts are on several ranks, one more along
+        replicas, and where there are such, one all-reduce of two bytes a parameter in which ranks learn which gradients
+        exist.
         """
         loss = None
         if closure is not None:
@@ -202,7 +206,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             chosen = set(numbers)
             # Costly matrices first: an owner's own are then computed in an order in which owners end together.
             matrices = sorted(
-                (m for m in self._known().matrices if m.parameter in chosen), key=lambda m: (-m.cost, m.parameter, m.block)
+                (m for m in self._known().matrices if m.parameter in chosen),
+                key=lambda m: (-m.cost, m.parameter, m.block),
             )
             device = self._known().all[numbers[0]].local.device if numbers else torch.device("cpu")
             found = MatrixExchange(plan_rounds(matrices, self._bucket_bytes), device, type(self).__name__)
@@ -239,9 +244,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             states = self.state.get(parameter.tensor, {}).values()
             held = sum(local_tensor(s).nbytes for s in states if isinstance(s, torch.Tensor))
             algorithm = parameter.group["algorithm"]
-            reports.append(
-                ParameterReport(parameter.name, algorithm, owner, held, received.get(parameter.number, 0))
-            )
+            reports.append(ParameterReport(parameter.name, algorithm, owner, held, received.get(parameter.number, 0)))
         return reports
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -280,7 +283,9 @@ def _owner_rank(matrix: OwnedMatrix) -> int:
         return rank
     own = mesh.get_coordinate()
     assert own is not None
-    place = tuple(mine if axis in matrix.repeated else there for axis, (there, mine) in enumerate(zip(matrix.owner, own)))
+    place = tuple(
+        mine if axis in matrix.repeated else there for axis, (there, mine) in enumerate(zip(matrix.owner, own))
+    )
     return int(mesh.mesh[place])
 
 

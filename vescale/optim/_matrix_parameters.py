@@ -57,7 +57,9 @@ class MatrixParameter:
         """What must be the same on every rank that holds it."""
         mesh = self.place.mesh
         where = "" if mesh is None else f" as {list(map(str, self.place.placements))} on {tuple(mesh.shape)}"
-        options = {key: value for key, value in self.group.items() if key not in ("params", "param_names", "lr", "initial_lr")}
+        options = {
+            key: value for key, value in self.group.items() if key not in ("params", "param_names", "lr", "initial_lr")
+        }
         return f"{tuple(self.place.shape)} {self.tensor.dtype}{where} with {sorted(map(str, options.items()))}"
 
 
@@ -98,7 +100,9 @@ class MatrixParameters:
         """
         new = []
         for position, group in enumerate(groups):
-            names = group.get("param_names") or [f"group {position}, parameter {i}" for i in range(len(group["params"]))]
+            names = group.get("param_names") or [
+                f"group {position}, parameter {i}" for i in range(len(group["params"]))
+            ]
             for name, tensor in zip(names, group["params"]):
                 if tensor not in self.number_of:
                     parameter = MatrixParameter(len(self.all), name, tensor, group, _place(tensor, name))
@@ -179,7 +183,9 @@ def _place(tensor: torch.Tensor, name: str) -> TensorPlace:
             "parameters of its own meshes only"
         )
     if any(placement.is_partial() for placement in spec.placements):
-        raise ValueError(f"parameter {name!r} has the placements {spec.placements}: a pending sum cannot be a parameter")
+        raise ValueError(
+            f"parameter {name!r} has the placements {spec.placements}: a pending sum cannot be a parameter"
+        )
     return TensorPlace(tuple(tensor.shape), spec.mesh, tuple(spec.placements))
 
 
@@ -199,4 +205,3 @@ def _compare(parameters: Sequence[MatrixParameter]) -> None:
             raise ValueError(
                 f"the optimizer's {found.text()}; give every rank the same parameters, in the same order and groups"
             )
-

@@ -59,7 +59,9 @@ class OwnedMatrix:
     receives: torch.dtype = torch.float32
 
     def is_owner(self, coordinate: Sequence[int]) -> bool:
-        return all(own == place or axis in self.repeated for axis, (own, place) in enumerate(zip(self.owner, coordinate)))
+        return all(
+            own == place or axis in self.repeated for axis, (own, place) in enumerate(zip(self.owner, coordinate))
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +90,12 @@ class MatrixRound:
     receives: torch.dtype
 
 
-def plan_rounds(
-    matrices: Sequence[OwnedMatrix], bucket_bytes: int
-) -> list[list[MatrixRound]]:
+def plan_rounds(matrices: Sequence[OwnedMatrix], bucket_bytes: int) -> list[list[MatrixRound]]:
     """The rounds that this rank takes part in, by kind: rounds of one kind follow each other closely, kinds do not.
 
-    An owner's matrices come in the order of the list. The first of all owners travel together, then the second, and so on,
-    several of these waves in one bucket while no owner gets more than ``bucket_bytes``: all owners compute at the same time,
-    and while one bucket is computed another one travels.
+    An owner's matrices come in the order of the list. The first of all owners travel together, then the second, and so
+    on, several of these waves in one bucket while no owner gets more than ``bucket_bytes``: all owners compute at the
+    same time, and while one bucket is computed another one travels.
 
     Pure: ranks that share a round get it alike, for they have the same matrices in the same order.
     """
@@ -124,9 +124,7 @@ def _rounds(slices: dict[Coordinate, list[OwnedMatrix]], bucket_bytes: int) -> l
     first = next(iter(slices.values()))[0]
     rounds = []
     for number in range(max(map(len, cut.values()))):
-        buckets = tuple(
-            MatrixBucket(replica, found[number]) for replica, found in cut.items() if number < len(found)
-        )
+        buckets = tuple(MatrixBucket(replica, found[number]) for replica, found in cut.items() if number < len(found))
         rounds.append(MatrixRound(first.place, first.axes, first.replicas, buckets, first.sends, first.receives))
     return rounds
 

@@ -27,12 +27,12 @@ _ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
 class Muon(MatrixOptimizer):
     """Muon for matrices, AdamW for the rest, on parameters in any placement.
 
-    For each matrix G (m x n) of the gradient: ``B = mu B + (1 - mu) G``; ``U = (1 - mu) G + mu B`` (without Nesterov B);
-    ``W = (1 - lr wd) W - lr s(m, n) O`` with O, ``U`` orthogonalized by Newton-Schulz. These are the equations and the
-    numbers of ``torch.optim.Muon``; with ``norm_dtype=None`` also its bits.
+    For each matrix G (m x n) of the gradient: ``B = mu B + (1 - mu) G``; ``U = (1 - mu) G + mu B`` (without Nesterov
+    B); ``W = (1 - lr wd) W - lr s(m, n) O`` with O, ``U`` orthogonalized by Newton-Schulz. These are the equations and
+    the numbers of ``torch.optim.Muon``; with ``norm_dtype=None`` also its bits.
 
-    A matrix is computed whole by one rank, the owner; the others compute nothing of it. Parameters and states have the bits of
-    one device for equal gradients with ``batch=1``, on any mesh.
+    A matrix is computed whole by one rank, the owner; the others compute nothing of it. Parameters and states have the
+    bits of one device for equal gradients with ``batch=1``, on any mesh.
 
     ================  ==============================================================  =============================
     of a parameter    is                                                              communicated in a step
@@ -44,31 +44,33 @@ class Muon(MatrixOptimizer):
     ================  ==============================================================  =============================
 
     What the owner holds itself does not travel: nothing does where each matrix has all its elements on one rank
-    (:func:`~vescale.optim.muon_layout`). ``U`` travels with the parameter's dtype, with ``norm_dtype=None`` in ``ns_dtype``.
+    (:func:`~vescale.optim.muon_layout`). ``U`` travels with the parameter's dtype, with ``norm_dtype=None`` in
+    ``ns_dtype``.
 
     Args:
-        params: parameters, named or not, or groups; :func:`~vescale.optim.muon_groups` makes them by name. Options of a group:
-            ``algorithm``: ``"muon"`` (default) or ``"adamw"``, whose options are ``lr=1e-3, betas=(0.9, 0.999), eps=1e-8,
-            weight_decay=1e-2`` unless the group has its own: they are not Muon's. ``blocks``: which parts of each matrix are
-            matrices of their own, for example fused projections: ``n`` equal blocks of rows, a list of row counts, or
-            ``("dim", 1, n or list)`` for columns. A parameter of 3 dims ``[E, m, n]`` is E matrices, each cut by ``blocks``.
+        params: parameters, named or not, or groups; :func:`~vescale.optim.muon_groups` makes them by name. Options of a
+            group: ``algorithm``: ``"muon"`` (default) or ``"adamw"``, whose options are ``lr=1e-3, betas=(0.9, 0.999),
+            eps=1e-8, weight_decay=1e-2`` unless the group has its own: they are not Muon's. ``blocks``: which parts of
+            each matrix are matrices of their own, for example fused projections: ``n`` equal blocks of rows, a list of
+            row counts, or ``("dim", 1, n or list)`` for columns. A parameter of 3 dims ``[E, m, n]`` is E matrices,
+            each cut by ``blocks``.
         lr, weight_decay: decay is by ``lr`` itself, not adjusted. A tensor is never read by the host.
         momentum, nesterov: mu, and which U.
         ns_steps, coefficients, eps: see :func:`~vescale.optim._newton_schulz.newton_schulz`; one triple or one a step.
         ns_dtype: of the iterations.
         norm_dtype: in which the norm is taken, before the cast to ``ns_dtype``; None: after the cast.
-        adjust_lr: ``s(m, n)`` of each block: ``"original"`` sqrt(max(1, m/n)), ``"match_rms_adamw"`` 0.2 sqrt(max(m, n)),
-            ``"spectral"`` sqrt(m/n).
-        batch: up to so many matrices of one shape are iterated together on their owner. More than 1 uses other kernels, which
-            round otherwise: results then depend on the mesh, in bfloat16 by about 1e-2 of an update.
-        orthogonalize: ``f(U) -> O`` in place of Newton-Schulz, for variants; [m, n], or [b, m, n] with ``batch``. The result
-            travels with the parameter's dtype.
+        adjust_lr: ``s(m, n)`` of each block: ``"original"`` sqrt(max(1, m/n)), ``"match_rms_adamw"`` 0.2 sqrt(max(m,
+            n)), ``"spectral"`` sqrt(m/n).
+        batch: up to so many matrices of one shape are iterated together on their owner. More than 1 uses other kernels,
+            which round otherwise: results then depend on the mesh, in bfloat16 by about 1e-2 of an update.
+        orthogonalize: ``f(U) -> O`` in place of Newton-Schulz, for variants; [m, n], or [b, m, n] with ``batch``. The
+            result travels with the parameter's dtype.
         skip_nonfinite: leave everything as it is, on all ranks, in a step in which any gradient has inf or nan.
-        split_replicas: along axes that replicate a parameter, one of the replicas computes, and the others get a copy. False:
-            each computes for itself, and nothing is copied.
-        compare_gradients: compare in each step which gradients ranks have, so that one that is missing on some ranks counts as
-            zeros there. One small all-reduce. None: where something travels anyway; elsewhere gradients that the engines of
-            this package make are alike.
+        split_replicas: along axes that replicate a parameter, one of the replicas computes, and the others get a copy.
+            False: each computes for itself, and nothing is copied.
+        compare_gradients: compare in each step which gradients ranks have, so that one that is missing on some ranks
+            counts as zeros there. One small all-reduce. None: where something travels anyway; elsewhere gradients that
+            the engines of this package make are alike.
         bucket_bytes: an owner receives about so many in one all-to-all.
 
     Raises:
@@ -190,7 +192,8 @@ class Muon(MatrixOptimizer):
         found = self._orthogonalize(values)
         if found.shape != values.shape:
             raise ValueError(
-                f"orthogonalize was given {tuple(values.shape)} and returned {tuple(found.shape)}; return the shape that was given"
+                f"orthogonalize was given {tuple(values.shape)} and returned {tuple(found.shape)}; return the shape "
+                "that was given"
             )
         return found.to(values.dtype)
 

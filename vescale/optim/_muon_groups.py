@@ -33,8 +33,8 @@ def muon_groups(
     Args:
         model: before or after it is sharded; frozen parameters have a place, too.
         adamw: patterns of names, matched whole, as paths of plans are.
-        blocks: pattern to what :class:`~vescale.optim.Muon` takes as ``blocks``: ``{r".*\\.qkv\\.weight": 3}``. The first
-            pattern that matches is taken.
+        blocks: pattern to what :class:`~vescale.optim.Muon` takes as ``blocks``: ``{r".*\\.qkv\\.weight": 3}``. The
+            first pattern that matches is taken.
         muon_options, adamw_options: options of the groups, for example ``adamw_options={"lr": 3e-4}``.
         verbose: print the groups, on the first rank.
 
@@ -66,7 +66,8 @@ def muon_groups(
         matrix_grid(tuple(parameter.shape), spec, names[0])
         chosen.setdefault(repr(spec), (spec, []))[1].append((names[0], parameter))
     groups = [
-        {"params": members, "algorithm": "muon", "blocks": spec, **(muon_options or {})} for spec, members in chosen.values()
+        {"params": members, "algorithm": "muon", "blocks": spec, **(muon_options or {})}
+        for spec, members in chosen.values()
     ]
     if rest:
         groups.append({"params": rest, "algorithm": "adamw", **(adamw_options or {})})
@@ -89,7 +90,8 @@ def _matching(
             everything = [name for names in names_of.values() for name in names]
             raise ValueError(
                 f"pattern {pattern!r} of {what} matches none of {len(everything)} parameters"
-                f"{did_you_mean(pattern, everything) or ';'} patterns are matched against whole names, such as {everything[0]!r}"
+                f"{did_you_mean(pattern, everything) or ';'} patterns are matched against "
+                f"whole names, such as {everything[0]!r}"
             )
         for parameter in hits:
             found.setdefault(parameter, pattern)
@@ -125,20 +127,21 @@ def muon_layout(
 ) -> Callable[[str, torch.Tensor], int | None]:
     """An ``orig_param_policy`` that keeps each matrix of Muon whole on one rank, so that its step communicates nothing.
 
-    ``fully_shard(block, orig_param_policy=muon_layout(block))`` plans buffers whose cuts go between matrices. Ranks then
-    hold unequal parts, and the buffer has padding where matrices are few: ``fully_shard``'s report and ``plan_layout`` tell
-    how much. Blocks of rows stay apart; blocks of columns do not form runs of memory, so that the matrix stays whole.
+    ``fully_shard(block, orig_param_policy=muon_layout(block))`` plans buffers whose cuts go between matrices. Ranks
+    then hold unequal parts, and the buffer has padding where matrices are few: ``fully_shard``'s report and
+    ``plan_layout`` tell how much. Blocks of rows stay apart; blocks of columns do not form runs of memory, so that the
+    matrix stays whole.
 
     In a plan, write the same block: ``plan.shard(path, RaggedShard(block=m * n), ...)``.
 
     Args:
         model: the module that is given to ``fully_shard``; names are relative to it.
-        groups: of :func:`muon_groups` of this module, for its ``blocks`` and what is left to AdamW; None: every parameter of
-            2 or 3 dims is one matrix, or a stack of matrices.
+        groups: of :func:`muon_groups` of this module, for its ``blocks`` and what is left to AdamW; None: every
+            parameter of 2 or 3 dims is one matrix, or a stack of matrices.
 
     Returns ``policy(name, parameter)``: elements that stay together, None where a cut may be anywhere.
     """
-    known = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    known = dict(model.named_parameters(remove_duplicate=False))
     specs: dict[nn.Parameter, Any] = {}
     if groups is None:
         specs = {parameter: None for parameter in known.values() if parameter.ndim in (2, 3)}

@@ -21,7 +21,9 @@ def checked_coefficients(given: object) -> Coefficients:
     """
     rows = [given] if isinstance(given, Sequence) and given and not isinstance(given[0], Sequence) else given
     if not isinstance(rows, Sequence) or not rows or any(not isinstance(r, Sequence) or len(r) != 3 for r in rows):
-        raise ValueError(f"coefficients={given!r}; give three numbers (a, b, c), or a list of such triples, one for each step")
+        raise ValueError(
+            f"coefficients={given!r}; give three numbers (a, b, c), or a list of such triples, one for each step"
+        )
     return tuple((float(a), float(b), float(c)) for a, b, c in rows)
 
 
@@ -35,9 +37,9 @@ def newton_schulz(
 ) -> torch.Tensor:
     """The matrix with its singular values brought near 1. Reads ``matrix``, and returns a tensor of ``dtype``.
 
-    X starts as the matrix divided by its Frobenius norm; a step is ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``, on the
-    shorter side. With ``norm_dtype`` None the norm is taken, and the division done, after the cast to ``dtype``, which is
-    what ``torch.optim.Muon`` does, bit for bit.
+    X starts as the matrix divided by its Frobenius norm; a step is ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``,
+    on the shorter side. With ``norm_dtype`` None the norm is taken, and the division done, after the cast to ``dtype``,
+    which is what ``torch.optim.Muon`` does, bit for bit.
 
     Args:
         matrix: [m, n], or [b, m, n] for b matrices at once (other kernels, which round otherwise).

@@ -76,11 +76,12 @@ BALANCE = 1.15
 def assign_owners(matrices: Sequence[PlacedMatrix], before: Mapping[int, int] | None = None) -> Ownership:
     """Give each matrix to one rank of its mesh, so that no rank computes much more than the mean.
 
-    Costly matrices first, each to the rank with the least to do (LPT): the largest cost of a rank is at most 4/3 of what is
-    possible, and the mean plus the smallest matrix on that rank at most. A matrix that one rank holds whole, or the ranks
-    along few axes hold together, stays there while that leaves their cost below the mean of all; it then costs no
-    communication, or less. If that ends worse than ``BALANCE`` times the mean, the places of matrices are not regarded.
-    Matrices that the layout keeps whole stay where they are in any case. Ties go to the first rank of the mesh.
+    Costly matrices first, each to the rank with the least to do (LPT): the largest cost of a rank is at most 4/3 of
+    what is possible, and the mean plus the smallest matrix on that rank at most. A matrix that one rank holds whole, or
+    the ranks along few axes hold together, stays there while that leaves their cost below the mean of all; it then
+    costs no communication, or less. If that ends worse than ``BALANCE`` times the mean, the places of matrices are not
+    regarded. Matrices that the layout keeps whole stay where they are in any case. Ties go to the first rank of the
+    mesh.
 
     ``before``: what ranks compute already, by global rank; :attr:`Ownership.costs` includes it.
     """
@@ -125,7 +126,8 @@ def _assign(matrices: Sequence[PlacedMatrix], before: Mapping[int, int], local: 
 def _team(matrix: PlacedMatrix, coordinate: Coordinate) -> list[int]:
     """The ranks that compute what the one at ``coordinate`` owns: those along the axes that repeat it."""
     choices = [
-        range(size) if axis in matrix.repeated_axes else (coordinate[axis],) for axis, size in enumerate(matrix.mesh.shape)
+        range(size) if axis in matrix.repeated_axes else (coordinate[axis],)
+        for axis, size in enumerate(matrix.mesh.shape)
     ]
     return [matrix.mesh.rank(place) for place in itertools.product(*choices)]
 

@@ -19,8 +19,8 @@ __all__ = ["PreconditionedOptimizer"]
 class PreconditionedOptimizer(MatrixOptimizer):
     """An optimizer whose owners get gradients, hold all states of their matrices, and send updates back.
 
-    Parts of the work are due every ``precondition_frequency`` steps: each matrix has a phase (:func:`refresh_phases`), and
-    owners are balanced within each phase.
+    Parts of the work are due every ``precondition_frequency`` steps: each matrix has a phase (:func:`refresh_phases`),
+    and owners are balanced within each phase.
     """
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -51,7 +51,9 @@ class PreconditionedOptimizer(MatrixOptimizer):
     def _cost(self, parameter: MatrixParameter, rows: int, columns: int) -> int:
         sides = [side for side in (rows, columns) if side <= parameter.group["max_preconditioner_dim"]]
         always = sum(8 * rows * columns * side for side in sides)
-        return rows * columns + always + sum(10 * side**3 for side in sides) // parameter.group["precondition_frequency"]
+        return (
+            rows * columns + always + sum(10 * side**3 for side in sides) // parameter.group["precondition_frequency"]
+        )
 
     def _phase(self, matrix: OwnedMatrix) -> int:
         return int(self.__dict__["_phases"][matrix.parameter, matrix.block])

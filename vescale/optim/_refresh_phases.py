@@ -1,4 +1,4 @@
-"""In which steps the costly part of each matrix's preconditioner is due, so that no step has much more of it than another."""
+"""In which steps the costly part of each matrix's preconditioner is due, so that no step has much more than another."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ __all__ = ["refresh_phases"]
 def refresh_phases(costs: Sequence[int], frequencies: Sequence[int]) -> list[int]:
     """For each matrix a phase below its frequency: what is due every ``f`` steps is due in the steps ``phase + k f``.
 
-    Costly matrices first, each to the phase with the least cost so far; the first of equal ones to the first phase. Depends on
-    the matrices alone, and not on meshes and owners, because it decides the numbers. A single matrix has phase 0.
+    Costly matrices first, each to the phase with the least cost so far; the first of equal ones to the first phase.
+    Depends on the matrices alone, and not on meshes and owners, because it decides the numbers. A single matrix has
+    phase 0.
     """
     heaps: dict[int, list[tuple[int, int]]] = {}
     phases = [0] * len(costs)

@@ -14,7 +14,7 @@ __all__ = ["Part", "RoundParts", "round_parts"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A block of a matrix that some rank holds: ``held`` locates it in that rank's local tensor, ``within`` in the matrix."""
+    """A block of a matrix that some rank holds: ``held`` locates it in its local tensor, ``within`` in the matrix."""
 
     matrix: OwnedMatrix
     held: Box
@@ -32,8 +32,8 @@ class RoundParts:
         sends: the parts that it holds of other ranks' matrices, by owner in group order; ``send_sizes`` elements each.
         receives: the parts of its matrices that others hold, by holder in group order; ``receive_sizes`` elements each.
         copies: the ranks that hold the same as this one; None: there are no others, or each computes for itself.
-        copied: where the parts of this rank's own bucket are among ``kept`` and ``sends`` together, in the bucket's order.
-        takes: the parts of what other replicas compute, by replica in group order; ``take_sizes`` elements each.
+        copied: where the parts of this rank's own bucket are among ``kept`` and ``sends`` together, in the bucket's
+        order. takes: the parts of what other replicas compute, by replica in group order; ``take_sizes`` elements each.
     """
 
     group: AxisGroup | None

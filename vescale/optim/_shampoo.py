@@ -22,27 +22,29 @@ class Shampoo(PreconditionedOptimizer):
     """Shampoo on parameters in any placement; AdamW for groups with ``algorithm="adamw"``.
 
     A matrix is cut into tiles of at most ``max_preconditioner_dim``. For each tile G, ``L = b2 L + (1 - b2) G G^T`` and
-    ``R = b2 R + (1 - b2) G^T G``; the direction is ``(L + eps)^(-1/4) G (R + eps)^(-1/4)``, scaled to the norm of the grafted
-    step. Decay is decoupled, as in AdamW. L and R are not corrected for their start at zero, which the scaling would undo.
-    Each tile is computed by one rank, which alone holds its states; results have the bits of one device on any mesh.
+    ``R = b2 R + (1 - b2) G^T G``; the direction is ``(L + eps)^(-1/4) G (R + eps)^(-1/4)``, scaled to the norm of the
+    grafted step. Decay is decoupled, as in AdamW. L and R are not corrected for their start at zero, which the scaling
+    would undo. Each tile is computed by one rank, which alone holds its states; results have the bits of one device on
+    any mesh.
 
-    In a step the gradient of each tile travels to the owner once, in the parameter's dtype, and the update once to each rank
-    that holds it, in float32 at least.
+    In a step the gradient of each tile travels to the owner once, in the parameter's dtype, and the update once to each
+    rank that holds it, in float32 at least.
 
-    A vector has one factor, with the exponent -1/2. A parameter of 3 dims is a stack of matrices; of more dims, one matrix whose
-    columns are the dims behind the first. A scalar takes the grafted step.
+    A vector has one factor, with the exponent -1/2. A parameter of 3 dims is a stack of matrices; of more dims, one
+    matrix whose columns are the dims behind the first. A scalar takes the grafted step.
 
     Args:
-        params: parameters, named or not, or groups, as :class:`~vescale.optim.Muon` takes them, with ``algorithm="shampoo"``
-            (default) or ``"adamw"``, and ``blocks``.
-        betas: of the average of gradients (0: none, else corrected for its start at zero) and of L, R and Adam's square.
-        eps: added to the eigenvalues of L and R.
+        params: parameters, named or not, or groups, as :class:`~vescale.optim.Muon` takes them, with
+            ``algorithm="shampoo"`` (default) or ``"adamw"``, and ``blocks``.
+        betas: of the average of gradients (0: none, else corrected for its start at zero) and of L, R and Adam's
+        square. eps: added to the eigenvalues of L and R.
         precondition_frequency: roots are computed every so many steps.
         start_preconditioning_step: the grafted step is taken before; None: ``precondition_frequency``.
-        grafting: whose step gives the size: ``"adam"``, without momentum (eps 1e-8); ``"sgd"``, the gradient; None: no scaling
-            (before the first root, the gradient).
-        stagger: the roots of different tiles are due in different steps of each ``precondition_frequency``; a tile's first root
-            may then be up to so many steps later. The schedule depends on the tiles alone. False: all in the same step.
+        grafting: whose step gives the size: ``"adam"``, without momentum (eps 1e-8); ``"sgd"``, the gradient; None: no
+            scaling (before the first root, the gradient).
+        stagger: the roots of different tiles are due in different steps of each ``precondition_frequency``; a tile's
+            first root may then be up to so many steps later. The schedule depends on the tiles alone. False: all in the
+            same step.
         skip_nonfinite, split_replicas, compare_gradients, bucket_bytes: as in :class:`~vescale.optim.Muon`.
 
     Where L or R is not finite, so is the direction: no rank raises while others wait for it.
@@ -108,7 +110,7 @@ class Shampoo(PreconditionedOptimizer):
 
     def _state_shapes(self, parameter: MatrixParameter, matrix: OwnedMatrix) -> dict[str, tuple[int, ...]]:
         rows, columns = matrix.rows, matrix.columns
-        shapes = {"row_factor": (rows, rows), "row_root": (rows, rows)}
+        shapes: dict[str, tuple[int, ...]] = {"row_factor": (rows, rows), "row_root": (rows, rows)}
         if len(parameter.place.shape) > 1:
             shapes |= {"column_factor": (columns, columns), "column_root": (columns, columns)}
         if parameter.group["grafting"] == "adam":

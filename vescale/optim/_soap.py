@@ -23,23 +23,23 @@ class SOAP(PreconditionedOptimizer):
 
     For a matrix G with bases Q_L, Q_R: ``G' = Q_L^T G Q_R``, Adam on G' gives m and v, and
     ``W <- (1 - lr wd) W - lr Q_L (m / (sqrt(v) + eps)) Q_R^T``, with Adam's correction of both averages. Then
-    ``L = b2 L + (1 - b2) G G^T``, R alike. The first step only makes the bases, by eigenvectors of L and R; it changes no
-    parameter. Every ``precondition_frequency`` steps they are refreshed: v is permuted to the order of the diagonal of
-    ``Q^T L Q``, and QR of ``L Q`` gives the new Q, into which m is rotated. Each matrix is computed by one rank, which alone
-    holds its states; results have the bits of one device on any mesh.
+    ``L = b2 L + (1 - b2) G G^T``, R alike. The first step only makes the bases, by eigenvectors of L and R; it changes
+    no parameter. Every ``precondition_frequency`` steps they are refreshed: v is permuted to the order of the diagonal
+    of ``Q^T L Q``, and QR of ``L Q`` gives the new Q, into which m is rotated. Each matrix is computed by one rank,
+    which alone holds its states; results have the bits of one device on any mesh.
 
-    In a step the gradient of each matrix travels to the owner once, in the parameter's dtype, and the update once to each rank
-    that holds it, in float32 at least. Vectors, scalars, and sides longer than ``max_preconditioner_dim`` have no basis; Adam
-    on vectors and scalars runs on each rank's part. Parameters of 3 dims and more are seen as by
+    In a step the gradient of each matrix travels to the owner once, in the parameter's dtype, and the update once to
+    each rank that holds it, in float32 at least. Vectors, scalars, and sides longer than ``max_preconditioner_dim``
+    have no basis; Adam on vectors and scalars runs on each rank's part. Parameters of 3 dims and more are seen as by
     :class:`~vescale.optim.Shampoo`.
 
     Args:
-        params: parameters, named or not, or groups, as :class:`~vescale.optim.Muon` takes them, with ``algorithm="soap"``
-            (default) or ``"adamw"``, and ``blocks``.
+        params: parameters, named or not, or groups, as :class:`~vescale.optim.Muon` takes them, with
+            ``algorithm="soap"`` (default) or ``"adamw"``, and ``blocks``.
         betas: of m, and of v, L and R.
         weight_decay: decoupled, as in AdamW.
-        stagger: refreshes of different matrices are due in different steps. The schedule depends on the matrices alone; with
-            a single matrix it is that of the paper. False: all in the same step.
+        stagger: refreshes of different matrices are due in different steps. The schedule depends on the matrices alone;
+            with a single matrix it is that of the paper. False: all in the same step.
         skip_nonfinite, split_replicas, compare_gradients, bucket_bytes: as in :class:`~vescale.optim.Muon`.
 
     Raises ValueError for options without meaning, or parameters that differ between ranks.
