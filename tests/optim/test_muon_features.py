@@ -27,15 +27,16 @@ from vescale.placements import local_region
 
 
 class Block(nn.Module):
-    """Packed projections, experts, an embedding with a tied head, norms."""
+    """Packed projections, experts, an embedding with a tied head, norms. Gradients have full rank: in null spaces of SOAP's
+    factors, bases are a matter of rounding."""
 
     def __init__(self, dim: int = 12) -> None:
         super().__init__()
-        self.embed = nn.Embedding(10, dim)
+        self.embed = nn.Embedding(40, dim)
         self.qkv = nn.Linear(dim, 3 * dim)
         self.norm = nn.LayerNorm(dim)
         self.experts = nn.Parameter(torch.randn(3, dim, dim) / dim**0.5)
-        self.head = nn.Linear(dim, 10, bias=False)
+        self.head = nn.Linear(dim, 40, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -329,7 +330,7 @@ def trains_like_one_device(kind: Any, mesh_shape: tuple[int, ...], layout: bool)
             group["algorithm"] = {"muon": kind.algorithm}.get(group["algorithm"], group["algorithm"])
         optimizers.append(kind(groups, lr=0.01, **({"ns_dtype": torch.float32} if kind is Muon else {})))
     for step in range(4):
-        ids = torch.randint(0, 10, (2, 8, 6), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(0, 40, (2, 8, 16), generator=torch.Generator().manual_seed(step))
         for number, micro in enumerate(ids):
             (loss_of(alone, micro) / 2).backward()
             own = micro.chunk(dist.get_world_size())[dist.get_rank()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,14 @@ class MeshRanks:
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Kept: a mesh is looked up for every matrix."""
+        return hash((self.shape, self.ranks))
 
     def rank(self, coordinate: Sequence[int]) -> int:
         index = 0
@@ -125,6 +134,8 @@ def _assign(matrices: Sequence[PlacedMatrix], before: Mapping[int, int], local: 
 
 def _team(matrix: PlacedMatrix, coordinate: Coordinate) -> list[int]:
     """The ranks that compute what the one at ``coordinate`` owns: those along the axes that repeat it."""
+    if not matrix.repeated_axes:
+        return [matrix.mesh.rank(coordinate)]
     choices = [
         range(size) if axis in matrix.repeated_axes else (coordinate[axis],)
         for axis, size in enumerate(matrix.mesh.shape)
@@ -154,6 +165,8 @@ class _Candidates:
 
     def _load(self, number: int) -> tuple[int, int]:
         team = self._teams[number]
+        if len(team) == 1:
+            return self._by_kind.get((team[0], self._kind), 0), self._costs[team[0]]
         return (
             max(self._by_kind.get((rank, self._kind), 0) for rank in team),
             max(self._costs[rank] for rank in team),
