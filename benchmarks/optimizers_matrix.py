@@ -1,15 +1,15 @@
 """Optimizers that compute matrices whole: planned balance, host time of planning, and Muon's step against torch's.
 
 python benchmarks/optimizers_matrix.py plan          # owners of Llama-3-8B, Qwen3-30B-A3B, GPT-OSS-120B, 8 to 1,024 ranks
-python benchmarks/optimizers_matrix.py step [--ranks 4] [--side 128] [--matrices 16] [--rounds 3]
+python benchmarks/optimizers_matrix.py step [--ranks 4] [--side 192] [--matrices 16] [--rounds 5]
 
 ``plan`` needs no ranks. Parameters are cut evenly over the ranks, rows and stacks wherever the cut falls.
 
-``step`` starts gloo processes with one thread each. Muon here, and ``torch.optim.Muon``, which gathers and orthogonalizes
-every matrix on every rank, take turns on parameters with equal values and gradients. Wall time and the CPU time of all
-ranks (threads of gloo included) are compared, as medians. Where there are fewer cores than ranks, CPU time is what shows
-the work that owners save; wall time is that of the cores. Fails if results differ, or if less than 2.5 times is saved on
-four ranks.
+``step`` starts gloo processes with one thread each. Three take turns on equal parameters and gradients: Muon here; torch's
+on whole tensors that every rank gathers and orthogonalizes; torch's on DTensors, whose products DTensor distributes with
+collectives in each iteration. Wall time and CPU time of all ranks (threads of gloo included), as medians, and how many
+times those of the first. Where there are fewer cores than ranks, CPU time is what shows the work that owners save. Fails if
+bits differ from one device's, if bytes differ from the bound, or if less than 2.5 times is saved on four ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +54,9 @@ def matrices_of(name: str) -> list[tuple[int, ...]]:
 
 def plan() -> int:
     failed = False
-    print(f"{'model':26} {'ranks':>5} {'matrices':>8} {'largest / mean cost':>20} {'busiest rank / mean':>20} {'CPU s':>8}")
+    print(
+        f"{'model':26} {'ranks':>5} {'matrices':>8} {'largest / mean cost':>20} {'busiest rank / mean':>20} {'CPU s':>8}"
+    )
     for name in ("llama-3-8b", "qwen3-30b-a3b", "qwen3-30b-a3b-per-expert", "gpt-oss-120b"):
         for num_ranks in (8, 16, 32, 64, 128, 256, 512, 1024):
             kinds = {}
@@ -86,41 +89,58 @@ def step(rank: int, folder: str, args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     values = [torch.randn(args.side, args.side * (1 + index % 2)) for index in range(args.matrices)]
     gradients = [torch.randn_like(value) for value in values]
-    optimizers: list[Any] = []
-    for kind, options in ((Muon, {"norm_dtype": None}), (torch.optim.Muon, {})):
-        parameters = [nn.Parameter(distribute_tensor(v, mesh, [Shard(0)], src_data_rank=None)) for v in values]
-        for parameter, gradient in zip(parameters, gradients):
-            parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)], src_data_rank=None)
-        optimizers.append(kind(parameters, lr=0.02, **options))
-    times: list[list[tuple[float, float]]] = [[], []]
+
+    def cut(value: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+
+    ours, dtensors, whole = ([nn.Parameter(each(v)) for v in values] for each in (cut, cut, torch.clone))
+    optimizer = Muon(ours, lr=0.02, norm_dtype=None)
+    stock, redundant = torch.optim.Muon(dtensors, lr=0.02), torch.optim.Muon(whole, lr=0.02)
+    for members in (ours, dtensors):
+        for parameter, gradient in zip(members, gradients):
+            parameter.grad = cut(gradient)
+
+    def on_every_rank() -> None:
+        for parameter, twin in zip(ours, whole):
+            twin.grad = parameter.grad.full_tensor()
+        redundant.step()
+
+    runs: dict[str, Callable[[], Any]] = {
+        "owners": optimizer.step,
+        "every rank all": on_every_rank,
+        "torch on DTensors": stock.step,
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     with record_comms() as ledger:
-        optimizers[0].step()
-    optimizers[1].step()
+        optimizer.step()
+    on_every_rank()
+    stock.step()
     for number in range(args.rounds):
-        for index in (0, 1) if number % 2 else (1, 0):
+        for name in sorted(runs, reverse=bool(number % 2)):
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
-            optimizers[index].step()
+            runs[name]()
             spent = torch.tensor([time.process_time() - cpu])
             dist.barrier()
             wall = time.perf_counter() - wall
             dist.all_reduce(spent)
-            times[index].append((wall, spent.item()))
-    same = all(
-        torch.equal(a.full_tensor(), b.full_tensor())
-        for a, b in zip(*(optimizer.param_groups[0]["params"] for optimizer in optimizers))
-    )
+            times[name].append((wall, spent.item()))
+    same = all(map(torch.equal, [each.full_tensor() for each in ours], whole))
     moved = torch.tensor([float(ledger.bytes("all_to_all_v"))])
     dist.all_reduce(moved)
     if rank == 0:
-        (wall, cpu), (their_wall, their_cpu) = (tuple(map(statistics.median, zip(*each))) for each in times)
         elements = sum(value.numel() for value in values)
         bound = elements * (2 + 2) * (args.ranks - 1) / args.ranks  # bfloat16 both ways, but what the owner holds
         print(f"{args.matrices} matrices of {args.side} rows on {args.ranks} ranks, {os.cpu_count()} cores")
-        print(f"wall: {wall:.3f} s, torch {their_wall:.3f} s, {their_wall / wall:.2f} times as fast")
-        print(f"CPU of all ranks: {cpu:.3f} s, torch {their_cpu:.3f} s, {their_cpu / cpu:.2f} times less")
-        print(f"bytes of all ranks in a step: {moved.item():,.0f}, bound {bound:,.0f}; equal bits: {same}")
-        is_fast = args.ranks != 4 or max(their_wall / wall, their_cpu / cpu) >= SPEED
+        found = {name: tuple(map(statistics.median, zip(*each))) for name, each in times.items()}
+        own, ratios = found["owners"], []
+        for name, (wall, cpu) in found.items():
+            ratios.append((wall / own[0], cpu / own[1]))
+            print(
+                f"{name:18} wall {wall:.3f} s ({ratios[-1][0]:.2f}), CPU of all ranks {cpu:.3f} s ({ratios[-1][1]:.2f})"
+            )
+        print(f"bytes of all ranks in a step: {moved.item():,.0f}, bound {bound:,.0f}; bits of one device: {same}")
+        is_fast = args.ranks != 4 or all(max(pair) >= SPEED for pair in ratios[1:])
         if not (same and is_fast and moved.item() == bound):
             raise SystemExit(1)
     dist.destroy_process_group()
@@ -130,9 +150,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["plan", "step"])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--side", type=int, default=128)
+    parser.add_argument("--side", type=int, default=192)
     parser.add_argument("--matrices", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     if args.what == "plan":
         return plan()

@@ -36,7 +36,9 @@ def place(shapes: list[tuple[int, ...]], mesh_shape: tuple[int, ...], placements
     for shape in shapes:
         grid = matrix_grid(shape, None, "weight")
         for box, held in zip(grid.boxes, holdings(grid, known[shape], mesh_shape)):
-            found.append(PlacedMatrix(newton_schulz_cost(*grid.matrix_shape(box.sizes)), ranks, held.fixed, held.is_kept))
+            found.append(
+                PlacedMatrix(newton_schulz_cost(*grid.matrix_shape(box.sizes)), ranks, held.fixed, held.is_kept)
+            )
     return found
 
 

@@ -61,11 +61,10 @@ def agreed_gradients(
             )
     if not finite:
         return None
-    wanted = [parameter for parameter, status in zip(parameters, agreed) if status != _NONE]
     _place_like_parameters([p for p, status in zip(parameters, agreed) if status == _ELSEWHERE])
     gradients = {}
-    for parameter, lacks in zip(parameters, missing):
-        if parameter not in wanted:
+    for parameter, status, lacks in zip(parameters, agreed, missing):
+        if status == _NONE:
             continue
         gradient = parameter.tensor.grad
         local = torch.zeros_like(parameter.local) if gradient is None else local_tensor(gradient)

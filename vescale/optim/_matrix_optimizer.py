@@ -256,8 +256,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         before = {tensor: dict(states) for tensor, states in self.state.items()}
         super().load_state_dict(state_dict)
         put_states(self, before, state_dict)
-        for parameter in self._known().all:  # the groups are new objects
-            parameter.group = next(g for g in self.param_groups if any(parameter.tensor is t for t in g["params"]))
+        groups = {tensor: group for group in self.param_groups for tensor in group["params"]}
+        for parameter in self._known().all:
+            parameter.group = groups[parameter.tensor]  # the groups are new objects
 
     def __getstate__(self) -> dict[str, Any]:
         own = {key: value for key, value in self.__dict__.items() if key.startswith("_") and key in _OPTIONS}

@@ -28,7 +28,7 @@ class MatrixParameter:
 
     Attributes:
         number: its place among all parameters of the optimizer.
-        name: of ``param_names`` of its group, else its place in words.
+        name: of ``param_names`` of its group, else its place.
         tensor: the parameter.
         group: its group's options.
         place: its shape, mesh and placements.
