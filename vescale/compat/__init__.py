@@ -47,6 +47,7 @@ try:
     )
     from vescale.compat.native_hooks import native_hooks
     from vescale.compat.op_info import *
+    from vescale.compat.optimizers import note_writes
     from vescale.compat.patches import *
     from vescale.compat.process_groups import *
     from vescale.compat.sharding_caches import clear_sharding_caches
@@ -74,6 +75,7 @@ __all__ = [
     "native_conversions",
     "native_hooks",
     "no_torch_function",
+    "note_writes",
     "on_completion",
     "require",
     "reset_dispatch_counts",

@@ -29,7 +29,7 @@ from vescale.compat.dtensor import DTensorSpec
 from vescale.compat.model_hooks import model_hooks
 from vescale.compat.patching import Changes
 
-__all__ = ["run_on_local_tensors"]
+__all__ = ["note_writes", "run_on_local_tensors"]
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,7 @@ def _on_local_tensors(original: Callable[..., None]) -> Callable[..., None]:
         if not _are_known(*columns, numbers=counts) and not _all_match(*columns, numbers=counts):
             return original(*lists, **options)
         written = [p for p in params if type(p) is DTensor]
-        models = model_hooks()
-        if models is not None and models.view_copies:
-            for p in written:
-                models.listener.wrote(p)
+        follow_writes(written)
         on_locals = list(lists)
         for position in tensors:
             on_locals[position] = [x._local_tensor if type(x) is DTensor else x for x in lists[position]]
@@ -177,6 +174,21 @@ def _on_local_tensors(original: Callable[..., None]) -> Callable[..., None]:
         return None
 
     return function
+
+
+def follow_writes(dtensors: Sequence[DTensor]) -> None:
+    """Tell the models' hooks that the local tensors of these are about to be written."""
+    models = model_hooks()
+    if models is not None and models.view_copies:
+        for dtensor in dtensors:
+            models.listener.wrote(dtensor)
+
+
+def note_writes(tensors: Sequence[torch.Tensor]) -> None:
+    """Before their local tensors are written to: what ops on the DTensors among ``tensors`` would have done besides."""
+    written = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    follow_writes(written)
+    increment_version(written)
 
 
 def _are_known(

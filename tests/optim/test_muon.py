@@ -1,0 +1,118 @@
+"""``Muon`` on any mesh against one device, and on one device against ``torch.optim.Muon``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.optim.meshes import GRIDS, LINES, Case, assert_equal, build, set_gradients
+from tests.ranks import RankPools, run_cases
+from vescale.optim import Muon
+from vescale.placements import local_region
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize(
+    "nesterov,dtype",
+    # In bfloat16 without Nesterov torch normalizes the momentum buffer itself, which it takes for its copy.
+    [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)],
+)
+def test_one_device_has_the_bits_of_torch(adjust: str, nesterov: bool, dtype: torch.dtype) -> None:
+    shapes = [(17, 33), (64, 9), (1, 40), (30, 1), (12, 12)]
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    theirs = copy.deepcopy(ours)
+    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "nesterov": nesterov, "ns_steps": 4}
+    optimizer = Muon(ours, norm_dtype=None, adjust_lr=adjust, coefficients=(3.0, -4.0, 2.0), **options)
+    reference = torch.optim.Muon(theirs, adjust_lr_fn=adjust, ns_coefficients=(3.0, -4.0, 2.0), **options)
+    for step in range(5):
+        for a, b in zip(ours, theirs):
+            a.grad = torch.zeros_like(a) if step == 2 else torch.randn_like(a)
+            b.grad = a.grad.clone()
+        optimizer.step()
+        reference.step()
+    for a, b in zip(ours, theirs):
+        assert torch.equal(a, b)
+        assert torch.equal(optimizer.state[a]["momentum_buffer"], reference.state[b]["momentum_buffer"])
+
+
+def steps_equal_one_device(cases: list[Case], num_steps: int, options: dict[str, Any]) -> None:
+    own, reference = build(cases)
+    optimizer, alone = Muon(own, **options), Muon(reference, **options)
+    for step in range(num_steps):
+        set_gradients(own, reference, step)
+        optimizer.step()
+        alone.step()
+    assert_equal(optimizer, alone)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"lr": 0.02, "bucket_bytes": 1000},
+    {"lr": 0.02, "norm_dtype": None, "split_replicas": False},
+    {
+        "lr": torch.tensor(0.02),
+        "ns_dtype": torch.float32,
+        "nesterov": False,
+        "adjust_lr": "spectral",
+        "bucket_bytes": 1,
+    },
+]
+
+
+def on_lines(num_ranks: int) -> int:
+    cases = [(LINES[num_ranks], 20 if i == 0 else 4, options) for i, options in enumerate(OPTIONS)]
+    return run_cases(steps_equal_one_device, cases)
+
+
+def on_grids() -> int:
+    return run_cases(steps_equal_one_device, [(GRIDS, 20 if i == 0 else 4, o) for i, o in enumerate(OPTIONS)])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_has_the_bits_of_one_device(ranks: RankPools, num_ranks: int) -> None:
+    assert set(ranks.run(on_lines, num_ranks, world_size=num_ranks)) == {len(OPTIONS)}
+
+
+def test_has_the_bits_of_one_device_on_two_axes(ranks: RankPools) -> None:
+    assert set(ranks.run(on_grids, world_size=4)) == {len(OPTIONS)}
+
+
+def missing_gradients() -> None:
+    """One that some ranks lack counts as zeros there; one that all lack is skipped: no decay, no momentum."""
+    cases = [*LINES[4], *GRIDS]
+    own, reference = build(cases)
+    optimizer, alone = Muon(own, lr=0.1), Muon(reference, lr=0.1)
+    for step in range(3):
+        set_gradients(own, reference, step, lambda index: index % 5 == 0 or (index % 5 == 1 and dist.get_rank() == 2))
+        for index, group in enumerate(reference):
+            for twin, parameter in zip(group["params"], own[index]["params"]):
+                if index % 5 == 0:
+                    twin.grad = None
+                elif index % 5 == 1 and cases[index][0] is not None:
+                    twin.grad = without_rank(parameter, twin.grad, 2)
+        if dist.get_rank() == 2 and (len(cases) - 1) % 5 == 1:  # a plain tensor, the last, is this rank's own
+            reference[-1]["params"][0].grad = None
+        optimizer.step()
+        alone.step()
+        assert_equal(optimizer, alone)
+
+
+def without_rank(parameter: Any, gradient: torch.Tensor, lacking: int) -> torch.Tensor:
+    """The gradient with zeros in the part of one rank, unless another rank has it, too."""
+    mesh = parameter.device_mesh
+    if any(p.is_replicate() for p in parameter.placements):
+        return gradient
+    (place,) = (mesh.mesh == lacking).nonzero().tolist()
+    found = gradient.clone()
+    for box in local_region(parameter.shape, parameter.placements, tuple(mesh.shape), tuple(place)).boxes:
+        found[tuple(slice(o, o + n) for o, n in zip(box.offset, box.sizes))] = 0
+    return found
+
+
+def test_missing_gradients(ranks: RankPools) -> None:
+    ranks.run(missing_gradients, world_size=4)

@@ -1,0 +1,175 @@
+"""``Shampoo`` and ``SOAP``: against references of one page on one matrix, and against one device on any mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from tests.optim.meshes import GRIDS, LINES, Case, assert_equal, build, set_gradients
+from tests.optim.references import shampoo_steps, soap_steps
+from tests.ranks import RankPools, run_cases
+from vescale.optim import SOAP, Shampoo
+from vescale.optim._refresh_phases import refresh_phases
+
+
+def run_alone(kind: Any, shape: tuple[int, int], num_steps: int, **options: Any) -> tuple[Any, Any, list[Any]]:
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    gradients = [torch.randn(shape) + 0.5 * weight for _ in range(num_steps)]
+    parameter = nn.Parameter(weight.clone())
+    optimizer = kind([parameter], **options)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach(), weight, gradients
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"frequency": 3},
+        {"frequency": 2, "start": 5, "b1": 0.9, "wd": 0.1},
+        {"grafting": "sgd", "b2": 0.9},
+        {"grafting": None, "b2": 0.95},
+    ],
+)
+@pytest.mark.parametrize("shape", [(6, 9), (9, 4)])
+def test_shampoo_is_that_of_the_paper(shape: tuple[int, int], options: dict[str, Any]) -> None:
+    frequency = options.get("frequency", 1)
+    found, weight, gradients = run_alone(
+        Shampoo,
+        shape,
+        25,
+        lr=0.01,
+        betas=(options.get("b1", 0.0), options.get("b2", 0.999)),
+        weight_decay=options.get("wd", 0.0),
+        precondition_frequency=frequency,
+        start_preconditioning_step=options.get("start"),
+        grafting=options.get("grafting", "adam"),
+    )
+    expected = shampoo_steps(weight, gradients, lr=0.01, **{"start": frequency, **options})
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+    assert (found - weight).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("options", [{}, {"frequency": 3, "b1": 0.9}, {"frequency": 1, "wd": 0.2}, {"largest": 6}])
+# The first factors of longer matrices have null spaces, in which eigenvectors are a matter of rounding.
+@pytest.mark.parametrize("shape", [(7, 7), (8, 7)])
+def test_soap_is_that_of_the_paper(shape: tuple[int, int], options: dict[str, Any]) -> None:
+    found, weight, gradients = run_alone(
+        SOAP,
+        shape,
+        25,
+        lr=0.01,
+        betas=(options.get("b1", 0.95), 0.95),
+        weight_decay=options.get("wd", 0.01),
+        precondition_frequency=options.get("frequency", 10),
+        max_preconditioner_dim=options.get("largest", 10000),
+    )
+    torch.testing.assert_close(found, soap_steps(weight, gradients, lr=0.01, **options), rtol=2e-4, atol=2e-4)
+    assert (found - weight).abs().max() > 0.05
+
+
+def test_soap_changes_nothing_in_its_first_step() -> None:
+    found, weight, _ = run_alone(SOAP, (4, 3), 1, weight_decay=0.5)
+    assert torch.equal(found, weight)
+
+
+def test_soap_without_bases_is_adam() -> None:
+    """Vectors, scalars and long sides: the gradients after the first, with AdamW's decay. Epsilon is beside sqrt(v) before
+    its correction."""
+    torch.manual_seed(0)
+    start = [torch.randn(5), torch.randn(()), torch.randn(4, 7)]
+    ours, theirs = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
+    optimizer = SOAP(ours, lr=0.01, eps=0.0, max_preconditioner_dim=3)
+    reference = torch.optim.AdamW(theirs, lr=0.01, betas=(0.95, 0.95), eps=0.0, weight_decay=0.01)
+    for step in range(8):
+        for a, b in zip(ours, theirs):
+            a.grad = torch.randn_like(a)
+            b.grad = None if step == 0 else a.grad.clone()
+        optimizer.step()
+        reference.step()
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b)
+
+
+def test_shampoo_treats_tiles_apart() -> None:
+    """As parameters of their own, also along dims that do not divide; stacks, and a convolution as a matrix."""
+    torch.manual_seed(0)
+    whole, stack, kernel = nn.Parameter(torch.randn(7, 10)), nn.Parameter(torch.randn(2, 4, 4)), torch.randn(4, 3, 2, 2)
+    conv, flat = nn.Parameter(kernel.clone()), nn.Parameter(kernel.flatten(1).clone())
+    tiles = [nn.Parameter(t.clone()) for rows in whole.detach().split(4) for t in rows.split(4, 1)]
+    tiles += [nn.Parameter(t.clone()) for t in stack.detach().unbind()]
+    options: dict[str, Any] = {"lr": 0.1, "max_preconditioner_dim": 4}
+    one, apart = Shampoo([whole, stack], **options), Shampoo(tiles, **options)
+    wide, narrow = Shampoo([conv], lr=0.1), Shampoo([flat], lr=0.1)
+    for _ in range(3):
+        whole.grad, stack.grad, conv.grad = torch.randn_like(whole), torch.randn_like(stack), torch.randn_like(conv)
+        parts = [t for rows in whole.grad.split(4) for t in rows.split(4, 1)] + list(stack.grad.unbind())
+        for tile, gradient in zip(tiles, parts):
+            tile.grad = gradient.clone()
+        flat.grad = conv.grad.flatten(1).clone()
+        for optimizer in (one, apart, wide, narrow):
+            optimizer.step()
+    found = [t for rows in whole.detach().split(4) for t in rows.split(4, 1)] + list(stack.detach().unbind())
+    for tile, value in zip(tiles, found):
+        assert torch.equal(tile, value)
+    assert torch.equal(conv.flatten(1), flat)
+
+
+def test_no_step_has_all_refreshes() -> None:
+    costs = [100, 90, 80, 10, 10, 10, 10, 5, 5, 100, 90, 80]
+    phases = refresh_phases(costs, [3] * 12)
+    loads = [sum(c for c, p in zip(costs, phases) if p == phase) for phase in range(3)]
+    assert phases[0] == 0 and max(loads) <= 1.15 * sum(costs) / 3
+    assert refresh_phases([5], [10]) == [0] and refresh_phases([1, 2], [1, 1]) == [0, 0]
+
+
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    (Shampoo, {"lr": 0.02, "precondition_frequency": 2, "max_preconditioner_dim": 9, "bucket_bytes": 700}),
+    (Shampoo, {"lr": torch.tensor(0.02), "betas": (0.9, 0.99), "grafting": "sgd", "split_replicas": False}),
+    (SOAP, {"lr": 0.02, "precondition_frequency": 4, "bucket_bytes": 700}),
+    (SOAP, {"lr": torch.tensor(0.02), "max_preconditioner_dim": 10, "split_replicas": False}),
+]
+
+
+def steps_equal_one_device(cases: list[Case], kind: Any, options: dict[str, Any], num_steps: int) -> None:
+    own, reference = build(cases)
+    optimizer, alone = kind(own, **options), kind(reference, **options)
+    for step in range(num_steps):
+        set_gradients(own, reference, step)
+        optimizer.step()
+        alone.step()
+    assert_equal(optimizer, alone)
+
+
+VECTORS: list[Any] = [((9,), 0), ((1,), 0), ((), None), ((4, 3, 2, 2), 1)]
+
+
+def with_vectors(cases: list[Case], num_ranks: int) -> list[Case]:
+    ranks = tuple(range(num_ranks))
+    extra = [(ranks, shape, (Replicate() if dim is None else Shard(dim),), None) for shape, dim in VECTORS]
+    return [*cases, *extra]
+
+
+def on_lines(num_ranks: int) -> int:
+    cases = with_vectors(LINES[num_ranks], num_ranks)
+    return run_cases(steps_equal_one_device, [(cases, *kind, 20 if i % 2 == 0 else 5) for i, kind in enumerate(KINDS)])
+
+
+def on_grids() -> int:
+    return run_cases(steps_equal_one_device, [(GRIDS, *kind, 20 if i % 2 == 0 else 5) for i, kind in enumerate(KINDS)])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_has_the_bits_of_one_device(ranks: RankPools, num_ranks: int) -> None:
+    assert set(ranks.run(on_lines, num_ranks, world_size=num_ranks)) == {len(KINDS)}
+
+
+def test_has_the_bits_of_one_device_on_two_axes(ranks: RankPools) -> None:
+    assert set(ranks.run(on_grids, world_size=4)) == {len(KINDS)}

@@ -1,0 +1,157 @@
+"""The gradients of a step, of which all ranks that hold a parameter have one or none has."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale.comm import all_gather_v, all_reduce_, axis_group, group_of_ranks
+from vescale.compat import AsyncCollectiveTensor, local_of, spec_of, without_modes
+from vescale.gradients import reduce_pending
+from vescale.optim._holders import replica_axes
+from vescale.optim._matrix_parameters import MatrixParameter, local_tensor
+
+__all__ = ["agreed_gradients"]
+
+# What a rank has of a gradient, in the order in which one hides another when ranks compare.
+_NONE, _LIKE_PARAMETER, _ELSEWHERE, _UNUSABLE = range(4)
+
+
+def agreed_gradients(
+    parameters: Sequence[MatrixParameter], *, compare: bool, skip_nonfinite: bool
+) -> dict[int, torch.Tensor] | None:
+    """The local tensor of each gradient, placed like its parameter, by the parameter's number.
+
+    A gradient that is missing on this rank and present on others is one of zeros, or that of a replica; what no rank
+    has is left out. None: some gradient has an element that is not finite, and ``skip_nonfinite`` asks for no step at
+    all then.
+
+    Communication: with ``compare`` or ``skip_nonfinite`` one all-reduce of two bytes a parameter for each set of ranks
+    that parameters are on, as a rule one. Gradients with other placements than their parameter are brought to them. Of
+    a gradient that some ranks lack, replicas that have it give it to those that lack it.
+
+    Raises:
+        RuntimeError: a gradient that is sparse, complex, of another shape, or a plain tensor for a DTensor; one that is
+            placed otherwise than its parameter on some ranks and missing on others. With ``compare`` on every rank.
+    """
+    found = [_status(parameter) for parameter in parameters]
+    statuses = [status for status, _ in found]
+    finite = not skip_nonfinite or _all_finite([p.tensor.grad for p, s in zip(parameters, statuses) if s != _NONE])
+    agreed, missing = list(statuses), [status == _NONE for status in statuses]
+    if compare or skip_nonfinite:
+        agreed, missing, finite = _compared(parameters, statuses, finite)
+    for parameter, status, (own, problem), lacks in zip(parameters, agreed, found, missing):
+        if status == _UNUSABLE:
+            raise RuntimeError(
+                f"parameter {parameter.name!r} of shape {parameter.place.shape}: "
+                + (
+                    problem
+                    if own == _UNUSABLE
+                    else "another rank reports that its gradient cannot be used; see its error"
+                )
+            )
+        if status == _ELSEWHERE and lacks:
+            raise RuntimeError(
+                f"parameter {parameter.name!r}: its gradient is missing on some ranks, and placed otherwise than the "
+                f"parameter ({parameter.place.placements}) on others; give every rank a gradient, or place "
+                "gradients as parameters"
+            )
+    if not finite:
+        return None
+    _place_like_parameters([p for p, status in zip(parameters, agreed) if status == _ELSEWHERE])
+    gradients = {}
+    for parameter, status, lacks in zip(parameters, agreed, missing):
+        if status == _NONE:
+            continue
+        gradient = parameter.tensor.grad
+        local = torch.zeros_like(parameter.local) if gradient is None else local_tensor(gradient)
+        local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+        if lacks and parameter.place.mesh is not None:
+            local = _of_replicas(parameter, local, gradient is not None)
+        gradients[parameter.number] = local
+    return gradients
+
+
+def _of_replicas(parameter: MatrixParameter, local: torch.Tensor, is_there: bool) -> torch.Tensor:
+    """The part that the first replica with a gradient has; zeros if none has one."""
+    mesh = parameter.place.mesh
+    assert mesh is not None
+    axes = replica_axes(parameter.place.placements, tuple(mesh.shape))
+    if not axes:
+        return local
+    group = axis_group(mesh, axes)
+    flag = torch.tensor([is_there], dtype=torch.uint8, device=local.device)
+    having = all_gather_v(flag, [1] * group.size, group.group, requester="missing gradients").wait().tolist()
+    if not any(having):
+        return local
+    sizes = [local.numel() if index == having.index(1) else 0 for index in range(group.size)]
+    own = local.reshape(-1)[: sizes[group.index]]
+    return all_gather_v(own, sizes, group.group, requester="missing gradients").wait().view(local.shape)
+
+
+def _status(parameter: MatrixParameter) -> tuple[int, str]:
+    """(what this rank has, what is wrong with it)"""
+    gradient, tensor = parameter.tensor.grad, parameter.tensor
+    if gradient is None:
+        return _NONE, ""
+    if gradient.layout != torch.strided or gradient.is_complex():
+        return _UNUSABLE, f"its gradient is {gradient.layout} {gradient.dtype}; expected a dense real one"
+    if gradient.shape != tensor.shape or isinstance(gradient, DTensor) != isinstance(tensor, DTensor):
+        return _UNUSABLE, (
+            f"its gradient is a {type(gradient).__name__} of shape {tuple(gradient.shape)}; expected a "
+            f"{'DTensor' if isinstance(tensor, DTensor) else 'plain tensor'} of the parameter's shape"
+        )
+    if not isinstance(gradient, DTensor):
+        return _LIKE_PARAMETER, ""
+    spec = spec_of(gradient)
+    if spec.mesh != parameter.place.mesh:
+        return _UNUSABLE, f"its gradient is on {spec.mesh}, and the parameter on {parameter.place.mesh}"
+    return (_LIKE_PARAMETER if tuple(spec.placements) == parameter.place.placements else _ELSEWHERE), ""
+
+
+def _compared(
+    parameters: Sequence[MatrixParameter], statuses: Sequence[int], finite: bool
+) -> tuple[list[int], list[bool], bool]:
+    """(the highest status on any rank, whether some rank has no gradient, whether all are finite)"""
+    agreed, missing = list(statuses), [status == _NONE for status in statuses]
+    together: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, parameter in enumerate(parameters):
+        if len(parameter.ranks) > 1:
+            together[tuple(sorted(parameter.ranks))].append(index)
+    pending = []
+    with without_modes():
+        for ranks, indices in sorted(together.items()):
+            own = [statuses[i] for i in indices] + [int(missing[i]) for i in indices] + [int(not finite)]
+            device = parameters[indices[0]].local.device
+            flags = torch.tensor(own, dtype=torch.uint8).to(device)
+            group = group_of_ranks(ranks)
+            pending.append((indices, all_reduce_(flags, "max", group, requester="gradients of an optimizer")))
+        for indices, reduction in pending:
+            flags_found = reduction.wait().tolist()
+            for place, index in enumerate(indices):
+                agreed[index] = flags_found[place]
+                missing[index] = bool(flags_found[len(indices) + place])
+            finite = finite and not flags_found[-1]
+    return agreed, missing, finite
+
+
+def _all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
+    locals_ = [
+        local_of(g) if isinstance(g, DTensor) else g for g in gradients if g is not None and g.layout == torch.strided
+    ]
+    found: list[torch.Tensor] = []
+    for local in locals_:
+        values = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+        found.append(torch.isfinite(values).all())
+    return not found or bool(torch.stack([flag.to(found[0].device) for flag in found]).all())
+
+
+def _place_like_parameters(parameters: Sequence[MatrixParameter]) -> None:
+    """Completes pending sums and moves parts; ``grad`` is then what was computed."""
+    gradients = [parameter.tensor.grad for parameter in parameters]
+    for parameter, gradient in zip(parameters, reduce_pending([g for g in gradients if g is not None])):
+        assert isinstance(gradient, DTensor)
+        parameter.tensor.grad = gradient.redistribute(placements=parameter.place.placements)

@@ -1,0 +1,311 @@
+"""``MatrixOptimizer``: what optimizers have in common that compute each matrix whole, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale.compat import note_writes
+from vescale.optim._adamw_update import ADAMW_DEFAULTS, adamw_states, adamw_update
+from vescale.optim._agreed_gradients import agreed_gradients
+from vescale.optim._loaded_states import check_same_algorithms, put_states
+from vescale.optim._matrix_blocks import MatrixGrid
+from vescale.optim._matrix_exchange import MatrixExchange, MatrixStep
+from vescale.optim._matrix_parameters import Algorithm, MatrixParameter, MatrixParameters, local_tensor
+from vescale.optim._matrix_schedule import OwnedMatrix, plan_rounds
+from vescale.optim._ownership import Ownership
+from vescale.optim._report import ParameterReport
+from vescale.placements import Box
+
+__all__ = ["MatrixOptimizer"]
+
+_MAX_EXCHANGES = 8  # for different sets of parameters with gradients
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """Base of optimizers whose update of a matrix needs all of it.
+
+    The gradient of a matrix, or what is made of it element by element, goes to the one rank that owns the matrix; the
+    update comes back in parts. Groups with ``algorithm="adamw"`` are updated by AdamW on each rank's part.
+    """
+
+    algorithm: str
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        skip_nonfinite: bool,
+        split_replicas: bool,
+        compare_gradients: bool | None,
+        bucket_bytes: int,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes}; a bucket holds at least one byte")
+        self._skip_nonfinite, self._bucket_bytes = skip_nonfinite, bucket_bytes
+        self._split_replicas, self._compare_gradients = split_replicas, compare_gradients
+        self._parameters: MatrixParameters | None = None
+        self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
+        super().__init__(params, {"algorithm": self.algorithm, **defaults})
+        self._parameters = MatrixParameters(
+            Algorithm(self._grid, self._cost, self._kinds, self._dtypes), self._split_replicas
+        )
+        self._take_new()
+
+    # What a subclass says of its algorithm.
+
+    def _grid(self, parameter: MatrixParameter) -> MatrixGrid | None:
+        """The matrices of a parameter; None: it is updated element by element."""
+        raise NotImplementedError
+
+    def _cost(self, parameter: MatrixParameter, rows: int, columns: int) -> int:
+        raise NotImplementedError
+
+    def _kinds(self, matrices: Sequence[OwnedMatrix]) -> list[int]:
+        """Matrices of one kind are also balanced among themselves."""
+        return [0] * len(matrices)
+
+    def _dtypes(self, parameter: MatrixParameter) -> tuple[torch.dtype, torch.dtype]:
+        """What travels to the owner, and back."""
+        raise NotImplementedError
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raises ValueError for options of a group that have no meaning."""
+
+    def _make_states(self, parameter: MatrixParameter) -> None:
+        """Fill ``self.state`` of a parameter of the algorithm, alike on every rank."""
+        raise NotImplementedError
+
+    def _begin(self, parameters: Sequence[MatrixParameter]) -> None:
+        """Count the step of parameters of the algorithm that have a gradient."""
+
+    def _part(self, parameter: MatrixParameter, gradient: torch.Tensor) -> torch.Tensor:
+        """What travels, from this rank's part of the gradient. Called once a step, before any update of the parameter."""
+        raise NotImplementedError
+
+    def _compute(self, matrices: Sequence[tuple[OwnedMatrix, torch.Tensor]]) -> list[torch.Tensor]:
+        """The update of each matrix, by which the learning rate is multiplied."""
+        raise NotImplementedError
+
+    def _rate(self, matrix: OwnedMatrix) -> Any:
+        """What the update of a matrix is multiplied by before it is subtracted: a number, or a 0-dim tensor."""
+        return self._parameter(matrix).group["lr"]
+
+    def _update_elements(self, parameter: MatrixParameter, gradient: torch.Tensor) -> None:
+        """The update of a parameter of the algorithm that has no matrices."""
+        raise NotImplementedError
+
+    # The interface of torch.optim.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in PyTorch. With ``algorithm="adamw"`` the group takes AdamW's options, and has AdamW's defaults for them."""
+        algorithm = param_group.get("algorithm", self.algorithm)
+        if algorithm not in (self.algorithm, "adamw"):
+            raise ValueError(
+                f'a group has algorithm={algorithm!r}; {type(self).__name__} knows "{self.algorithm}" and "adamw"'
+            )
+        if algorithm == "adamw":
+            unknown = set(param_group) - {*ADAMW_DEFAULTS, "params", "param_names", "algorithm", "initial_lr"}
+            foreign = sorted(unknown & set(self.defaults))
+            if foreign:
+                raise ValueError(
+                    f'a group with algorithm="adamw" has {foreign}, which only "{self.algorithm}" uses; AdamW takes '
+                    f"{sorted(ADAMW_DEFAULTS)}"
+                )
+            for key, value in ADAMW_DEFAULTS.items():
+                param_group.setdefault(key, value)
+        given = set(param_group)
+        super().add_param_group(param_group)
+        if algorithm == "adamw":
+            for key in set(self.defaults) - given - {"algorithm"}:
+                del param_group[key]
+        try:
+            if algorithm != "adamw":
+                self._check_group(param_group)
+            for tensor in param_group["params"]:
+                if tensor.is_complex() or not tensor.is_floating_point():
+                    raise ValueError(
+                        f"a parameter of shape {tuple(tensor.shape)} is {tensor.dtype}; expected a real float"
+                    )
+            if self._parameters is not None:
+                self._take_new()
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _take_new(self) -> None:
+        parameters = self._known()
+        for parameter in parameters.take(self.param_groups):
+            self._fill_states(parameter)
+        self._exchanges.clear()
+
+    def _known(self) -> MatrixParameters:
+        assert self._parameters is not None
+        return self._parameters
+
+    def _parameter(self, matrix: OwnedMatrix) -> MatrixParameter:
+        return self._known().all[matrix.parameter]
+
+    def _fill_states(self, parameter: MatrixParameter) -> None:
+        tensor = parameter.tensor
+        if tensor.requires_grad and tensor.device.type != "meta" and not self.state.get(tensor):
+            if parameter.group["algorithm"] == "adamw":
+                self.state[tensor] = adamw_states(tensor)
+            else:
+                self._make_states(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient on any rank.
+
+        Communication: two all-to-alls for each bucket of matrices whose parts are on several ranks, one more along
+        replicas, and where there are such, one all-reduce of two bytes a parameter in which ranks learn which gradients
+        exist.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = self._known().all
+        if any(parameter.tensor.device.type == "meta" for parameter in parameters):
+            raise RuntimeError("a parameter is on the meta device; materialize the model before the first step")
+        for parameter in parameters:
+            self._fill_states(parameter)
+        trained = [p for p in parameters if p.tensor.requires_grad]
+        everything = self._exchange(tuple(p.number for p in trained if p.grid is not None))
+        compare = everything.communicates if self._compare_gradients is None else self._compare_gradients
+        gradients = agreed_gradients(trained, compare=compare, skip_nonfinite=self._skip_nonfinite)
+        if not gradients:
+            return loss
+        active = [p for p in trained if p.number in gradients]
+        note_writes([p.tensor for p in active])
+        own = [p for p in active if p.group["algorithm"] != "adamw"]
+        self._begin(own)
+        numbers = tuple(p.number for p in own if p.grid is not None)
+        if numbers:
+            self._exchange(numbers).run(_Step(self, gradients))
+        for parameter in own:
+            if parameter.grid is None:
+                self._update_elements(parameter, gradients[parameter.number])
+        adamw = [p for p in active if p.group["algorithm"] == "adamw"]
+        for group in self.param_groups:
+            members = [p for p in adamw if p.group is group]
+            if members:
+                states = [{k: local_tensor(v) for k, v in self.state[p.tensor].items()} for p in members]
+                adamw_update([p.local for p in members], [gradients[p.number] for p in members], states, group)
+        return loss
+
+    def _exchange(self, numbers: tuple[int, ...]) -> MatrixExchange:
+        """How the matrices of these parameters travel."""
+        found = self._exchanges.get(numbers)
+        if found is None:
+            chosen = set(numbers)
+            # Costly matrices first: an owner's own are then computed in an order in which owners end together.
+            matrices = sorted(
+                (m for m in self._known().matrices if m.parameter in chosen),
+                key=lambda m: (-m.cost, m.parameter, m.block),
+            )
+            device = self._known().all[numbers[0]].local.device if numbers else torch.device("cpu")
+            found = MatrixExchange(plan_rounds(matrices, self._bucket_bytes), device, type(self).__name__)
+            while len(self._exchanges) >= _MAX_EXCHANGES:
+                del self._exchanges[next(iter(self._exchanges))]
+            self._exchanges[numbers] = found
+        return found
+
+    def _apply(self, matrix: OwnedMatrix, block: Box, update: torch.Tensor) -> None:
+        target, rate = block.view(self._parameter(matrix).local), self._rate(matrix)
+        if isinstance(rate, torch.Tensor):
+            target.sub_(update.to(target.dtype) * rate.to(target.dtype))
+        else:
+            target.add_(update, alpha=-rate)
+
+    def decay(self, parameter: MatrixParameter) -> None:
+        """Weight decay as in AdamW: by the group's learning rate, apart from the gradient."""
+        parameter.local.mul_(1 - parameter.group["lr"] * parameter.group["weight_decay"])
+
+    @property
+    def ownership(self) -> Ownership:
+        """Who computes which matrix, and the planned cost of each rank."""
+        return self._known().ownership
+
+    def parameter_reports(self) -> list[ParameterReport]:
+        """One for each parameter, in the order of the groups. No communication."""
+        parameters = self._known().all
+        numbers = tuple(p.number for p in parameters if p.grid is not None and p.tensor.requires_grad)
+        received = self._exchange(numbers).received_bytes()
+        reports = []
+        for parameter in parameters:
+            owners = [_owner_rank(matrix) for matrix in parameter.matrices]
+            owner = None if not owners else owners[0] if len(set(owners)) == 1 else tuple(owners)
+            states = self.state.get(parameter.tensor, {}).values()
+            held = sum(local_tensor(s).nbytes for s in states if isinstance(s, torch.Tensor))
+            algorithm = parameter.group["algorithm"]
+            reports.append(ParameterReport(parameter.name, algorithm, owner, held, received.get(parameter.number, 0)))
+        return reports
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in PyTorch, but states keep the dtype that they were saved in.
+
+        Raises ValueError for a state of another algorithm, naming the parameter.
+        """
+        check_same_algorithms(self.param_groups, state_dict["param_groups"])
+        before = {tensor: dict(states) for tensor, states in self.state.items()}
+        super().load_state_dict(state_dict)
+        put_states(self, before, state_dict)
+        groups = {tensor: group for group in self.param_groups for tensor in group["params"]}
+        for parameter in self._known().all:
+            parameter.group = groups[parameter.tensor]  # the groups are new objects
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {key: value for key, value in self.__dict__.items() if key.startswith("_") and key in _OPTIONS}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.__dict__.get("_parameters") is None and "_bucket_bytes" in self.__dict__:  # a copy
+            self._exchanges = {}
+            self._parameters = MatrixParameters(
+                Algorithm(self._grid, self._cost, self._kinds, self._dtypes), self._split_replicas
+            )
+            self._take_new()
+
+
+_OPTIONS = {"_skip_nonfinite", "_bucket_bytes", "_split_replicas", "_compare_gradients", "_orthogonalize"}
+
+
+def _owner_rank(matrix: OwnedMatrix) -> int:
+    mesh = matrix.place.mesh
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if mesh is None:
+        return rank
+    own = mesh.get_coordinate()
+    assert own is not None
+    place = tuple(
+        mine if axis in matrix.repeated else there for axis, (there, mine) in enumerate(zip(matrix.owner, own))
+    )
+    return int(mesh.mesh[place])
+
+
+class _Step(MatrixStep):
+    def __init__(self, optimizer: MatrixOptimizer, gradients: dict[int, torch.Tensor]) -> None:
+        self._optimizer, self._gradients = optimizer, gradients
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def part(self, parameter: int) -> torch.Tensor:
+        if parameter not in self._parts:
+            known = self._optimizer._known().all[parameter]
+            self._parts[parameter] = self._optimizer._part(known, self._gradients[parameter])
+        return self._parts[parameter]
+
+    def release(self, parameter: int) -> None:
+        self._parts.pop(parameter, None)
+
+    def compute(self, matrices: Sequence[tuple[OwnedMatrix, torch.Tensor]]) -> list[torch.Tensor]:
+        return self._optimizer._compute(matrices)
+
+    def apply(self, matrix: OwnedMatrix, block: Box, update: torch.Tensor) -> None:
+        self._optimizer._apply(matrix, block, update)

@@ -1,0 +1,131 @@
+"""``PreconditionedOptimizer``: what Shampoo and SOAP have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vescale.optim._matrix_optimizer import MatrixOptimizer
+from vescale.optim._matrix_parameters import MatrixParameter, local_tensor
+from vescale.optim._matrix_schedule import OwnedMatrix
+from vescale.optim._owner_states import owned_values, owner_state, state_name
+from vescale.optim._refresh_phases import refresh_phases
+
+__all__ = ["PreconditionedOptimizer"]
+
+
+class PreconditionedOptimizer(MatrixOptimizer):
+    """An optimizer whose owners get gradients, hold all states of their matrices, and send updates back.
+
+    Parts of the work are due every ``precondition_frequency`` steps: each matrix has a phase (:func:`refresh_phases`),
+    and owners are balanced within each phase.
+    """
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        if not isinstance(group["lr"], torch.Tensor) and not group["lr"] >= 0:
+            raise ValueError(f"lr={group['lr']!r}; give a number >= 0")
+        for name in ("weight_decay", "eps"):
+            if not group[name] >= 0:
+                raise ValueError(f"{name}={group[name]!r}; give a number >= 0")
+        if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+            raise ValueError(f"betas={group['betas']!r}; give two numbers, each at least 0 and less than 1")
+        for name in ("precondition_frequency", "max_preconditioner_dim"):
+            if type(group[name]) is not int or group[name] < 1:
+                raise ValueError(f"{name}={group[name]!r}; give a positive integer")
+
+    def _kinds(self, matrices: Sequence[OwnedMatrix]) -> list[int]:
+        groups = [self._parameter(matrix).group for matrix in matrices]
+        frequencies = [group["precondition_frequency"] if group["stagger"] else 1 for group in groups]
+        phases = refresh_phases([self._refresh_cost(m) for m in matrices], frequencies)
+        known = self.__dict__.setdefault("_phases", {})
+        known.update({(m.parameter, m.block): phase for m, phase in zip(matrices, phases)})
+        return phases
+
+    def _refresh_cost(self, matrix: OwnedMatrix) -> int:
+        """Of what is due every ``precondition_frequency`` steps, as floating-point operations."""
+        largest = self._parameter(matrix).group["max_preconditioner_dim"]
+        return sum(10 * side**3 for side in (matrix.rows, matrix.columns) if side <= largest)
+
+    def _cost(self, parameter: MatrixParameter, rows: int, columns: int) -> int:
+        sides = [side for side in (rows, columns) if side <= parameter.group["max_preconditioner_dim"]]
+        always = sum(8 * rows * columns * side for side in sides)
+        return (
+            rows * columns + always + sum(10 * side**3 for side in sides) // parameter.group["precondition_frequency"]
+        )
+
+    def _phase(self, matrix: OwnedMatrix) -> int:
+        return int(self.__dict__["_phases"][matrix.parameter, matrix.block])
+
+    def _dtypes(self, parameter: MatrixParameter) -> tuple[torch.dtype, torch.dtype]:
+        return parameter.tensor.dtype, _wide(parameter)
+
+    def _make_states(self, parameter: MatrixParameter) -> None:
+        tensor = parameter.tensor
+        states: dict[str, torch.Tensor] = {"step": torch.tensor(0.0)}
+        for matrix in parameter.matrices:
+            for name, shape in self._state_shapes(parameter, matrix).items():
+                key = state_name(name, matrix, len(parameter.matrices))
+                states[key] = owner_state(matrix, shape, _wide(parameter), parameter.local.device)
+        for name in () if parameter.grid is not None else self._element_states:
+            states[name] = torch.zeros_like(tensor, dtype=_wide(parameter), requires_grad=False)
+        self.state[tensor] = states
+
+    _element_states: tuple[str, ...] = ()
+    """Names of states, placed like the parameter, of parameters without matrices."""
+
+    def _state_shapes(self, parameter: MatrixParameter, matrix: OwnedMatrix) -> dict[str, tuple[int, ...]]:
+        """The states of a matrix, which its owner holds."""
+        raise NotImplementedError
+
+    def _begin(self, parameters: Sequence[MatrixParameter]) -> None:
+        for parameter in parameters:
+            self.state[parameter.tensor]["step"] += 1
+
+    def _part(self, parameter: MatrixParameter, gradient: torch.Tensor) -> torch.Tensor:
+        self._decay_before(parameter)
+        return gradient
+
+    def _decay_before(self, parameter: MatrixParameter) -> None:
+        self.decay(parameter)
+
+    def _compute(self, matrices: Sequence[tuple[OwnedMatrix, torch.Tensor]]) -> list[torch.Tensor]:
+        updates = []
+        for matrix, values in matrices:
+            parameter = self._parameter(matrix)
+            states = self.state[parameter.tensor]
+            number = len(parameter.matrices)
+            own = {
+                name: owned_values(states[state_name(name, matrix, number)])
+                for name in self._state_shapes(parameter, matrix)
+            }
+            gradient = values.view(matrix.rows, matrix.columns).to(_wide(parameter))
+            update = self._precondition(matrix, parameter, gradient, own, int(states["step"]))
+            updates.append(update.reshape(matrix.box.sizes))
+        return updates
+
+    def _precondition(
+        self,
+        matrix: OwnedMatrix,
+        parameter: MatrixParameter,
+        gradient: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        step: int,
+    ) -> torch.Tensor:
+        """The update of a matrix on its owner; ``states`` are changed in place. ``step`` counts from 1."""
+        raise NotImplementedError
+
+    def _local_states(self, parameter: MatrixParameter) -> dict[str, torch.Tensor]:
+        return {name: local_tensor(self.state[parameter.tensor][name]) for name in self._element_states}
+
+    def _subtract(self, parameter: MatrixParameter, update: torch.Tensor) -> None:
+        lr, local = parameter.group["lr"], parameter.local
+        if isinstance(lr, torch.Tensor):
+            local.sub_((update * lr).to(local.dtype))
+        else:
+            local.add_(update, alpha=-lr)
+
+
+def _wide(parameter: MatrixParameter) -> torch.dtype:
+    return torch.promote_types(parameter.tensor.dtype, torch.float32)

@@ -1,0 +1,186 @@
+"""``SOAP``: Adam in the eigenbasis of Shampoo's factors, each matrix by one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from vescale.comm import DEFAULT_BUCKET_BYTES
+from vescale.optim._matrix_blocks import MatrixGrid, tile_grid
+from vescale.optim._matrix_parameters import MatrixParameter
+from vescale.optim._matrix_schedule import OwnedMatrix
+from vescale.optim._preconditioned import PreconditionedOptimizer
+
+__all__ = ["SOAP"]
+
+_WHOLE = 2**62  # matrices are not tiled
+
+
+class SOAP(PreconditionedOptimizer):
+    """SOAP on parameters in any placement; AdamW for groups with ``algorithm="adamw"``.
+
+    For a matrix G with bases Q_L, Q_R: ``G' = Q_L^T G Q_R``, Adam on G' gives m and v, and
+    ``W <- (1 - lr wd) W - lr Q_L (m / (sqrt(v) + eps)) Q_R^T``, with Adam's correction of both averages. Then
+    ``L = b2 L + (1 - b2) G G^T``, R alike. The first step only makes the bases, by eigenvectors of L and R; it changes
+    no parameter. Every ``precondition_frequency`` steps they are refreshed: v is permuted to the order of the diagonal
+    of ``Q^T L Q``, and QR of ``L Q`` gives the new Q, into which m is rotated. Each matrix is computed by one rank,
+    which alone holds its states; results have the bits of one device on any mesh.
+
+    In a step the gradient of each matrix travels to the owner once, in the parameter's dtype, and the update once to
+    each rank that holds it, in float32 at least. Vectors, scalars, and sides longer than ``max_preconditioner_dim``
+    have no basis; Adam on vectors and scalars runs on each rank's part. Parameters of 3 dims and more are seen as by
+    :class:`~vescale.optim.Shampoo`.
+
+    Args:
+        params: parameters, named or not, or groups, as :class:`~vescale.optim.Muon` takes them, with
+            ``algorithm="soap"`` (default) or ``"adamw"``, and ``blocks``.
+        betas: of m, and of v, L and R.
+        weight_decay: decoupled, as in AdamW.
+        stagger: refreshes of different matrices are due in different steps. The schedule depends on the matrices alone;
+            with a single matrix it is that of the paper. False: all in the same step.
+        skip_nonfinite, split_replicas, compare_gradients, bucket_bytes: as in :class:`~vescale.optim.Muon`.
+
+    Raises ValueError for options without meaning, or parameters that differ between ranks.
+    """
+
+    algorithm = "soap"
+    _element_states = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        precondition_frequency: int = 10,
+        max_preconditioner_dim: int = 10000,
+        stagger: bool = True,
+        skip_nonfinite: bool = False,
+        split_replicas: bool = True,
+        compare_gradients: bool | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "precondition_frequency": precondition_frequency,
+            "max_preconditioner_dim": max_preconditioner_dim,
+            "stagger": stagger,
+            "blocks": None,
+        }
+        super().__init__(
+            params,
+            defaults,
+            skip_nonfinite=skip_nonfinite,
+            split_replicas=split_replicas,
+            compare_gradients=compare_gradients,
+            bucket_bytes=bucket_bytes,
+        )
+
+    def _grid(self, parameter: MatrixParameter) -> MatrixGrid | None:
+        shape = parameter.place.shape
+        if parameter.group["algorithm"] == "adamw" or len(shape) < 2:
+            return None
+        return tile_grid(shape, parameter.group["blocks"], _WHOLE, parameter.name)
+
+    def _state_shapes(self, parameter: MatrixParameter, matrix: OwnedMatrix) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {
+            "exp_avg": (matrix.rows, matrix.columns),
+            "exp_avg_sq": (matrix.rows, matrix.columns),
+        }
+        for side, size in (("row", matrix.rows), ("column", matrix.columns)):
+            if size <= parameter.group["max_preconditioner_dim"]:
+                shapes |= {f"{side}_factor": (size, size), f"{side}_basis": (size, size)}
+        return shapes
+
+    def _decay_before(self, parameter: MatrixParameter) -> None:
+        if int(self.state[parameter.tensor]["step"]) > 1:
+            self.decay(parameter)
+
+    def _precondition(
+        self,
+        matrix: OwnedMatrix,
+        parameter: MatrixParameter,
+        gradient: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        step: int,
+    ) -> torch.Tensor:
+        group = parameter.group
+        if step == 1:
+            _average_factors(states, gradient, group["betas"][1])
+            for side in ("row", "column"):
+                if f"{side}_basis" in states:
+                    states[f"{side}_basis"].copy_(eigenbasis(states[f"{side}_factor"]))
+            return torch.zeros_like(gradient)
+        update = _rotated_back(_adam(group, _rotated(gradient, states), states, step - 1), states)
+        _average_factors(states, gradient, group["betas"][1])
+        frequency = group["precondition_frequency"]
+        if (step - 1) % frequency == self._phase(matrix) % frequency:
+            _refresh(states)
+        return update
+
+    def _update_elements(self, parameter: MatrixParameter, gradient: torch.Tensor) -> None:
+        step = int(self.state[parameter.tensor]["step"])
+        if step > 1:
+            states = self._local_states(parameter)
+            self.decay(parameter)
+            self._subtract(parameter, _adam(parameter.group, gradient.to(states["exp_avg"].dtype), states, step - 1))
+
+
+def _adam(group: dict[str, Any], gradient: torch.Tensor, states: dict[str, torch.Tensor], step: int) -> torch.Tensor:
+    beta1, beta2 = group["betas"]
+    states["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+    states["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    correction = (1 - beta2**step) ** 0.5 / (1 - beta1**step)
+    return states["exp_avg"] / states["exp_avg_sq"].sqrt().add_(group["eps"]) * correction
+
+
+def _average_factors(states: dict[str, torch.Tensor], gradient: torch.Tensor, beta: float) -> None:
+    if "row_factor" in states:
+        states["row_factor"].mul_(beta).add_(gradient @ gradient.T, alpha=1 - beta)
+    if "column_factor" in states:
+        states["column_factor"].mul_(beta).add_(gradient.T @ gradient, alpha=1 - beta)
+
+
+def _rotated(values: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
+    if "row_basis" in states:
+        values = states["row_basis"].T @ values
+    return values @ states["column_basis"] if "column_basis" in states else values
+
+
+def _rotated_back(values: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
+    if "row_basis" in states:
+        values = states["row_basis"] @ values
+    return values @ states["column_basis"].T if "column_basis" in states else values
+
+
+def _refresh(states: dict[str, torch.Tensor]) -> None:
+    """One step of power iteration and QR for each basis; m keeps its meaning, and v its order of eigenvalues."""
+    average = _rotated_back(states["exp_avg"], states)
+    for dim, side in enumerate(("row", "column")):
+        if f"{side}_basis" in states:
+            factor, basis = states[f"{side}_factor"], states[f"{side}_basis"]
+            order = (basis * (factor @ basis)).sum(0).argsort(descending=True, stable=True)
+            states["exp_avg_sq"].copy_(states["exp_avg_sq"].index_select(dim, order))
+            if bool(torch.isfinite(factor).all()):
+                basis.copy_(torch.linalg.qr(factor @ basis[:, order])[0])
+            else:
+                basis.fill_(torch.nan)
+    states["exp_avg"].copy_(_rotated(average, states))
+
+
+def eigenbasis(factor: torch.Tensor) -> torch.Tensor:
+    """Eigenvectors, those of the largest eigenvalues first. A matrix that is not finite gives nan."""
+    if not bool(torch.isfinite(factor).all()):
+        return torch.full_like(factor, torch.nan)
+    try:
+        vectors = torch.linalg.eigh(factor)[1]
+    except torch.linalg.LinAlgError:
+        vectors = torch.linalg.eigh(factor.double())[1].to(factor.dtype)
+    return vectors.flip(1)
