@@ -101,12 +101,16 @@ class NativeConversions(NamedTuple):
     """What C++ does; all of it answers None where Python has to: always while the C++ dispatcher is not installed.
 
     Attributes:
-        convert: ``(DTensor, target, stages of the gradient, requester)`` to the DTensor with other placements, linked in
-            autograd. Also calls ``move`` where it has no program.
+        convert: ``(DTensor, target, stages of the gradient, requester, outdated)`` to the DTensor with other placements,
+            linked in autograd. Also calls ``move`` where it has no program. With ``outdated``, what one device passes on:
+            ``csrc/conversion.h``.
         move: ``(DTensor, target)`` to the DTensor with other placements, outside of autograd.
         enter: ``(DTensors, placements of their gradients or None, always)`` to local tensors, linked in autograd.
         leave: ``(local tensor, mesh, placements, shape, op, placements of the gradient or None)`` to a DTensor, the same.
         wrap: ``(tensor, mesh, placements, requester)`` to a DTensor, the same.
+        link_view: ``(local tensor, copy of it to be viewed, outdated)``: from now on ops that read the copy call ``outdated``
+            before, if there were writes to the tensor (``csrc/links.h``).
+        settle_links: ``(local tensor of the copy, whether by a write to it)``: the copy and its source are equal again.
     """
 
     convert: Callable[..., Any]
@@ -114,6 +118,8 @@ class NativeConversions(NamedTuple):
     enter: Callable[..., Any]
     leave: Callable[..., Any]
     wrap: Callable[..., Any]
+    link_view: Callable[..., Any]
+    settle_links: Callable[..., Any]
 
 
 def native_conversions(
@@ -140,7 +146,13 @@ def native_conversions(
     module.set_conversions(plan, move, differentiate, listeners)
     module.set_local_regions(**regions)
     return NativeConversions(
-        module.convert, module.convert_values, module.enter_together, module.leave_local, module.wrap_global
+        module.convert,
+        module.convert_values,
+        module.enter_together,
+        module.leave_local,
+        module.wrap_global,
+        module.link_view,
+        module.settle_links,
     )
 
 

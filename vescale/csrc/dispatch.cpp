@@ -14,6 +14,7 @@
 #include "kernel.h"
 #include "layer_norm.h"
 #include "linear.h"
+#include "links.h"
 #include "local_regions.h"
 #include "rms_norm.h"
 
@@ -88,7 +89,9 @@ void install(
     for (const auto& name : dispatcher.getAllOpNames()) {
         const auto op = dispatcher.findOp(name);
         if (op.has_value() && is_for_dtensors(*op)) {
-            auto kernel = std::make_unique<Kernel>(c10::toString(name), op->schema().is_mutable());
+            const auto& returns = op->schema().returns();
+            const bool views = !returns.empty() && returns[0].alias_info() != nullptr && !returns[0].alias_info()->isWrite();
+            auto kernel = std::make_unique<Kernel>(c10::toString(name), op->schema().is_mutable(), views);
             registered().add(name, DispatchKey::Python, std::move(kernel));
         }
     }
@@ -143,6 +146,15 @@ void reset_counts() {
     }
 }
 
+// `local`: of a DTensor, of which `copy` is to be viewed in its place.
+void link_view(const at::Tensor& local, const at::Tensor& copy, py::object outdated) {
+    add_link(at::Tensor(), local, at::Tensor(), copy, std::move(outdated), /*is_view=*/true);
+}
+
+std::size_t num_links() {
+    return all_links().size();
+}
+
 std::size_t num_entries() {
     return self().num_entries;
 }
@@ -168,6 +180,9 @@ PYBIND11_MODULE(_dispatch, module) {
         "set_local_regions", &vescale::set_local_regions, py::arg("gradient_spec"), py::arg("leaving"), py::arg("wrapping"),
         py::arg("enter_gradient"), py::arg("leave_gradient"), py::arg("wrap_gradient"));
     module.def("set_conversions", &vescale::set_conversions);
+    module.def("link_view", torch::wrap_pybind_function(&vescale::link_view));
+    module.def("settle_links", torch::wrap_pybind_function(&vescale::settle_links));
+    module.def("num_links", &vescale::num_links);
     module.def("counts", &vescale::counts);
     module.def("reset_counts", &vescale::reset_counts);
     module.def("num_entries", &vescale::num_entries);

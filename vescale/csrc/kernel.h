@@ -3,11 +3,10 @@
 #pragma once
 
 #include "dispatch.h"
+#include "links.h"
+#include "python_arguments.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
-#include <torch/csrc/utils/tensor_memoryformats.h>
 
 #include <cstring>
 #include <string>
@@ -21,12 +20,16 @@ using torch::jit::Stack;
 
 class Kernel final : public c10::OperatorKernel {
   public:
-    Kernel(std::string name, bool writes) : name_(std::move(name)), writes_(writes) {}
+    Kernel(std::string name, bool writes, bool views) : name_(std::move(name)), writes_(writes), views_(views) {}
 
     void operator()(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
         if (!is_active.load(std::memory_order_relaxed) || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
             WatchCalls::note_other();
-            return run_stock(op, stack);
+            {
+                Gil gil;
+                require_current_operands(op, stack);
+            }
+            return run_by_stock(op, stack);
         }
         const char* reason = nullptr;
         {
@@ -34,10 +37,11 @@ class Kernel final : public c10::OperatorKernel {
             if (try_run(op, stack, reason)) {
                 return;
             }
+            require_current_operands(op, stack);  // making the key may have stopped halfway
         }
         WatchCalls::note_other();
         const double start = seconds_now();
-        run_stock(op, stack);
+        run_by_stock(op, stack);
         Gil gil;
         auto& [calls, seconds] = counts_.stock[reason];
         calls += 1;
@@ -55,12 +59,14 @@ class Kernel final : public c10::OperatorKernel {
   private:
     bool try_run(const c10::OperatorHandle& op, Stack* stack, const char*& reason);
     const char* make_key(c10::ArrayRef<IValue> arguments, Key& key) const;
+    void run_by_stock(const c10::OperatorHandle& op, Stack* stack) const;
     Entry learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments);
     void run(const c10::OperatorHandle& op, Stack* stack, const Entry& entry);
     void compare_arguments(const c10::OperatorHandle& op);
 
     std::string name_;
     bool writes_;
+    bool views_;  // its result is a view of its first argument
     std::vector<bool> is_compared_;  // for each argument: by value; otherwise by type only
     bool knows_compared_ = false;
     EntryTable entries_;
@@ -97,6 +103,7 @@ inline const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) c
             if (spec == nullptr) {
                 return "spec";
             }
+            require_current(local_of(dtensor));
             has_dtensor = true;
             key.push_back(kDTensor);
             key.push_back(reinterpret_cast<std::uint64_t>(spec));
@@ -179,6 +186,20 @@ inline const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) c
         }
     }
     return has_dtensor ? nullptr : "no DTensor";
+}
+
+// The op by PyTorch's path. Copies that a view needs there are made without the DTensor that is viewed.
+inline void Kernel::run_by_stock(const c10::OperatorHandle& op, Stack* stack) const {
+    if (!views_) {
+        return run_stock(op, stack);
+    }
+    const IValue& first = torch::jit::last(*stack, op.schema().arguments().size())[0];
+    const at::Tensor operand = first.isTensor() ? first.toTensor() : at::Tensor();
+    run_stock(op, stack);
+    if (!unstamped().empty() && dtensor_class().type != nullptr) {
+        Gil gil;
+        stamp_links(operand);
+    }
 }
 
 inline bool Kernel::try_run(const c10::OperatorHandle& op, Stack* stack, const char*& reason) {
@@ -302,50 +323,6 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
             value = std::move(made);
         }
     }
-}
-
-inline py::object to_python(const c10::Argument& argument, const IValue& value) {
-    if (value.isInt()) {
-        const auto type = argument.real_type();
-        const auto kind = type->kind() == c10::TypeKind::OptionalType
-            ? type->castRaw<c10::OptionalType>()->getElementType()->kind()
-            : type->kind();
-        PyObject* made = kind == c10::TypeKind::ScalarTypeType
-            ? reinterpret_cast<PyObject*>(torch::getTHPDtype(value.toScalarType()))
-            : kind == c10::TypeKind::LayoutType ? reinterpret_cast<PyObject*>(torch::getTHPLayout(value.toLayout()))
-            : kind == c10::TypeKind::MemoryFormatType ? torch::utils::getTHPMemoryFormat(value.toMemoryFormat())
-                                                      : nullptr;
-        if (made != nullptr) {
-            return py::reinterpret_borrow<py::object>(made);
-        }
-    }
-    return torch::jit::toPyObject(value);
-}
-
-// The arguments as Python passes them: trailing defaults are left out, as PyTorch's own path does.
-inline std::pair<py::tuple, py::dict> to_python(const c10::FunctionSchema& schema, c10::ArrayRef<IValue> arguments) {
-    const auto& declared = schema.arguments();
-    std::size_t num_positional = 0;
-    while (num_positional < declared.size() && !declared[num_positional].kwarg_only()) {
-        num_positional += 1;
-    }
-    const auto is_default = [&](std::size_t i) {
-        return declared[i].default_value().has_value() && *declared[i].default_value() == arguments[i];
-    };
-    py::dict kwargs;
-    for (auto i = num_positional; i < declared.size(); ++i) {
-        if (!is_default(i)) {
-            kwargs[declared[i].name().c_str()] = to_python(declared[i], arguments[i]);
-        }
-    }
-    while (num_positional > 0 && is_default(num_positional - 1)) {
-        num_positional -= 1;
-    }
-    py::tuple args(num_positional);
-    for (const auto i : c10::irange(num_positional)) {
-        args[i] = to_python(declared[i], arguments[i]);
-    }
-    return {std::move(args), std::move(kwargs)};
 }
 
 // Asks Python what runs. Errors of the op are not reported here: PyTorch's path raises them.

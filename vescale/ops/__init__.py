@@ -43,6 +43,7 @@ from vescale.ops._conversion import (
     cut,
     enter_local,
     leave_local,
+    settle,
     wrap_global,
 )
 from vescale.ops._decision import Decision, Rule
@@ -101,6 +102,7 @@ __all__ = [
     "report_implicit_move",
     "run_interleaved",
     "running_module",
+    "settle",
     "strict_placements",
     "wrap_global",
     "write_through",

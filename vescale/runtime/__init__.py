@@ -1,6 +1,6 @@
 """``parallelize``: a lowered plan becomes DTensor parameters and hooks, and the model runs on the mesh."""
 
-from vescale.runtime._attribution import locate, path_of_sequence
+from vescale.runtime._attribution import locate, module_of_node
 from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
 from vescale.runtime._parallelize import gradient_reducer, implicit_communication, install, no_sync, parallelize
 
@@ -14,5 +14,5 @@ __all__ = [
     "locate",
     "no_sync",
     "parallelize",
-    "path_of_sequence",
+    "module_of_node",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import map_tensors, spec_of
+from vescale.compat import local_of, map_tensors, spec_of
 from vescale.ir import Annotate, Instruction, Redistribute, Wrap
 from vescale.ops import enter_local, wrap_global
 from vescale.placements import at_dim, from_local, shard_dim
@@ -18,6 +19,7 @@ from vescale.plans import PlanError
 from vescale.runtime._implicit_site import placements_text
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._shared_conversion import Stages, stages_of
+from vescale.runtime._write_back import Placed, outdated
 
 __all__ = ["Placing"]
 
@@ -46,12 +48,24 @@ class Placing:
     def __deepcopy__(self, memo: dict[int, Any]) -> Placing:
         return Placing(copy.deepcopy(self.runtime, memo), self.instruction)
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: Any, placed: list[Placed] | None = None) -> Any:
+        """``placed`` gets the tensors that are not one with what they were made of: writes to them have to be followed."""
         kind = type(value)
         if kind in _PLAIN:
             return value
-        placed = self._place(value) if kind is DTensor else map_tensors(self._place, value)
-        return map_tensors(self._handed_out, placed) if self._is_handed_out else placed
+        place = self._place if placed is None else functools.partial(self._place_and_note, placed)
+        result = place(value) if kind is DTensor else map_tensors(place, value)
+        return map_tensors(self._handed_out, result) if self._is_handed_out else result
+
+    def _place_and_note(self, placed: list[Placed], x: torch.Tensor) -> torch.Tensor:
+        result = self._place(x)
+        if result is not x and not (isinstance(x, DTensor) and local_of(x) is local_of(result)):  # type: ignore[arg-type]
+            placed.append(Placed.of(x, result, self.target_text, self.instruction, self.runtime))
+        return result
+
+    def _outdated(self, is_result: bool) -> None:
+        """Called before an op that would read an old value; see :func:`vescale.ops.convert`."""
+        raise outdated(self.target_text, self.instruction, is_result)
 
     def _handed_out(self, x: torch.Tensor) -> torch.Tensor:
         """An output of the model that an entry names: the plain global tensor if it is Replicate on every axis."""
@@ -65,7 +79,8 @@ class Placing:
             spec = spec_of(x)
             known = self._known.get(id(spec))
             stages = known[1] if known is not None and known[0] is spec else self._stages(x)
-            return stages.convert_once(x, self._requester) if self._is_shared else stages.convert(x, self._requester)
+            convert = stages.convert_once if self._is_shared else stages.convert
+            return convert(x, self._requester, self._outdated)
         runtime, op = self.runtime, self._op
         if isinstance(op, Redistribute):
             return self._place(wrap_global(x, runtime.mesh, runtime.replicated, self._requester))
@@ -101,7 +116,7 @@ class Placing:
             dim = shard_dim(placement) if placement is not None else None
             if dim is not None and not -x.ndim <= dim < x.ndim:
                 raise PlanError(
-                    f"{self._target_text()} has shape {tuple(x.shape)}, and the plan shards its dim {dim} over "
+                    f"{self.target_text} has shape {tuple(x.shape)}, and the plan shards its dim {dim} over "
                     f"{axis!r}; name the tensor that is meant (<in:name>, <out:0>), or use a dim below {x.ndim}",
                     self.instruction.source,
                 )
@@ -110,13 +125,15 @@ class Placing:
         expected = tuple(f if s is None else s for f, s in zip(x.placements, _front(source, x.ndim) or ()))
         if expected != tuple(x.placements):
             raise PlanError(
-                f"{self._target_text()} of shape {tuple(x.shape)} arrives as "
+                f"{self.target_text} of shape {tuple(x.shape)} arrives as "
                 f"{placements_text(x.placements, self.runtime.axes)}, and the plan's redistribute expects "
                 f"{placements_text(expected, self.runtime.axes)}; correct its src, or use shard, which takes what arrives",
                 self.instruction.source,
             )
 
-    def _target_text(self) -> str:
+    @property
+    def target_text(self) -> str:
+        """As a plan names it."""
         instruction = self.instruction
         index = "" if instruction.index is None else f":{instruction.index}"
         target = instruction.target.replace(">", f"{index}>")
