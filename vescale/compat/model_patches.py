@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.tensor import _dispatch as tensor_dispatch
 
 from vescale.compat.dtensor import DTensorSpec, TensorMeta
 from vescale.compat.model_hooks import ModelHooks
-from vescale.compat.native_dispatch import write_through_python
+from vescale.compat.native_dispatch import require_current, write_through_python
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
 
@@ -47,7 +47,7 @@ def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
 
 
 def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
-    """Tell the listener of in-place ops and those with ``out=``.
+    """Tell the listener of in-place ops and those with ``out=``, and bring copies up to date before they are read.
 
     C++ looks up what it calls at the end of such an op once in a process, so that another attribute would not be found. The
     function that it keeps calls ``get_active_debug_mode`` first, when the local tensors have been written to.
@@ -67,6 +67,21 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
 
     changes.attribute(tensor_dispatch, "get_active_debug_mode", get_active_debug_mode)
     write_through_python(changes, copies)
+    require = require_current()
+    if require is not None:
+        for name in ("to_local", "full_tensor", "redistribute"):
+            changes.attribute(DTensor, name, _reading(getattr(DTensor, name), require))
+
+
+def _reading(method: Callable[..., Any], require: Callable[[DTensor], None]) -> Callable[..., Any]:
+    """A method of DTensor that reads its local tensor, and runs no op for that."""
+
+    @functools.wraps(method)
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        require(self)
+        return method(self, *args, **kwargs)
+
+    return read
 
 
 def _written(call: Mapping[str, Any]) -> list[DTensor]:

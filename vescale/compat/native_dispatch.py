@@ -48,6 +48,7 @@ __all__ = [
     "is_native",
     "native_conversions",
     "num_entries",
+    "require_current",
     "reset_dispatch_counts",
     "without_native",
     "write_through_python",
@@ -92,6 +93,13 @@ def write_through_python(changes: Changes, live_copies: Any) -> None:
             changes.on_undo(functools.partial(module.observe_writes, None))
 
 
+def require_current() -> Callable[[DTensor], None] | None:
+    """What is called before Python reads a DTensor's local tensor: it may be a copy whose source has been written to, see
+    ``csrc/links.h``. None where the C++ dispatcher has not been built."""
+    module = _loaded()
+    return None if module is None else module.require_current
+
+
 def is_native() -> bool:
     """Whether the C++ dispatcher is installed."""
     return _installed() is not None
@@ -108,8 +116,10 @@ class NativeConversions(NamedTuple):
         enter: ``(DTensors, placements of their gradients or None, always)`` to local tensors, linked in autograd.
         leave: ``(local tensor, mesh, placements, shape, op, placements of the gradient or None)`` to a DTensor, the same.
         wrap: ``(tensor, mesh, placements, requester)`` to a DTensor, the same.
-        link_view: ``(local tensor, copy of it to be viewed, outdated)``: from now on ops that read the copy call ``outdated``
-            before, if there were writes to the tensor (``csrc/links.h``).
+        link_view: ``(local tensor, copy of it to be viewed, outdated)``: from now on ops that read the copy call
+            ``outdated(tensor with the copy's storage)`` before, if there were writes to the tensor (``csrc/links.h``). True.
+        stamp_copy: ``(DTensor, the one that it was brought to)``, after ``link_view`` outside of an op: writes to one count as
+            writes to the other.
         settle_links: ``(local tensor of the copy, whether by a write to it)``: the copy and its source are equal again.
     """
 
@@ -119,6 +129,7 @@ class NativeConversions(NamedTuple):
     leave: Callable[..., Any]
     wrap: Callable[..., Any]
     link_view: Callable[..., Any]
+    stamp_copy: Callable[..., Any]
     settle_links: Callable[..., Any]
 
 
@@ -152,6 +163,7 @@ def native_conversions(
         module.leave_local,
         module.wrap_global,
         module.link_view,
+        module.stamp_copy,
         module.settle_links,
     )
 

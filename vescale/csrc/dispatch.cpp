@@ -147,8 +147,19 @@ void reset_counts() {
 }
 
 // `local`: of a DTensor, of which `copy` is to be viewed in its place.
-void link_view(const at::Tensor& local, const at::Tensor& copy, py::object outdated) {
+bool link_view(const at::Tensor& local, const at::Tensor& copy, py::object outdated) {
     add_link(at::Tensor(), local, at::Tensor(), copy, std::move(outdated), /*is_view=*/true);
+    return true;
+}
+
+// Before Python reads a DTensor's local tensor.
+void require_current_dtensor(const at::Tensor& tensor) {
+    if (all_links().empty() || dtensor_class().type == nullptr) {
+        return;
+    }
+    if (PyObject* dtensor = dtensor_of(tensor)) {
+        require_current(local_of(dtensor));
+    }
 }
 
 std::size_t num_links() {
@@ -181,6 +192,8 @@ PYBIND11_MODULE(_dispatch, module) {
         py::arg("enter_gradient"), py::arg("leave_gradient"), py::arg("wrap_gradient"));
     module.def("set_conversions", &vescale::set_conversions);
     module.def("link_view", torch::wrap_pybind_function(&vescale::link_view));
+    module.def("require_current", torch::wrap_pybind_function(&vescale::require_current_dtensor));
+    module.def("stamp_copy", torch::wrap_pybind_function(&vescale::stamp_copy));
     module.def("settle_links", torch::wrap_pybind_function(&vescale::settle_links));
     module.def("num_links", &vescale::num_links);
     module.def("counts", &vescale::counts);

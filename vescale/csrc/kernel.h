@@ -196,8 +196,22 @@ inline void Kernel::run_by_stock(const c10::OperatorHandle& op, Stack* stack) co
     const IValue& first = torch::jit::last(*stack, op.schema().arguments().size())[0];
     const at::Tensor operand = first.isTensor() ? first.toTensor() : at::Tensor();
     run_stock(op, stack);
-    if (!unstamped().empty() && dtensor_class().type != nullptr) {
-        Gil gil;
+    if (!operand.defined() || dtensor_class().type == nullptr) {
+        return;
+    }
+    Gil gil;
+    PyObject* viewed = dtensor_of(operand);
+    if (viewed != nullptr) {
+        const IValue& result = stack->back();
+        if (result.isTensor()) {
+            share_local_version(result.toTensor(), local_of(viewed));
+        } else if (result.isTensorList()) {
+            for (const at::Tensor& part : result.toTensorList()) {
+                share_local_version(part, local_of(viewed));
+            }
+        }
+    }
+    if (!unstamped().empty()) {
         stamp_links(operand);
     }
 }
@@ -303,6 +317,9 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
         const auto wrap_one = [&](at::Tensor local, const Spec* spec) {
             if (spec == nullptr || !local.defined()) {
                 return local;
+            }
+            if (views_ && !wrappers.empty()) {
+                share_version(local, local_of(dtensor_of(wrappers[0].second)));
             }
             at::Tensor made = wrap(std::move(local), *spec);
             if (result.viewed >= 0) {

@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "call.h"
 #include "dtensor.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -28,7 +29,9 @@ struct Link {
         std::array<std::uint32_t, 2> seen{};  // when both sides were equal
     };
     Side source, copy;
-    py::object outdated;  // (whether it is the copy) -> None; brings the copy up to date, or raises
+    // What Python does about an old value that is about to be read: (a tensor on the copy's storage) -> None brings a view's
+    // copy up to date; for others, (whether it is the copy) -> raises.
+    py::object outdated;
     bool is_view = false;  // of the source, for autograd: both sides have one version, and writes to the copy reach the source
     bool is_stamped = true;  // the version of the source is known
     bool is_updating = false;
@@ -123,6 +126,14 @@ inline void add_link(
     all_links()[to].push_back(std::move(link));
 }
 
+// An empty tensor, which has the storage of a side.
+inline py::object on_storage(const Link::Side& side) {
+    const c10::Storage storage(side.storage.lock());
+    c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
+    const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
+    return owned(THPVariable_Wrap(at::empty({0}, options).set_(storage, 0, {0}, {1})));
+}
+
 // Before an op reads a DTensor. `depth` counts copies of copies.
 inline void require_current(c10::StorageImpl* storage, int depth = 0) {
     const auto found = all_links().find(storage);
@@ -142,7 +153,8 @@ inline void require_current(c10::StorageImpl* storage, int depth = 0) {
             if (has_changed(link->source)) {
                 link->is_updating = true;
                 try {
-                    owned(PyObject_CallOneArg(link->outdated.ptr(), Py_True));
+                    const py::object given = link->is_view ? on_storage(link->copy) : py::bool_(true);
+                    owned(PyObject_CallOneArg(link->outdated.ptr(), given.ptr()));
                 } catch (...) {
                     link->is_updating = false;
                     throw;
@@ -193,6 +205,31 @@ inline void stamp_links(const at::Tensor& operand) {
             link->source.seen = versions_of(link->source);
             link->is_stamped = true;
         }
+    }
+}
+
+// Writes to one count as writes to both.
+inline void share_version(const at::Tensor& tensor, const at::Tensor& with) {
+    if (!tensor.is_inference() && version_of(with).enabled()) {
+        tensor.unsafeGetTensorImpl()->set_version_counter(version_of(with));
+    }
+}
+
+// The same for a DTensor that was brought elsewhere to be viewed, without a view op: writes to one count as writes to both.
+inline void stamp_copy(const at::Tensor& operand, const at::Tensor& copy) {
+    share_version(copy, operand);
+    stamp_links(operand);
+}
+
+// Local tensors of views have the version of the local tensor that they are views of.
+inline void share_local_version(const at::Tensor& result, const at::Tensor& local) {
+    PyObject* dtensor = result.defined() ? dtensor_of(result) : nullptr;
+    if (dtensor == nullptr) {
+        return;
+    }
+    const at::Tensor& own = local_of(dtensor);
+    if (own.has_storage() && local.has_storage() && own.storage().is_alias_of(local.storage())) {
+        share_version(own, local);
     }
 }
 

@@ -172,6 +172,22 @@ def convert(
         return _Convert.apply(x, complete, stages, requester)
 
 
+def link_view(local: torch.Tensor, copy: torch.Tensor, outdated: Callable[[torch.Tensor], None]) -> bool:
+    """Have ``outdated(tensor with the storage of copy)`` called before an op reads ``copy``, which is viewed in place of
+    ``local``, after a write to ``local``. False where nothing watches for that."""
+    return bool(_native.link_view(local, copy, outdated))
+
+
+def stamp_view(x: DTensor, copy: DTensor) -> None:
+    """After :func:`link_view` for a copy that no view op has made: writes to one count as writes to both."""
+    _native.stamp_copy(x, copy)
+
+
+def settle_view(copy: torch.Tensor) -> None:
+    """An op has written to a copy that is viewed, and its source has the same values by now."""
+    _native.settle_links(copy, True)
+
+
 def settle(copy: DTensor) -> None:
     """The source of a conversion with ``outdated`` and its result are equal again."""
     _native.settle_links(local_of(copy), False)

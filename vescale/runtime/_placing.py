@@ -58,6 +58,9 @@ class Placing:
         return map_tensors(self._handed_out, result) if self._is_handed_out else result
 
     def _place_and_note(self, placed: list[Placed], x: torch.Tensor) -> torch.Tensor:
+        for one in placed:
+            if one.given is x and one.instruction.op == self._op:  # a tensor that is passed twice stays one
+                return one.result
         result = self._place(x)
         if result is not x and not (isinstance(x, DTensor) and local_of(x) is local_of(result)):  # type: ignore[arg-type]
             placed.append(Placed.of(x, result, self.target_text, self.instruction, self.runtime))
