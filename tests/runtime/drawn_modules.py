@@ -200,7 +200,7 @@ def draw_plan(model: Block, draw: random.Random, mesh: Any) -> tuple[Plan, list[
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if isinstance(module, nn.Linear) and draw.random() < 0.3:
-            shard(rf"{prefix}weight".replace(".", r"\."), Shard(draw.randint(0, 1)))
+            shard(f"{prefix}weight", Shard(draw.randint(0, 1)))
         if not isinstance(module, Block) or draw.random() < 0.3:
             continue
         for side, shapes in (("in", module.inputs), ("out", [module.shapes[i] for i in module.outputs])):
@@ -208,5 +208,5 @@ def draw_plan(model: Block, draw: random.Random, mesh: Any) -> tuple[Plan, list[
                 continue
             options: list[Any] = [Replicate()] + [Shard(0)] * 2 * all(shape[0] % size == 0 for shape in shapes)
             options += [Shard(-1)] * all(shape[-1] % size == 0 for shape in shapes)
-            shard(rf"{prefix}<{side}>".replace(".", r"\."), draw.choice(options))
+            shard(f"{prefix}<{side}>", draw.choice(options))
     return plan, entries

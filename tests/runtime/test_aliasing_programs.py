@@ -9,6 +9,7 @@ import copy
 import random
 import sys
 import threading
+import traceback
 import warnings
 from collections import Counter
 from typing import Any
@@ -98,7 +99,7 @@ def same(expected: list[Any], found: list[Any], what: str) -> None:
 
 
 def compare(seed: int, mesh: Any) -> str:
-    """What came of it: ``equal``, ``both raise``, ``refused`` (see REFUSED). Raises AssertionError for anything else."""
+    """What came of it: ``equal``, ``both raise``, ``refused in`` a step (see REFUSED). Raises AssertionError for anything else."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     plain = draw_model(draw).double()
@@ -117,7 +118,7 @@ def compare(seed: int, mesh: Any) -> str:
                 raise AssertionError(f"{step}: no error; one device: {outcomes[0]}")
             if outcomes[0] is None:
                 if isinstance(outcomes[1], PlanError) and any(text in str(outcomes[1]) for text in REFUSED):
-                    return "refused"
+                    return f"refused in {step}"
                 raise AssertionError(f"{step}: {outcomes[1]}") from outcomes[1]
             return "both raise"
         return writes_afterwards(one, many)
@@ -137,16 +138,16 @@ def writes_afterwards(one: Run, many: Run) -> str:
     for index in own:
         for run in (one, many):
             with torch.no_grad():
-                problem = attempt(lambda run=run: run.outputs[index].detach().add_(index + 1))
+                problem = attempt(lambda run=run: run.outputs[index].detach().mul_(index + 2))
             if problem is not None:
                 assert run is many and any(text in str(problem) for text in REFUSED), problem
-                return "refused"
+                return "refused afterwards"
         for each in own:
             expected = one.outputs[each].detach()
             problem = attempt(lambda each=each: found.append(whole(many.outputs[each].detach()))) if (found := []) == [] else None
             if problem is not None:
                 assert any(text in str(problem) for text in REFUSED), problem
-                return "refused"
+                return "refused afterwards"
             torch.testing.assert_close(found[0], expected, **TOLERANCE)
     return "equal"
 
@@ -161,7 +162,7 @@ def compare_all(seeds: list[int]) -> tuple[Counter[str], list[str]]:
             try:
                 outcomes[compare(seed, mesh)] += 1
             except AssertionError as error:
-                failures.append(f"{error}\n{type(error.__cause__).__name__}: {str(error.__cause__)[:1500]}")
+                failures.append(f"{error}\n" + "".join(traceback.format_exception(error.__cause__))[-3500:])
                 outcomes["failed"] += 1
     return outcomes, failures
 

@@ -34,11 +34,13 @@ try:
     from vescale.compat.meshes import *
     from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, tell_move
     from vescale.compat.native_dispatch import (
+        counts_local_writes,
         dispatch_counts,
         filter_functions,
         intern_spec,
         is_native,
         native_conversions,
+        native_require_current,
         reset_dispatch_counts,
     )
     from vescale.compat.native_hooks import native_hooks
@@ -61,6 +63,7 @@ __all__ = [
     "OpHandler",
     "UnsupportedTorchError",
     "clear_sharding_caches",
+    "counts_local_writes",
     "dispatch_counts",
     "filter_functions",
     "group_description",
@@ -68,6 +71,7 @@ __all__ = [
     "is_native",
     "native_conversions",
     "native_hooks",
+    "native_require_current",
     "no_torch_function",
     "on_completion",
     "require",

@@ -14,7 +14,7 @@ from torch.distributed.tensor import _dispatch as tensor_dispatch
 
 from vescale.compat.dtensor import DTensorSpec, TensorMeta
 from vescale.compat.model_hooks import ModelHooks
-from vescale.compat.native_dispatch import require_current, write_through_python
+from vescale.compat.native_dispatch import native_require_current, write_through_python
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
 
@@ -67,7 +67,7 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
 
     changes.attribute(tensor_dispatch, "get_active_debug_mode", get_active_debug_mode)
     write_through_python(changes, copies)
-    require = require_current()
+    require = native_require_current()
     if require is not None:
         for name in ("to_local", "full_tensor", "redistribute"):
             changes.attribute(DTensor, name, _reading(getattr(DTensor, name), require))

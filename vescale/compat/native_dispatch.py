@@ -41,6 +41,7 @@ from vescale.compat.patching import HOOKS, Changes
 from vescale.compat.sharding_caches import forget_sizes
 
 __all__ = [
+    "counts_local_writes",
     "dispatch_counts",
     "filter_functions",
     "install_native_dispatch",
@@ -48,7 +49,7 @@ __all__ = [
     "is_native",
     "native_conversions",
     "num_entries",
-    "require_current",
+    "native_require_current",
     "reset_dispatch_counts",
     "without_native",
     "write_through_python",
@@ -93,7 +94,12 @@ def write_through_python(changes: Changes, live_copies: Any) -> None:
             changes.on_undo(functools.partial(module.observe_writes, None))
 
 
-def require_current() -> Callable[[DTensor], None] | None:
+def counts_local_writes() -> bool:
+    """Whether ops that write to a DTensor count in the version of its local tensor: where the C++ dispatcher runs them."""
+    return _loaded() is not None
+
+
+def native_require_current() -> Callable[[DTensor], None] | None:
     """What is called before Python reads a DTensor's local tensor: it may be a copy whose source has been written to, see
     ``csrc/links.h``. None where the C++ dispatcher has not been built."""
     module = _loaded()
@@ -118,9 +124,9 @@ class NativeConversions(NamedTuple):
         wrap: ``(tensor, mesh, placements, requester)`` to a DTensor, the same.
         link_view: ``(local tensor, copy of it to be viewed, outdated)``: from now on ops that read the copy call
             ``outdated(tensor with the copy's storage)`` before, if there were writes to the tensor (``csrc/links.h``). True.
-        stamp_copy: ``(DTensor, the one that it was brought to)``, after ``link_view`` outside of an op: writes to one count as
-            writes to the other.
-        settle_links: ``(local tensor of the copy, whether by a write to it)``: the copy and its source are equal again.
+        share_version: ``(DTensor, DTensor)``: writes to one count as writes to both, for autograd.
+        settle_view: ``(copy)``: an op has written to the copy, and the values are in its source by now.
+        settle_group: ``(local tensor, local tensor)``: the second tensor of a boundary has the values of the first now.
     """
 
     convert: Callable[..., Any]
@@ -129,8 +135,9 @@ class NativeConversions(NamedTuple):
     leave: Callable[..., Any]
     wrap: Callable[..., Any]
     link_view: Callable[..., Any]
-    stamp_copy: Callable[..., Any]
-    settle_links: Callable[..., Any]
+    share_version: Callable[..., Any]
+    settle_view: Callable[..., Any]
+    settle_group: Callable[..., Any]
 
 
 def native_conversions(
@@ -163,8 +170,9 @@ def native_conversions(
         module.leave_local,
         module.wrap_global,
         module.link_view,
-        module.stamp_copy,
-        module.settle_links,
+        module.share_version,
+        module.settle_view,
+        module.settle_group,
     )
 
 

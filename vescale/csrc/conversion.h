@@ -227,7 +227,7 @@ class Boundary final : public torch::autograd::ViewFunc {
 
 // A DTensor with the placements `target`, linked in autograd; None where Python has to do it. `outdated`: None makes a tensor of
 // its own. Otherwise one device would pass the tensor on: where nothing moves, the result is a view of it, or the tensor itself
-// where it needs no gradient; where data move, the two are linked, and `outdated` is called as `Link` says.
+// where it needs no gradient; where data move, the two are a `Group`.
 inline py::object convert(
     const at::Tensor& tensor, py::handle target, py::handle stages, py::handle requester, py::handle outdated) {
     if (is_seen()) {
@@ -259,9 +259,8 @@ inline py::object convert(
                               : to_tensor(conversions().move(py::handle(dtensor), target, requester));
     set_conversion(result, tensor, held_stages, held_requester);
     if (!outdated.is_none() && !tensor.is_inference()) {
-        add_link(
-            tensor, local_of(dtensor), result, local_of(dtensor_of(result)),
-            py::reinterpret_borrow<py::object>(outdated), /*is_view=*/false);
+        share_version(result, tensor);
+        add_to_group(local_of(dtensor), local_of(dtensor_of(result)), py::reinterpret_borrow<py::object>(outdated));
     }
     return to_object(result);
 }

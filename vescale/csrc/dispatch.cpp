@@ -66,6 +66,17 @@ bool is_for_dtensors(const c10::OperatorHandle& op) {
     });
 }
 
+std::vector<std::size_t> written_arguments(const c10::FunctionSchema& schema) {
+    std::vector<std::size_t> found;
+    for (const auto i : c10::irange(schema.arguments().size())) {
+        const auto* alias = schema.arguments()[i].alias_info();
+        if (alias != nullptr && alias->isWrite()) {
+            found.push_back(i);
+        }
+    }
+    return found;
+}
+
 template <class Function>
 void add_composite(const char* op, Function* function) {
     composites().push_back(c10::Dispatcher::singleton().registerImpl(
@@ -91,7 +102,7 @@ void install(
         if (op.has_value() && is_for_dtensors(*op)) {
             const auto& returns = op->schema().returns();
             const bool views = !returns.empty() && returns[0].alias_info() != nullptr && !returns[0].alias_info()->isWrite();
-            auto kernel = std::make_unique<Kernel>(c10::toString(name), op->schema().is_mutable(), views);
+            auto kernel = std::make_unique<Kernel>(c10::toString(name), written_arguments(op->schema()), views);
             registered().add(name, DispatchKey::Python, std::move(kernel));
         }
     }
@@ -148,7 +159,7 @@ void reset_counts() {
 
 // `local`: of a DTensor, of which `copy` is to be viewed in its place.
 bool link_view(const at::Tensor& local, const at::Tensor& copy, py::object outdated) {
-    add_link(at::Tensor(), local, at::Tensor(), copy, std::move(outdated), /*is_view=*/true);
+    add_view(local, copy, std::move(outdated));
     return true;
 }
 
@@ -193,8 +204,9 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("set_conversions", &vescale::set_conversions);
     module.def("link_view", torch::wrap_pybind_function(&vescale::link_view));
     module.def("require_current", torch::wrap_pybind_function(&vescale::require_current_dtensor));
-    module.def("stamp_copy", torch::wrap_pybind_function(&vescale::stamp_copy));
-    module.def("settle_links", torch::wrap_pybind_function(&vescale::settle_links));
+    module.def("share_version", torch::wrap_pybind_function(&vescale::share_version));
+    module.def("settle_view", torch::wrap_pybind_function(&vescale::settle_view));
+    module.def("settle_group", torch::wrap_pybind_function(&vescale::settle_group));
     module.def("num_links", &vescale::num_links);
     module.def("counts", &vescale::counts);
     module.def("reset_counts", &vescale::reset_counts);

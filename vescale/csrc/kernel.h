@@ -20,7 +20,9 @@ using torch::jit::Stack;
 
 class Kernel final : public c10::OperatorKernel {
   public:
-    Kernel(std::string name, bool writes, bool views) : name_(std::move(name)), writes_(writes), views_(views) {}
+    // `written`: positions of the arguments that the op writes to. `views`: its results are views of the first argument.
+    Kernel(std::string name, std::vector<std::size_t> written, bool views)
+        : name_(std::move(name)), written_(std::move(written)), views_(views) {}
 
     void operator()(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
         if (!is_active.load(std::memory_order_relaxed) || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
@@ -65,8 +67,8 @@ class Kernel final : public c10::OperatorKernel {
     void compare_arguments(const c10::OperatorHandle& op);
 
     std::string name_;
-    bool writes_;
-    bool views_;  // its result is a view of its first argument
+    std::vector<std::size_t> written_;
+    bool views_;
     std::vector<bool> is_compared_;  // for each argument: by value; otherwise by type only
     bool knows_compared_ = false;
     EntryTable entries_;
@@ -188,38 +190,57 @@ inline const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) c
     return has_dtensor ? nullptr : "no DTensor";
 }
 
-// The op by PyTorch's path. Copies that a view needs there are made without the DTensor that is viewed.
+// The op by PyTorch's path, which does not count writes to local tensors, and gives views of these versions of their own.
 inline void Kernel::run_by_stock(const c10::OperatorHandle& op, Stack* stack) const {
-    if (!views_) {
+    if (written_.empty() && !views_) {
         return run_stock(op, stack);
     }
-    const IValue& first = torch::jit::last(*stack, op.schema().arguments().size())[0];
-    const at::Tensor operand = first.isTensor() ? first.toTensor() : at::Tensor();
+    c10::SmallVector<at::Tensor, 2> operands;
+    const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    const auto add = [&](const IValue& value) {
+        if (value.isTensor()) {
+            operands.push_back(value.toTensor());
+        } else if (value.isTensorList()) {
+            for (const at::Tensor& tensor : value.toTensorList()) {
+                operands.push_back(tensor);
+            }
+        }
+    };
+    if (views_) {
+        add(arguments[0]);
+    }
+    for (const auto i : written_) {
+        add(arguments[i]);
+    }
     run_stock(op, stack);
-    if (!operand.defined() || dtensor_class().type == nullptr) {
+    if (dtensor_class().type == nullptr) {
         return;
     }
     Gil gil;
-    PyObject* viewed = dtensor_of(operand);
-    if (viewed != nullptr) {
+    for (const at::Tensor& operand : operands) {
+        PyObject* dtensor = operand.defined() ? dtensor_of(operand) : nullptr;
+        if (dtensor == nullptr) {
+            continue;
+        }
+        if (!written_.empty()) {
+            count_write(local_of(dtensor));
+            continue;
+        }
         const IValue& result = stack->back();
         if (result.isTensor()) {
-            share_local_version(result.toTensor(), local_of(viewed));
+            share_local_version(result.toTensor(), local_of(dtensor));
         } else if (result.isTensorList()) {
             for (const at::Tensor& part : result.toTensorList()) {
-                share_local_version(part, local_of(viewed));
+                share_local_version(part, local_of(dtensor));
             }
         }
-    }
-    if (!unstamped().empty()) {
-        stamp_links(operand);
     }
 }
 
 inline bool Kernel::try_run(const c10::OperatorHandle& op, Stack* stack, const char*& reason) {
     auto& our = self();
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-    if (writes_ && are_writes_observed()) {
+    if (!written_.empty() && are_writes_observed()) {
         reason = "writes to viewed copies";
         return false;
     }
@@ -309,6 +330,13 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
         c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
         Unlocked unlocked(numel > kLargeCall);
         op.callBoxed(stack);
+    }
+    for (const auto i : written_) {
+        for (const auto& [position, tensor] : wrappers) {
+            if (position == i) {
+                count_write(local_of(dtensor_of(tensor)));
+            }
+        }
     }
     const auto base = stack->size() - known.results.size();
     for (const auto i : c10::irange(known.results.size())) {

@@ -1,9 +1,10 @@
-// Links between a DTensor and a copy of it that one device would not have made: on one device the two are one tensor.
+// DTensors that are one tensor on one device, and are several here because data moved between them.
 //
-// A link has the version counters of both, and not the tensors, so that it keeps no memory. An op that is about to read one
-// of the two finds out from the versions whether the other has been written to since they were equal, and asks Python: to
-// bring the copy up to date (copies that are viewed), or to raise (tensors that a module's boundary moved). Nothing happens at
-// a write, and nothing depends on when tensors are freed, which may differ between ranks.
+// Two kinds: the tensors before and behind the boundaries of modules (`Group`), which have one version for autograd, and a tensor
+// and the copy of it that is viewed in its place (`ViewLink`). Every write to a DTensor counts in the version of its local
+// tensor. These counters are held, and not the tensors, so that no memory is kept. An op that is about to read one of them finds
+// out whether another has been written to, and asks Python to raise, or to bring the copy up to date. Nothing happens at a write,
+// and nothing depends on when tensors are freed, which may differ between ranks.
 
 #pragma once
 
@@ -21,149 +22,172 @@
 
 namespace vescale {
 
-struct Link {
-    // Of the source and of the copy: the DTensor's version and its local tensor's, to which plain tensors may be views.
-    struct Side {
-        c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-        c10::VariableVersion whole, local;
-        std::array<std::uint32_t, 2> seen{};  // when both sides were equal
-    };
-    Side source, copy;
-    // What Python does about an old value that is about to be read: (a tensor on the copy's storage) -> None brings a view's
-    // copy up to date; for others, (whether it is the copy) -> raises.
-    py::object outdated;
-    bool is_view = false;  // of the source, for autograd: both sides have one version, and writes to the copy reach the source
-    bool is_stamped = true;  // the version of the source is known
-    bool is_updating = false;
-};
-
-inline std::uint32_t number_of(const c10::VariableVersion& version) {
-    return version.enabled() ? version.current_version() : 0;
-}
-
 inline c10::VariableVersion version_of(const at::Tensor& tensor) {
     return tensor.unsafeGetTensorImpl()->version_counter();
 }
 
-using Links = std::vector<std::shared_ptr<Link>>;
+// A local tensor; views of it, also plain ones, have its version.
+struct Side {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    c10::VariableVersion version;
+    std::uint32_t seen = 0;
 
-// By the storage of a side's local tensor. Read and written with the interpreter's lock held. A weak reference to a storage
-// keeps its address from being used again.
-inline std::unordered_map<c10::StorageImpl*, Links>& all_links() {
-    static auto* made = new std::unordered_map<c10::StorageImpl*, Links>;
+    explicit Side(const at::Tensor& local) : storage(local.storage().getWeakStorageImpl()), version(version_of(local)) {
+        see();
+    }
+
+    std::uint32_t now() const { return version.enabled() ? version.current_version() : 0; }
+    bool has_changed() const { return now() != seen; }
+    void see() { seen = now(); }
+    bool is_on(const c10::StorageImpl* other) const { return storage._unsafe_get_target() == other; }
+};
+
+// Tensors that were equal when their members were added.
+struct Group {
+    struct Member {
+        Side side;
+        std::uint64_t edition;  // which values it holds
+        py::object outdated;  // () -> raises; of the boundary that made it, or that made the first copy of it
+    };
+    std::vector<Member> members;
+    std::uint64_t edition = 0;  // the newest values
+
+    // Takes note of writes. Two members that were both written to leave values that nobody holds.
+    void update() {
+        bool is_any_written = false;
+        for (auto& member : members) {
+            if (member.side.has_changed()) {
+                member.side.see();
+                const bool held_newest = member.edition == edition && !is_any_written;
+                member.edition = held_newest ? edition + 1 : 0;
+                is_any_written = true;
+            }
+        }
+        edition += is_any_written;
+    }
+};
+
+struct ViewLink {
+    Side source, copy;
+    py::object outdated;  // (an empty tensor on the copy's storage) -> None; brings the copy up to date
+    bool is_updating = false;
+};
+
+// What is known of a storage. Read and written with the interpreter's lock held.
+struct Known {
+    std::shared_ptr<Group> group;
+    std::shared_ptr<ViewLink> view;  // the storage is its copy's
+};
+
+// A weak reference to a storage keeps its address from being used again.
+inline std::unordered_map<c10::StorageImpl*, Known>& all_links() {
+    static auto* made = new std::unordered_map<c10::StorageImpl*, Known>;
     return *made;
 }
 
-// Links that a view op has made, for which the version of its operand is still to be noted.
-inline Links& unstamped() {
-    static thread_local Links made;
-    return made;
-}
-
-inline std::array<std::uint32_t, 2> versions_of(const Link::Side& side) {
-    return {number_of(side.whole), number_of(side.local)};
-}
-
-inline bool has_changed(const Link::Side& side) {
-    return versions_of(side) != side.seen;
-}
-
-inline Link::Side side_of(const at::Tensor& whole, const at::Tensor& local) {
-    Link::Side side{c10::weak_intrusive_ptr<c10::StorageImpl>(local.storage().getWeakStorageImpl()), {}, version_of(local), {}};
-    if (whole.defined()) {
-        side.whole = version_of(whole);
-    }
-    side.seen = versions_of(side);
-    return side;
-}
-
-// Whether nothing can find this link outdated any more: both sides have gone, or one, unchanged.
-inline bool is_over(const Link& link) {
-    const bool has_source = !link.source.storage.expired(), has_copy = !link.copy.storage.expired();
-    return (!has_source && !has_copy) || (!has_copy && (link.is_view || !has_changed(link.copy))) ||
-        (!has_source && !has_changed(link.source));
-}
-
-// Drops the links that are over, when the table has doubled.
+// Drops what no tensor can find any more, when the table has doubled.
 inline void sweep_links() {
     static std::size_t limit = 256;
     auto& table = all_links();
     if (table.size() < limit) {
         return;
     }
-    Links dropped;  // destroyed last: that may run Python
+    std::vector<Known> dropped;  // destroyed last: that may run Python
     for (auto entry = table.begin(); entry != table.end();) {
-        auto& links = entry->second;
-        for (auto link = links.begin(); link != links.end();) {
-            if (is_over(**link)) {
-                dropped.push_back(std::move(*link));
-                link = links.erase(link);
-            } else {
-                ++link;
+        auto& [storage, known] = *entry;
+        bool is_alive = known.view && !known.view->copy.storage.expired();
+        if (known.group) {
+            for (const auto& member : known.group->members) {
+                is_alive |= member.side.is_on(storage) && !member.side.storage.expired();
             }
         }
-        entry = links.empty() ? table.erase(entry) : std::next(entry);
+        if (is_alive) {
+            ++entry;
+            continue;
+        }
+        if (known.group) {
+            known.group->update();
+            auto& members = known.group->members;
+            for (auto member = members.begin(); member != members.end();) {
+                if (member->side.is_on(storage)) {
+                    dropped.emplace_back(Known{std::make_shared<Group>(Group{{std::move(*member)}}), nullptr});
+                    members.erase(member);
+                    break;
+                }
+                ++member;
+            }
+        }
+        dropped.push_back(std::move(known));
+        entry = table.erase(entry);
     }
     limit = std::max<std::size_t>(256, 2 * table.size());
 }
 
-inline void add_link(
-    const at::Tensor& source, const at::Tensor& source_local, const at::Tensor& copy, const at::Tensor& copy_local,
-    py::object outdated, bool is_view) {
-    auto* from = source_local.storage().unsafeGetStorageImpl();
-    auto* to = copy_local.storage().unsafeGetStorageImpl();
+// The local tensor `copy` was made of `source` at a boundary.
+inline void add_to_group(const at::Tensor& source, const at::Tensor& copy, const py::object& outdated) {
+    auto* from = source.storage().unsafeGetStorageImpl();
+    auto* to = copy.storage().unsafeGetStorageImpl();
     if (from == to) {
         return;
     }
     sweep_links();
-    auto link = std::make_shared<Link>(Link{side_of(source, source_local), side_of(copy, copy_local), std::move(outdated)});
-    link->is_view = is_view;
-    link->is_stamped = source.defined();
-    if (!link->is_stamped) {
-        unstamped().push_back(link);
+    auto& group = all_links()[from].group;
+    if (!group) {
+        group = std::make_shared<Group>();
+        group->members.push_back({Side(source), 0, outdated});
     }
-    all_links()[from].push_back(link);
-    all_links()[to].push_back(std::move(link));
+    group->update();
+    group->members.push_back({Side(copy), group->edition, outdated});
+    auto shared = group;
+    all_links()[to].group = std::move(shared);
+}
+
+// `copy` is to be viewed in place of `local`.
+inline void add_view(const at::Tensor& local, const at::Tensor& copy, py::object outdated) {
+    sweep_links();
+    auto link = std::make_shared<ViewLink>(ViewLink{Side(local), Side(copy), std::move(outdated)});
+    all_links()[copy.storage().unsafeGetStorageImpl()].view = std::move(link);
 }
 
 // An empty tensor, which has the storage of a side.
-inline py::object on_storage(const Link::Side& side) {
+inline py::object on_storage(const Side& side) {
     const c10::Storage storage(side.storage.lock());
     c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
     const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
     return owned(THPVariable_Wrap(at::empty({0}, options).set_(storage, 0, {0}, {1})));
 }
 
-// Before an op reads a DTensor. `depth` counts copies of copies.
+// Before an op reads a DTensor whose local tensor has this storage. `depth` counts copies of copies.
 inline void require_current(c10::StorageImpl* storage, int depth = 0) {
     const auto found = all_links().find(storage);
     if (found == all_links().end() || depth > 64) {
         return;
     }
-    const Links links = found->second;  // Python may add some
-    for (const auto& link : links) {
-        if (!link->is_stamped || link->is_updating) {
-            continue;
+    const Known known = found->second;  // Python may add some
+    if (known.view && !known.view->is_updating) {
+        auto& link = *known.view;
+        if (const auto source = link.source.storage.lock()) {
+            require_current(source.get(), depth + 1);
         }
-        const bool is_copy = link->copy.storage._unsafe_get_target() == storage;
-        if (is_copy) {
-            if (auto source = link->source.storage.lock()) {
-                require_current(source.get(), depth + 1);
+        if (link.source.has_changed()) {
+            link.is_updating = true;
+            try {
+                owned(PyObject_CallOneArg(link.outdated.ptr(), on_storage(link.copy).ptr()));
+            } catch (...) {
+                link.is_updating = false;
+                throw;
             }
-            if (has_changed(link->source)) {
-                link->is_updating = true;
-                try {
-                    const py::object given = link->is_view ? on_storage(link->copy) : py::bool_(true);
-                    owned(PyObject_CallOneArg(link->outdated.ptr(), given.ptr()));
-                } catch (...) {
-                    link->is_updating = false;
-                    throw;
-                }
-                link->is_updating = false;
-                link->source.seen = versions_of(link->source);
+            link.is_updating = false;
+            link.source.see();
+        }
+    }
+    if (known.group) {
+        known.group->update();
+        for (const auto& member : known.group->members) {
+            if (member.side.is_on(storage) && member.edition != known.group->edition) {
+                const auto outdated = member.outdated;
+                owned(PyObject_CallNoArgs(outdated.ptr()));
             }
-        } else if (!link->is_view && has_changed(link->copy)) {
-            owned(PyObject_CallOneArg(link->outdated.ptr(), Py_False));
         }
     }
 }
@@ -195,30 +219,11 @@ inline void require_current_operands(const c10::OperatorHandle& op, const torch:
     }
 }
 
-// The versions of a view op's operand, for the links that the op has made.
-inline void stamp_links(const at::Tensor& operand) {
-    auto pending = std::exchange(unstamped(), {});
-    PyObject* dtensor = operand.defined() ? dtensor_of(operand) : nullptr;
-    for (const auto& link : pending) {
-        if (dtensor != nullptr && link->source.storage._unsafe_get_target() == local_of(dtensor).storage().unsafeGetStorageImpl()) {
-            link->source.whole = version_of(operand);
-            link->source.seen = versions_of(link->source);
-            link->is_stamped = true;
-        }
-    }
-}
-
 // Writes to one count as writes to both.
 inline void share_version(const at::Tensor& tensor, const at::Tensor& with) {
     if (!tensor.is_inference() && version_of(with).enabled()) {
         tensor.unsafeGetTensorImpl()->set_version_counter(version_of(with));
     }
-}
-
-// The same for a DTensor that was brought elsewhere to be viewed, without a view op: writes to one count as writes to both.
-inline void stamp_copy(const at::Tensor& operand, const at::Tensor& copy) {
-    share_version(copy, operand);
-    stamp_links(operand);
 }
 
 // Local tensors of views have the version of the local tensor that they are views of.
@@ -233,17 +238,36 @@ inline void share_local_version(const at::Tensor& result, const at::Tensor& loca
     }
 }
 
-// Two DTensors are equal again. `is_written`: by an op on the copy, after which the version will count one more.
-inline void settle_links(const at::Tensor& copy_local, bool is_written) {
-    const auto found = all_links().find(copy_local.storage().unsafeGetStorageImpl());
-    if (found == all_links().end()) {
+// An op has written to a copy that is viewed, and by that to its source, where nothing has counted the write.
+inline void settle_view(const at::Tensor& copy) {
+    const auto found = all_links().find(copy.storage().unsafeGetStorageImpl());
+    if (found != all_links().end() && found->second.view) {
+        auto& source = found->second.view->source;
+        if (source.version.enabled()) {
+            source.version.bump();
+        }
+        source.see();
+    }
+}
+
+// Counts a write to a DTensor.
+inline void count_write(const at::Tensor& local) {
+    if (!local.is_inference()) {
+        local.unsafeGetTensorImpl()->bump_version();
+    }
+}
+
+// Members of a group: both have the values of `written`, the newest ones, now.
+inline void settle_group(const at::Tensor& written, const at::Tensor& other) {
+    const auto found = all_links().find(written.storage().unsafeGetStorageImpl());
+    if (found == all_links().end() || !found->second.group) {
         return;
     }
-    for (const auto& link : found->second) {
-        if (link->copy.storage._unsafe_get_target() == found->first) {
-            link->source.seen = versions_of(link->source);
-            link->copy.seen = versions_of(link->copy);
-            link->source.seen[0] += is_written && link->is_stamped ? 1 : 0;
+    auto& group = *found->second.group;
+    for (auto& member : group.members) {
+        if (member.side.is_on(found->first) || member.side.is_on(other.storage().unsafeGetStorageImpl())) {
+            member.side.see();
+            member.edition = group.edition;
         }
     }
 }

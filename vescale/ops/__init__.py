@@ -43,6 +43,7 @@ from vescale.ops._conversion import (
     cut,
     enter_local,
     leave_local,
+    require_current,
     settle,
     wrap_global,
 )
@@ -100,6 +101,7 @@ __all__ = [
     "register_rule",
     "remember_copy",
     "report_implicit_move",
+    "require_current",
     "run_interleaved",
     "running_module",
     "settle",

@@ -37,6 +37,7 @@ from vescale.compat import (
     make_dtensor,
     make_spec,
     native_conversions,
+    native_require_current,
     no_torch_function,
     permit_writes,
     spec_of,
@@ -67,6 +68,7 @@ __all__ = [
     "enter_local",
     "enter_together",
     "leave_local",
+    "require_current",
     "settle",
     "wrap_global",
 ]
@@ -136,7 +138,7 @@ def convert(
     grad_target: Sequence[Placement | None] | None = None,
     passes_gradient: bool = False,
     requester: str = "",
-    outdated: Callable[[bool], None] | None = None,
+    outdated: Callable[[], None] | None = None,
 ) -> DTensor:
     """Redistribute ``x`` to ``target``, and its gradient by the rule of the module's table.
 
@@ -150,8 +152,8 @@ def convert(
         requester: name of the communication in the ledger.
         outdated: ``x`` is passed on at the boundary of a module, where one device has one tensor. Where nothing moves, the
             result is ``x``, or a view of it, if it requires a gradient: they share memory, version and history. Where data
-            move, an op that reads one of the two after a write to the other calls ``outdated(whether it reads the result)``
-            before, which raises. (Only the C++ dispatcher sees that.)
+            move, an op that reads one of the two after a write to the other calls ``outdated()`` before, which raises. (Only
+            the C++ dispatcher sees that.)
     """
     target, stages = _stages(
         tuple(x.placements),
@@ -178,19 +180,25 @@ def link_view(local: torch.Tensor, copy: torch.Tensor, outdated: Callable[[torch
     return bool(_native.link_view(local, copy, outdated))
 
 
-def stamp_view(x: DTensor, copy: DTensor) -> None:
-    """After :func:`link_view` for a copy that no view op has made: writes to one count as writes to both."""
-    _native.stamp_copy(x, copy)
+def share_version(x: DTensor, copy: DTensor) -> None:
+    """Writes to one of the two count as writes to both, for autograd, as far as there is C++ for it."""
+    _native.share_version(copy, x)
 
 
 def settle_view(copy: torch.Tensor) -> None:
     """An op has written to a copy that is viewed, and its source has the same values by now."""
-    _native.settle_links(copy, True)
+    _native.settle_view(copy)
 
 
-def settle(copy: DTensor) -> None:
-    """The source of a conversion with ``outdated`` and its result are equal again."""
-    _native.settle_links(local_of(copy), False)
+def require_current(x: DTensor) -> None:
+    """Before anything but an op reads ``x``: as ops do, brings it up to date, or calls ``outdated`` of a conversion."""
+    if _require_current is not None:
+        _require_current(x)
+
+
+def settle(written: DTensor, other: DTensor) -> None:
+    """Of the two tensors of a conversion with ``outdated``, ``other`` has the values of ``written`` now."""
+    _native.settle_group(local_of(written), local_of(other))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -390,6 +398,7 @@ def wrap_global(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
         return _WrapGlobal.apply(x, mesh, tuple(placements), requester)
 
 
+_require_current = native_require_current()
 _native = native_conversions(
     plan=plan_move,
     move=_move,

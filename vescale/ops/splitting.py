@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, spec_of
 from vescale.ops._context import OpContext
-from vescale.ops._conversion import bring, bring_with_gradient, stamp_view
+from vescale.ops._conversion import bring, bring_with_gradient, share_version
 from vescale.ops._registration import replaces
 from vescale.ops._view_copies import remember_copy
 from vescale.placements import InterleavedShard, contiguous_stride, without_partials
@@ -104,7 +104,7 @@ def _spread(context: OpContext, x: DTensor, func: Any, args: tuple[Any, ...], kw
     spread = bring_with_gradient(x, target, func.__name__, "self")
     # The parts are views, and writes to them have to reach x.
     remember_copy(local_of(x), spec_of(x), local_of(spread), spec_of(spread))
-    stamp_view(x, spread)
+    share_version(x, spread)
     return spread
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -66,9 +66,9 @@ class Placing:
             placed.append(Placed.of(x, result, self.target_text, self.instruction, self.runtime))
         return result
 
-    def _outdated(self, is_result: bool) -> None:
+    def _outdated(self) -> None:
         """Called before an op that would read an old value; see :func:`vescale.ops.convert`."""
-        raise outdated(self.target_text, self.instruction, is_result)
+        raise outdated(self.target_text, self.instruction)
 
     def _handed_out(self, x: torch.Tensor) -> torch.Tensor:
         """An output of the model that an entry names: the plain global tensor if it is Replicate on every axis."""
@@ -88,10 +88,11 @@ class Placing:
         if isinstance(op, Redistribute):
             return self._place(wrap_global(x, runtime.mesh, runtime.replicated, self._requester))
         assert isinstance(op, Wrap | Annotate), op
-        placements = tuple(r if p is None else p for p, r in zip(op.placements, runtime.replicated))
+        planned = tuple(r if p is None else p for p, r in zip(op.placements, runtime.replicated))
+        self._check(x, planned)
+        placements = cast(tuple[Placement, ...], _front(planned, x.ndim))
         if isinstance(op, Annotate):
             return from_local(x, runtime.mesh, placements)
-        self._check(x, placements)
         if op.given == "local":
             return from_local(x, runtime.mesh, placements)
         return wrap_global(x, runtime.mesh, placements, self._requester)

@@ -31,7 +31,7 @@ class Stages:
     def __init__(self, target: Stage, grad_source: Stage | None, grad_target: Stage | None) -> None:
         self._target, self._grad_source, self._grad_target = target, grad_source, grad_target
 
-    def convert(self, x: DTensor, requester: str, outdated: Callable[[bool], None]) -> DTensor:
+    def convert(self, x: DTensor, requester: str, outdated: Callable[[], None]) -> DTensor:
         return convert(
             x,
             self._target,
@@ -41,7 +41,7 @@ class Stages:
             outdated=outdated,
         )
 
-    def convert_once(self, x: DTensor, requester: str, outdated: Callable[[bool], None]) -> DTensor:
+    def convert_once(self, x: DTensor, requester: str, outdated: Callable[[], None]) -> DTensor:
         """:meth:`convert`, or its earlier result within the forward of the module that passes ``x`` on.
 
         Results are kept until that module returns, and their sources, so that no other tensor gets the ``id`` of one. A

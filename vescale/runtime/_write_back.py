@@ -16,9 +16,9 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of, versions
+from vescale.compat import counts_local_writes, local_of, set_versions, versions
 from vescale.ir import Annotate, Instruction, Wrap
-from vescale.ops import convert, enter_local, settle
+from vescale.ops import convert, enter_local, require_current, settle
 from vescale.plans import PlanError
 from vescale.runtime._runtime import Runtime
 
@@ -32,7 +32,7 @@ class Placed:
     Attributes:
         given: as the caller holds it, a DTensor or a plain tensor.
         name: as a plan names the input.
-        before: of ``result``, before the forward.
+        before: versions of ``given`` and of ``result`` before the forward.
     """
 
     given: torch.Tensor
@@ -40,17 +40,19 @@ class Placed:
     name: str
     instruction: Instruction
     runtime: Runtime
-    before: tuple[object, ...]
+    before: tuple[tuple[int, ...], tuple[int, ...]]
 
     @classmethod
     def of(
         cls, given: torch.Tensor, result: torch.Tensor, name: str, instruction: Instruction, runtime: Runtime
     ) -> Placed:
         found = cast(DTensor, result)
-        return cls(given, found, name, instruction, runtime, versions(found))
+        return cls(given, found, name, instruction, runtime, (versions(given), versions(found)))
 
     def is_written(self) -> bool:
-        return versions(self.result) != self.before
+        """Whether there was a write to ``result`` itself: both tensors may have one version for autograd."""
+        before, now = self.before[1], versions(self.result)
+        return before[1:] != now[1:] if counts_local_writes() else before != now
 
 
 def write_back(placed: Sequence[Placed]) -> None:
@@ -61,11 +63,14 @@ def write_back(placed: Sequence[Placed]) -> None:
 
     Raises:
         PlanError: another input is the same memory, and was brought elsewhere: the module may have read old values of it;
-            or the module has changed the shape of its input in place.
+            the module has changed the shape of its input in place; or a plain tensor of the caller would keep old values.
     """
-    written = [one for one in placed if one.is_written()]
-    if not written or sys.exc_info()[0] is not None:
+    if sys.exc_info()[0] is not None:
         return
+    for one in placed:
+        if not isinstance(one.given, DTensor):
+            require_current(one.result)  # nobody will see that the plain tensor has old values
+    written = [one for one in placed if one.is_written()]
     for one in written:
         for other in placed:
             if other.result is not one.result and _share_memory(other.given, one.given):
@@ -89,7 +94,8 @@ def write_back(placed: Sequence[Placed]) -> None:
 def _write(one: Placed) -> None:
     given, result = one.given, one.result
     requester = f"{one.name}: written back"
-    settle(result)  # so that both may be read now
+    if isinstance(given, DTensor):
+        settle(result, given)  # so that both may be read
     new: torch.Tensor
     if isinstance(given, DTensor):
         new = convert(result, given.placements, requester=requester)
@@ -98,9 +104,13 @@ def _write(one: Placed) -> None:
         new = enter_local(convert(result, op.placements, requester=requester))
     else:
         new = enter_local(convert(result, one.runtime.replicated, requester=requester))
+    version = versions(given)[0]
     with torch.inference_mode() if given.is_inference() else contextlib.nullcontext():
         given.copy_(new)
-    settle(result)
+    if version != one.before[0][0]:  # the write has counted already
+        set_versions((given,), (version,))
+    if isinstance(given, DTensor):
+        settle(result, given)
 
 
 def _is_local(one: Placed) -> bool:
@@ -114,14 +124,11 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return not any(x.is_meta for x in locals_) and len({x.untyped_storage().data_ptr() for x in locals_}) == 1
 
 
-def outdated(name: str, instruction: Instruction, is_result: bool) -> PlanError:
-    """An op is about to read one of the two tensors at a boundary, and the other has been written to. ``is_result``: it reads
-    the one that the entry made."""
-    before, behind = f"the tensor that came to {name}", f"the tensor that the plan made of it"
-    written, read = (before, behind) if is_result else (behind, before)
+def outdated(name: str, instruction: Instruction) -> PlanError:
+    """An op is about to read one of the tensors at a boundary, and another has been written to."""
     return PlanError(
-        f"{written} was written to in place, and now an op reads {read}. On one device they are one tensor; here they are two, "
-        f"because the entry for {name} moves data, so that the old values would be used. Write to a copy (x = x.clone()), or "
-        "change the entry so that nothing moves there",
+        f"an op is about to read the tensor before or behind {name}, after the other one was written to in place. On one device "
+        "they are one tensor; here they are two, because the plan moves data there, so that the op would get old values. Write "
+        "to a copy in the program (x = x.clone()), or change the entry so that nothing moves",
         instruction.source,
     )
