@@ -73,21 +73,24 @@ def write_local(x: Any) -> None:
 class Block(nn.Module):
     """See the module's description. ``statements`` can be read, and say all that happens."""
 
-    def __init__(self, draw: random.Random, shapes: list[Shape], depth: int, *, writes: bool, clones: bool) -> None:
+    def __init__(
+        self, draw: random.Random, shapes: list[Shape], depth: int, *, writes: bool, clones: bool, by_local: bool
+    ) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, bias=draw.random() < 0.5)
         self.blocks = nn.ModuleList()
         self.inputs, self.statements = list(shapes), []
         self.shapes = list(shapes)
-        self._writes = writes
+        self._writes, self.by_local, self.clones = writes, by_local, clones
         if clones:
             for index in range(len(shapes)):
                 self._add(("new", "clone", index), shapes[index])
         first = len(shapes) if clones else 0
         for _ in range(draw.randint(1, 5)):
             self._draw(draw, first, depth)
-        count = draw.randint(1, min(3, len(self.shapes)))
-        self.outputs = draw.sample(range(len(self.shapes)), count)
+        # A reentrant checkpoint makes inputs that are returned views which must not be written to.
+        count = draw.randint(1, min(3, len(self.shapes) - first))
+        self.outputs = draw.sample(range(first, len(self.shapes)), count)
 
     def _add(self, statement: tuple[Any, ...], *shapes: Shape) -> None:
         self.statements.append(statement)
@@ -98,7 +101,7 @@ class Block(nn.Module):
         shape = self.shapes[index]
         same = [i for i, s in enumerate(self.shapes) if s == shape and i >= first]
         kinds = ["new", "view", "view", "binary", "linear"]
-        kinds += ["write"] * 4 + ["write of"] * 2 + ["local"] if self._writes else []
+        kinds += ["write"] * 4 + ["write of"] * 2 + ["local"] * self.by_local if self._writes else []
         kinds += ["call"] * 5 if depth else []
         kind = draw.choice(kinds)
         if kind == "new":
@@ -134,14 +137,13 @@ class Block(nn.Module):
             callee = draw.choice(callees)
         else:
             shapes = [self.shapes[i] for i in indices]
-            block = Block(draw, shapes, depth - 1, writes=True, clones=recompute is not None)
-            block.clones = recompute is not None
+            block = Block(
+                draw, shapes, depth - 1, writes=True, clones=recompute is not None, by_local=self.by_local
+            )
             callee = len(self.blocks)
             self.blocks.append(block)
         block = self.blocks[callee]
         self._add(("call", callee, indices, how, recompute), *(block.shapes[i] for i in block.outputs))
-
-    clones = False
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         x = list(tensors_in([args, kwargs]))
@@ -182,10 +184,12 @@ class Block(nn.Module):
 
 def draw_model(draw: random.Random) -> Block:
     shapes: list[Shape] = [(ROWS, WIDTH)] * draw.randint(1, 2)
-    model = Block(draw, shapes, 2, writes=draw.random() < 0.3, clones=False)
-    while not len(model.blocks):
-        model = Block(draw, shapes, 2, writes=draw.random() < 0.3, clones=False)
-    return model
+    # Writes to local tensors count for autograd's saved tensors on one device only.
+    by_local = draw.random() < 0.2
+    while True:
+        model = Block(draw, shapes, 2, writes=draw.random() < 0.3, clones=False, by_local=by_local)
+        if len(model.blocks):
+            return model
 
 
 def draw_plan(model: Block, draw: random.Random, mesh: Any) -> tuple[Plan, list[str]]:

@@ -122,8 +122,8 @@ class NativeConversions(NamedTuple):
         enter: ``(DTensors, placements of their gradients or None, always)`` to local tensors, linked in autograd.
         leave: ``(local tensor, mesh, placements, shape, op, placements of the gradient or None)`` to a DTensor, the same.
         wrap: ``(tensor, mesh, placements, requester)`` to a DTensor, the same.
-        link_view: ``(local tensor, copy of it to be viewed, outdated)``: from now on ops that read the copy call
-            ``outdated(tensor with the copy's storage)`` before, if there were writes to the tensor (``csrc/links.h``). True.
+        link_view: ``(local tensor, copy of it to be viewed, update)``: from now on ops that read the copy call
+            ``update(tensor with the copy's storage)`` before, if there were writes to the tensor (``csrc/links.h``). True.
         share_version: ``(DTensor, DTensor)``: writes to one count as writes to both, for autograd.
         settle_view: ``(copy)``: an op has written to the copy, and the values are in its source by now.
         settle_group: ``(local tensor, local tensor)``: the second tensor of a boundary has the values of the first now.

@@ -139,7 +139,7 @@ PATCHES: tuple[Patch, ...] = (
           "PyTorch refuses plain tensors that are not scalars", "models", model_patches.accept_plain_operands,
           issue="pytorch#115297"),
     Patch(f"{_DTENSOR}.__format__", 'f"{loss:.3f}"', "PyTorch refuses it", "models", dtensor_methods.format_scalars),
-    Patch("torch.utils.checkpoint: _checkpoint_without_reentrant_generator, CheckpointFunction.forward",
+    Patch("torch.utils.checkpoint: _checkpoint_without_reentrant_generator, CheckpointFunction.forward, backward",
           "recompute a function in the module whose forward checkpointed it",
           "a recomputation runs outside of the model's forward", "models",
           model_patches.wrap_checkpointed_functions),

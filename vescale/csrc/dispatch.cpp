@@ -158,8 +158,8 @@ void reset_counts() {
 }
 
 // `local`: of a DTensor, of which `copy` is to be viewed in its place.
-bool link_view(const at::Tensor& local, const at::Tensor& copy, py::object outdated) {
-    add_view(local, copy, std::move(outdated));
+bool link_view(const at::Tensor& local, const at::Tensor& copy, py::object update) {
+    add_view(local, copy, std::move(update));
     return true;
 }
 

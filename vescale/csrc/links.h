@@ -14,7 +14,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
-#include <array>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -69,14 +68,15 @@ struct Group {
 
 struct ViewLink {
     Side source, copy;
-    py::object outdated;  // (an empty tensor on the copy's storage) -> None; brings the copy up to date
+    py::object update;  // (an empty tensor on the copy's storage) -> None; brings the copy up to date
     bool is_updating = false;
 };
 
-// What is known of a storage. Read and written with the interpreter's lock held.
+// What is known of a storage. Copies that are viewed are in no group: their sources are. Read and written with the interpreter's lock held.
 struct Known {
     std::shared_ptr<Group> group;
     std::shared_ptr<ViewLink> view;  // the storage is its copy's
+    std::vector<std::shared_ptr<ViewLink>> copies;  // the storage is their source's
 };
 
 // A weak reference to a storage keeps its address from being used again.
@@ -95,7 +95,16 @@ inline void sweep_links() {
     std::vector<Known> dropped;  // destroyed last: that may run Python
     for (auto entry = table.begin(); entry != table.end();) {
         auto& [storage, known] = *entry;
-        bool is_alive = known.view && !known.view->copy.storage.expired();
+        auto& copies = known.copies;
+        for (auto copy = copies.begin(); copy != copies.end();) {
+            const bool is_over = (*copy)->copy.storage.expired() && !(*copy)->copy.has_changed();
+            if (is_over) {
+                dropped.push_back(Known{nullptr, std::move(*copy), {}});
+            }
+            copy = is_over ? copies.erase(copy) : std::next(copy);
+        }
+        bool is_alive = (known.view && !known.view->copy.storage.expired()) ||
+            (!copies.empty() && !copies.front()->source.storage.expired());
         if (known.group) {
             for (const auto& member : known.group->members) {
                 is_alive |= member.side.is_on(storage) && !member.side.storage.expired();
@@ -110,7 +119,7 @@ inline void sweep_links() {
             auto& members = known.group->members;
             for (auto member = members.begin(); member != members.end();) {
                 if (member->side.is_on(storage)) {
-                    dropped.emplace_back(Known{std::make_shared<Group>(Group{{std::move(*member)}}), nullptr});
+                    dropped.emplace_back(Known{std::make_shared<Group>(Group{{std::move(*member)}}), nullptr, {}});
                     members.erase(member);
                     break;
                 }
@@ -131,21 +140,29 @@ inline void add_to_group(const at::Tensor& source, const at::Tensor& copy, const
         return;
     }
     sweep_links();
-    auto& group = all_links()[from].group;
+    auto& table = all_links();
+    Side side(source);
+    for (auto found = table.find(from); found != table.end() && found->second.view; found = table.find(from)) {
+        side = found->second.view->source;  // which lives as long as the copy
+        from = side.storage._unsafe_get_target();
+    }
+    auto& group = table[from].group;
     if (!group) {
+        side.see();
         group = std::make_shared<Group>();
-        group->members.push_back({Side(source), 0, outdated});
+        group->members.push_back({std::move(side), 0, outdated});
     }
     group->update();
     group->members.push_back({Side(copy), group->edition, outdated});
     auto shared = group;
-    all_links()[to].group = std::move(shared);
+    table[to].group = std::move(shared);
 }
 
 // `copy` is to be viewed in place of `local`.
-inline void add_view(const at::Tensor& local, const at::Tensor& copy, py::object outdated) {
+inline void add_view(const at::Tensor& local, const at::Tensor& copy, py::object update) {
     sweep_links();
-    auto link = std::make_shared<ViewLink>(ViewLink{Side(local), Side(copy), std::move(outdated)});
+    auto link = std::make_shared<ViewLink>(ViewLink{Side(local), Side(copy), std::move(update)});
+    all_links()[local.storage().unsafeGetStorageImpl()].copies.push_back(link);
     all_links()[copy.storage().unsafeGetStorageImpl()].view = std::move(link);
 }
 
@@ -157,34 +174,54 @@ inline py::object on_storage(const Side& side) {
     return owned(THPVariable_Wrap(at::empty({0}, options).set_(storage, 0, {0}, {1})));
 }
 
-// Before an op reads a DTensor whose local tensor has this storage. `depth` counts copies of copies.
-inline void require_current(c10::StorageImpl* storage, int depth = 0) {
-    const auto found = all_links().find(storage);
-    if (found == all_links().end() || depth > 64) {
+// What plain tensors have written to a copy reaches nobody. (What depends on whether the copy still exists may differ between
+// ranks, and so may not decide here.)
+inline void require_no_plain_writes(const ViewLink& link) {
+    TORCH_CHECK(
+        !link.copy.has_changed(),
+        "a view that cuts a sharded dim is a view of a gathered copy, and was written to by way of to_local(): its base does not "
+        "get the new values, as it would on one device; write to the DTensor instead");
+}
+
+// Before an op reads a DTensor whose local tensor is on `storage`.
+inline void require_current(c10::StorageImpl* storage) {
+    auto& table = all_links();
+    const auto found = table.find(storage);
+    if (found == table.end()) {
         return;
     }
     const Known known = found->second;  // Python may add some
     if (known.view && !known.view->is_updating) {
         auto& link = *known.view;
+        require_no_plain_writes(link);
         if (const auto source = link.source.storage.lock()) {
-            require_current(source.get(), depth + 1);
+            require_current(source.get());
         }
         if (link.source.has_changed()) {
             link.is_updating = true;
             try {
-                owned(PyObject_CallOneArg(link.outdated.ptr(), on_storage(link.copy).ptr()));
+                owned(PyObject_CallOneArg(link.update.ptr(), on_storage(link.copy).ptr()));
             } catch (...) {
                 link.is_updating = false;
                 throw;
             }
             link.is_updating = false;
             link.source.see();
+            link.copy.see();
         }
+    }
+    for (const auto& link : known.copies) {
+        require_no_plain_writes(*link);
     }
     if (known.group) {
         known.group->update();
         for (const auto& member : known.group->members) {
-            if (member.side.is_on(storage) && member.edition != known.group->edition) {
+            if (!member.side.is_on(storage)) {
+                const auto other = table.find(member.side.storage._unsafe_get_target());
+                for (std::size_t i = 0; other != table.end() && i < other->second.copies.size(); ++i) {
+                    require_no_plain_writes(*other->second.copies[i]);
+                }
+            } else if (member.edition != known.group->edition) {
                 const auto outdated = member.outdated;
                 owned(PyObject_CallNoArgs(outdated.ptr()));
             }
@@ -247,13 +284,21 @@ inline void settle_view(const at::Tensor& copy) {
             source.version.bump();
         }
         source.see();
+        found->second.view->copy.see();
     }
 }
 
 // Counts a write to a DTensor.
 inline void count_write(const at::Tensor& local) {
-    if (!local.is_inference()) {
-        local.unsafeGetTensorImpl()->bump_version();
+    if (local.is_inference()) {
+        return;
+    }
+    local.unsafeGetTensorImpl()->bump_version();
+    if (are_writes_observed() && local.has_storage()) {
+        const auto found = all_links().find(local.storage().unsafeGetStorageImpl());
+        if (found != all_links().end() && found->second.view) {  // the write has reached its source by now
+            found->second.view->copy.see();
+        }
     }
 }
 

@@ -174,10 +174,10 @@ def convert(
         return _Convert.apply(x, complete, stages, requester)
 
 
-def link_view(local: torch.Tensor, copy: torch.Tensor, outdated: Callable[[torch.Tensor], None]) -> bool:
-    """Have ``outdated(tensor with the storage of copy)`` called before an op reads ``copy``, which is viewed in place of
+def link_view(local: torch.Tensor, copy: torch.Tensor, update: Callable[[torch.Tensor], None]) -> bool:
+    """Have ``update(tensor with the storage of copy)`` called before an op reads ``copy``, which is viewed in place of
     ``local``, after a write to ``local``. False where nothing watches for that."""
-    return bool(_native.link_view(local, copy, outdated))
+    return bool(_native.link_view(local, copy, update))
 
 
 def share_version(x: DTensor, copy: DTensor) -> None:

@@ -62,7 +62,7 @@ def remember_copy(local: torch.Tensor, source: DTensorSpec, copy: torch.Tensor, 
     number = id(origin)
     LIVE_COPIES.add(number)
     setattr(storage, _ORIGIN, origin)
-    if not link_view(local, copy, _gather_again):
+    if not link_view(local, copy, _update):
         _UNWATCHED[number] = weakref.ref(storage)
     weakref.finalize(origin, _forget, number)
 
@@ -95,13 +95,16 @@ def _follow_writes(written: set[int], current: set[int]) -> None:
             continue
         origin = getattr(storage, _ORIGIN)
         if origin.local.untyped_storage().data_ptr() in written:
-            _gather_again(torch.empty(0, dtype=torch.uint8, device=origin.local.device).set_(storage, 0, (0,), (1,)))
+            _gather_again(storage)
             written.add(storage.data_ptr())
 
 
-def _gather_again(on_copy: torch.Tensor) -> None:
+def _update(on_copy: torch.Tensor) -> None:
     """``on_copy``: an empty tensor with the storage of a copy, of whose base there were writes."""
-    storage = on_copy.untyped_storage()
+    _gather_again(on_copy.untyped_storage())
+
+
+def _gather_again(storage: torch.UntypedStorage) -> None:
     origin: _Origin = getattr(storage, _ORIGIN)
     source, target = origin.source, origin.target
     report_implicit_move(
