@@ -109,8 +109,8 @@ def test_what_explain_shows_is_installed(one_rank: None, name: str, monkeypatch:
     printed = [line.strip() for line in program.to_text().splitlines()]
     assert all(instruction.text(program.axes) in printed for instruction in program)
     elsewhere = (Executor.STATE, Executor.UNIT)
-    expected = Counter(str(i) for i in program if executor_of(i) not in elsewhere)
-    assert Counter(map(str, executed(model))) == expected
+    expected = Counter(i.text(program.axes) for i in program if executor_of(i) not in elsewhere)
+    assert Counter(i.text(program.axes) for i in executed(model)) == expected
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for instruction in program:
         executor = executor_of(instruction)

@@ -132,6 +132,17 @@ inline void sweep_links() {
     limit = std::max<std::size_t>(256, 2 * table.size());
 }
 
+// What a local tensor that may be a viewed copy is a copy of; the tensor itself if it is none.
+inline Side base_of(const at::Tensor& local) {
+    const auto& table = all_links();
+    Side side(local);
+    for (auto found = table.find(side.storage._unsafe_get_target()); found != table.end() && found->second.view;
+         found = table.find(side.storage._unsafe_get_target())) {
+        side = found->second.view->source;  // which lives as long as the copy
+    }
+    return side;
+}
+
 // The local tensor `copy` was made of `source` at a boundary.
 inline void add_to_group(const at::Tensor& source, const at::Tensor& copy, const py::object& outdated) {
     auto* from = source.storage().unsafeGetStorageImpl();
@@ -141,11 +152,8 @@ inline void add_to_group(const at::Tensor& source, const at::Tensor& copy, const
     }
     sweep_links();
     auto& table = all_links();
-    Side side(source);
-    for (auto found = table.find(from); found != table.end() && found->second.view; found = table.find(from)) {
-        side = found->second.view->source;  // which lives as long as the copy
-        from = side.storage._unsafe_get_target();
-    }
+    Side side = base_of(source);
+    from = side.storage._unsafe_get_target();
     auto& group = table[from].group;
     if (!group) {
         side.see();
@@ -263,7 +271,7 @@ inline void share_version(const at::Tensor& tensor, const at::Tensor& with) {
     }
 }
 
-// Local tensors of views have the version of the local tensor that they are views of.
+// Local tensors of views have the version of the local tensor that they are views of, or of its copy.
 inline void share_local_version(const at::Tensor& result, const at::Tensor& local) {
     PyObject* dtensor = result.defined() ? dtensor_of(result) : nullptr;
     if (dtensor == nullptr) {
@@ -272,6 +280,12 @@ inline void share_local_version(const at::Tensor& result, const at::Tensor& loca
     const at::Tensor& own = local_of(dtensor);
     if (own.has_storage() && local.has_storage() && own.storage().is_alias_of(local.storage())) {
         share_version(own, local);
+    } else if (own.has_storage()) {
+        const auto found = all_links().find(own.storage().unsafeGetStorageImpl());
+        if (found != all_links().end() && found->second.view && !own.is_inference() &&
+            found->second.view->copy.version.enabled()) {
+            own.unsafeGetTensorImpl()->set_version_counter(found->second.view->copy.version);
+        }
     }
 }
 
@@ -302,15 +316,17 @@ inline void count_write(const at::Tensor& local) {
     }
 }
 
-// Members of a group: both have the values of `written`, the newest ones, now.
+// Members of a group: `other` has the values of `written`, the newest ones, now.
 inline void settle_group(const at::Tensor& written, const at::Tensor& other) {
     const auto found = all_links().find(written.storage().unsafeGetStorageImpl());
     if (found == all_links().end() || !found->second.group) {
         return;
     }
     auto& group = *found->second.group;
+    group.update();
+    const auto* base = base_of(other).storage._unsafe_get_target();
     for (auto& member : group.members) {
-        if (member.side.is_on(found->first) || member.side.is_on(other.storage().unsafeGetStorageImpl())) {
+        if (member.side.is_on(found->first) || member.side.is_on(base)) {
             member.side.see();
             member.edition = group.edition;
         }

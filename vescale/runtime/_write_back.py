@@ -67,10 +67,10 @@ def write_back(placed: Sequence[Placed]) -> None:
     """
     if sys.exc_info()[0] is not None:
         return
-    for one in placed:
-        if not isinstance(one.given, DTensor):
-            require_current(one.result)  # nobody will see that the plain tensor has old values
     written = [one for one in placed if one.is_written()]
+    for one in placed:
+        if one in written or not isinstance(one.given, DTensor):  # nobody will see that a plain tensor has old values
+            require_current(one.result)
     for one in written:
         for other in placed:
             if other.result is not one.result and _share_memory(other.given, one.given):
