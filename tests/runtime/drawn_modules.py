@@ -137,9 +137,7 @@ class Block(nn.Module):
             callee = draw.choice(callees)
         else:
             shapes = [self.shapes[i] for i in indices]
-            block = Block(
-                draw, shapes, depth - 1, writes=True, clones=recompute is not None, by_local=self.by_local
-            )
+            block = Block(draw, shapes, depth - 1, writes=True, clones=recompute is not None, by_local=self.by_local)
             callee = len(self.blocks)
             self.blocks.append(block)
         block = self.blocks[callee]

@@ -31,7 +31,9 @@ class Act(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
-            for x in value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]:
+            for x in (
+                value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+            ):
                 F.relu(x, inplace=True)
         return args[0] if args else None
 
@@ -173,7 +175,7 @@ def moved_and_refused() -> None:
     x = torch.randn(4, 6, dtype=torch.float64)
     torch.testing.assert_close(whole(model(x).detach()), reference(x).detach())
     _, model = model_and_copy(Two(lambda m, h: m.a(h, h)), {"a.<in:x>": S0, "a.<in:y>": S1}, mesh)
-    with pytest.raises(PlanError, match="on one device|On one device"):
+    with pytest.raises(PlanError, match=r"[Oo]n one device"):
         model(x)
 
 

@@ -1,4 +1,4 @@
-"""Drawn modules in which tensors alias, parallelized, against one device: values, gradients, errors, and who sees whose writes.
+"""Drawn modules in which tensors alias, against one device: values, gradients, errors, and who sees whose writes.
 
 ``python -m tests.runtime.test_aliasing_programs 0 1000`` runs seeds, and prints those that fail.
 """
@@ -14,11 +14,9 @@ import warnings
 from collections import Counter
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from tests.examples import NIGHTLY
 from tests.ranks import RankPools
@@ -98,7 +96,7 @@ def same(expected: list[Any], found: list[Any], what: str) -> None:
 
 
 def compare(seed: int, mesh: Any) -> str:
-    """What came of it: ``equal``, ``both raise``, ``refused in`` a step (see REFUSED). Raises AssertionError for anything else."""
+    """What came of it: ``equal``, ``both raise``, ``refused in`` a step (see REFUSED). AssertionError for anything else."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     plain = draw_model(draw).double()
@@ -137,13 +135,14 @@ def writes_afterwards(one: Run, many: Run) -> str:
     for index in own:
         for run in (one, many):
             with torch.no_grad():
-                problem = attempt(lambda run=run: run.outputs[index].detach().mul_(index + 2))
+                problem = attempt(lambda run=run, index=index: run.outputs[index].detach().mul_(index + 2))
             if problem is not None:
                 assert run is many and any(text in str(problem) for text in REFUSED), problem
                 return "refused afterwards"
         for each in own:
             expected = one.outputs[each].detach()
-            problem = attempt(lambda each=each: found.append(whole(many.outputs[each].detach()))) if (found := []) == [] else None
+            found: list[torch.Tensor] = []
+            problem = attempt(lambda each=each, found=found: found.append(whole(many.outputs[each].detach())))
             if problem is not None:
                 assert any(text in str(problem) for text in REFUSED), problem
                 return "refused afterwards"
@@ -177,7 +176,9 @@ def main() -> None:
     from tests.runtime import test_aliasing_programs as module
 
     pools = RankPools()
-    (outcomes, failures), _ = pools.run(module.compare_all, list(range(int(sys.argv[1]), int(sys.argv[2]))), world_size=2)
+    (outcomes, failures), _ = pools.run(
+        module.compare_all, list(range(int(sys.argv[1]), int(sys.argv[2]))), world_size=2
+    )
     print("\n\n".join(failures[: int(sys.argv[3]) if len(sys.argv) > 3 else 5]), flush=True)
     print(outcomes, len(failures))
     pools.close()

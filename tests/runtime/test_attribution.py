@@ -1,4 +1,4 @@
-"""The module that communication in backward belongs to: forwards on other threads, several models, reentrant checkpoints, age."""
+"""The module that communication in backward belongs to: forwards on other threads, several models, checkpoints, age."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vescale.runtime import ImplicitCommunicationError, implicit_communication, 
 
 
 class Block(nn.Module):
-    """Its backward communicates, and its forward does not: the gradient of ``y`` arrives whole, and is needed Partial-free."""
+    """A layer whose backward may get a Partial gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,9 @@ def attributed() -> None:
         assert expected and all(phase == "backward" for _, phase in expected), expected
         assert backward_sites(built(mesh), on_thread) == expected
         for recompute in (False, True):
-            assert {m for m, _ in backward_sites(built(mesh, recompute=recompute), on_thread)} >= {m for m, _ in expected}
+            assert {m for m, _ in backward_sites(built(mesh, recompute=recompute), on_thread)} >= {
+                m for m, _ in expected
+            }
         # Several models, whose forwards and backwards take turns, and threads whose nodes have equal numbers.
         models = [built(mesh) for _ in range(3)]
         x = torch.randn(4, 6, dtype=torch.float64).requires_grad_()

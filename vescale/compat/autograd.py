@@ -38,13 +38,12 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
-def permit_writes(view: torch.Tensor) -> torch.Tensor:
-    """Let in-place ops write to a view that an autograd function has made, as to other views; returns it.
+def permit_writes(view: torch.Tensor) -> None:
+    """Let in-place ops write to a view that an autograd function has made, as to other views.
 
     After such a write, gradients pass the view unchanged: the function's backward belongs to the values before.
     """
     torch._C._autograd._set_creation_meta(view, torch._C._autograd.CreationMeta.DEFAULT)
-    return view
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

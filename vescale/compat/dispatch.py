@@ -339,7 +339,7 @@ def _lacks_rule(error: BaseException | None, schema: Any) -> bool:
     try:  # what fails on Replicate, too, is not due to the placements
         args, kwargs = tree_map_only(DTensorSpec, _on_all_ranks, (schema.args_schema, schema.kwargs_schema))
         whole = type(schema)(schema.op, args, kwargs, schema.schema_info)
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(whole)  # type: ignore[attr-defined]
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(whole)
     except Exception:  # not lost: the caller raises the first one
         return False
     return True

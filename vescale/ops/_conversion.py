@@ -170,7 +170,9 @@ def convert(
         if outdated is not None and complete == tuple(x.placements) and not x.is_inference():
             if not (x.requires_grad and torch.is_grad_enabled()):
                 return x
-            return permit_writes(_Pass.apply(x, stages, requester))
+            passed: DTensor = _Pass.apply(x, stages, requester)
+            permit_writes(passed)
+            return passed
         return _Convert.apply(x, complete, stages, requester)
 
 

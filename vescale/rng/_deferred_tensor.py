@@ -149,8 +149,10 @@ def _record_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     meta_args = tree_map(as_meta, args)
     try:
         outputs = func(*meta_args, **meta_kwargs)
-    except RuntimeError:  # the shape of the result depends on values, there is no rule for it, or the op looks at values on its
-        return _run_now(func, args, kwargs)  # way (allclose); another error is raised again, with real tensors
+    except RuntimeError:
+        # The shape of the result depends on values, it has no rule, or the op looks at values on its way (allclose). Any
+        # other error is raised again, with real tensors.
+        return _run_now(func, args, kwargs)
     originals = {id(metas[id(leaf)]): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
     results: list[View | None] = []
 

@@ -12,7 +12,7 @@ __all__ = [
     "implicit_communication",
     "install",
     "locate",
+    "module_of_node",
     "no_sync",
     "parallelize",
-    "module_of_node",
 ]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import map_tensors, no_torch_function, tensors_in, versions
+from vescale.compat import map_tensors, no_torch_function, set_versions, tensors_in, versions
 from vescale.ir import Instruction, Local
 from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import shard_dim, without_partials
@@ -89,8 +89,11 @@ class LocalRegion:
         """The region has written to ``local``, of ``placed``, which ``x`` was converted to."""
         name = f"local region {self.path}: written back"
         new = leave_local(local, placed.device_mesh, placed.placements, placed.shape, name)
+        version = versions(local)
         with torch.inference_mode() if x.is_inference() else contextlib.nullcontext():
             x.copy_(convert(new, x.placements, requester=name))
+        if versions(local) != version:  # it is the local tensor of x, and the module's write has counted already
+            set_versions((local,), version)
 
     def _leave(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, DTensor):

@@ -37,7 +37,8 @@ class _Hook:
 
 class Enter(_Hook):
     """Before the forward. The outermost module switches the model's function mode on. ``place`` gets the arguments as a
-    tuple and a dictionary, and returns both, and :attr:`Frame.placed`. ``csrc/module_hooks.cpp`` is the same in C++, without Python."""
+    tuple and a dictionary, and returns both, and :attr:`Frame.placed`.
+    ``csrc/module_hooks.cpp`` is the same in C++, without Python."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime, compiler, placed, held = self.runtime, suspend_compiling(), None, None

@@ -1,8 +1,8 @@
 """Inputs of a module that its entries have moved, and writes to them.
 
-On one device a module writes to the very tensor that its caller holds. Where an ``<in>`` entry moves nothing, the two are one
-tensor here, too (:func:`vescale.ops.convert`). Where it moves data, a write goes to a copy. When the module ends, the caller's
-tensor gets the new values, in autograd, too: its version counts the write, and its gradient goes through it.
+On one device a module writes to the very tensor that its caller holds. Where an ``<in>`` entry moves nothing, the two are
+one tensor here, too (:func:`vescale.ops.convert`). Where it moves data, a write goes to a copy. When the module ends, the
+caller's tensor gets the new values, in autograd, too: its version counts the write, and its gradient goes through it.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def write_back(placed: Sequence[Placed]) -> None:
         for other in placed:
             if other.result is not one.result and _share_memory(other.given, one.given):
                 raise PlanError(
-                    f"the module writes to its input {one.name} in place, and {other.name} is the same memory on one device; "
-                    "here they are two tensors, because the plan moves them. Give both the same entry, or write a copy in "
-                    f"the module (x = x.clone())",
+                    f"the module writes to its input {one.name} in place, and {other.name} is the same memory on one "
+                    "device; here they are two tensors, because the plan moves them. Give both the same entry, or write to "
+                    "a copy in the module (x = x.clone())",
                     one.instruction.source,
                 )
         if one.result.shape != one.given.shape and not _is_local(one):
@@ -100,7 +100,8 @@ def _write(one: Placed) -> None:
     if isinstance(given, DTensor):
         new = convert(result, given.placements, requester=requester)
     elif _is_local(one):
-        assert isinstance(op := one.instruction.op, Annotate | Wrap)
+        op = one.instruction.op
+        assert isinstance(op, Annotate | Wrap)
         new = enter_local(convert(result, op.placements, requester=requester))
     else:
         new = enter_local(convert(result, one.runtime.replicated, requester=requester))
@@ -127,8 +128,8 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def outdated(name: str, instruction: Instruction) -> PlanError:
     """An op is about to read one of the tensors at a boundary, and another has been written to."""
     return PlanError(
-        f"an op is about to read the tensor before or behind {name}, after the other one was written to in place. On one device "
-        "they are one tensor; here they are two, because the plan moves data there, so that the op would get old values. Write "
-        "to a copy in the program (x = x.clone()), or change the entry so that nothing moves",
+        f"an op is about to read the tensor before or behind {name}, after the other one was written to in place. On one "
+        "device they are one tensor; here they are two, because the plan moves data there, so that the op would get old "
+        "values. Write to a copy in the program (x = x.clone()), or change the entry so that nothing moves",
         instruction.source,
     )
