@@ -18,6 +18,7 @@ from tests.ranks import RankPools
 from tests.runtime.llama import make_mesh
 from vescale.plans import Plan
 from vescale.runtime import ImplicitCommunicationError, implicit_communication, parallelize
+from vescale.runtime._runtime import Runtime
 
 
 class Block(nn.Module):
@@ -49,11 +50,11 @@ def on_thread(function: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def built(mesh: Any, *, strict: bool = False, recompute: bool | None = None) -> nn.Module:
+def built(mesh: Any, *, recompute: bool | None = None) -> nn.Module:
     torch.manual_seed(0)
     # `a` is cut by rows of its weight: what flows back from `b` is Partial, and tanh's derivative needs it whole.
     plan = Plan(mesh).shard("<in:x>", Shard(0)).shard("b.up.weight", Shard(0))
-    return parallelize(Model(recompute).double(), plan, strict=strict)
+    return parallelize(Model(recompute).double(), plan)
 
 
 def sites(model: nn.Module) -> set[tuple[str, str]]:
@@ -93,15 +94,14 @@ def attributed() -> None:
 
 def refused_in_strict_mode() -> None:
     mesh = make_mesh(tp=2)
+    model = built(mesh)
+    x = torch.randn(4, 6, dtype=torch.float64).requires_grad_()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loose = built(mesh)
-        backward_sites(loose, lambda f: f())
-    forward = {site for site in sites(loose) if site[1] == "forward"}
-    assert not forward, forward
-    model = built(mesh, strict=True)
-    x = torch.randn(4, 6, dtype=torch.float64).requires_grad_()
-    y = on_thread(lambda: model(x))
+        y = on_thread(lambda: model(x))
+    runtime = Runtime.of(model)
+    assert runtime is not None
+    runtime.strict = True  # the forward communicates, too
     with pytest.raises(ImplicitCommunicationError, match="backward"):
         y.sum().backward()
 

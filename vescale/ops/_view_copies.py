@@ -7,7 +7,8 @@ one device ``x[0].zero_()`` changes ``x``, and ``x.zero_()`` changes ``x[0]``. S
   communication for that.
 * Before an op reads the copy, or a view of it, after a write to ``x`` (by an op on DTensors, or on a local tensor that
   autograd takes for a view), the copy is gathered anew: implicit communication, as making the view was. ``csrc/links.h``
-  finds that out from versions. Without the C++ dispatcher, the copy is gathered anew at each write to ``x`` by an op on DTensors.
+  finds that out from versions. Without the C++ dispatcher, the copy is gathered anew at each write to ``x`` by an op on
+  DTensors.
 """
 
 from __future__ import annotations
