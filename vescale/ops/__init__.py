@@ -43,14 +43,13 @@ from vescale.ops._conversion import (
     cut,
     enter_local,
     leave_local,
-    require_current,
-    settle,
     wrap_global,
 )
 from vescale.ops._decision import Decision, Rule
 from vescale.ops._dispatch import run_interleaved
 from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
 from vescale.ops._install import install
+from vescale.ops._links import require_current, settle
 from vescale.ops._observer import ModelObserver, observe, report_implicit_move, running_module
 from vescale.ops._register_rule import register_rule
 from vescale.ops._registry import (

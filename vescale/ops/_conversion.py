@@ -37,7 +37,6 @@ from vescale.compat import (
     make_dtensor,
     make_spec,
     native_conversions,
-    native_require_current,
     no_torch_function,
     permit_writes,
     spec_of,
@@ -61,6 +60,7 @@ from vescale.placements import (
 )
 
 __all__ = [
+    "NATIVE",
     "bring",
     "bring_with_gradient",
     "convert",
@@ -68,8 +68,6 @@ __all__ = [
     "enter_local",
     "enter_together",
     "leave_local",
-    "require_current",
-    "settle",
     "wrap_global",
 ]
 
@@ -174,33 +172,6 @@ def convert(
             permit_writes(passed)
             return passed
         return _Convert.apply(x, complete, stages, requester)
-
-
-def link_view(local: torch.Tensor, copy: torch.Tensor, update: Callable[[torch.Tensor], None]) -> bool:
-    """Have ``update(tensor with the storage of copy)`` called before an op reads ``copy``, which is viewed in place of
-    ``local``, after a write to ``local``. False where nothing watches for that."""
-    return bool(_native.link_view(local, copy, update))
-
-
-def share_version(x: DTensor, copy: DTensor) -> None:
-    """Writes to one of the two count as writes to both, for autograd, as far as there is C++ for it."""
-    _native.share_version(copy, x)
-
-
-def settle_view(copy: torch.Tensor) -> None:
-    """An op has written to a copy that is viewed, and its source has the same values by now."""
-    _native.settle_view(copy)
-
-
-def require_current(x: DTensor) -> None:
-    """Before anything but an op reads ``x``: as ops do, brings it up to date, or calls ``outdated`` of a conversion."""
-    if _require_current is not None:
-        _require_current(x)
-
-
-def settle(written: DTensor, other: DTensor) -> None:
-    """Of the two tensors of a conversion with ``outdated``, ``other`` has the values of ``written`` now."""
-    _native.settle_group(local_of(written), local_of(other))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -400,8 +371,7 @@ def wrap_global(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
         return _WrapGlobal.apply(x, mesh, tuple(placements), requester)
 
 
-_require_current = native_require_current()
-_native = native_conversions(
+_native = NATIVE = native_conversions(
     plan=plan_move,
     move=_move,
     differentiate=_differentiated,

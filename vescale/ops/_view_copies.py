@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import DTensorSpec, local_of, no_torch_function
-from vescale.ops._conversion import link_view, settle_view
+from vescale.ops._links import link_view, settle_view
 from vescale.ops._observer import report_implicit_move
 from vescale.placements import move_local
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, spec_of
 from vescale.ops._context import OpContext
-from vescale.ops._conversion import bring, bring_with_gradient, share_version
+from vescale.ops._conversion import bring, bring_with_gradient
+from vescale.ops._links import share_version
 from vescale.ops._registration import replaces
 from vescale.ops._view_copies import remember_copy
 from vescale.placements import InterleavedShard, contiguous_stride, without_partials
