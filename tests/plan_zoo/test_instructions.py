@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.plan_zoo.models import model_of
 from tests.plan_zoo.test_zero import CALLED_ALONE
 from tests.runtime.zero import sharded_at_rest
 from vescale import lower, plan_zoo
-from vescale.ir import Hook, Instruction, Op, Place, Program, Redistribute, Unit, Wrap
+from vescale.fsdp import state_of
+from vescale.ir import Attention, Factory, Hook, Instruction, Local, Op, Place, Program, Redistribute, Unit, Wrap
 from vescale.plans import INIT, RUN, MeshAxes, PlanError
-from vescale.runtime import install
+from vescale.runtime import _parallelize, install
 from vescale.runtime._executors import Executor, executor_of
+from vescale.runtime._expert_region import ExpertRegion
+from vescale.runtime._gradient_hooks import full_name
+from vescale.runtime._local_region import LocalRegion
+from vescale.runtime._runtime import Runtime
 
 R, S0 = Replicate(), Shard(0)
 
@@ -54,6 +61,76 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     yield
     dist.destroy_process_group()
+
+
+def executed(model: nn.Module) -> Iterator[Instruction]:
+    """The instructions that parts of a parallelized model's runtime hold to carry them out, except those of units."""
+    runtime = Runtime.of(model)
+    assert runtime is not None
+    for path, module in model.named_modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        found = {id(one.__self__): one.__self__ for hook in hooks for one in placing(hook)}
+        for own in found.values():
+            yield from (one.instruction for one in (*own.inputs, *own.outputs))
+            yield from own.parameters
+        if isinstance(getattr(module.forward, "__self__", module), LocalRegion | ExpertRegion):
+            yield Instruction(path, Hook.FORWARD, "<self>", None, region_of(runtime, path))
+    for path, placements in runtime._factories.items():
+        yield Instruction(path, Hook.FORWARD, "<self>", None, Factory(placements))
+    for path, methods in runtime._attention.items():
+        yield Instruction(path, Hook.FORWARD, "<self>", None, Attention(methods))
+    for instructions in runtime.gradients._instructions.values():
+        yield from instructions
+
+
+def placing(hook: Any) -> list[Any]:
+    """The methods of a module's instructions that a hook in Python calls."""
+    held = [getattr(hook, name, None) for name in ("place", "around")]
+    return [one for one in held if hasattr(one, "__self__")]
+
+
+def region_of(runtime: Runtime, path: str) -> Local:
+    (op,) = (i.op for i in runtime.program if i.path == path and isinstance(i.op, Local))
+    return op
+
+
+@pytest.mark.parametrize("name", plan_zoo.names())
+def test_what_explain_shows_is_installed(one_rank: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each instruction of the printed program is held by the part that executes it, once, and nothing else is."""
+    monkeypatch.setattr(_parallelize, "native_hooks", lambda: None)  # those in C++ do not show what they call
+    sizes = dict.fromkeys(plan_zoo.about(name).axes, 1)
+    zoo = model_of(name)
+    zoo.need()
+    model = zoo.build()
+    plan = plan_zoo.load(name, sizes)
+    program = lower(plan, model)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    install(model, program, mesh)
+    printed = [line.strip() for line in program.to_text().splitlines()]
+    assert all(instruction.text(program.axes) in printed for instruction in program)
+    elsewhere = (Executor.STATE, Executor.UNIT)
+    expected = Counter(i.text(program.axes) for i in program if executor_of(i) not in elsewhere)
+    assert Counter(i.text(program.axes) for i in executed(model)) == expected
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for instruction in program:
+        executor = executor_of(instruction)
+        if executor is Executor.STATE:
+            tensor = named[full_name(instruction)]
+            assert isinstance(tensor, DTensor)
+            assert isinstance(instruction.op, Place), instruction
+        elif executor is Executor.UNIT:
+            assert isinstance(instruction.op, Unit)
+            state = state_of(model.get_submodule(instruction.path))
+            assert state is not None
+            held = {parameter.name for group in state.groups for parameter in group.parameters}
+            prefix = f"{instruction.path}." if instruction.path else ""
+            assert {prefix + each for each in instruction.op.names} <= held | tied(model), instruction
+
+
+def tied(model: nn.Module) -> set[str]:
+    """Further names of parameters that have several."""
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return every - {name for name, _ in model.named_parameters()}
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankPools
-from vescale.compat import local_of, native_hooks, node_sequence
+from vescale.compat import local_of, native_hooks
 from vescale.plans import Plan, PlanError
 from vescale.runtime import _function_mode, _parallelize, parallelize
 from vescale.runtime._activation import activations, current_activation
-from vescale.runtime._attribution import locate, path_of_sequence
+from vescale.runtime._attribution import locate, module_of_node
 from vescale.runtime._timeline import ModuleTimeline
 
 SIZES = {"dp": 2, "tp": 2}
@@ -154,7 +154,7 @@ def graph_paths(root: torch.Tensor) -> set[tuple[str, str | None]]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        found.add((node.name(), path_of_sequence(node_sequence(node))))
+        found.add((node.name(), module_of_node(node)))
         nodes += [following for following, _ in node.next_functions]
     return found
 
@@ -178,7 +178,7 @@ def events(native: Any) -> tuple[Log, list[Any]]:
                 *(p.grad.full_tensor() for p in each.parameters() if p.grad is not None),
             ]
             assert activations() == []
-            log.append(("outside", path_of_sequence(torch._C._autograd._get_sequence_nr())))
+            log.append(("outside", module_of_node((x * 2).grad_fn)))
     part = copy.deepcopy(model.nested.tensor)  # called alone
     part(torch.ones(4, 4, dtype=torch.float64)).sum().backward()
     return log, values
@@ -356,20 +356,56 @@ def each(*cases: Callable[[], None]) -> None:
         case()
 
 
+def ticked(timeline: Any) -> list[Any]:
+    """What a timeline says of nodes of models that run one inside of the other, on two threads, and of old ones."""
+    nodes: list[Any] = []
+
+    def forward(paths: list[str | None]) -> None:
+        x = torch.ones(1, requires_grad=True)
+        for index, path in enumerate(paths):
+            timeline.mark(path)
+            nodes.extend((x * 2).grad_fn for _ in range(index % 3))  # none: the next mark replaces this one
+
+    forward(["a", "b", "", "a", "", "b", None, "c", "c", None])
+    thread = threading.Thread(target=forward, args=(["t", "u", "t", None],))
+    thread.start()
+    thread.join()
+    forward(["a", "b", None])
+    return [timeline.of_node(node) for node in nodes]
+
+
 @pytest.mark.helper("module_hooks")
 def test_timeline() -> None:
-    """Nodes are found after any marks, and old ones are forgotten alike."""
-    for max_length in (4, 100):
-        timelines = [ModuleTimeline(max_length), native_hooks().Timeline(max_length)]
+    made = native_hooks().Timeline
+    first, other, last = ["b", "", "", "", "b", "b", "c", "c", "c"], ["u", "t", "t"], ["b", None, None]
+    assert ticked(made(1000)) == first + other + last
+    # The numbers of two threads may be equal, which Python does not tell apart; the thread that asks comes first.
+    python = ticked(ModuleTimeline(1000))
+    assert python[: len(first)] == first and python[-len(last) :] == last
+
+
+@pytest.mark.helper("module_hooks")
+def test_equal_forwards_share_what_a_timeline_keeps() -> None:
+    def forward(timeline: Any, paths: list[Any]) -> Any:
         x = torch.ones(1, requires_grad=True)
         nodes = []
-        for index, path in enumerate(["a", "b", None, "a", "", "b", None, "c", "c", None]):
-            for timeline in timelines:
-                timeline.mark(path)
-            nodes += [(x * 2).grad_fn for _ in range(index % 3)]  # none: the next mark replaces this one
-        last = node_sequence(nodes[-1])
-        numbers = [*range(max(node_sequence(nodes[0]) - 2, 0), last + 3), 0, 2**64 - 1]
-        found = [[timeline.path_of(number) for number in numbers] for timeline in timelines]
-        assert found[0] == found[1]
-        assert {"b", "", "c", None} == set(found[0]) or max_length == 4
-        assert found[0][-1] is None
+        for path in paths:
+            timeline.mark(path)
+            nodes.append((x * 2).grad_fn)
+        timeline.mark(None)
+        return nodes[0]
+
+    paths = [object() for _ in range(100)]
+    for timeline in (ModuleTimeline(1000), native_hooks().Timeline(1000)):
+        first = forward(timeline, paths[::-1])
+        oldest = forward(timeline, paths)
+        nodes = [forward(timeline, paths) for _ in range(500)]
+        assert len(timeline) == 702
+        assert timeline.of_node(first) is paths[-1] and all(timeline.of_node(node) is paths[0] for node in nodes)
+        for _ in range(400):
+            last = forward(timeline, paths)
+        assert len(timeline) <= 1000 and timeline.of_node(first) is None and timeline.of_node(oldest) is None
+        assert timeline.of_node(last) is paths[0]
+        for index in range(20):  # all different
+            last = forward(timeline, paths[index:])
+        assert len(timeline) <= 1000 and timeline.of_node(last) is paths[19]

@@ -36,11 +36,13 @@ try:
     from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, tell_move
     from vescale.compat.module_calls import *
     from vescale.compat.native_dispatch import (
+        counts_local_writes,
         dispatch_counts,
         filter_functions,
         intern_spec,
         is_native,
         native_conversions,
+        native_require_current,
         reset_dispatch_counts,
         runs_on_locals,
         take_moves,
@@ -67,6 +69,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedTorchError",
     "clear_sharding_caches",
+    "counts_local_writes",
     "dispatch_counts",
     "filter_functions",
     "group_description",
@@ -74,6 +77,7 @@ __all__ = [
     "is_native",
     "native_conversions",
     "native_hooks",
+    "native_require_current",
     "no_torch_function",
     "note_writes",
     "on_completion",

@@ -22,6 +22,7 @@ __all__ = [
     "is_captured",
     "node_sequence",
     "num_storage_users",
+    "permit_writes",
     "profiled",
     "resume_compiling",
     "run_post_accumulate_hooks",
@@ -35,6 +36,14 @@ __all__ = [
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """Let the tensors count as unmodified since they had these versions: their memory holds what it held then."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def permit_writes(view: torch.Tensor) -> None:
+    """Let in-place ops write to a view that an autograd function has made, as to other views.
+
+    After such a write, gradients pass the view unchanged: the function's backward belongs to the values before.
+    """
+    torch._C._autograd._set_creation_meta(view, torch._C._autograd.CreationMeta.DEFAULT)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

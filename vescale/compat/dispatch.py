@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._pytree import tree_map_only
 
 from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
 from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, model_hooks, telling
@@ -236,7 +237,7 @@ def _decided(
     try:
         sharding = original(op_call, args, kwargs, op_info, try_cache)
     except RuntimeError as error:
-        if not _lacks_rule(error):
+        if not _lacks_rule(error, op_info.schema):
             raise
         if has_strided and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
             return kept
@@ -328,15 +329,23 @@ def _moves_written(sharding: Any, schema: Any) -> bool:
     return schema.args_schema[0].placements != wanted.args_schema[0].placements
 
 
-def _lacks_rule(error: BaseException | None) -> bool:
+def _lacks_rule(error: BaseException | None, schema: Any) -> bool:
     """Whether propagation failed for want of a rule, and not because of the operands: there is none, the result's shape
-    depends on the data (``nonzero``), or the rule refuses to redistribute (``unbind`` of a sharded dim)."""
+    depends on the data (``nonzero``), or the rule refuses these placements (``unbind`` of a sharded dim)."""
     while error is not None:
         if isinstance(error, DynamicOutputShapeException | DataDependentOutputException | NotImplementedError):
             return True
-        if any(
-            text in str(error) for text in ("without redistribution", "redistribute the tensor", "placement changes")
-        ):
-            return True
         error = error.__cause__
-    return False
+    if all(spec.is_replicated() for spec in iterate_specs((*schema.args_schema, *schema.kwargs_schema.values()))):
+        return False
+    try:  # what fails on Replicate, too, is not due to the placements
+        args, kwargs = tree_map_only(DTensorSpec, _on_all_ranks, (schema.args_schema, schema.kwargs_schema))
+        whole = type(schema)(schema.op, args, kwargs, schema.schema_info)
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(whole)
+    except Exception:  # not lost: the caller raises the first one
+        return False
+    return True
+
+
+def _on_all_ranks(spec: DTensorSpec) -> DTensorSpec:
+    return DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)

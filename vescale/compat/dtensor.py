@@ -32,6 +32,7 @@ __all__ = [
     "root_mesh",
     "set_local",
     "spec_of",
+    "versions",
 ]
 
 
@@ -42,6 +43,12 @@ def spec_of(dtensor: DTensor) -> DTensorSpec:
 def local_of(dtensor: DTensor) -> torch.Tensor:
     """The local tensor itself: no autograd node, no copy."""
     return dtensor._local_tensor
+
+
+def versions(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Numbers that change with every write to a tensor that autograd knows of: its version, and that of its local tensor."""
+    known = (tensor, tensor._local_tensor) if isinstance(tensor, DTensor) else (tensor,)
+    return tuple(0 if one.is_inference() else one._version for one in known)
 
 
 def set_local(dtensor: DTensor, local: torch.Tensor) -> None:

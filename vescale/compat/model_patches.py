@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ import torch.utils.checkpoint as checkpointing
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _dispatch as tensor_dispatch
 
-from vescale.compat.dtensor import DTensorSpec, TensorMeta
+from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
 from vescale.compat.model_hooks import ModelHooks
-from vescale.compat.native_dispatch import write_through_python
+from vescale.compat.native_dispatch import native_require_current, write_through_python
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
 
@@ -47,7 +47,7 @@ def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
 
 
 def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
-    """Tell the listener of in-place ops and those with ``out=``.
+    """Tell the listener of in-place ops and those with ``out=``, and bring copies up to date before they are read.
 
     C++ looks up what it calls at the end of such an op once in a process, so that another attribute would not be found. The
     function that it keeps calls ``get_active_debug_mode`` first, when the local tensors have been written to.
@@ -67,6 +67,21 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
 
     changes.attribute(tensor_dispatch, "get_active_debug_mode", get_active_debug_mode)
     write_through_python(changes, copies)
+    require = native_require_current()
+    if require is not None:
+        for name in ("to_local", "full_tensor", "redistribute"):
+            changes.attribute(DTensor, name, _reading(getattr(DTensor, name), require))
+
+
+def _reading(method: Callable[..., Any], require: Callable[[DTensor], None]) -> Callable[..., Any]:
+    """A method of DTensor that reads its local tensor, and runs no op for that."""
+
+    @functools.wraps(method)
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        require(self)
+        return method(self, *args, **kwargs)
+
+    return read
 
 
 def _written(call: Mapping[str, Any]) -> list[DTensor]:
@@ -101,6 +116,7 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
     """
     original = checkpointing._checkpoint_without_reentrant_generator
     forward = checkpointing.CheckpointFunction.forward
+    backward = checkpointing.CheckpointFunction.backward
 
     @functools.wraps(original)
     def generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +124,24 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
 
     @functools.wraps(forward)
     def reentrant(ctx: Any, run_function: Any, *args: Any) -> Any:
-        return forward(ctx, hooks.checkpointed(run_function), *args)
+        outputs = forward(ctx, hooks.checkpointed(run_function), *args)
+        found = outputs if isinstance(outputs, tuple) else (outputs,)
+        ctx.vescale_specs = [spec_of(x) if isinstance(x, DTensor) else None for x in found]
+        return outputs
+
+    @functools.wraps(backward)
+    def backward_of_reentrant(ctx: Any, *grads: Any) -> Any:
+        """The gradients of outputs without one are zeros, which PyTorch makes plain tensors of global shape."""
+        specs = getattr(ctx, "vescale_specs", None) or [None] * len(grads)
+        return backward(ctx, *map(_zeros_of_dtensor, grads, specs))
 
     changes.function(original, generator)
     changes.attribute(checkpointing.CheckpointFunction, "forward", staticmethod(reentrant))
+    changes.attribute(checkpointing.CheckpointFunction, "backward", staticmethod(backward_of_reentrant))
+
+
+def _zeros_of_dtensor(grad: Any, spec: DTensorSpec | None) -> Any:
+    if spec is None or not isinstance(grad, torch.Tensor) or isinstance(grad, DTensor):
+        return grad
+    whole = (Replicate(),) * spec.mesh.ndim
+    return make_dtensor(grad, make_spec(spec.mesh, whole, grad.shape, grad.stride(), grad.dtype))

@@ -41,12 +41,14 @@ from vescale.compat.patching import HOOKS, Changes
 from vescale.compat.sharding_caches import forget_sizes
 
 __all__ = [
+    "counts_local_writes",
     "dispatch_counts",
     "filter_functions",
     "install_native_dispatch",
     "intern_spec",
     "is_native",
     "native_conversions",
+    "native_require_current",
     "num_entries",
     "reset_dispatch_counts",
     "runs_on_locals",
@@ -94,6 +96,18 @@ def write_through_python(changes: Changes, live_copies: Any) -> None:
             changes.on_undo(functools.partial(module.observe_writes, None))
 
 
+def counts_local_writes() -> bool:
+    """Whether ops that write to a DTensor count in the version of its local tensor: where the C++ dispatcher runs them."""
+    return _loaded() is not None
+
+
+def native_require_current() -> Callable[[DTensor], None] | None:
+    """What is called before Python reads a DTensor's local tensor: it may be a copy whose source has been written to, see
+    ``csrc/links.h``. None where the C++ dispatcher has not been built."""
+    module = _loaded()
+    return None if module is None else module.require_current
+
+
 def is_native() -> bool:
     """Whether the C++ dispatcher is installed."""
     return _installed() is not None
@@ -103,12 +117,18 @@ class NativeConversions(NamedTuple):
     """What C++ does; all of it answers None where Python has to: always while the C++ dispatcher is not installed.
 
     Attributes:
-        convert: ``(DTensor, target, stages of the gradient, requester)`` to the DTensor with other placements, linked in
-            autograd. Also calls ``move`` where it has no program.
+        convert: ``(DTensor, target, stages of the gradient, requester, outdated)`` to the DTensor with other placements,
+            linked in autograd. Also calls ``move`` where it has no program. With ``outdated``, what one device passes on:
+            ``csrc/conversion.h``.
         move: ``(DTensor, target)`` to the DTensor with other placements, outside of autograd.
         enter: ``(DTensors, placements of their gradients or None, always)`` to local tensors, linked in autograd.
         leave: ``(local tensor, mesh, placements, shape, op, placements of the gradient or None)`` to a DTensor, the same.
         wrap: ``(tensor, mesh, placements, requester)`` to a DTensor, the same.
+        link_view: ``(local tensor, copy of it to be viewed, update)``: from now on ops that read the copy call
+            ``update(tensor with the copy's storage)`` before, if there were writes to the tensor (``csrc/links.h``). True.
+        share_version: ``(DTensor, DTensor)``: writes to one count as writes to both, for autograd.
+        settle_view: ``(copy)``: an op has written to the copy, and the values are in its source by now.
+        settle_group: ``(local tensor, local tensor)``: the second tensor of a boundary has the values of the first now.
     """
 
     convert: Callable[..., Any]
@@ -116,6 +136,10 @@ class NativeConversions(NamedTuple):
     enter: Callable[..., Any]
     leave: Callable[..., Any]
     wrap: Callable[..., Any]
+    link_view: Callable[..., Any]
+    share_version: Callable[..., Any]
+    settle_view: Callable[..., Any]
+    settle_group: Callable[..., Any]
 
 
 def native_conversions(
@@ -142,7 +166,15 @@ def native_conversions(
     module.set_conversions(plan, move, differentiate, listeners)
     module.set_local_regions(**regions)
     return NativeConversions(
-        module.convert, module.convert_values, module.enter_together, module.leave_local, module.wrap_global
+        module.convert,
+        module.convert_values,
+        module.enter_together,
+        module.leave_local,
+        module.wrap_global,
+        module.link_view,
+        module.share_version,
+        module.settle_view,
+        module.settle_group,
     )
 
 

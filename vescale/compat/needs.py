@@ -81,7 +81,7 @@ torch._C: DisableTorchFunction; _current_autograd_node; _functorch.peek_interpre
     _dispatch_get_all_op_names; _dispatch_has_kernel_for_dispatch_key; _storage_Use_Count; _will_engine_execute_node;
     _dynamo.eval_frame.set_eval_frame; _VariableFunctions._pack_padded_sequence;
     _VariableFunctions._pad_packed_sequence; _len_torch_dispatch_stack
-torch._C._autograd: _get_sequence_nr; _unsafe_set_version_counter
+torch._C._autograd: _get_sequence_nr; _unsafe_set_version_counter; _set_creation_meta; CreationMeta.DEFAULT
 torch._C._distributed_c10d: _register_work
 torch._guards: detect_fake_mode(inputs)
 torch._ops: OpOverload
@@ -133,7 +133,8 @@ torch.utils._device: DeviceContext
 torch.utils._python_dispatch: TorchDispatchMode; _disable_current_modes; return_and_correct_aliasing(func, args,
     kwargs, out)
 torch.utils._pytree: tree_flatten(tree); tree_leaves(tree); tree_map(func, tree); tree_map_only
-torch.utils.checkpoint: _checkpoint_without_reentrant_generator(fn); CheckpointFunction.forward(ctx, run_function)
+torch.utils.checkpoint: _checkpoint_without_reentrant_generator(fn); CheckpointFunction.forward(ctx, run_function);
+    CheckpointFunction.backward(ctx)
 """)
 
 OPTIONAL = (

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "dispatch.h"
+#include "links.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/PythonFallbackKernel.h>
@@ -72,6 +73,9 @@ class Parts {
             const Spec* spec = dtensor == nullptr ? nullptr : spec_of(dtensor);
             if (operand.defined() && spec == nullptr) {
                 return false;
+            }
+            if (spec != nullptr) {
+                require_current(local_of(dtensor));
             }
             key.push_back(reinterpret_cast<std::uint64_t>(spec));
         }

@@ -5,12 +5,14 @@
 
 #pragma once
 
+#include "links.h"
 #include "moves.h"
 #include "python_node.h"
 #include "specs.h"
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include <map>
@@ -164,8 +166,70 @@ inline bool is_seen() {
         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-// A DTensor with the placements `target`, linked in autograd; None where Python has to do it.
-inline py::object convert(const at::Tensor& tensor, py::handle target, py::handle stages, py::handle requester) {
+// The way back of a conversion, behind `tensor` and in front of `result`.
+inline void set_conversion(const at::Tensor& result, const at::Tensor& tensor, const py::object& stages, const py::object& requester) {
+    if (at::GradMode::is_enabled() && tensor.requires_grad()) {
+        auto node = c10::make_intrusive<ConvertBackward>(std::vector<py::object>{stages, requester});
+        node->set_next_edges(torch::autograd::collect_next_edges(tensor));
+        torch::autograd::set_history(result, node);
+    }
+}
+
+// A DTensor around the same local tensor, which counts as a view: neither linked in autograd nor sharing a version yet.
+inline at::Tensor alias_of(const at::Tensor& tensor, PyObject* dtensor) {
+    at::Tensor made =
+        wrap(local_of(dtensor), slot(dtensor, dtensor_class().spec_slot), tensor.sizes(), tensor.strides());
+    made.unsafeGetTensorImpl()->set_storage_keep_dtype(tensor.storage());
+    made.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset());
+    return made;
+}
+
+// How autograd makes a boundary where nothing moves anew, after a write to one side: with the same way back.
+class Boundary final : public torch::autograd::ViewFunc {
+  public:
+    struct Held {
+        py::object stages, requester;
+
+        ~Held() {
+            if (!Py_IsInitialized()) {
+                stages.release();
+                requester.release();
+                return;
+            }
+            Gil gil;
+            stages = py::object();
+            requester = py::object();
+        }
+    };
+
+    explicit Boundary(std::shared_ptr<Held> held) : held_(std::move(held)) {}
+
+    at::Tensor operator()(const at::Tensor& base) const override {
+        Gil gil;
+        PyObject* dtensor = dtensor_class().type == nullptr ? nullptr : dtensor_of(base);
+        if (dtensor == nullptr) {
+            return base.view_as(base);
+        }
+        at::Tensor made = alias_of(base, dtensor);
+        set_conversion(made, base, held_->stages, held_->requester);
+        return made;
+    }
+
+    std::unique_ptr<ViewFunc> clone_and_set(
+        std::optional<std::vector<c10::SymInt>> = std::nullopt,
+        std::optional<std::vector<at::Tensor>> = std::nullopt) const override {
+        return std::make_unique<Boundary>(held_);
+    }
+
+  private:
+    std::shared_ptr<Held> held_;
+};
+
+// A DTensor with the placements `target`, linked in autograd; None where Python has to do it. `outdated`: None makes a tensor of
+// its own. Otherwise one device would pass the tensor on: where nothing moves, the result is a view of it, or the tensor itself
+// where it needs no gradient; where data move, the two are a `Group`.
+inline py::object convert(
+    const at::Tensor& tensor, py::handle target, py::handle stages, py::handle requester, py::handle outdated) {
     if (is_seen()) {
         return py::none();
     }
@@ -174,16 +238,29 @@ inline py::object convert(const at::Tensor& tensor, py::handle target, py::handl
     if (spec == nullptr || torch::autograd::isFwGradDefined(tensor)) {
         return py::none();
     }
+    require_current(local_of(dtensor));
     const Running running;  // specs stay while the lock is given up
     const auto move = move_between(spec, target.ptr());
+    const auto held_stages = py::reinterpret_borrow<py::object>(stages);
+    const auto held_requester = py::reinterpret_borrow<py::object>(requester);
+    if (!outdated.is_none() && move->target != nullptr && !move->program && !tensor.is_inference()) {
+        if (!at::GradMode::is_enabled() || !tensor.requires_grad()) {
+            return py::reinterpret_borrow<py::object>(dtensor);
+        }
+        auto held = std::make_shared<Boundary::Held>(Boundary::Held{held_stages, held_requester});
+        at::Tensor view = torch::autograd::as_view(
+            tensor, alias_of(tensor, dtensor), /*is_bw_differentiable=*/true, /*is_fw_differentiable=*/true,
+            std::make_unique<Boundary>(std::move(held)));
+        set_conversion(view, tensor, held_stages, held_requester);
+        return to_object(view);
+    }
     at::Tensor result = moved(local_of(dtensor), *move);
     result = result.defined() ? wrap(std::move(result), *move->target)
                               : to_tensor(conversions().move(py::handle(dtensor), target, requester));
-    if (at::GradMode::is_enabled() && tensor.requires_grad()) {
-        auto node = c10::make_intrusive<ConvertBackward>(std::vector<py::object>{
-            py::reinterpret_borrow<py::object>(stages), py::reinterpret_borrow<py::object>(requester)});
-        node->set_next_edges(torch::autograd::collect_next_edges(tensor));
-        torch::autograd::set_history(result, node);
+    set_conversion(result, tensor, held_stages, held_requester);
+    if (!outdated.is_none() && !tensor.is_inference()) {
+        share_version(result, tensor);
+        add_to_group(local_of(dtensor), local_of(dtensor_of(result)), py::reinterpret_borrow<py::object>(outdated));
     }
     return to_object(result);
 }
@@ -195,6 +272,7 @@ inline py::object convert_values(const at::Tensor& tensor, py::handle target) {
     if (spec == nullptr || torch::autograd::isFwGradDefined(tensor)) {
         return py::none();
     }
+    require_current(local_of(dtensor));
     const Running running;
     const auto move = move_between(spec, kept(target).ptr());
     at::Tensor local = moved(local_of(dtensor), *move);

@@ -14,6 +14,7 @@
 #include "kernel.h"
 #include "layer_norm.h"
 #include "linear.h"
+#include "links.h"
 #include "local_regions.h"
 #include "rms_norm.h"
 
@@ -65,6 +66,17 @@ bool is_for_dtensors(const c10::OperatorHandle& op) {
     });
 }
 
+std::vector<std::size_t> written_arguments(const c10::FunctionSchema& schema) {
+    std::vector<std::size_t> found;
+    for (const auto i : c10::irange(schema.arguments().size())) {
+        const auto* alias = schema.arguments()[i].alias_info();
+        if (alias != nullptr && alias->isWrite()) {
+            found.push_back(i);
+        }
+    }
+    return found;
+}
+
 template <class Function>
 void add_composite(const char* op, Function* function) {
     composites().push_back(c10::Dispatcher::singleton().registerImpl(
@@ -88,7 +100,9 @@ void install(
     for (const auto& name : dispatcher.getAllOpNames()) {
         const auto op = dispatcher.findOp(name);
         if (op.has_value() && is_for_dtensors(*op)) {
-            auto kernel = std::make_unique<Kernel>(c10::toString(name), op->schema().is_mutable());
+            const auto& returns = op->schema().returns();
+            const bool views = !returns.empty() && returns[0].alias_info() != nullptr && !returns[0].alias_info()->isWrite();
+            auto kernel = std::make_unique<Kernel>(c10::toString(name), written_arguments(op->schema()), views);
             registered().add(name, DispatchKey::Python, std::move(kernel));
         }
     }
@@ -148,6 +162,26 @@ bool take_other() {
     return std::exchange(WatchCalls::has_other(), false);
 }
 
+// `local`: of a DTensor, of which `copy` is to be viewed in its place.
+bool link_view(const at::Tensor& local, const at::Tensor& copy, py::object update) {
+    add_view(local, copy, std::move(update));
+    return true;
+}
+
+// Before Python reads a DTensor's local tensor.
+void require_current_dtensor(const at::Tensor& tensor) {
+    if (all_links().empty() || dtensor_class().type == nullptr) {
+        return;
+    }
+    if (PyObject* dtensor = dtensor_of(tensor)) {
+        require_current(local_of(dtensor));
+    }
+}
+
+std::size_t num_links() {
+    return all_links().size();
+}
+
 std::size_t num_entries() {
     return self().num_entries;
 }
@@ -173,6 +207,12 @@ PYBIND11_MODULE(_dispatch, module) {
         "set_local_regions", &vescale::set_local_regions, py::arg("gradient_spec"), py::arg("leaving"), py::arg("wrapping"),
         py::arg("enter_gradient"), py::arg("leave_gradient"), py::arg("wrap_gradient"));
     module.def("set_conversions", &vescale::set_conversions);
+    module.def("link_view", torch::wrap_pybind_function(&vescale::link_view));
+    module.def("require_current", torch::wrap_pybind_function(&vescale::require_current_dtensor));
+    module.def("share_version", torch::wrap_pybind_function(&vescale::share_version));
+    module.def("settle_view", torch::wrap_pybind_function(&vescale::settle_view));
+    module.def("settle_group", torch::wrap_pybind_function(&vescale::settle_group));
+    module.def("num_links", &vescale::num_links);
     module.def("counts", &vescale::counts);
     module.def("reset_counts", &vescale::reset_counts);
     module.def("take_other", &vescale::take_other);

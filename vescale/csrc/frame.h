@@ -17,10 +17,12 @@ struct Frame {
     PyObject* compiler;  // null: None
     PyObject* results;  // a list, and a dictionary: null until somebody asks for them
     PyObject* converted;
+    PyObject* where;
+    PyObject* placed;  // null: None
 
     static PyTypeObject* type;
 
-    static PyObject* make(PyObject* module, PyObject* path, PyObject* args, PyObject* kwargs) {
+    static PyObject* make(PyObject* module, PyObject* path, PyObject* args, PyObject* kwargs, PyObject* where) {
         Frame* frame = PyObject_GC_New(Frame, type);
         if (frame == nullptr) {
             throw python_error();
@@ -29,7 +31,8 @@ struct Frame {
         frame->path = Py_NewRef(path);
         frame->args = Py_NewRef(args);
         frame->kwargs = Py_NewRef(kwargs);
-        frame->compiler = frame->results = frame->converted = nullptr;
+        frame->where = Py_NewRef(where);
+        frame->compiler = frame->results = frame->converted = frame->placed = nullptr;
         PyObject_GC_Track(frame);
         return reinterpret_cast<PyObject*>(frame);
     }
@@ -43,6 +46,8 @@ struct Frame {
         Py_CLEAR(self->compiler);
         Py_CLEAR(self->results);
         Py_CLEAR(self->converted);
+        Py_CLEAR(self->where);
+        Py_CLEAR(self->placed);
         return 0;
     }
 
@@ -50,7 +55,7 @@ struct Frame {
         auto* self = reinterpret_cast<Frame*>(object);
         for (PyObject* held :
              {reinterpret_cast<PyObject*>(Py_TYPE(object)), self->module, self->args, self->kwargs, self->compiler, self->results,
-              self->converted}) {
+              self->converted, self->where, self->placed}) {
             Py_VISIT(held);
         }
         return 0;
@@ -87,6 +92,8 @@ struct Frame {
             {"args", T_OBJECT_EX, offsetof(Frame, args), READONLY, nullptr},
             {"kwargs", T_OBJECT_EX, offsetof(Frame, kwargs), READONLY, nullptr},
             {"compiler", T_OBJECT, offsetof(Frame, compiler), READONLY, nullptr},
+            {"where", T_OBJECT_EX, offsetof(Frame, where), READONLY, nullptr},
+            {"placed", T_OBJECT, offsetof(Frame, placed), READONLY, nullptr},
             {nullptr, 0, 0, 0, nullptr}};
         static PyGetSetDef properties[] = {
             {"results", get_results, nullptr, nullptr, nullptr},

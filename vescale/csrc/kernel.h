@@ -3,11 +3,10 @@
 #pragma once
 
 #include "dispatch.h"
+#include "links.h"
+#include "python_arguments.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
-#include <torch/csrc/utils/tensor_memoryformats.h>
 
 #include <cstring>
 #include <string>
@@ -21,12 +20,18 @@ using torch::jit::Stack;
 
 class Kernel final : public c10::OperatorKernel {
   public:
-    Kernel(std::string name, bool writes) : name_(std::move(name)), writes_(writes) {}
+    // `written`: positions of the arguments that the op writes to. `views`: its results are views of the first argument.
+    Kernel(std::string name, std::vector<std::size_t> written, bool views)
+        : name_(std::move(name)), written_(std::move(written)), views_(views) {}
 
     void operator()(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
         if (!is_active.load(std::memory_order_relaxed) || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
             WatchCalls::note_other();
-            return run_stock(op, stack);
+            {
+                Gil gil;
+                require_current_operands(op, stack);
+            }
+            return run_by_stock(op, stack);
         }
         const char* reason = nullptr;
         {
@@ -34,10 +39,11 @@ class Kernel final : public c10::OperatorKernel {
             if (try_run(op, stack, reason)) {
                 return;
             }
+            require_current_operands(op, stack);  // making the key may have stopped halfway
         }
         WatchCalls::note_other();
         const double start = seconds_now();
-        run_stock(op, stack);
+        run_by_stock(op, stack);
         Gil gil;
         auto& [calls, seconds] = counts_.stock[reason];
         calls += 1;
@@ -55,12 +61,14 @@ class Kernel final : public c10::OperatorKernel {
   private:
     bool try_run(const c10::OperatorHandle& op, Stack* stack, const char*& reason);
     const char* make_key(c10::ArrayRef<IValue> arguments, Key& key) const;
+    void run_by_stock(const c10::OperatorHandle& op, Stack* stack) const;
     Entry learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments);
     void run(const c10::OperatorHandle& op, Stack* stack, const Entry& entry);
     void compare_arguments(const c10::OperatorHandle& op);
 
     std::string name_;
-    bool writes_;
+    std::vector<std::size_t> written_;
+    bool views_;
     std::vector<bool> is_compared_;  // for each argument: by value; otherwise by type only
     bool knows_compared_ = false;
     EntryTable entries_;
@@ -97,6 +105,7 @@ inline const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) c
             if (spec == nullptr) {
                 return "spec";
             }
+            require_current(local_of(dtensor));
             has_dtensor = true;
             key.push_back(kDTensor);
             key.push_back(reinterpret_cast<std::uint64_t>(spec));
@@ -181,10 +190,57 @@ inline const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) c
     return has_dtensor ? nullptr : "no DTensor";
 }
 
+// The op by PyTorch's path, which does not count writes to local tensors, and gives views of these versions of their own.
+inline void Kernel::run_by_stock(const c10::OperatorHandle& op, Stack* stack) const {
+    if (written_.empty() && !views_) {
+        return run_stock(op, stack);
+    }
+    c10::SmallVector<at::Tensor, 2> operands;
+    const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    const auto add = [&](const IValue& value) {
+        if (value.isTensor()) {
+            operands.push_back(value.toTensor());
+        } else if (value.isTensorList()) {
+            for (const at::Tensor& tensor : value.toTensorList()) {
+                operands.push_back(tensor);
+            }
+        }
+    };
+    if (views_) {
+        add(arguments[0]);
+    }
+    for (const auto i : written_) {
+        add(arguments[i]);
+    }
+    run_stock(op, stack);
+    if (dtensor_class().type == nullptr) {
+        return;
+    }
+    Gil gil;
+    for (const at::Tensor& operand : operands) {
+        PyObject* dtensor = operand.defined() ? dtensor_of(operand) : nullptr;
+        if (dtensor == nullptr) {
+            continue;
+        }
+        if (!written_.empty()) {
+            count_write(local_of(dtensor));
+            continue;
+        }
+        const IValue& result = stack->back();
+        if (result.isTensor()) {
+            share_local_version(result.toTensor(), local_of(dtensor));
+        } else if (result.isTensorList()) {
+            for (const at::Tensor& part : result.toTensorList()) {
+                share_local_version(part, local_of(dtensor));
+            }
+        }
+    }
+}
+
 inline bool Kernel::try_run(const c10::OperatorHandle& op, Stack* stack, const char*& reason) {
     auto& our = self();
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-    if (writes_ && are_writes_observed()) {
+    if (!written_.empty() && are_writes_observed()) {
         reason = "writes to viewed copies";
         return false;
     }
@@ -275,6 +331,13 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
         Unlocked unlocked(numel > kLargeCall);
         op.callBoxed(stack);
     }
+    for (const auto i : written_) {
+        for (const auto& [position, tensor] : wrappers) {
+            if (position == i) {
+                count_write(local_of(dtensor_of(tensor)));
+            }
+        }
+    }
     const auto base = stack->size() - known.results.size();
     for (const auto i : c10::irange(known.results.size())) {
         const Result& result = known.results[i];
@@ -282,6 +345,9 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
         const auto wrap_one = [&](at::Tensor local, const Spec* spec) {
             if (spec == nullptr || !local.defined()) {
                 return local;
+            }
+            if (views_ && !wrappers.empty()) {
+                share_version(local, local_of(dtensor_of(wrappers[0].second)));
             }
             at::Tensor made = wrap(std::move(local), *spec);
             if (result.viewed >= 0) {
@@ -302,50 +368,6 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
             value = std::move(made);
         }
     }
-}
-
-inline py::object to_python(const c10::Argument& argument, const IValue& value) {
-    if (value.isInt()) {
-        const auto type = argument.real_type();
-        const auto kind = type->kind() == c10::TypeKind::OptionalType
-            ? type->castRaw<c10::OptionalType>()->getElementType()->kind()
-            : type->kind();
-        PyObject* made = kind == c10::TypeKind::ScalarTypeType
-            ? reinterpret_cast<PyObject*>(torch::getTHPDtype(value.toScalarType()))
-            : kind == c10::TypeKind::LayoutType ? reinterpret_cast<PyObject*>(torch::getTHPLayout(value.toLayout()))
-            : kind == c10::TypeKind::MemoryFormatType ? torch::utils::getTHPMemoryFormat(value.toMemoryFormat())
-                                                      : nullptr;
-        if (made != nullptr) {
-            return py::reinterpret_borrow<py::object>(made);
-        }
-    }
-    return torch::jit::toPyObject(value);
-}
-
-// The arguments as Python passes them: trailing defaults are left out, as PyTorch's own path does.
-inline std::pair<py::tuple, py::dict> to_python(const c10::FunctionSchema& schema, c10::ArrayRef<IValue> arguments) {
-    const auto& declared = schema.arguments();
-    std::size_t num_positional = 0;
-    while (num_positional < declared.size() && !declared[num_positional].kwarg_only()) {
-        num_positional += 1;
-    }
-    const auto is_default = [&](std::size_t i) {
-        return declared[i].default_value().has_value() && *declared[i].default_value() == arguments[i];
-    };
-    py::dict kwargs;
-    for (auto i = num_positional; i < declared.size(); ++i) {
-        if (!is_default(i)) {
-            kwargs[declared[i].name().c_str()] = to_python(declared[i], arguments[i]);
-        }
-    }
-    while (num_positional > 0 && is_default(num_positional - 1)) {
-        num_positional -= 1;
-    }
-    py::tuple args(num_positional);
-    for (const auto i : c10::irange(num_positional)) {
-        args[i] = to_python(declared[i], arguments[i]);
-    }
-    return {std::move(args), std::move(kwargs)};
 }
 
 // Asks Python what runs. Errors of the op are not reported here: PyTorch's path raises them.

@@ -156,6 +156,7 @@ inline py::object enter_together(const py::tuple& operands, const py::tuple& gra
         if (spec == nullptr || torch::autograd::isFwGradDefined(tensor) || !is_plain(local_of(dtensor))) {
             return py::none();
         }
+        require_current(local_of(dtensor));
         is_any_linked |= is_linked(tensor);
         const py::object placements = grad_placements[i];
         tensors.push_back(tensor);

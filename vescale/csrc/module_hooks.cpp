@@ -23,6 +23,7 @@ struct Callbacks {
     py::object end;  // (activation) -> None, after its outermost module
     py::object warn;  // (runtime, path) -> None: the module was about to be compiled
     py::object results;  // (path, output) -> [(path, address)] of the DTensors in it
+    py::object settle;  // (what was placed) -> None, after the forward: brings writes to it to the caller's tensors
 };
 
 Callbacks& callbacks() {
@@ -38,6 +39,8 @@ struct Names {
     py::object module = owned(PyUnicode_InternFromString("module"));
     py::object path = owned(PyUnicode_InternFromString("path"));
     py::object compiler = owned(PyUnicode_InternFromString("compiler"));
+    py::object where = owned(PyUnicode_InternFromString("where"));
+    py::object placed = owned(PyUnicode_InternFromString("placed"));
     py::object results = owned(PyUnicode_InternFromString("results"));
 };
 
@@ -82,6 +85,7 @@ struct Hook {
     PyObject* place;  // None: nothing to place
     PyObject* around;  // None: no parameter to show, or to hide
     PyObject* timeline;
+    PyObject* where;  // what the timeline marks
 
     void mark(PyObject* at) const { py::cast<Timeline&>(py::handle(timeline)).mark(at); }
 
@@ -100,10 +104,12 @@ struct Hook {
     py::object enter(PyObject* module, PyObject* args, PyObject* kwargs) const {
         auto& python = callbacks();
         const auto compiler = owned(PyObject_CallOneArg(python.set_compiler.ptr(), Py_None));
-        py::object placed = py::none();
+        py::object placed = py::none(), held = py::none();
         if (place != Py_None) {
             const NoTorchFunction guard;
-            placed = owned(PyObject_CallFunctionObjArgs(place, args, kwargs, nullptr));
+            const auto answer = owned(PyObject_CallFunctionObjArgs(place, args, kwargs, nullptr));
+            held = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(answer.ptr(), 2));
+            placed = owned(PyTuple_GetSlice(answer.ptr(), 0, 2));
             args = PyTuple_GET_ITEM(placed.ptr(), 0);
             kwargs = PyTuple_GET_ITEM(placed.ptr(), 1);
         }
@@ -111,11 +117,14 @@ struct Hook {
         if (!active) {
             active = owned(PyObject_CallFunctionObjArgs(python.begin.ptr(), runtime, module, path, nullptr));
         }
-        const auto frame = owned(Frame::make(module, path, args, kwargs));
+        const auto frame = owned(Frame::make(module, path, args, kwargs, where));
+        if (!held.is_none()) {
+            reinterpret_cast<Frame*>(frame.ptr())->placed = held.inc_ref().ptr();
+        }
         if (PyList_Append(attribute(active, names().frames).ptr(), frame.ptr()) != 0) {
             throw python_error();
         }
-        mark(path);
+        mark(where);
         if (!compiler.is_none()) {
             reinterpret_cast<Frame*>(frame.ptr())->compiler = compiler.inc_ref().ptr();
             owned(PyObject_CallFunctionObjArgs(python.warn.ptr(), runtime, path, nullptr));
@@ -130,6 +139,7 @@ struct Hook {
     py::object leave(PyObject* module, PyObject* output) const {
         auto placed = py::reinterpret_borrow<py::object>(output);
         try {
+            settle(module);
             if (place != Py_None && output != Py_None) {
                 const NoTorchFunction guard;
                 placed = owned(PyObject_CallOneArg(place, output));
@@ -144,6 +154,25 @@ struct Hook {
     }
 
   private:
+    // The innermost frame is the module's, unless it has failed.
+    void settle(PyObject* module) const {
+        const auto active = activation();
+        if (!active) {
+            return;
+        }
+        const auto frames = attribute(active, names().frames);
+        const auto last = PyList_GET_SIZE(frames.ptr()) - 1;
+        if (last < 0) {
+            return;
+        }
+        const auto frame = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(frames.ptr(), last));
+        const auto held = part(frame, &Frame::placed, names().placed);
+        if (!held.is_none() && part(frame, &Frame::module, names().module).ptr() == module) {
+            const NoTorchFunction guard;
+            owned(PyObject_CallOneArg(callbacks().settle.ptr(), held.ptr()));
+        }
+    }
+
     void finish(PyObject* module, PyObject* output) const {
         if (around != Py_None) {
             owned(PyObject_CallOneArg(around, module));
@@ -177,7 +206,7 @@ struct Hook {
         }
         const auto parent = frame_at(index - 1);
         remember(parent, output);
-        mark(part(parent, &Frame::path, names().path).ptr());
+        mark(part(parent, &Frame::where, names().where).ptr());
     }
 
     // Names the DTensors in an output, for reports of what the calling module does with them.
@@ -246,6 +275,7 @@ PyObject* new_hook(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     }
     auto timeline = owned(PyObject_GetAttrString(runtime, "timeline"));
     py::cast<Timeline&>(timeline);  // or an error
+    auto where = owned(PyObject_CallMethod(runtime, "where", "O", path));
     const auto made = owned(type->tp_alloc(type, 0));
     auto* hook = reinterpret_cast<Hook*>(made.ptr());
     hook->call = call;
@@ -254,6 +284,7 @@ PyObject* new_hook(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     hook->place = Py_NewRef(place);
     hook->around = Py_NewRef(around);
     hook->timeline = timeline.release().ptr();
+    hook->where = where.release().ptr();
     return made.inc_ref().ptr();
     END_HANDLE_TH_ERRORS
 }
@@ -265,6 +296,7 @@ int clear_hook(PyObject* object) {
     Py_CLEAR(hook->place);
     Py_CLEAR(hook->around);
     Py_CLEAR(hook->timeline);
+    Py_CLEAR(hook->where);
     return 0;
 }
 
@@ -317,13 +349,15 @@ void install(const py::object& dtensor, const py::object& spec, const py::object
     callbacks().set_compiler = std::move(set_compiler);
 }
 
-void set_callbacks(py::object thread, py::object begin, py::object end, py::object warn, py::object results) {
+void set_callbacks(
+    py::object thread, py::object begin, py::object end, py::object warn, py::object results, py::object settle) {
     auto& python = callbacks();
     python.thread = std::move(thread);
     python.begin = std::move(begin);
     python.end = std::move(end);
     python.warn = std::move(warn);
     python.results = std::move(results);
+    python.settle = std::move(settle);
 }
 
 }  // namespace
@@ -334,9 +368,11 @@ PYBIND11_MODULE(_module_hooks, module) {
     module.attr("torch_version") = VESCALE_TORCH_VERSION;
     vescale::Frame::ready();
     py::class_<Timeline>(module, "Timeline")
-        .def(py::init([](std::size_t max_length) { return Timeline{max_length, {}, {}}; }))
-        .def("mark", [](Timeline& timeline, const py::object& path) { timeline.mark(path.ptr()); })
-        .def("path_of", &Timeline::path_of);
+        .def(py::init<std::size_t>())
+        .def("mark", [](Timeline& timeline, const py::object& where) { timeline.mark(where.ptr()); })
+        .def("of_current_node", &Timeline::of_current_node)
+        .def("of_node", &Timeline::of_node)
+        .def("__len__", &Timeline::length);
     module.attr("Enter") = vescale::hook_type<vescale::call_enter>("vescale.csrc._module_hooks.Enter");
     module.attr("Leave") = vescale::hook_type<vescale::call_leave>("vescale.csrc._module_hooks.Leave");
     module.def("install", &vescale::install);

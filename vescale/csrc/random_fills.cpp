@@ -233,6 +233,9 @@ class InPlaceFill final : public RandomKernel {
         }
         const at::Tensor local = local_of(dtensor);
         recipes_.draw(*recipe, local, arguments, generator_in(given.back()));
+        if (!local.is_inference()) {  // as other writes to DTensors (links.h)
+            local.unsafeGetTensorImpl()->bump_version();
+        }
         stack->resize(stack->size() - count + 1);
         return true;
     }

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.compat import current_autograd_node, node_sequence
+from vescale.compat import current_autograd_node
 
 __all__ = ["Place", "main_thread_stack", "main_thread_waits", "place_of_frames", "place_of_traceback", "running_place"]
 
@@ -152,9 +152,6 @@ def _module_of_node(node: Any) -> str | None:
     """The module of a parallelized model in whose forward an autograd node was made."""
     if "vescale.runtime" not in sys.modules:
         return None
-    from vescale.runtime import path_of_sequence
+    from vescale.runtime import module_of_node
 
-    try:
-        return path_of_sequence(node_sequence(node))
-    except (AttributeError, RuntimeError):
-        return None
+    return module_of_node(node)

@@ -49,6 +49,7 @@ from vescale.ops._decision import Decision, Rule
 from vescale.ops._dispatch import run_interleaved
 from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
 from vescale.ops._install import install
+from vescale.ops._links import require_current, settle
 from vescale.ops._observer import ModelObserver, observe, report_implicit_move, running_module
 from vescale.ops._register_rule import register_rule
 from vescale.ops._registry import (
@@ -99,8 +100,10 @@ __all__ = [
     "register_rule",
     "remember_copy",
     "report_implicit_move",
+    "require_current",
     "run_interleaved",
     "running_module",
+    "settle",
     "strict_placements",
     "wrap_global",
     "write_through",

@@ -15,13 +15,14 @@ function         forward                                    gradient
                  communication
 ===============  =========================================  ======================================================
 
-Every result is a fresh DTensor and no view of the input, so that the model may write to it in place.
+Results are fresh DTensors and no views of the input, so that the model may write to them in place. Only ``convert`` at a
+module's boundary (``outdated``) keeps what one device has there: one tensor on both sides.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from vescale.compat import (
     make_spec,
     native_conversions,
     no_torch_function,
+    permit_writes,
     spec_of,
 )
 from vescale.ops._conversion_plans import (
@@ -58,6 +60,7 @@ from vescale.placements import (
 )
 
 __all__ = [
+    "NATIVE",
     "bring",
     "bring_with_gradient",
     "convert",
@@ -111,6 +114,20 @@ class _Convert(torch.autograd.Function):
         return grad, None, None, None
 
 
+class _Pass(torch.autograd.Function):
+    """A boundary where nothing moves. The result is a view of ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, grad_stages: Any, requester: str) -> DTensor:
+        ctx.grad_stages, ctx.requester = grad_stages, requester
+        ctx.set_materialize_grads(False)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
+        return _Convert.backward(ctx, grad)[:3]
+
+
 def convert(
     x: DTensor,
     target: Sequence[Placement | None],
@@ -119,6 +136,7 @@ def convert(
     grad_target: Sequence[Placement | None] | None = None,
     passes_gradient: bool = False,
     requester: str = "",
+    outdated: Callable[[], None] | None = None,
 ) -> DTensor:
     """Redistribute ``x`` to ``target``, and its gradient by the rule of the module's table.
 
@@ -130,6 +148,10 @@ def convert(
         grad_source, grad_target: placements of the gradient, see the table; None on an axis: the default.
         passes_gradient: pass the gradient as it arrives, for the caller to reduce.
         requester: name of the communication in the ledger.
+        outdated: ``x`` is passed on at the boundary of a module, where one device has one tensor. Where nothing moves, the
+            result is ``x``, or a view of it, if it requires a gradient: they share memory, version and history. Where data
+            move, an op that reads one of the two after a write to the other calls ``outdated()`` before, which raises. (Only
+            the C++ dispatcher sees that.)
     """
     target, stages = _stages(
         tuple(x.placements),
@@ -138,11 +160,17 @@ def convert(
         None if grad_target is None else tuple(grad_target),
         passes_gradient,
     )
-    result: DTensor | None = _native.convert(x, target, stages, requester)
+    result: DTensor | None = _native.convert(x, target, stages, requester, outdated)
     if result is not None:
         return result
     complete = tuple(f if t is None else t for f, t in zip(x.placements, target))
     with no_torch_function():
+        if outdated is not None and complete == tuple(x.placements) and not x.is_inference():
+            if not (x.requires_grad and torch.is_grad_enabled()):
+                return x
+            passed: DTensor = _Pass.apply(x, stages, requester)
+            permit_writes(passed)
+            return passed
         return _Convert.apply(x, complete, stages, requester)
 
 
@@ -343,7 +371,7 @@ def wrap_global(x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
         return _WrapGlobal.apply(x, mesh, tuple(placements), requester)
 
 
-_native = native_conversions(
+_native = NATIVE = native_conversions(
     plan=plan_move,
     move=_move,
     differentiate=_differentiated,

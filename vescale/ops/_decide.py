@@ -33,10 +33,18 @@ def cached(function: Any, *args: Any) -> Any:
     """The result of a function with an ``lru_cache``; computed anew where an argument has no hash."""
     try:
         return function(*args)
-    except TypeError as error:
-        if "unhashable" not in str(error):
+    except TypeError:
+        if _has_hash(args):
             raise
         return function.__wrapped__(*args)
+
+
+def _has_hash(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 @functools.lru_cache(maxsize=8192)

@@ -108,6 +108,7 @@ class OpFamily:
     rule: Callable[..., Any]
 
 
+# Replaced, not changed: another thread may be reading it.
 _ENTRIES: dict[Any, OpEntry] = {}
 _FAMILIES: dict[str, OpFamily] = {}
 
@@ -117,11 +118,12 @@ def register(op: Any, *, communicates: Iterable[str] = (), **fields: Any) -> Non
 
     Raises ValueError for a field that is registered already: two families would each believe that theirs runs.
     """
+    global _ENTRIES
     known = _ENTRIES.get(op, OpEntry())
     taken = sorted(name for name in fields if name not in ("backward", "when") and getattr(known, name) is not None)
     if taken:
         raise ValueError(f"{op} has {', '.join(taken)} registered already; each op belongs to one file of vescale.ops")
-    _ENTRIES[op] = replace(known, communicates=known.communicates | frozenset(communicates), **fields)
+    _ENTRIES = {**_ENTRIES, op: replace(known, communicates=known.communicates | frozenset(communicates), **fields)}
 
 
 def register_aten(names: str, **fields: Any) -> None:
@@ -148,12 +150,13 @@ def register_family(name: str, covers: Callable[[Any], bool], rule: Callable[...
 
 def register_user_rule(op: Any, rule: Callable[..., Any]) -> None:
     """Add a rule that is called before all others; :func:`vescale.ops.register_rule` checks the arguments."""
+    global _ENTRIES
     known = _ENTRIES.get(op, OpEntry())
-    _ENTRIES[op] = replace(known, user_rules=(rule, *known.user_rules))
+    _ENTRIES = {**_ENTRIES, op: replace(known, user_rules=(rule, *known.user_rules))}
 
 
 def entries() -> Mapping[Any, OpEntry]:
-    """Everything registered, in order of registration; a view that cannot be written to."""
+    """Everything registered so far, in order of registration; it cannot be written to, and stays as it is."""
     return MappingProxyType(_ENTRIES)
 
 

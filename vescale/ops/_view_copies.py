@@ -1,9 +1,14 @@
-"""Views whose operand had to be gathered, and writes to such a view.
+"""Views whose operand had to be gathered, and writes to such a view and to its base.
 
 ``x[0]`` of a tensor that is sharded over dim 0 cannot be a view of the shards: DTensor gathers ``x`` and views the copy. On
-one device ``x[0].zero_()`` changes ``x``. So the copy records its origin, and after each write to it, or to any view of it,
-the local parts are written back; a replicated copy needs no communication for that. A write to ``x`` does not reach copies
-that were made before.
+one device ``x[0].zero_()`` changes ``x``, and ``x.zero_()`` changes ``x[0]``. So the copy records its origin:
+
+* After each write to the copy, or to any view of it, the local parts are written back; a replicated copy needs no
+  communication for that.
+* Before an op reads the copy, or a view of it, after a write to ``x`` (by an op on DTensors, or on a local tensor that
+  autograd takes for a view), the copy is gathered anew: implicit communication, as making the view was. ``csrc/links.h``
+  finds that out from versions. Without the C++ dispatcher, the copy is gathered anew at each write to ``x`` by an op on
+  DTensors.
 """
 
 from __future__ import annotations
@@ -15,12 +20,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import DTensorSpec, local_of, no_torch_function
+from vescale.ops._links import link_view, settle_view
+from vescale.ops._observer import report_implicit_move
 from vescale.placements import move_local
 
 __all__ = ["LIVE_COPIES", "remember_copy", "write_through"]
 
 # By number, the copies that exist: writes are only followed while there are any.
 LIVE_COPIES: set[int] = set()
+
+# Storages of copies whose bases C++ does not watch, by the same numbers.
+_UNWATCHED: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
 # An attribute of the copy's storage: it is there for every view of the copy, and goes when the last of them does.
 _ORIGIN = "_vescale_copy_of"
@@ -50,17 +60,64 @@ def remember_copy(local: torch.Tensor, source: DTensorSpec, copy: torch.Tensor, 
     if storage.data_ptr() == local.untyped_storage().data_ptr():
         return
     origin = _Origin(local, source, target, tuple(copy.shape), copy.stride(), int(copy.storage_offset()))
-    LIVE_COPIES.add(id(origin))
-    weakref.finalize(origin, LIVE_COPIES.discard, id(origin))
+    number = id(origin)
+    LIVE_COPIES.add(number)
     setattr(storage, _ORIGIN, origin)
+    if not link_view(local, copy, _update):
+        _UNWATCHED[number] = weakref.ref(storage)
+    weakref.finalize(origin, _forget, number)
+
+
+def _forget(number: int) -> None:
+    LIVE_COPIES.discard(number)
+    _UNWATCHED.pop(number, None)
 
 
 def write_through(x: DTensor) -> None:
     """``x`` was written to: if it views a gathered copy, bring the copy's new values to what it is a copy of."""
     storage = local_of(x).untyped_storage()
+    written = [storage]
     while (origin := getattr(storage, _ORIGIN, None)) is not None:
         with torch.no_grad(), no_torch_function():
-            copy = origin.local.new_empty(0).set_(storage, origin.offset, origin.size, origin.stride)
-            source, target = origin.source, origin.target
+            copy, source, target = _copy_of(origin, storage), origin.source, origin.target
             origin.local.copy_(move_local(copy, source.mesh, source.shape, target.placements, source.placements).wait())
+            settle_view(copy)
         storage = origin.local.untyped_storage()
+        written.append(storage)
+    if _UNWATCHED:
+        _follow_writes({one.data_ptr() for one in written}, {one.data_ptr() for one in written[:-1]})
+
+
+def _follow_writes(written: set[int], current: set[int]) -> None:
+    """Bring copies of what was written to up to date, by the addresses of storages, and copies of these."""
+    for reference in list(_UNWATCHED.values()):  # copies of copies come later
+        storage = reference()
+        if storage is None or storage.data_ptr() in current:
+            continue
+        origin = getattr(storage, _ORIGIN)
+        if origin.local.untyped_storage().data_ptr() in written:
+            _gather_again(storage)
+            written.add(storage.data_ptr())
+
+
+def _update(on_copy: torch.Tensor) -> None:
+    """``on_copy``: an empty tensor with the storage of a copy, of whose base there were writes."""
+    _gather_again(on_copy.untyped_storage())
+
+
+def _gather_again(storage: torch.UntypedStorage) -> None:
+    origin: _Origin = getattr(storage, _ORIGIN)
+    source, target = origin.source, origin.target
+    report_implicit_move(
+        "a view, after a write to what it views,", "self", origin.local, source.placements, target.placements, _EDIT
+    )
+    with torch.no_grad(), no_torch_function():
+        moved = move_local(origin.local, source.mesh, source.shape, source.placements, target.placements).wait()
+        _copy_of(origin, storage).copy_(moved)
+
+
+_EDIT = "take the view after the write, or view a tensor that is Replicate there"
+
+
+def _copy_of(origin: _Origin, storage: torch.UntypedStorage) -> torch.Tensor:
+    return origin.local.new_empty(0).set_(storage, origin.offset, origin.size, origin.stride)

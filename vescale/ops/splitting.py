@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, spec_of
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, bring_with_gradient
+from vescale.ops._links import share_version
 from vescale.ops._registration import replaces
 from vescale.ops._view_copies import remember_copy
 from vescale.placements import InterleavedShard, contiguous_stride, without_partials
@@ -39,7 +40,7 @@ class _WholeGradients(torch.autograd.Function):
         ctx.locals = [local_of(part).new_empty(0) for part in parts]
         ctx.shapes = [local_of(part).shape for part in parts]
         ctx.set_materialize_grads(False)
-        return tuple(make_dtensor(local_of(part), spec_of(part), requires_grad=True) for part in parts)
+        return parts  # as views, so that autograd knows of writes to what was split
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor | None) -> tuple[DTensor, ...]:
@@ -64,7 +65,7 @@ class _Chunks(torch.autograd.Function):
         ctx.spec, ctx.dim, ctx.specs = spec_of(x), dim, [spec_of(part) for part in parts]
         ctx.shapes = [local_of(part).shape for part in parts]
         ctx.set_materialize_grads(False)
-        return tuple(make_dtensor(local_of(part).detach(), spec_of(part), requires_grad=True) for part in parts)
+        return parts
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor | None) -> tuple[Any, ...]:
@@ -104,6 +105,7 @@ def _spread(context: OpContext, x: DTensor, func: Any, args: tuple[Any, ...], kw
     spread = bring_with_gradient(x, target, func.__name__, "self")
     # The parts are views, and writes to them have to reach x.
     remember_copy(local_of(x), spec_of(x), local_of(spread), spec_of(spread))
+    share_version(x, spread)
     return spread
 
 

@@ -149,11 +149,9 @@ def _record_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     meta_args = tree_map(as_meta, args)
     try:
         outputs = func(*meta_args, **meta_kwargs)
-    except NotImplementedError:  # the shape of the result depends on values, or the op has no shape rule
-        return _run_now(func, args, kwargs)
-    except RuntimeError as error:  # the op looks at values on its way (allclose)
-        if "meta tensors" not in str(error):
-            raise
+    except RuntimeError:
+        # The shape of the result depends on values, it has no rule, or the op looks at values on its way (allclose). Any
+        # other error is raised again, with real tensors.
         return _run_now(func, args, kwargs)
     originals = {id(metas[id(leaf)]): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
     results: list[View | None] = []

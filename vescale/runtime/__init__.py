@@ -1,12 +1,13 @@
 """``parallelize``: a lowered plan becomes DTensor parameters and hooks, and the model runs on the mesh."""
 
 from vescale.runtime._activation import Activation, Frame, current_activation
-from vescale.runtime._attribution import locate, path_of_sequence
+from vescale.runtime._attribution import locate, module_of_node
 from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
 from vescale.runtime._modes import register_mode
 from vescale.runtime._parallelize import gradient_reducer, implicit_communication, install, no_sync, parallelize
 from vescale.runtime._placing import Placing
 from vescale.runtime._runtime import Runtime
+from vescale.runtime._shared_conversion import Stages
 
 __all__ = [
     "Activation",
@@ -16,13 +17,14 @@ __all__ = [
     "ImplicitSite",
     "Placing",
     "Runtime",
+    "Stages",
     "current_activation",
     "gradient_reducer",
     "implicit_communication",
     "install",
     "locate",
+    "module_of_node",
     "no_sync",
     "parallelize",
-    "path_of_sequence",
     "register_mode",
 ]

@@ -30,6 +30,8 @@ class Frame:
         compiler: the compiler that was about to compile it; see ``suspend_compiling``.
         results: (path, data pointer) of each DTensor that a submodule returned.
         converted: its conversions of inputs of submodules (:mod:`vescale.runtime._shared_conversion`).
+        where: the module, as the timeline names it.
+        placed: inputs that the plan has brought elsewhere (:mod:`vescale.runtime._write_back`); None: there are none.
     """
 
     module: nn.Module
@@ -39,6 +41,8 @@ class Frame:
     compiler: Any = None
     results: list[tuple[str, int]] = field(default_factory=list)
     converted: dict[Any, Any] = field(default_factory=dict)
+    where: Any = None
+    placed: Any = None
 
 
 class Activation:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from vescale.compat import current_autograd_node, node_sequence
 from vescale.runtime._activation import Frame, current_activation
-from vescale.runtime._runtime import Runtime, runtimes
+from vescale.runtime._runtime import Runtime, timelines
 
-__all__ = ["RunningModule", "locate", "path_of_sequence"]
+__all__ = ["RunningModule", "locate", "module_of_node"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +33,15 @@ def locate() -> RunningModule | None:
     if activation is not None:
         frame = activation.frames[-1]
         return RunningModule(activation.runtime, frame.path, "forward", frame)
-    node = current_autograd_node()
-    if node is not None:
-        number = node_sequence(node)
-        for runtime in runtimes():
-            path = runtime.timeline.path_of(number)
-            if path is not None:
-                return RunningModule(runtime, path, "backward", None)
+    for timeline in timelines():
+        where = timeline.of_current_node()
+        runtime = where.runtime if where is not None else None
+        if runtime is not None:
+            return RunningModule(runtime, where.path, "backward", None)
     return None
 
 
-def path_of_sequence(number: int) -> str | None:
-    """The module of any parallelized model whose forward made the autograd node with sequence number ``number``."""
-    return next((path for runtime in runtimes() if (path := runtime.timeline.path_of(number)) is not None), None)
+def module_of_node(node: Any) -> str | None:
+    """The path of the module of any parallelized model whose forward made an autograd node; None: no such module did."""
+    found = (timeline.of_node(node) for timeline in timelines())
+    return next((where.path for where in found if where is not None and where.runtime is not None), None)

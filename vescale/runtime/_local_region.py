@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import map_tensors, no_torch_function, tensors_in
+from vescale.compat import map_tensors, no_torch_function, set_versions, tensors_in, versions
 from vescale.ir import Instruction, Local
 from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import shard_dim, without_partials
@@ -33,7 +34,8 @@ class LocalRegion:
                     Replicate
     ==============  ==============================================  ===================================================
 
-    The work differs by rank along an axis when an input, a parameter or an output is not Replicate there.
+    The work differs by rank along an axis when an input, a parameter or an output is not Replicate there. What the module
+    writes to an input in place reaches the caller's tensor when it ends.
     """
 
     def __init__(self, runtime: Runtime, module: nn.Module, path: str, instruction: Instruction) -> None:
@@ -47,9 +49,15 @@ class LocalRegion:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with no_torch_function():
             requester = f"local region {self.path}"
-            args, kwargs = map_tensors(
-                lambda x: convert(x, self.inputs, requester=requester) if isinstance(x, DTensor) else x, [args, kwargs]
-            )
+            given: list[tuple[DTensor, DTensor]] = []
+
+            def converted(x: torch.Tensor) -> torch.Tensor:
+                if isinstance(x, DTensor):
+                    given.append((x, convert(x, self.inputs, requester=requester)))
+                    return given[-1][1]
+                return x
+
+            args, kwargs = map_tensors(converted, [args, kwargs])
             found: list[DTensor] = [p for p in self.module.parameters() if isinstance(p, DTensor)]
             found += [x for x in tensors_in([args, kwargs]) if isinstance(x, DTensor)]
             differs = [
@@ -60,9 +68,32 @@ class LocalRegion:
             def entered(x: torch.Tensor) -> torch.Tensor:
                 return enter_local(x, _gradient(x.placements, differs)) if isinstance(x, DTensor) else x
 
+            inputs: list[torch.Tensor] = []
+
+            def entered_input(x: torch.Tensor) -> torch.Tensor:
+                if isinstance(x, DTensor):
+                    inputs.append(entered(x))
+                    return inputs[-1]
+                return x
+
+            args, kwargs = map_tensors(entered_input, [args, kwargs])
+            before = [versions(x) for x in inputs]
             with local_state(self.module, lambda _, x: entered(x)):
-                result = self._forward(*map_tensors(entered, args), **map_tensors(entered, kwargs))
+                result = self._forward(*args, **kwargs)
+            for (x, placed), local, version in zip(given, inputs, before, strict=True):
+                if versions(local) != version:
+                    self._write_back(x, placed, local)
             return map_tensors(self._leave, result)
+
+    def _write_back(self, x: DTensor, placed: DTensor, local: torch.Tensor) -> None:
+        """The region has written to ``local``, of ``placed``, which ``x`` was converted to."""
+        name = f"local region {self.path}: written back"
+        new = leave_local(local, placed.device_mesh, placed.placements, placed.shape, name)
+        version = versions(local)
+        with torch.inference_mode() if x.is_inference() else contextlib.nullcontext():
+            x.copy_(convert(new, x.placements, requester=name))
+        if versions(local) != version:  # it is the local tensor of x, and the module's write has counted already
+            set_versions((local,), version)
 
     def _leave(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, DTensor):

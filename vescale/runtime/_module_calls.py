@@ -16,6 +16,7 @@ from vescale.compat import local_of, no_torch_function, resume_compiling, suspen
 from vescale.runtime._activation import THREAD, Activation, Frame, activations, current_activation
 from vescale.runtime._function_mode import RuntimeMode
 from vescale.runtime._runtime import Runtime
+from vescale.runtime._write_back import write_back
 
 __all__ = ["Enter", "Leave", "checkpointed", "module_hooks"]
 
@@ -36,19 +37,22 @@ class _Hook:
 
 class Enter(_Hook):
     """Before the forward. The outermost module switches the model's function mode on. ``place`` gets the arguments as a
-    tuple and a dictionary, and returns both. ``csrc/module_hooks.cpp`` is the same in C++, without Python."""
+    tuple and a dictionary, and returns both, and :attr:`Frame.placed`.
+    ``csrc/module_hooks.cpp`` is the same in C++, without Python."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runtime, compiler, placed = self.runtime, suspend_compiling(), None
+        runtime, compiler, placed, held = self.runtime, suspend_compiling(), None, None
         if self.place is not None:
             # The mode is already on where this is not the outermost module.
             with no_torch_function():
-                placed = args, kwargs = self.place(args, kwargs)
+                args, kwargs, held = self.place(args, kwargs)
+                placed = args, kwargs
         activation = current_activation()
         if activation is None or activation.runtime is not runtime:
             activation = _begin(runtime, module, self.path)
-        activation.frames.append(Frame(module, self.path, args, kwargs, compiler))
-        runtime.timeline.mark(self.path)
+        where = runtime.where(self.path)
+        activation.frames.append(Frame(module, self.path, args, kwargs, compiler, where=where, placed=held))
+        runtime.timeline.mark(where)
         if compiler is not None:
             _warn_of_compiler(runtime, self.path)
         if self.around is not None:
@@ -62,6 +66,7 @@ class Leave(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         try:
+            self._settle(module)
             if output is not None and self.place is not None:
                 with no_torch_function():
                     output = self.place(output)
@@ -70,6 +75,15 @@ class Leave(_Hook):
                 self.around(module)
             self._leave(module, output)
         return output
+
+    def _settle(self, module: nn.Module) -> None:
+        activation = current_activation()
+        if activation is None or activation.runtime is not self.runtime:
+            return
+        frame = activation.frames[-1]
+        if frame.module is module and frame.placed is not None:
+            with no_torch_function():
+                write_back(frame.placed)
 
     def _leave(self, module: nn.Module, output: Any) -> None:
         activation = current_activation()
@@ -86,7 +100,7 @@ class Leave(_Hook):
             return
         parent = frames[-1]
         parent.results += _results(self.path, output)
-        self.runtime.timeline.mark(parent.path)
+        self.runtime.timeline.mark(parent.where)
 
 
 def module_hooks(
@@ -101,7 +115,7 @@ def module_hooks(
     native = runtime.native
     if native is None:
         return Enter(runtime, path, place_inputs, show), Leave(runtime, path, place_outputs, hide)
-    native.set_callbacks(THREAD, _begin, _end, _warn_of_compiler, _results)
+    native.set_callbacks(THREAD, _begin, _end, _warn_of_compiler, _results, write_back)
     return native.Enter(runtime, path, place_inputs, show), native.Leave(runtime, path, place_outputs, hide)
 
 
@@ -117,8 +131,10 @@ def _begin(runtime: Runtime, module: nn.Module, path: str) -> Activation:
 
 def _end(activation: Activation) -> None:
     """The outermost module of this forward, the innermost one of the thread, has ended."""
-    activation.runtime.timeline.mark(None)
-    activations().pop()
+    stack = activations()
+    stack.pop()
+    around = stack[-1].frames[-1].where if stack and stack[-1].frames else None
+    activation.runtime.timeline.mark(around)
     activation.contexts.close()
 
 
@@ -164,9 +180,10 @@ def _resumed(runtime: Runtime, module: nn.Module, path: str) -> Iterator[None]:
         yield
         return
     activation = _activate(runtime)
-    activation.frames.append(Frame(module, path))
+    where = runtime.where(path)
+    activation.frames.append(Frame(module, path, where=where))
     stack.append(activation)
-    runtime.timeline.mark(path)
+    runtime.timeline.mark(where)
     try:
         yield
     finally:

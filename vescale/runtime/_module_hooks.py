@@ -18,6 +18,7 @@ from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._module_calls import module_hooks
 from vescale.runtime._placing import Placing
 from vescale.runtime._runtime import Runtime
+from vescale.runtime._write_back import Placed
 
 __all__ = ["add_hooks"]
 
@@ -66,32 +67,33 @@ class _Instructions:
 
     # Inputs
 
-    def place_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def place_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Placed] | None]:
+        placed: list[Placed] = []
         for placing in self.inputs:
             index = placing.index
             if index is None:  # all inputs that no other instruction names
-                args, kwargs = self._place_others(placing, args, kwargs)
+                args, kwargs = self._place_others(placing, args, kwargs, placed)
                 continue
             where, key = self._find(index, args, kwargs)
             if where is None:
                 continue  # an optional input that this call leaves out
             if where == "args":
                 assert isinstance(key, int)
-                args = (*args[:key], placing(args[key]), *args[key + 1 :])
+                args = (*args[:key], placing(args[key], placed), *args[key + 1 :])
             else:
                 assert isinstance(key, str)
-                kwargs = {**kwargs, key: placing(kwargs[key])}
-        return args, kwargs
+                kwargs = {**kwargs, key: placing(kwargs[key], placed)}
+        return args, kwargs, placed or None
 
     def _place_others(
-        self, placing: Placing, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, placing: Placing, args: tuple[Any, ...], kwargs: dict[str, Any], placed: list[Placed]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self._named:
-            return tuple([placing(value) for value in args]), {key: placing(value) for key, value in kwargs.items()}
-        named = {self._find(index, args, kwargs) for index in self._named}
+        named = {self._find(index, args, kwargs) for index in self._named} if self._named else ()
         return (
-            tuple([value if ("args", n) in named else placing(value) for n, value in enumerate(args)]),
-            {key: value if ("kwargs", key) in named else placing(value) for key, value in kwargs.items()},
+            tuple([value if ("args", n) in named else placing(value, placed) for n, value in enumerate(args)]),
+            {key: value if ("kwargs", key) in named else placing(value, placed) for key, value in kwargs.items()},
         )
 
     def _find(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import map_tensors, spec_of
+from vescale.compat import local_of, map_tensors, spec_of
 from vescale.ir import Annotate, Instruction, Redistribute, Wrap
 from vescale.ops import enter_local, wrap_global
 from vescale.placements import at_dim, from_local, shard_dim
@@ -19,6 +20,8 @@ from vescale.runtime._activation import current_activation
 from vescale.runtime._implicit_site import placements_text
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._shared_conversion import Stages, stages_of
+from vescale.runtime._write_back import Placed
+from vescale.runtime._write_back import outdated as outdated_error
 
 __all__ = ["Placing"]
 
@@ -33,31 +36,45 @@ class Placing:
 
     Attributes:
         index: which input or output, as in the instruction.
+        requester: name of its communication in the ledger.
     """
 
     def __init__(self, runtime: Runtime, instruction: Instruction) -> None:
         path, target = instruction.path, instruction.target
         self.runtime, self.instruction, self.index = runtime, instruction, instruction.index
         self._op = instruction.op
-        self._requester = f"{path}.{target}" if path else target
+        self.requester = f"{path}.{target}" if path else target
         self._is_shared = target == "<in>"
         self._is_handed_out = path == "" and target == "<out>"
-        self._recorder: Any = None
         self._known: dict[int, tuple[Any, Stages]] = {}  # by id of a spec, which the value keeps alive
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placing:
         return Placing(copy.deepcopy(self.runtime, memo), self.instruction)
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: Any, placed: list[Placed] | None = None) -> Any:
+        """``placed`` gets the tensors that are not one with what they were made of: writes to them have to be followed."""
         kind = type(value)
         if kind in _PLAIN:
             return value
-        activation = current_activation()
-        self._recorder = activation.recorder if activation is not None else None
-        if self._recorder is not None:
-            self._recorder.begin_boundary(self)
-        placed = self._place(value) if kind is DTensor else map_tensors(self._place, value)
-        return map_tensors(self._handed_out, placed) if self._is_handed_out else placed
+        recorder = _recorder()
+        if recorder is not None:
+            recorder.begin_boundary(self)
+        place = self._place if placed is None else functools.partial(self._place_and_note, placed)
+        result = place(value) if kind is DTensor else map_tensors(place, value)
+        return map_tensors(self._handed_out, result) if self._is_handed_out else result
+
+    def _place_and_note(self, placed: list[Placed], x: torch.Tensor) -> torch.Tensor:
+        for one in placed:
+            if one.given is x and one.instruction.op == self._op:  # a tensor that is passed twice stays one
+                return one.result
+        result = self._place(x)
+        if result is not x and not (isinstance(x, DTensor) and local_of(x) is local_of(result)):  # type: ignore[arg-type]
+            placed.append(Placed.of(x, result, self.target_text, self.instruction, self.runtime))
+        return result
+
+    def outdated(self) -> None:
+        """Called before an op that would read an old value; see :func:`vescale.ops.convert`."""
+        raise outdated_error(self.target_text, self.instruction)
 
     def _handed_out(self, x: torch.Tensor) -> torch.Tensor:
         """An output of the model that an entry names: the plain global tensor if it is Replicate on every axis."""
@@ -71,20 +88,23 @@ class Placing:
             spec = spec_of(x)
             known = self._known.get(id(spec))
             stages = known[1] if known is not None and known[0] is spec else self._stages(x)
-            if self._recorder is not None:
-                return self._recorder.boundary(self, x, stages, self._requester, self._is_shared)
-            return stages.convert_once(x, self._requester) if self._is_shared else stages.convert(x, self._requester)
+            recorder = _recorder()
+            if recorder is not None:
+                return recorder.boundary(self, x, stages, self._is_shared)
+            convert = stages.convert_once if self._is_shared else stages.convert
+            return convert(x, self.requester, self.outdated)
         runtime, op = self.runtime, self._op
         if isinstance(op, Redistribute):
-            return self._place(wrap_global(x, runtime.mesh, runtime.replicated, self._requester))
+            return self._place(wrap_global(x, runtime.mesh, runtime.replicated, self.requester))
         assert isinstance(op, Wrap | Annotate), op
-        placements = tuple(r if p is None else p for p, r in zip(op.placements, runtime.replicated))
+        planned = tuple(r if p is None else p for p, r in zip(op.placements, runtime.replicated))
+        self._check(x, planned)
+        placements = cast(tuple[Placement, ...], _front(planned, x.ndim))
         if isinstance(op, Annotate):
             return from_local(x, runtime.mesh, placements)
-        self._check(x, placements)
         if op.given == "local":
             return from_local(x, runtime.mesh, placements)
-        return wrap_global(x, runtime.mesh, placements, self._requester)
+        return wrap_global(x, runtime.mesh, placements, self.requester)
 
     def _stages(self, x: DTensor) -> Stages:
         """The conversion of a tensor with this spec, after checks that depend on nothing else."""
@@ -109,7 +129,7 @@ class Placing:
             dim = shard_dim(placement) if placement is not None else None
             if dim is not None and not -x.ndim <= dim < x.ndim:
                 raise PlanError(
-                    f"{self._target_text()} has shape {tuple(x.shape)}, and the plan shards its dim {dim} over "
+                    f"{self.target_text} has shape {tuple(x.shape)}, and the plan shards its dim {dim} over "
                     f"{axis!r}; name the tensor that is meant (<in:name>, <out:0>), or use a dim below {x.ndim}",
                     self.instruction.source,
                 )
@@ -118,17 +138,24 @@ class Placing:
         expected = tuple(f if s is None else s for f, s in zip(x.placements, _front(source, x.ndim) or ()))
         if expected != tuple(x.placements):
             raise PlanError(
-                f"{self._target_text()} of shape {tuple(x.shape)} arrives as "
+                f"{self.target_text} of shape {tuple(x.shape)} arrives as "
                 f"{placements_text(x.placements, self.runtime.axes)}, and the plan's redistribute expects "
                 f"{placements_text(expected, self.runtime.axes)}; correct its src, or use shard, which takes what arrives",
                 self.instruction.source,
             )
 
-    def _target_text(self) -> str:
+    @property
+    def target_text(self) -> str:
+        """As a plan names it."""
         instruction = self.instruction
         index = "" if instruction.index is None else f":{instruction.index}"
         target = instruction.target.replace(">", f"{index}>")
         return f"{instruction.path}.{target}" if instruction.path else target
+
+
+def _recorder() -> Any:
+    activation = current_activation()
+    return activation.recorder if activation is not None else None
 
 
 def _front(stage: Sequence[Placement | None] | None, ndim: int) -> tuple[Placement | None, ...] | None:

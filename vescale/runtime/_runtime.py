@@ -16,7 +16,22 @@ from vescale.runtime._gradient_hooks import GradientHooks
 from vescale.runtime._implicit_site import ImplicitSite
 from vescale.runtime._timeline import MAX_LENGTH, ModuleTimeline
 
-__all__ = ["Runtime", "runtimes"]
+__all__ = ["Runtime", "Where", "timelines"]
+
+
+class Where:
+    """A module of a model, as the timeline names it; there is one for each. It does not keep the model."""
+
+    __slots__ = ("_runtime", "path")
+
+    def __init__(self, runtime: Runtime, path: str) -> None:
+        self._runtime = weakref.ref(runtime)
+        self.path = path
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """None: there is no such model any more."""
+        return self._runtime()
 
 
 class Runtime:
@@ -30,7 +45,7 @@ class Runtime:
         gradients: the hooks of its parameters, and their reducer.
         replicated: Replicate on every axis of the mesh.
         native: the module of the forward hooks in C++; None: they are in Python.
-        timeline: attributes autograd nodes to modules.
+        timeline: attributes autograd nodes to modules; all models of a process share it.
         instructions: of each module, by path (:mod:`vescale.runtime._module_hooks`).
         warned_of_compiler: whether the user was told that torch.compile has no effect.
     """
@@ -45,13 +60,13 @@ class Runtime:
         self.sites: dict[ImplicitSite, int] = {}
         self.replicated: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
         self.native = native
-        self.timeline = ModuleTimeline() if native is None else native.Timeline(MAX_LENGTH)
+        self.timeline = _timeline(native)
         self.warned_of_compiler = False
         self.instructions: dict[str, Any] = {}
         self._factories = {i.path: tuple(i.op.placements) for i in program if isinstance(i.op, Factory)}
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
         self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        _RUNTIMES.add(self)
+        self._wheres: dict[str, Where] = {}
 
     @staticmethod
     def of(model: nn.Module) -> Runtime | None:
@@ -66,6 +81,9 @@ class Runtime:
     def is_first_rank(self) -> bool:
         """Whether this rank has coordinate 0 on every axis of the mesh, and prints warnings."""
         return all(index == 0 for index in self.mesh.get_coordinate() or (1,))
+
+    def where(self, path: str) -> Where:
+        return self._wheres.setdefault(path, Where(self, path))
 
     # Modules
 
@@ -115,10 +133,18 @@ class Runtime:
             path = path.rpartition(".")[0]
 
 
-def runtimes() -> list[Runtime]:
-    """The runtimes of all parallelized models in this process: only for finding the model of a backward node."""
-    return list(_RUNTIMES)
+def timelines() -> list[Any]:
+    """Of the hooks in C++ and of those in Python, as far as any model has them."""
+    return list(_TIMELINES.values())
 
 
+def _timeline(native: Any) -> Any:
+    found = _TIMELINES.get(native is None)
+    if found is None:
+        made = ModuleTimeline() if native is None else native.Timeline(MAX_LENGTH)
+        found = _TIMELINES.setdefault(native is None, made)
+    return found
+
+
+_TIMELINES: dict[bool, Any] = {}
 _BY_MODEL: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
-_RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()

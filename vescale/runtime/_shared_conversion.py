@@ -7,12 +7,13 @@ gradients of the one result first.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.compat import local_of, versions
 from vescale.ops import convert
 from vescale.runtime._activation import current_activation
 
@@ -30,30 +31,41 @@ class Stages:
     def __init__(self, target: Stage, grad_source: Stage | None, grad_target: Stage | None) -> None:
         self._target, self._grad_source, self._grad_target = target, grad_source, grad_target
 
-    def convert(self, x: DTensor, requester: str) -> DTensor:
+    def convert(self, x: DTensor, requester: str, outdated: Callable[[], None]) -> DTensor:
         return convert(
-            x, self._target, grad_source=self._grad_source, grad_target=self._grad_target, requester=requester
+            x,
+            self._target,
+            grad_source=self._grad_source,
+            grad_target=self._grad_target,
+            requester=requester,
+            outdated=outdated,
         )
 
-    def convert_once(self, x: DTensor, requester: str) -> DTensor:
+    def convert_once(self, x: DTensor, requester: str, outdated: Callable[[], None]) -> DTensor:
         """:meth:`convert`, or its earlier result within the forward of the module that passes ``x`` on.
 
-        Results are kept until that module returns, and their sources, so that no other tensor gets the ``id`` of one. An
-        in-place write to either ends the sharing. Tensors of inference mode have no version, and are not shared.
+        Results are kept until that module returns, and their sources, so that no other tensor gets the ``id`` of one. A
+        write to either ends the sharing, also one to a local tensor (``to_local()``), and a change of what requires a
+        gradient. Tensors of inference mode have no version, and are not shared.
         """
         activation = current_activation()
         if activation is None or x.is_inference():
-            return self.convert(x, requester)
+            return self.convert(x, requester, outdated)
         made = activation.frames[-1].converted
         key = (id(x), self, torch.is_grad_enabled())
         held = made.get(key)
         if held is not None:
-            _, result, version, version_of_result = held
-            if x._version == version and result._version == version_of_result:
+            _, result, before = held
+            if before == _state(x, result):
                 return result
-        result = self.convert(x, requester)
-        made[key] = x, result, x._version, result._version
+        result = self.convert(x, requester, outdated)
+        made[key] = x, result, _state(x, result)
         return result
+
+
+def _state(x: DTensor, result: DTensor) -> tuple[object, ...]:
+    """What changes with what ``x`` and ``result`` hold."""
+    return (*versions(x), *versions(result), x.requires_grad, id(local_of(x)))
 
 
 @functools.cache

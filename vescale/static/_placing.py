@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from vescale.runtime import Placing
 from vescale.static._record import Boundary, Recorder
@@ -40,7 +41,7 @@ class LocalPlacing:
             leaves.append((boundary, before, after))
         return cls(placing.index, leaves, holder)
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: Any, placed: Any = None) -> Any:
         if isinstance(value, torch.Tensor):
             if len(self._changes) != 1:
                 raise UnrecordedError("a tensor at a boundary where none was recorded")
@@ -48,13 +49,14 @@ class LocalPlacing:
         return map_in_order(value, self._changes)
 
     def _place(self, boundary: Boundary, before: TensorType, after: TensorType, x: torch.Tensor) -> torch.Tensor:
-        stages, shared = boundary.stages, self._holder.shared
-        if not boundary.is_shared:
-            return after.to_local(stages.convert(before.to_global(x, boundary.requester), boundary.requester))
-        key = (id(x), stages, torch.is_grad_enabled())
-        held = shared.get(key)
+        shared = self._holder.shared
+        key = (id(x), boundary.stages, torch.is_grad_enabled())
+        held = shared.get(key) if boundary.is_shared else None
         if held is not None and held[0] is x and held[2] == x._version:
             return held[1]
-        made = after.to_local(stages.convert(before.to_global(x, boundary.requester), boundary.requester))
-        shared[key] = x, made, x._version
+        placing = boundary.placing
+        given = cast(DTensor, before.to_global(x, placing.requester))
+        made = after.to_local(boundary.stages.convert(given, placing.requester, placing.outdated))
+        if boundary.is_shared:
+            shared[key] = x, made, x._version
         return made

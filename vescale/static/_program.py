@@ -204,7 +204,7 @@ class StaticProgram:
 
         def placed(*args: Any, **kwargs: Any) -> Any:
             if inputs:
-                args, kwargs = local.place_inputs(args, kwargs)
+                args, kwargs, _ = local.place_inputs(args, kwargs)
             result = forward(*args, **kwargs)
             return local.place_outputs(result) if outputs else result
 

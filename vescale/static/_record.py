@@ -23,8 +23,10 @@ from vescale.compat import (
     runs_on_locals,
     take_moves,
     tensors_in,
+    versions,
 )
 from vescale.ops import entries
+from vescale.runtime import Placing, Stages
 from vescale.static._call_tree import CallTree, Site
 from vescale.static._hidden import hidden_slots
 from vescale.static._local_run import LocalRun, run_on_locals
@@ -104,11 +106,11 @@ class Call:
 class Boundary:
     """One tensor that an entry of the plan places at a module's boundary."""
 
+    placing: Placing
+    stages: Stages
+    is_shared: bool
     input: TensorRecord
     output: TensorRecord
-    stages: Any
-    requester: str
-    is_shared: bool
 
 
 class Recorder(TorchFunctionMode):
@@ -141,6 +143,7 @@ class Recorder(TorchFunctionMode):
         self._current_module = current_module
         self._names = names
         self._nodes: set[Any] = set()  # of the graph that are watched
+        self._placed: list[tuple[DTensor, tuple[int, ...]]] = []  # by entries of the modules that run
         self._taken_over = ""
 
     # Values
@@ -268,28 +271,34 @@ class Recorder(TorchFunctionMode):
 
     # Modules
 
-    def boundary(self, placing: Any, x: DTensor, stages: Any, requester: str, is_shared: bool) -> DTensor:
+    def boundary(self, placing: Placing, x: DTensor, stages: Stages, is_shared: bool) -> DTensor:
         """A tensor that an entry of the plan brings to other placements at the boundary of a module."""
         record = self._record(x)
         edges = _edges([x], [record])
-        made = stages.convert_once(x, requester) if is_shared else stages.convert(x, requester)
+        convert = stages.convert_once if is_shared else stages.convert
+        made = convert(x, placing.requester, placing.outdated)
         if getattr(made, "_vescale_value", None) is None:
             self._value_of_result(made)
             if torch.is_grad_enabled():
                 self._watch([made], edges, None)
-        self.boundaries[placing][-1].append(Boundary(record, self._record(made), stages, requester, is_shared))
+        self.boundaries[placing][-1].append(Boundary(placing, stages, is_shared, record, self._record(made)))
+        self._placed.append((made, versions(made)))
         return made
 
-    def begin_boundary(self, placing: Any) -> None:
+    def begin_boundary(self, placing: Placing) -> None:
         self.boundaries.setdefault(placing, []).append([])
 
     def call_module(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The call of a part of the model."""
         with no_torch_function():
             inputs = [self._record(x) for x in tensors_in((args, kwargs))]
+        num_placed = len(self._placed)
         result = call_module(module, args, kwargs)
         with no_torch_function():
             outputs = [self._record(x) for x in tensors_in(result)]
+        if any(versions(x) != before for x, before in self._placed[num_placed:]):
+            self.problems[""] = f"{path} writes to an input that the plan places"
+        del self._placed[num_placed:]
         self.module_calls.setdefault(path, (inputs, outputs))
         return result
 

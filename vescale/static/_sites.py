@@ -87,8 +87,10 @@ class EagerCall:
 
     def __call__(self, f: Callee | None, *args: Any, **kwargs: Any) -> Any:
         activation = self.activation()
-        activation.frames.append(Frame(self.module(), self.path))
-        activation.runtime.timeline.mark(self.path)
+        runtime = activation.runtime
+        where = runtime.where(self.path)
+        activation.frames.append(Frame(self.module(), self.path, where=where))
+        runtime.timeline.mark(where)
         try:
             with with_torch_function(), _Intercept(self) as mode:
                 result = (f if self.callee is None else self.callee)(*args, **kwargs)  # type: ignore[misc]

@@ -1,0 +1,287 @@
+"""Who sees whose writes, where the boundaries of modules meet in-place ops, views and shared inputs: against one device."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.ranks import RankPools, run_cases
+from tests.runtime.compare import assert_same_gradients
+from tests.runtime.llama import make_mesh
+from tests.whole import whole
+from vescale.compat import local_of
+from vescale.plans import Plan, PlanError
+from vescale.runtime import ImplicitCommunicationWarning, parallelize
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+class Act(nn.Module):
+    """Writes to its inputs in place, wherever they are."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            for x in (
+                value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+            ):
+                F.relu(x, inplace=True)
+        return args[0] if args else None
+
+
+class Model(nn.Module):
+    def __init__(self, use: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.act, self.use = nn.Linear(6, 6), Act(), use
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.use(self, self.linear(x))
+
+
+def before_saved(m: Any, h: Any) -> Any:
+    z = h * h  # saves h
+    m.act(h)
+    return z
+
+
+def after_saved(m: Any, h: Any) -> Any:
+    m.act(h)
+    return h * h + h.sin()
+
+
+def returned(m: Any, h: Any) -> Any:
+    return m.act(h) * 2 + h
+
+
+def row_of_written(m: Any, h: Any) -> Any:
+    row = h[1]
+    m.act(h)
+    return h * 2 + row
+
+
+def written_row(m: Any, h: Any) -> Any:
+    m.act(h[1:3])
+    return h * 2
+
+
+def kwargs(m: Any, h: Any) -> Any:
+    m.act(x=h)
+    return h * 2
+
+
+def containers(m: Any, h: Any) -> Any:
+    k = h * 2
+    m.act([h, k])
+    m.act({"a": k})
+    return h + k
+
+
+def twice(m: Any, h: Any) -> Any:
+    m.act(h, h)
+    return h * 2
+
+
+USES = [before_saved, after_saved, returned, row_of_written, written_row, kwargs, containers, twice]
+
+
+def model_and_copy(module: nn.Module, entries: dict[str, Any], mesh: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    reference = module.double()
+    model = copy.deepcopy(reference)
+    plan = Plan(mesh)
+    for path, placement in entries.items():
+        plan.shard(path, placement)
+    return reference, parallelize(model, plan)
+
+
+def same(use: Callable[[Any, Any], Any], entries: dict[str, Any], mesh: Any) -> None:
+    reference, model = model_and_copy(Model(use), entries, mesh)
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    outcomes = []
+    for each in (reference, model):
+        with contextlib.suppress(RuntimeError):
+            y = each(x)
+            (y * y.cos()).sum().backward()
+            outcomes.append(whole(y.detach()))
+    assert len(outcomes) in (0, 2), "one raised, the other did not"
+    if outcomes:
+        torch.testing.assert_close(outcomes[1], outcomes[0])
+        assert_same_gradients(reference, model)
+
+
+def all_uses() -> None:
+    mesh = make_mesh(tp=2)
+    arriving: list[dict[str, Any]] = [{}, {"<in>": S0}, {"linear.weight": S0, "linear.bias": S0}, {"linear.weight": S1}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ImplicitCommunicationWarning)
+        moves: list[dict[str, Any]] = [{}, {"act.<in>": R}, {"act.<in>": S0}, {"act.<in>": S1}]
+        run_cases(same, [(use, {**a, **b}, mesh) for use in USES for a in arriving for b in moves])
+
+
+def test_writes_inside_of_boundaries(ranks: RankPools) -> None:
+    ranks.run(all_uses, world_size=2)
+
+
+class Pass(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return x.mul_(2) if y is None else x.mul_(2) + y
+
+
+class Two(nn.Module):
+    def __init__(self, use: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.a, self.b, self.use = nn.Linear(6, 6), Pass(), nn.Identity(), use
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.use(self, self.linear(x))
+
+
+def moved_and_refused() -> None:
+    """What a boundary that moves data cannot follow raises, on every rank, and names the entry."""
+    mesh = make_mesh(tp=2)
+
+    def later_write(m: Any, h: Any) -> Any:
+        y = m.b(h)
+        h.add_(1)
+        return y * 2
+
+    def later_write_behind(m: Any, h: Any) -> Any:
+        y = m.b(h)
+        y.add_(1)
+        return h * 2
+
+    def freed(m: Any, h: Any) -> Any:
+        m.b(h).add_(1)
+        gc.collect()
+        return h * 2
+
+    def a_view_of_it(m: Any, h: Any) -> Any:
+        return m.a(h, h[:2].sum(0))
+
+    for use, entries in ((later_write, {"b.<in>": S0}), (later_write_behind, {"b.<in>": S0}), (freed, {"b.<in>": S0})):
+        _, model = model_and_copy(Two(use), entries, mesh)
+        with pytest.raises(PlanError, match=r"before or behind b\.<in>.*write|entry"):
+            model(torch.randn(4, 6, dtype=torch.float64))
+    reference, model = model_and_copy(Two(a_view_of_it), {"a.<in:x>": S0}, mesh)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    torch.testing.assert_close(whole(model(x).detach()), reference(x).detach())
+    _, model = model_and_copy(Two(lambda m, h: m.a(h, h)), {"a.<in:x>": S0, "a.<in:y>": S1}, mesh)
+    with pytest.raises(PlanError, match=r"[Oo]n one device"):
+        model(x)
+
+
+def test_what_cannot_be_followed_is_refused(ranks: RankPools) -> None:
+    ranks.run(moved_and_refused, world_size=2)
+
+
+def identity() -> None:
+    """Where nothing moves, both sides are one tensor, or views with one memory, version and base."""
+    mesh = make_mesh(tp=2)
+    seen: list[Any] = []
+
+    def use(m: Any, h: Any) -> Any:
+        y = m.b(h)
+        assert local_of(y) is local_of(h)
+        version = h._version
+        y.mul_(1)
+        assert h._version == y._version == version + 1
+        seen.append(y)
+        return h
+
+    _, model = model_and_copy(Two(use), {"b.<in>": R}, mesh)
+    model(torch.randn(4, 6, dtype=torch.float64))
+    with torch.no_grad():
+        _, model = model_and_copy(Two(lambda m, h: seen.append(m.b(h) is h) or h), {"b.<in>": R}, mesh)
+        model(torch.randn(4, 6, dtype=torch.float64))
+    assert seen[-1] is True
+
+
+def test_nothing_moves(ranks: RankPools) -> None:
+    ranks.run(identity, world_size=2)
+
+
+def shared_conversions() -> None:
+    """Modules that get one tensor, with writes to it in between, also by way of its local tensor."""
+    mesh = make_mesh(tp=2)
+
+    class Shared(nn.Module):
+        def __init__(self, write: Callable[[Any], Any]) -> None:
+            super().__init__()
+            self.q, self.k, self.write = nn.Linear(6, 6), nn.Linear(6, 6), write
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 1
+            first = self.q(x)
+            with torch.no_grad():
+                self.write(x)
+            return first + self.k(x)
+
+    writes: list[Callable[[Any], Any]] = [
+        lambda x: (x.to_local() if isinstance(x, DTensor) else x).mul_(2),
+        lambda x: (x.to_local() if isinstance(x, DTensor) else x)[:1].view(-1).mul_(0),
+        lambda x: x.detach().mul_(2),
+        lambda x: x.mul_(2),
+    ]
+    for write in writes:
+        reference, model = model_and_copy(Shared(write), {"<in>": R, "q.<in>": S1, "k.<in>": S1}, mesh)
+        for grad in (False, True):
+            x = torch.arange(24.0, dtype=torch.float64).view(4, 6)
+            with torch.set_grad_enabled(grad), contextlib.suppress(RuntimeError):
+                found = model(x)
+                torch.testing.assert_close(whole(found.detach()), reference(x).detach())
+
+
+def test_modules_that_share_a_conversion(ranks: RankPools) -> None:
+    ranks.run(shared_conversions, world_size=2)
+
+
+def failing() -> None:
+    """A module that has written to a moved input, and fails: the caller's tensor has old values, and may not be read."""
+    mesh = make_mesh(tp=2)
+
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.mul_(2)
+            raise ZeroDivisionError
+
+    def use(m: Any, h: Any) -> Any:
+        with contextlib.suppress(ZeroDivisionError):
+            m.act(h)
+        return h * 2
+
+    built = Model(use)
+    built.act = Failing()  # type: ignore[assignment]
+    _, model = model_and_copy(built, {"act.<in>": S0}, mesh)
+    with pytest.raises(PlanError, match=r"act\.<in>"):
+        model(torch.randn(4, 6, dtype=torch.float64))
+
+
+def test_a_module_that_fails(ranks: RankPools) -> None:
+    ranks.run(failing, world_size=2)
+
+
+def regions() -> None:
+    mesh = make_mesh(tp=2)
+    for inputs in (R, S0):
+        torch.manual_seed(0)
+        reference = Model(after_saved).double()
+        model = copy.deepcopy(reference)
+        parallelize(model, Plan(mesh).local("act", inputs=inputs, outputs=inputs))
+        x = torch.randn(4, 6, dtype=torch.float64)
+        for each in (reference, model):
+            each(x).sum().backward()
+        torch.testing.assert_close(whole(model(x).detach()), reference(x).detach())
+        assert_same_gradients(reference, model)
+
+
+def test_writes_in_local_regions(ranks: RankPools) -> None:
+    ranks.run(regions, world_size=2)

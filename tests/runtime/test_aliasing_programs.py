@@ -1,0 +1,188 @@
+"""Drawn modules in which tensors alias, against one device: values, gradients, errors, and who sees whose writes.
+
+``python -m tests.runtime.test_aliasing_programs 0 1000`` runs seeds, and prints those that fail.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import threading
+import traceback
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.examples import NIGHTLY
+from tests.ranks import RankPools
+from tests.runtime.drawn_modules import ROWS, WIDTH, Block, draw_model, draw_plan
+from tests.whole import whole
+from vescale.runtime import parallelize
+
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-10}
+# What a boundary that moves data may answer instead of what one device does.
+REFUSED = ("one tensor; here they are two", "is the same memory on one device", "by way of to_local()")
+
+
+class Run:
+    """A forward and backward of a model, with everything that a program can see of it."""
+
+    def __init__(self, model: Block, draw: random.Random) -> None:
+        self.model = model
+        self.grad = draw.random() < 0.9 and not model.by_local
+        self.threaded = draw.random() < 0.3
+        self.leaf = draw.random() < 0.5
+        self.again = draw.random() < 0.3
+        generator = torch.Generator().manual_seed(draw.randrange(1000))
+        given = [torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=generator) for _ in model.inputs]
+        if len(given) == 2 and self.again:
+            given[1] = given[0]
+        self.leaves = [x.requires_grad_(self.leaf and self.grad) for x in given]
+        self.inputs = [x * 1 for x in self.leaves]
+        if len(given) == 2 and self.again:
+            self.inputs[1] = self.inputs[0]
+        self.outputs: tuple[Any, ...] = ()
+
+    def forward(self) -> None:
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                with torch.set_grad_enabled(self.grad):
+                    self.outputs = self.model(*self.inputs)
+            except BaseException as error:
+                failed.append(error)
+
+        if self.threaded:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+        else:
+            run()
+        if failed:
+            raise failed[0]
+
+    def backward(self) -> None:
+        losses = [(x * x.sin()).sum() for x in self.outputs if x.requires_grad]
+        if self.grad and losses:
+            sum(losses).backward()  # type: ignore[union-attr]
+
+    def values(self) -> list[torch.Tensor]:
+        return [whole(x.detach()) for x in (*self.outputs, *self.inputs)]
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        found = [*self.model.parameters(), *self.leaves]
+        return [None if x.grad is None else whole(x.grad) for x in found]
+
+
+def attempt(function: Any) -> BaseException | None:
+    try:
+        function()
+    except (RuntimeError, ValueError, NotImplementedError, AssertionError, TypeError) as error:
+        return error
+    return None
+
+
+def same(expected: list[Any], found: list[Any], what: str) -> None:
+    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert (one is None) == (other is None), f"{what} {index}: {other}, one device {one}"
+        if one is not None:
+            torch.testing.assert_close(other, one, **TOLERANCE, msg=lambda m, i=index: f"{what} {i}: {m}")
+
+
+def compare(seed: int, mesh: Any) -> str:
+    """What came of it: ``equal``, ``both raise``, ``refused in`` a step (see REFUSED). AssertionError for anything else."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    plain = draw_model(draw).double()
+    model: Any = copy.deepcopy(plain)
+    plan, entries = draw_plan(plain, draw, mesh)
+    one, many = (Run(each, random.Random(seed)) for each in (plain, model))
+    try:
+        parallelize(model, plan)
+        for step in ("forward", "values", "backward", "gradients"):
+            outcomes = [attempt(getattr(run, step)) for run in (one, many)]
+            if outcomes[0] is None and outcomes[1] is None:
+                if step in ("values", "gradients"):
+                    same(getattr(one, step)(), getattr(many, step)(), step)
+                continue
+            if outcomes[1] is None:
+                raise AssertionError(f"{step}: no error; one device: {outcomes[0]}")
+            if outcomes[0] is None:
+                if any(text in str(outcomes[1]) for text in REFUSED):
+                    return f"refused in {step}"
+                raise AssertionError(f"{step}: {outcomes[1]}") from outcomes[1]
+            return "both raise"
+        return writes_afterwards(one, many)
+    except BaseException as error:
+        text = "\n".join([f"seed {seed}, rank {dist.get_rank()}", *plain.text(), *entries, str(vars_of(one))])
+        raise AssertionError(text) from error
+
+
+def vars_of(run: Run) -> dict[str, bool]:
+    return {name: value for name, value in vars(run).items() if isinstance(value, bool)}
+
+
+def writes_afterwards(one: Run, many: Run) -> str:
+    """Whether the outputs share memory with each other as on one device."""
+    inputs = {x.untyped_storage().data_ptr() for x in one.inputs}
+    own = [i for i, x in enumerate(one.outputs) if x.untyped_storage().data_ptr() not in inputs]
+    for index in own:
+        for run in (one, many):
+            with torch.no_grad():
+                problem = attempt(lambda run=run, index=index: run.outputs[index].detach().mul_(index + 2))
+            if problem is not None:
+                assert run is many and any(text in str(problem) for text in REFUSED), problem
+                return "refused afterwards"
+        for each in own:
+            expected = one.outputs[each].detach()
+            found: list[torch.Tensor] = []
+            problem = attempt(lambda each=each, found=found: found.append(whole(many.outputs[each].detach())))
+            if problem is not None:
+                assert any(text in str(problem) for text in REFUSED), problem
+                return "refused afterwards"
+            torch.testing.assert_close(found[0], expected, **TOLERANCE)
+    return "equal"
+
+
+def compare_all(seeds: list[int]) -> tuple[Counter[str], list[str]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    outcomes: Counter[str] = Counter()
+    failures: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in seeds:
+            try:
+                outcomes[compare(seed, mesh)] += 1
+            except AssertionError as error:
+                failures.append(f"{error}\n" + "".join(traceback.format_exception(error.__cause__))[-3500:])
+                outcomes["failed"] += 1
+    return outcomes, failures
+
+
+def test_drawn_modules(ranks: RankPools) -> None:
+    seeds = range(10_000) if NIGHTLY else range(300)
+    (outcomes, failures), _ = ranks.run(compare_all, list(seeds), world_size=2, timeout=3600.0)
+    assert not failures, "\n\n".join(failures[:5])
+    assert outcomes["equal"] > len(seeds) * 0.5, outcomes
+
+
+def main() -> None:
+    from tests.runtime import test_aliasing_programs as module
+
+    pools = RankPools()
+    (outcomes, failures), _ = pools.run(
+        module.compare_all, list(range(int(sys.argv[1]), int(sys.argv[2]))), world_size=2
+    )
+    print("\n\n".join(failures[: int(sys.argv[3]) if len(sys.argv) > 3 else 5]), flush=True)
+    print(outcomes, len(failures))
+    pools.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""DTensors that are one tensor on one device, and several here: ``csrc/links.h``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale.compat import local_of, native_require_current
+from vescale.ops._conversion import NATIVE as _native
+
+__all__ = ["link_view", "require_current", "settle", "settle_view", "share_version"]
+
+_require_current = native_require_current()
+
+
+def link_view(local: torch.Tensor, copy: torch.Tensor, update: Callable[[torch.Tensor], None]) -> bool:
+    """Have ``update(tensor with the storage of copy)`` called before an op reads ``copy``, which is viewed in place of
+    ``local``, after a write to ``local``. False where nothing watches for that."""
+    return bool(_native.link_view(local, copy, update))
+
+
+def share_version(x: DTensor, copy: DTensor) -> None:
+    """Writes to one of the two count as writes to both, for autograd, as far as there is C++ for it."""
+    _native.share_version(copy, x)
+
+
+def settle_view(copy: torch.Tensor) -> None:
+    """An op has written to a copy that is viewed, and its source has the same values by now."""
+    _native.settle_view(copy)
+
+
+def require_current(x: DTensor) -> None:
+    """Before anything but an op reads ``x``: as ops do, brings it up to date, or calls ``outdated`` of a conversion."""
+    if _require_current is not None:
+        _require_current(x)
+
+
+def settle(written: DTensor, other: DTensor) -> None:
+    """Of the two tensors of a conversion with ``outdated``, ``other`` has the values of ``written`` now."""
+    _native.settle_group(local_of(written), local_of(other))
