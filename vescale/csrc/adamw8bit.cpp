@@ -1,0 +1,245 @@
+// The update of vescale/optim/_adamw8bit.py on a CPU, for many parameters in one call and on several threads.
+//
+// Plain C++ with the arithmetic of vescale/optim/_adamw8bit_update.py, operation by operation in float32, so that both give
+// the same bits (compiled without contraction of products and sums). Blocks are independent: the number of threads does
+// not show in the result. Tables come from vescale/optim/_dynamic_map.py.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("default", "avx2")))
+#else
+#define CLONES
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+enum Dtype { kFloat, kBFloat16 };
+enum States { kFloatStates, kBFloat16States, kCodes };
+constexpr int64_t kChunk = 1024;       // elements of a row that are worked on at once
+constexpr int64_t kTask = 1 << 16;     // elements that a thread takes at once
+
+// Consecutive elements of one local tensor. Kept in step with _ITEM in _adamw8bit_native.py.
+struct Item {
+  void* param;
+  const void* grad;
+  void* m;
+  void* v;
+  float* m_max;
+  float* v_max;
+  float* master;                       // null: none
+  const uint16_t* noise;               // null: round to nearest
+  int64_t matrices, rows, columns, block_rows, block_columns;
+  int32_t param_dtype, grad_dtype, states, maximize;
+  float weight1, beta2, weight2, decay, step_size, inverse_root, eps, unused;
+};
+
+struct Map {
+  const float* values;
+  const float* thresholds;
+  const uint8_t* first_codes;
+  int64_t zero_code;
+};
+
+struct Task {
+  const Item* item;
+  int64_t begin, end;                  // blocks
+};
+
+struct Scratch {
+  float p[kChunk], g[kChunk];
+  uint32_t before[kChunk];
+  std::vector<float> m, v;
+};
+
+INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+INLINE float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+INLINE uint16_t nearest_bfloat16(float x) {
+  const uint32_t bits = bits_of(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+INLINE uint16_t noisy_bfloat16(float x, uint16_t noise) {
+  const uint32_t bits = bits_of(x);
+  if ((bits & 0x7f800000u) == 0x7f800000u) return nearest_bfloat16(x);
+  return static_cast<uint16_t>((bits + noise) >> 16);
+}
+
+INLINE void load(float* out, const void* from, int32_t dtype, int64_t at, int64_t count) {
+  if (dtype == kFloat) {
+    memcpy(out, static_cast<const float*>(from) + at, count * 4);
+  } else {
+    const uint16_t* words = static_cast<const uint16_t*>(from) + at;
+    for (int64_t i = 0; i < count; ++i) out[i] = float_of(static_cast<uint32_t>(words[i]) << 16);
+  }
+}
+
+INLINE void decode(float* out, const uint8_t* codes, float largest, const float* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = values[codes[i]] * largest;
+}
+
+INLINE void update(float* p, const float* g, float* m, float* v, int64_t count, const Item& item) {
+  const float sign = item.maximize ? -1.0f : 1.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    const float gradient = g[i] * sign;
+    const float first = m[i] + (gradient - m[i]) * item.weight1;
+    const float second = v[i] * item.beta2 + (gradient * item.weight2) * gradient;
+    m[i] = first;
+    v[i] = second;
+    const float denominator = __builtin_sqrtf(second) * item.inverse_root + item.eps;
+    p[i] = p[i] * item.decay - (first / denominator) * item.step_size;
+  }
+}
+
+INLINE uint32_t largest_bits(const float* x, int64_t count) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t bits = static_cast<int32_t>(bits_of(x[i]) & 0x7fffffffu);
+    largest = bits > largest ? bits : largest;
+  }
+  return static_cast<uint32_t>(largest);
+}
+
+INLINE void encode(uint8_t* codes, float* x, float divisor, const Map& map, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) x[i] = x[i] / divisor;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint8_t code = map.first_codes[bits_of(x[i]) >> 16];
+    // Behind the last threshold there is infinity.
+    codes[i] = static_cast<uint8_t>(code + (x[i] >= map.thresholds[code]));
+  }
+}
+
+// One moment of a block back to its codes: `rows` rows of `columns` in `x`, `stride` elements apart in `codes`.
+INLINE void store_codes(uint8_t* codes, float* maximum, float* x, int64_t rows, int64_t columns, int64_t stride,
+                        const Map& map) {
+  const uint32_t largest = largest_bits(x, rows * columns);
+  if (largest >= 0x7f800000u) {
+    *maximum = float_of(largest > 0x7f800000u ? 0x7fc00000u : largest);
+    for (int64_t row = 0; row < rows; ++row) memset(codes + row * stride, static_cast<int>(map.zero_code), columns);
+    return;
+  }
+  *maximum = float_of(largest);
+  const float divisor = largest == 0 ? 1.0f : *maximum;
+  for (int64_t row = 0; row < rows; ++row) encode(codes + row * stride, x + row * columns, divisor, map, columns);
+}
+
+INLINE void load_param(Scratch& scratch, const Item& item, int64_t at, int64_t count) {
+  load(scratch.p, item.param, item.param_dtype, at, count);
+  if (item.master == nullptr) return;
+  const float* master = item.master + at;
+  for (int64_t i = 0; i < count; ++i) {  // where the parameter was changed meanwhile, it counts
+    const uint16_t rounded = static_cast<uint16_t>(bits_of(scratch.p[i]) >> 16);
+    if (nearest_bfloat16(master[i]) == rounded) scratch.p[i] = master[i];
+  }
+}
+
+INLINE void store_param(const Scratch& scratch, const Item& item, int64_t at, int64_t count) {
+  if (item.param_dtype == kFloat) {
+    memcpy(static_cast<float*>(item.param) + at, scratch.p, count * 4);
+    return;
+  }
+  uint16_t* out = static_cast<uint16_t*>(item.param) + at;
+  if (item.noise != nullptr)
+    for (int64_t i = 0; i < count; ++i) out[i] = noisy_bfloat16(scratch.p[i], item.noise[at + i]);
+  else
+    for (int64_t i = 0; i < count; ++i) out[i] = nearest_bfloat16(scratch.p[i]);
+  if (item.master != nullptr) memcpy(item.master + at, scratch.p, count * 4);
+}
+
+INLINE void block(const Item& item, int64_t index, Scratch& scratch, const Map* maps) {
+  const int64_t tiles = (item.columns + item.block_columns - 1) / item.block_columns;
+  const int64_t bands = (item.rows + item.block_rows - 1) / item.block_rows;
+  const int64_t tile = index % tiles, band = index / tiles % bands, matrix = index / tiles / bands;
+  const int64_t rows = std::min(item.block_rows, item.rows - band * item.block_rows);
+  const int64_t columns = std::min(item.block_columns, item.columns - tile * item.block_columns);
+  const int64_t at = (matrix * item.rows + band * item.block_rows) * item.columns + tile * item.block_columns;
+  if (static_cast<int64_t>(scratch.m.size()) < rows * columns) {
+    scratch.m.resize(rows * columns);
+    scratch.v.resize(rows * columns);
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t column = 0; column < columns; column += kChunk) {
+      const int64_t count = std::min(kChunk, columns - column), from = at + row * item.columns + column;
+      float* m = scratch.m.data() + row * columns + column;
+      float* v = scratch.v.data() + row * columns + column;
+      if (item.states == kCodes) {
+        decode(m, static_cast<uint8_t*>(item.m) + from, item.m_max[index], maps[0].values, count);
+        decode(v, static_cast<uint8_t*>(item.v) + from, item.v_max[index], maps[1].values, count);
+      } else {
+        load(m, item.m, item.states, from, count);
+        load(v, item.v, item.states, from, count);
+      }
+      load(scratch.g, item.grad, item.grad_dtype, from, count);
+      load_param(scratch, item, from, count);
+      update(scratch.p, scratch.g, m, v, count, item);
+      store_param(scratch, item, from, count);
+      if (item.states == kFloatStates) {
+        memcpy(static_cast<float*>(item.m) + from, m, count * 4);
+        memcpy(static_cast<float*>(item.v) + from, v, count * 4);
+      } else if (item.states == kBFloat16States) {
+        uint16_t* m_out = static_cast<uint16_t*>(item.m) + from;
+        uint16_t* v_out = static_cast<uint16_t*>(item.v) + from;
+        for (int64_t i = 0; i < count; ++i) m_out[i] = nearest_bfloat16(m[i]);
+        for (int64_t i = 0; i < count; ++i) v_out[i] = nearest_bfloat16(v[i]);
+      }
+    }
+  }
+  if (item.states != kCodes) return;
+  store_codes(static_cast<uint8_t*>(item.m) + at, item.m_max + index, scratch.m.data(), rows, columns, item.columns,
+              maps[0]);
+  store_codes(static_cast<uint8_t*>(item.v) + at, item.v_max + index, scratch.v.data(), rows, columns, item.columns,
+              maps[1]);
+}
+
+CLONES void blocks(const Task& task, Scratch& scratch, const Map* maps) {
+  for (int64_t index = task.begin; index < task.end; ++index) block(*task.item, index, scratch, maps);
+}
+
+}  // namespace
+
+// One step of `count` items; `maps`: of the first moment and of the second. Items must not overlap.
+extern "C" __attribute__((visibility("default"))) void adamw8bit_step(
+    const Item* items, int64_t count, const Map* maps, int32_t num_threads) {
+  std::vector<Task> tasks;
+  for (int64_t i = 0; i < count; ++i) {
+    const Item& item = items[i];
+    const int64_t tiles = (item.columns + item.block_columns - 1) / item.block_columns;
+    const int64_t bands = (item.rows + item.block_rows - 1) / item.block_rows;
+    const int64_t num_blocks = item.matrices * bands * tiles;
+    const int64_t numel = std::max<int64_t>(1, std::min(item.block_rows, item.rows) * std::min(item.block_columns, item.columns));
+    const int64_t step = std::max<int64_t>(1, kTask / numel);
+    for (int64_t begin = 0; begin < num_blocks; begin += step)
+      tasks.push_back({&item, begin, std::min(begin + step, num_blocks)});
+  }
+  std::atomic<size_t> next{0};
+  const auto work = [&] {
+    Scratch scratch;
+    for (size_t i; (i = next.fetch_add(1)) < tasks.size();) blocks(tasks[i], scratch, maps);
+  };
+  std::vector<std::thread> threads;
+  const size_t helpers = std::min<size_t>(std::max(0, num_threads - 1), tasks.empty() ? 0 : (tasks.size() - 1) / 2);
+  for (size_t i = 0; i < helpers; ++i) threads.emplace_back(work);
+  work();
+  for (std::thread& thread : threads) thread.join();
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t adamw8bit_item_bytes() { return sizeof(Item); }
