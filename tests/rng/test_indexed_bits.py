@@ -37,8 +37,14 @@ def test_every_element(form: None) -> None:
 
 def test_parts_are_those_of_the_whole(form: None) -> None:
     whole = indexed_bits(1, 2, 3, [(0, 1000)])
-    assert torch.equal(torch.cat([indexed_bits(1, 2, 3, [(a, b - a)]) for a, b in ((0, 77), (77, 640), (640, 1000))]), whole)
-    for other in (indexed_bits(2, 2, 3, [(0, 1000)]), indexed_bits(1, 3, 3, [(0, 1000)]), indexed_bits(1, 2, 4, [(0, 1000)])):
+    assert torch.equal(
+        torch.cat([indexed_bits(1, 2, 3, [(a, b - a)]) for a, b in ((0, 77), (77, 640), (640, 1000))]), whole
+    )
+    for other in (
+        indexed_bits(2, 2, 3, [(0, 1000)]),
+        indexed_bits(1, 3, 3, [(0, 1000)]),
+        indexed_bits(1, 2, 4, [(0, 1000)]),
+    ):
         assert (other.int() == whole.int()).sum() < 10
 
 

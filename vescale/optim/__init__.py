@@ -1,5 +1,14 @@
-"""What a training step does with gradients and parameters, on any mesh: for now the clipping of gradients."""
+"""What a training step does with gradients and parameters, on any mesh: clipping, optimizers, averages of parameters."""
 
+from vescale.optim._adamw8bit import AdamW8bit, adamw8bit_layout
 from vescale.optim._clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from vescale.optim._report import ParameterReport
 
-__all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
+__all__ = [
+    "AdamW8bit",
+    "ParameterReport",
+    "adamw8bit_layout",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+]

@@ -1,10 +1,11 @@
-"""The same update in C++ (``vescale/csrc/adamw8bit.cpp``): all parameters on a CPU in one call, on torch's number of threads."""
+"""The same update in C++ (``vescale/csrc/adamw8bit.cpp``): all parameters on a CPU in one call, on several threads."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +45,7 @@ def is_native(one: Update) -> bool:
 
 
 def update_all(updates: Sequence[Update]) -> None:
-    """One step of all of them, in place."""
+    """One step of all of them, in place, on as many threads as torch uses."""
     library = csrc.load("adamw8bit")
     assert library is not None
     rows = [row for one in updates for row in _rows(one)]
@@ -59,7 +60,7 @@ def update_all(updates: Sequence[Update]) -> None:
     )
 
 
-def _rows(one: Update) -> list[tuple[float, ...]]:
+def _rows(one: Update) -> list[tuple[Any, ...]]:
     s, found = one.scalars, []
     per_element = (one.param, one.grad, one.first, one.second)
     kinds = (
@@ -73,9 +74,7 @@ def _rows(one: Update) -> list[tuple[float, ...]]:
     for part in one.parts:
         pointers = [t.data_ptr() + begin * t.element_size() for t in per_element]
         pointers += [0 if t is None else t.data_ptr() + blocks * 4 for t in (one.first_max, one.second_max)]
-        pointers += [
-            0 if t is None else t.data_ptr() + begin * t.element_size() for t in (one.master, one.noise)
-        ]
+        pointers += [0 if t is None else t.data_ptr() + begin * t.element_size() for t in (one.master, one.noise)]
         sizes = (part.matrices, part.rows, part.columns, part.block_rows, part.block_columns)
         found.append((*pointers, *sizes, *kinds, *factors))
         begin, blocks = begin + part.numel, blocks + part.num_blocks

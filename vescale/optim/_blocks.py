@@ -89,9 +89,7 @@ class Blocks:
         """The local tensor of a region that cuts no block, in its order."""
         raise NotImplementedError
 
-    def first_cut(
-        self, shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
-    ) -> Cut | None:
+    def first_cut(self, shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> Cut | None:
         """The first block that a rank boundary cuts; None: there is none. The same on every rank; no communication."""
         return self._first_cut(tuple(shape), tuple(placements), tuple(mesh_shape))
 
@@ -104,7 +102,9 @@ class Blocks:
         """
         return self._grid_placements(tuple(shape), tuple(placements), tuple(mesh_shape))
 
-    def _first_cut(self, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> Cut | None:
+    def _first_cut(
+        self, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
+    ) -> Cut | None:
         raise NotImplementedError
 
     def _grid_placements(
@@ -133,9 +133,7 @@ class FlatBlocks(Blocks):
 
     def _element(self, offset: int, numel: int, coordinate: tuple[int, ...]) -> Cut:
         block = offset // self.size
-        return Cut(
-            str(block), f"elements {block * self.size} to {min((block + 1) * self.size, numel) - 1}", coordinate
-        )
+        return Cut(str(block), f"elements {block * self.size} to {min((block + 1) * self.size, numel) - 1}", coordinate)
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (values, few of them)
     def _first_cut(
@@ -154,9 +152,7 @@ class FlatBlocks(Blocks):
     def _unaligned_end(self, region: Region) -> int | None:
         """The first global offset at which a run of the region ends inside of a block."""
         shape = region.global_shape
-        cut = next(
-            (dim for dim in reversed(range(len(shape))) if region.intervals[dim] != ((0, shape[dim]),)), None
-        )
+        cut = next((dim for dim in reversed(range(len(shape))) if region.intervals[dim] != ((0, shape[dim]),)), None)
         if cut is None or region.numel == 0:
             return None
         inner, numel = math.prod(shape[cut + 1 :]), math.prod(shape)
@@ -175,7 +171,8 @@ class FlatBlocks(Blocks):
         self, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
     ) -> tuple[Placement, ...]:
         grid = self.grid(shape)
-        held, found = list(shape), []
+        held, is_even = list(shape), True
+        found: list[Placement] = []
         for placement, num_ranks in zip(placements, mesh_shape, strict=True):
             dim = shard_dim(placement)
             if dim is None:
@@ -184,14 +181,13 @@ class FlatBlocks(Blocks):
             factor = split_factor(placement)
             pieces = math.prod(held[:dim]) * factor
             found.append(Shard(0) if pieces == 1 else InterleavedShard(0, pieces))
-            held[dim] = factor * -(-(-(-held[dim] // factor)) // num_ranks)
-        products = list(_products(shape, placements, mesh_shape))
-        is_uneven = any(
-            -(-region.numel // self.size) != local_region(grid, found, mesh_shape, coordinate).numel
-            for coordinate, region in products
-        )
-        if is_uneven:
-            return self._explicit(grid, shape, placements, mesh_shape)
+            is_even &= held[dim] % (factor * num_ranks) == 0
+            held[dim] = factor * -(-held[dim] // (factor * num_ranks))
+        if not is_even:  # even cuts are the same for blocks and elements
+            for coordinate, region in _products(shape, placements, mesh_shape):
+                runs = [(begin // self.size, -(-length // self.size)) for begin, length in region.runs()]
+                if runs != list(local_region(grid, found, mesh_shape, coordinate).runs()):
+                    return self._explicit(grid, shape, placements, mesh_shape)
         axis = ragged_axis(placements)
         if axis is None:
             return tuple(found)
@@ -201,7 +197,11 @@ class FlatBlocks(Blocks):
         return normalize_placements(found, grid, mesh_shape)
 
     def _explicit(
-        self, grid: tuple[int, ...], shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
+        self,
+        grid: tuple[int, ...],
+        shape: tuple[int, ...],
+        placements: tuple[Placement, ...],
+        mesh_shape: tuple[int, ...],
     ) -> tuple[Placement, ...]:
         """Counts of blocks for each rank of the one axis that cuts the tensor, unevenly, into consecutive runs."""
         axes = [axis for axis, p in enumerate(placements) if shard_dim(p) is not None and mesh_shape[axis] > 1]
@@ -221,8 +221,8 @@ class FlatBlocks(Blocks):
 
 @dataclass(frozen=True)
 class RowBlocks(Blocks):
-    """Tiles of ``rows x columns`` of each matrix (the last two dims); those at the end of a dim may be short. A vector is
-    one row."""
+    """Tiles of ``rows x columns`` of each matrix (the last two dims); those at the end of a dim may be short. Vectors, and
+    matrices of one row, have blocks of ``columns`` elements."""
 
     rows: int
     columns: int
@@ -231,19 +231,19 @@ class RowBlocks(Blocks):
         return f"blocks of {self.rows} x {self.columns}"
 
     def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
-        if len(shape) < 2:
+        if _is_row(shape):
             return FlatBlocks(self.columns).grid(shape)
         return (*shape[:-2], -(-shape[-2] // self.rows), -(-shape[-1] // self.columns))
 
     def granule(self, shape: Sequence[int]) -> int:
         """A band of rows; whole matrices of a stack where bands do not divide them."""
-        if len(shape) < 2:
+        if _is_row(shape):
             return self.columns
         rows = self.rows if shape[-2] % self.rows == 0 or math.prod(shape[:-2]) == 1 else shape[-2]
         return max(1, min(rows, shape[-2]) * shape[-1])
 
     def parts(self, region: Region) -> list[Part]:
-        if len(region.global_shape) < 2:
+        if _is_row(region.global_shape):
             return FlatBlocks(self.columns).parts(region)
         *_, rows, columns = region.shape
         begin, end = region.flat if region.flat is not None else (0, region.numel)
@@ -269,7 +269,7 @@ class RowBlocks(Blocks):
     def _first_cut(
         self, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
     ) -> Cut | None:
-        if len(shape) < 2:
+        if _is_row(shape):
             return FlatBlocks(self.columns)._first_cut(shape, placements, mesh_shape)
         for coordinate, region in _products(shape, placements, mesh_shape):
             for dim, size in ((-2, self.rows), (-1, self.columns)):
@@ -305,15 +305,18 @@ class RowBlocks(Blocks):
     def _grid_placements(
         self, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
     ) -> tuple[Placement, ...]:
-        if len(shape) < 2:
+        if _is_row(shape):
             return FlatBlocks(self.columns)._grid_placements(shape, placements, mesh_shape)
         grid, found = self.grid(shape), list(placements)
         for coordinate, region in _products(shape, placements, mesh_shape):
-            *leading, rows, columns = region.shape
-            expected = (*leading, -(-rows // self.rows), -(-columns // self.columns))
+            sizes = (*[1] * (len(shape) - 2), self.rows, self.columns)
+            expected = [
+                tuple((begin // size, -(-stop // size)) for begin, stop in ranges)
+                for size, ranges in zip(sizes, region.intervals)
+            ]
             cut = [Replicate() if isinstance(p, RaggedShard) else p for p in found]
             held = local_region(grid, cut, mesh_shape, coordinate)
-            if math.prod(expected) != held.numel:
+            if region.numel and list(held.intervals) != expected:
                 raise UnevenBlocksError(
                     f"a tensor of shape {shape} is placed as {placements} on a mesh of {mesh_shape}, which leaves ranks "
                     f"uneven numbers of {self} that no placement describes; cut it evenly"
@@ -378,6 +381,10 @@ def _ragged_ends(
     largest = largest_shape(shape, placements, mesh_shape)
     for index, end in enumerate(_ends(largest, placements, mesh_shape, region.shape)):
         yield (*coordinate[:axis], index, *coordinate[axis + 1 :]), end
+
+
+def _is_row(shape: Sequence[int]) -> bool:
+    return math.prod(shape[:-1]) == 1
 
 
 def _counts(ends: Sequence[int]) -> list[int]:

@@ -26,8 +26,8 @@ class DynamicMap:
         values: 256 of float32, ascending.
         thresholds: 255 of float32; ``x`` has the code ``c`` for ``thresholds[c - 1] <= x < thresholds[c]``: the nearest
             value, the larger one of two that are equally near, as float32 arithmetic sees it.
-        first_codes: 65,536 of uint8, by the upper 16 bits of a float32: the code of the smallest such number. The code of any
-            other one is the same or the next.
+        first_codes: 65,536 of uint8, by the upper 16 bits of a float32: the code of the smallest such number. The code of
+            any other one is the same or the next.
         zero_code: the code of 0.
     """
 

@@ -1,4 +1,4 @@
-"""``load_state_dict`` that keeps the dtypes of states: torch's casts all floating-point parameters' states to their dtype."""
+"""``load_state_dict`` that keeps the dtypes of states: torch's casts those of floating-point parameters."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ class ExactStates(Optimizer):
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, with states as :meth:`loaded_state` returns them; parameters without a saved state keep theirs."""
+        """As torch's, with states as :meth:`loaded_state` returns them; parameters without a saved state keep theirs.
+
+        After an error the optimizer is as it was."""
         aside: dict[str, Any] = {}
-        before = dict(self.state)
+        before, state, groups = dict(self.state), self.state, self.param_groups
 
         def set_aside(_: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
             aside.update(found)
             return {**found, "state": {}}
 
         def put_back(_: Optimizer) -> None:
+            for group, own in zip(self.param_groups, groups):  # saved by an optimizer with fewer options
+                for option, value in own.items():
+                    group.setdefault(option, value)
             saved = chain.from_iterable(group["params"] for group in aside["param_groups"])
             own = chain.from_iterable(group["params"] for group in self.param_groups)
             params = dict(zip(saved, own, strict=True))
@@ -38,14 +43,14 @@ class ExactStates(Optimizer):
             self.state.update(before | loaded)
 
         # Ours is the last pre-hook, behind those that replace the dict, and the first post-hook.
-        hooks = [
+        hooks: list[Any] = [
             self.register_load_state_dict_pre_hook(set_aside),
             self.register_load_state_dict_post_hook(put_back, prepend=True),
         ]
         try:
             super().load_state_dict(state_dict)
         except BaseException:
-            self.state.update(before)
+            self.state, self.param_groups = state, groups
             raise
         finally:
             for hook in hooks:

@@ -47,7 +47,7 @@ def indexed_bits(seed: int, stream: int, draw: int, runs: Iterable[tuple[int, in
         for first in range(start, start + length, _CHUNK):
             stop = min(first + _CHUNK, start + length)
             blocks = np.arange(first // _LANES, -(-stop // _LANES), dtype=np.int64)
-            words = philox(PhiloxState(seed, 0), np.int64(subsequence), blocks).astype("<u4").view("<u2").reshape(-1)
+            words = philox(PhiloxState(seed, 0), np.array(subsequence), blocks).astype("<u4").view("<u2").reshape(-1)
             skipped = first % _LANES
             target[begin : begin + stop - first] = words[skipped : skipped + stop - first]
             begin += stop - first
