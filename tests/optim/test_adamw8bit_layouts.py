@@ -21,7 +21,8 @@ from tests.optim.test_adamw8bit import gradient
 from vescale.comm import record_comms
 from vescale.compat import StridedShard
 from vescale.optim import AdamW8bit, adamw8bit_layout
-from vescale.optim._blocks import FlatBlocks, RowBlocks
+from vescale.optim._flat_blocks import FlatBlocks
+from vescale.optim._row_blocks import RowBlocks
 from vescale.placements import (
     InterleavedShard,
     RaggedShard,
@@ -191,7 +192,7 @@ PLACEMENTS = [
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2), (3, 2)], ids=str)
 def test_cuts_and_grids_by_brute_force(mesh_shape: tuple[int, ...]) -> None:
     """A block is cut exactly if its elements are on several coordinates; the grid's parts follow the blocks' order."""
-    counts = {"cut": 0, "whole": 0}
+    counts = {"cut": 0, "whole": 0, "uneven": 0}
     shapes = [(16, 64), (6, 96), (12, 32), (7, 128), (1, 300), (4, 8, 64), (2, 12, 32)]
     for shape, chosen in itertools.product(shapes, itertools.product(PLACEMENTS, repeat=len(mesh_shape))):
         try:
@@ -229,7 +230,10 @@ def test_cuts_and_grids_by_brute_force(mesh_shape: tuple[int, ...]) -> None:
             try:
                 grid = blocks.grid_placements(shape, placements, mesh_shape)
             except ValueError:
-                counts["uneven"] = counts.get("uneven", 0) + 1
+                counts["uneven"] += 1
+                cut = [R() if isinstance(p, RaggedShard) else p for p in placements]
+                sizes = {len(elements) for elements in owners(shape, cut, mesh_shape).values()}
+                assert len(sizes) > 1, (shape, placements)
                 continue
             for at, numbers in owners(blocks.grid(shape), grid, mesh_shape).items():
                 local = block_of[held[at]]
@@ -238,7 +242,7 @@ def test_cuts_and_grids_by_brute_force(mesh_shape: tuple[int, ...]) -> None:
                 assert sum(part.numel for part in parts) == len(local)
                 assert sorted(set(local.tolist())) == numbers.tolist(), (shape, placements, grid)
     assert counts["cut"] > 20 and counts["whole"] > 20
-    assert counts.get("uneven", 0) <= 0.05 * counts["whole"], counts
+    assert counts["uneven"] <= 0.25 * counts["whole"], counts
 
 
 def test_cut_blocks_are_refused(meshes: Any) -> None:

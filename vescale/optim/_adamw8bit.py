@@ -20,8 +20,10 @@ from vescale.optim._adamw8bit_states import (
     state_tensors,
 )
 from vescale.optim._adamw8bit_update import Scalars, Update, compute_dtype, update
-from vescale.optim._blocks import FlatBlocks, Part, RowBlocks
+from vescale.optim._blocks import Part
+from vescale.optim._flat_blocks import FlatBlocks
 from vescale.optim._report import ParameterReport
+from vescale.optim._row_blocks import RowBlocks
 from vescale.optim._state_loading import ExactStates
 from vescale.optim._step_gradients import StepGradients, local_part
 from vescale.placements import Region, own_region

@@ -13,8 +13,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.optim._adamw8bit_update import compute_dtype
-from vescale.optim._blocks import Blocks, FlatBlocks, RowBlocks, UnevenBlocksError
+from vescale.optim._blocks import Blocks, UnevenBlocksError
 from vescale.optim._dynamic_map import dynamic_map
+from vescale.optim._flat_blocks import FlatBlocks
+from vescale.optim._row_blocks import RowBlocks
 from vescale.placements import RaggedShard, contiguous_stride, local_region
 
 __all__ = ["StateTensor", "blocks_of", "check_blocks", "has_master", "is_quantized", "state_tensors"]

@@ -33,8 +33,8 @@ class ExactStates(Optimizer):
                 for option, value in own.items():
                     group.setdefault(option, value)
             saved = chain.from_iterable(group["params"] for group in aside["param_groups"])
-            own = chain.from_iterable(group["params"] for group in self.param_groups)
-            params = dict(zip(saved, own, strict=True))
+            params_here = chain.from_iterable(group["params"] for group in self.param_groups)
+            params = dict(zip(saved, params_here, strict=True))
             loaded = {
                 params[key]: self.loaded_state(params[key], state)
                 for key, state in aside["state"].items()
