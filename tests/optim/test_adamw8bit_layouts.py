@@ -261,6 +261,14 @@ def test_cut_blocks_are_refused(meshes: Any) -> None:
         with pytest.raises(ValueError, match="group 1, parameter 0"):
             optimizer.add_param_group({"params": [parameter]})
         assert len(optimizer.param_groups) == 1 and len(optimizer.state) == 1
+        rows = torch.nn.Parameter(
+            distribute_tensor(torch.randn(64, 128), mesh, [RaggedShard(block=256), Shard(1)], src_data_rank=None)
+        )
+        with pytest.raises(
+            ValueError, match=r"S\(1\) on 'b' makes such parts. .*with block_size=64, of which none is cut"
+        ):
+            AdamW8bit([rows])
+        AdamW8bit([rows], block_size=64)
         with pytest.raises(ValueError, match=r"block \(0, 0\) .*rows 0 to 63, columns 0 to 49.*Rows\(64\)"):
             AdamW8bit([parameter], block=(64, 64))
     (text,) = texts  # the same on all ranks

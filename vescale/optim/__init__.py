@@ -2,13 +2,17 @@
 
 from vescale.optim._adamw8bit import AdamW8bit, adamw8bit_layout
 from vescale.optim._clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-from vescale.optim._report import ParameterReport
+from vescale.optim._ema import EMA
+from vescale.optim._report import OptimizerReport, ParameterReport, report
 
 __all__ = [
+    "EMA",
     "AdamW8bit",
+    "OptimizerReport",
     "ParameterReport",
     "adamw8bit_layout",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "get_total_norm",
+    "report",
 ]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import local_of
 from vescale.optim._adamw8bit_native import is_native, update_all
 from vescale.optim._adamw8bit_states import (
+    STATE_DTYPES,
     blocks_of,
     check_blocks,
     is_quantized,
@@ -32,7 +33,6 @@ from vescale.rng import indexed_bits
 __all__ = ["AdamW8bit", "adamw8bit_layout"]
 
 _UNQUANTIZED = 1024  # elements of the blocks in which values that are no codes are updated; shows in no result
-_STATE_DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
 
 
 class AdamW8bit(ExactStates):
@@ -327,7 +327,7 @@ def _algorithm(parameter: torch.Tensor, group: dict[str, Any]) -> str:
     if is_quantized(parameter, group):
         return "adamw8bit"
     is_large = parameter.numel() >= group["min_numel"]
-    return "adamw (bfloat16)" if is_large and group["state_dtype"] == torch.bfloat16 else "adamw"
+    return "adamw (bfloat16)" if is_large and group["state_dtype"] == "bfloat16" else "adamw"
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -352,8 +352,9 @@ def _check_group(group: dict[str, Any]) -> None:
             f"block_size is {group['block_size']!r} and block is {group['block']!r}; expected a number of elements, or "
             "(rows, columns), of at least 1"
         )
-    if group["state_dtype"] not in _STATE_DTYPES:
-        raise ValueError(f"state_dtype is {group['state_dtype']}; expected one of {', '.join(map(str, _STATE_DTYPES))}")
+    group["state_dtype"] = str(group["state_dtype"]).removeprefix("torch.")
+    if group["state_dtype"] not in STATE_DTYPES:
+        raise ValueError(f"state_dtype is {group['state_dtype']}; expected torch.{', torch.'.join(STATE_DTYPES)}")
     if group["stochastic_rounding"] and group["master_weights"]:
         raise ValueError(
             "stochastic_rounding and master_weights exclude each other: a copy in float32 needs no rounding"

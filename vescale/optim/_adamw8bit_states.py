@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, make_spec
@@ -17,9 +17,12 @@ from vescale.optim._blocks import Blocks, UnevenBlocksError
 from vescale.optim._dynamic_map import dynamic_map
 from vescale.optim._flat_blocks import FlatBlocks
 from vescale.optim._row_blocks import RowBlocks
-from vescale.placements import RaggedShard, contiguous_stride, local_region
+from vescale.placements import RaggedShard, contiguous_stride, distribute_tensor, local_region
 
-__all__ = ["StateTensor", "blocks_of", "check_blocks", "has_master", "is_quantized", "state_tensors"]
+__all__ = ["STATE_DTYPES", "StateTensor", "blocks_of", "check_blocks", "has_master", "is_quantized", "state_tensors"]
+
+STATE_DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
+"""By the name under which a param group has it: torch's full state dicts refuse dtypes."""
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -83,7 +86,7 @@ class StateTensor:
 
 def is_quantized(parameter: torch.Tensor, group: Mapping[str, Any]) -> bool:
     """By the global size, so that it is the same on every mesh."""
-    return bool(group["state_dtype"] == torch.uint8 and parameter.numel() >= max(1, group["min_numel"]))
+    return bool(group["state_dtype"] == "uint8" and parameter.numel() >= max(1, group["min_numel"]))
 
 
 def has_master(parameter: torch.Tensor, group: Mapping[str, Any]) -> bool:
@@ -110,8 +113,8 @@ def state_tensors(parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str
         found["exp_avg_max"] = StateTensor(blocks.grid(shape), torch.float32, 0, grid_cut)
         found["exp_avg_sq_max"] = StateTensor(blocks.grid(shape), torch.float32, 0, grid_cut)
     else:
-        is_small = parameter.numel() < group["min_numel"] or group["state_dtype"] == torch.uint8
-        dtype = compute_dtype(parameter.dtype) if is_small else group["state_dtype"]
+        is_small = parameter.numel() < group["min_numel"] or group["state_dtype"] == "uint8"
+        dtype = compute_dtype(parameter.dtype) if is_small else STATE_DTYPES[group["state_dtype"]]
         found["exp_avg"] = found["exp_avg_sq"] = StateTensor(shape, dtype, 0, cut)
     if has_master(parameter, group):
         found["master"] = StateTensor(shape, torch.float32, None, cut)
@@ -134,10 +137,11 @@ def check_blocks(name: str, parameter: torch.Tensor, group: Mapping[str, Any]) -
             raise ValueError(f"parameter {name}: {error}") from error
         return
     rank = int(mesh.mesh[cut.coordinate])
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     raise ValueError(
         f"parameter {name} of shape {shape} is placed as {placements}: the part of rank {rank} ends inside of block "
         f"{cut.block} ({cut.elements}) of {blocks}, which are quantized together and must not be cut. "
-        + how_to_fix(name, shape, placements, mesh.mesh_dim_names, blocks)
+        + how_to_fix(name, shape, placements, mesh_shape, names, blocks)
     )
 
 
@@ -145,10 +149,19 @@ def how_to_fix(
     name: str,
     shape: Sequence[int],
     placements: Sequence[Placement],
-    axis_names: Sequence[str] | None,
+    mesh_shape: Sequence[int],
+    axis_names: Sequence[str],
     blocks: Blocks,
 ) -> str:
     """The edits that keep blocks whole."""
+    count = f"{math.prod(shape):,}"
+    others = [Replicate() if isinstance(p, RaggedShard) else p for p in placements]
+    if len(others) > 1 and blocks.first_cut(shape, others, mesh_shape) is not None:
+        # The axes that cut while the module computes: a layout at rest changes nothing about that.
+        cuts = ", ".join(f"{p} on {axis_names[axis]!r}" for axis, p in enumerate(others) if not p.is_replicate())
+        size = next((n for n in (128, 64, 32, 16, 8) if _is_whole(FlatBlocks(n), shape, others, mesh_shape)), None)
+        finer = f"Give it a param group with block_size={size}, of which none is cut" if size else "Cut another dim"
+        return f"{cuts} makes such parts. {finer}, or one with a min_numel above its {count} elements"
     axes = [axis for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
     axes += [axis for axis, p in enumerate(placements) if not p.is_replicate()]
     granule = blocks.granule(shape)
@@ -158,6 +171,10 @@ def how_to_fix(
     return (
         f"With fully_shard, pass orig_param_policy=vescale.optim.adamw8bit_layout({arguments}), or a GranularityTable with "
         f"({name!r}, {policy}); in a plan, write plan.shard({name!r}, RaggedShard(block={granule}), "
-        f"mesh={axis_names[axes[0]] if axis_names else axes[0]!r}, phase=INIT). Otherwise choose smaller blocks, or a "
-        f"min_numel above the parameter's {math.prod(shape):,} elements"
+        f"mesh={axis_names[axes[0]]!r}, phase=INIT). Otherwise choose smaller blocks, or a min_numel above the parameter's "
+        f"{count} elements"
     )
+
+
+def _is_whole(blocks: Blocks, shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> bool:
+    return blocks.first_cut(shape, placements, mesh_shape) is None
