@@ -105,7 +105,7 @@ def test_late_gone_and_resized_parameters() -> None:
         ema.update()
     with pytest.raises(ValueError, match="only the state dict has an average of late"):
         EMA(model).load_state_dict(ema.state_dict())
-    with pytest.raises(ValueError, match="decay is 1.5"):
+    with pytest.raises(ValueError, match=r"decay is 1\.5"):
         EMA(model, 1.5)
     with torch.device("meta"), pytest.raises(ValueError, match="on the meta device"):
         EMA(nn.Linear(2, 2))

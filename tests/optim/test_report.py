@@ -42,7 +42,9 @@ def test_planned_bytes_of_stock_optimizers(kind: Any, options: dict[str, Any]) -
     optimizer.step()
     assert planned == report(optimizer, file=io.StringIO())
     assert [one.name for one in planned.parameters] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert planned.parameters[3].state_bytes == 0 and planned.step_bytes == 0
+    assert planned.step_bytes == 0
+    if kind is not torch.optim.Adagrad:  # which makes states of frozen parameters
+        assert planned.parameters[3].state_bytes == 0
     held = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     assert planned.state_bytes == sum(value.nbytes for value in held)
     assert {one.algorithm for one in planned.parameters} == {kind.__name__.lower()}

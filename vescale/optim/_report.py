@@ -80,14 +80,14 @@ def report(optimizer: Optimizer, *, file: TextIO | None = None) -> OptimizerRepo
     """What ``optimizer`` holds and sends for each parameter; the first rank prints it as a table. No communication.
 
     Optimizers of :mod:`vescale.optim` know it. Of others, states are counted if there are some, and else those that a step
-    on the meta device makes. Their bytes of a step are 0 if they update element by element; for ``torch.optim.Muon``, which
+    with zeros makes (on the meta device, unless the optimizer reads values). Their bytes of a step are 0 if they update element by element; for ``torch.optim.Muon``, which
     works on whole matrices, those of gathering each sharded matrix once in bfloat16, the least that it can need.
 
     Args:
         optimizer: any optimizer.
         file: where to print; None: standard output.
 
-    Raises NotImplementedError for an optimizer without states whose step does not run on the meta device.
+    Raises NotImplementedError for an optimizer without states whose step cannot be tried, for it needs a closure.
     """
     if hasattr(optimizer, "parameter_reports"):
         found = OptimizerReport(tuple(optimizer.parameter_reports()))
@@ -124,24 +124,32 @@ def _held_bytes(state: Any) -> int:
 
 
 def _planned_bytes(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> int:
-    """The states that one step makes for a tensor of this rank's part, on the meta device."""
+    """The states that one step makes for a tensor of this rank's part: on the meta device, or with zeros on the CPU for an
+    optimizer that reads values."""
+    try:
+        return _states_after_step(optimizer, group, parameter, "meta")
+    except Exception:  # whatever an optimizer does with tensors without values
+        try:
+            return _states_after_step(optimizer, group, parameter, "cpu")
+        except Exception as error:
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} has no states yet, and its step with zeros fails "
+                f"({type(error).__name__}: {error}); call report() after the first step"
+            ) from error
+
+
+def _states_after_step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, device: str) -> int:
     local = local_of(parameter) if isinstance(parameter, DTensor) else parameter
     shape = local.shape if local.ndim == parameter.ndim else (local.numel(), *[1] * (parameter.ndim - 1))
-    stand_in = torch.nn.Parameter(torch.empty(shape, dtype=local.dtype, device="meta"))
-    stand_in.grad = torch.empty_like(stand_in)
+    stand_in = torch.nn.Parameter(torch.zeros(shape, dtype=local.dtype, device=device))
+    stand_in.grad = torch.zeros_like(stand_in)
     plain = {"foreach": False, "fused": False, "capturable": False}
     options = {key: plain.get(key, value) for key, value in group.items() if key not in ("params", "param_names")}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            copy = type(optimizer)([stand_in], **_accepted(optimizer))
-            copy.param_groups[0].update(options)
-            copy.step()
-    except Exception as error:  # whatever an optimizer does with tensors without values
-        raise NotImplementedError(
-            f"{type(optimizer).__name__} has no states yet, and its step does not run on the meta device "
-            f"({type(error).__name__}: {error}); call report() after the first step"
-        ) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        copy = type(optimizer)([stand_in], **_accepted(optimizer))
+        copy.param_groups[0].update(options)
+        copy.step()
     return _held_bytes(copy.state[stand_in])
 
 
