@@ -80,7 +80,8 @@ def report(optimizer: Optimizer, *, file: TextIO | None = None) -> OptimizerRepo
     """What ``optimizer`` holds and sends for each parameter; the first rank prints it as a table. No communication.
 
     Optimizers of :mod:`vescale.optim` know it. Of others, states are counted if there are some, and else those that a step
-    with zeros makes (on the meta device, unless the optimizer reads values). Their bytes of a step are 0 if they update element by element; for ``torch.optim.Muon``, which
+    with zeros makes (on the meta device, unless the optimizer reads values). Their bytes of a step are 0 if they update
+    element by element; for ``torch.optim.Muon``, which
     works on whole matrices, those of gathering each sharded matrix once in bfloat16, the least that it can need.
 
     Args:
