@@ -83,9 +83,7 @@ def block_findings(plan: Plan, model: nn.Module, rule: OptimizerRule) -> tuple[F
         if parameter.numel() < max(1, rule.min_numel):
             continue
         placements = [p for p in instruction.op.placements if p is not None]
-        problem = _problem(
-            blocks, tuple(parameter.shape), placements, program.axes.sizes, tuple(program.axes)
-        )
+        problem = _problem(blocks, tuple(parameter.shape), placements, program.axes.sizes, tuple(program.axes))
         if problem is not None:
             merged.setdefault((problem, instruction.source), []).append(name)
     return tuple(

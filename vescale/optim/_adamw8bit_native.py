@@ -27,7 +27,15 @@ _ITEM = np.dtype(
     + [(name, np.int32) for name in _KINDS]
     + [(name, np.float32) for name in _FACTORS]
 )
-_MAP = np.dtype([("values", np.uint64), ("thresholds", np.uint64), ("first_codes", np.uint64), ("zero_code", np.int64)])
+_MAP = np.dtype(
+    [
+        ("values", np.uint64),
+        ("thresholds", np.uint64),
+        ("first_codes", np.uint64),
+        ("lines", np.uint64),
+        ("zero_code", np.int64),
+    ]
+)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _CODES = 2
 
@@ -81,16 +89,44 @@ def _rows(one: Update) -> list[tuple[Any, ...]]:
     return found
 
 
+_LINES = np.dtype(
+    [(name, np.float32, 8) for name in ("borders", "slopes", "offsets", "from", "to")] + [("margin", np.float32)]
+)
+_MARGIN = 2.0**-11  # far more than the rounding of numbers up to 256, far less than the distance of codes
+
+
 @functools.cache
 def _maps() -> npt.NDArray[np.void]:
     return np.array([_map_row(signed) for signed in (True, False)], dtype=_MAP)
 
 
-_KEPT: list[npt.NDArray[np.float32]] = []
+_KEPT: list[npt.NDArray[Any]] = []
 
 
-def _map_row(signed: bool) -> tuple[int, int, int, int]:
+def _map_row(signed: bool) -> tuple[int, int, int, int, int]:
     found = dynamic_map(signed)
     padded = np.append(found.thresholds.numpy(), np.float32(np.inf))  # behind the last threshold there is none
-    _KEPT.append(padded)  # C++ gets its address
-    return found.values.data_ptr(), padded.ctypes.data, found.first_codes.ctypes.data, found.zero_code
+    lines = _lines(found.thresholds.numpy()[found.zero_code :].astype(np.float64), signed)
+    _KEPT.extend((padded, lines))  # C++ gets their addresses
+    pointers = found.values.data_ptr(), padded.ctypes.data, found.first_codes.ctypes.data, lines.ctypes.data
+    return *pointers, found.zero_code
+
+
+def _lines(thresholds: npt.NDArray[np.float64], signed: bool) -> npt.NDArray[np.void]:
+    """The codes of positive numbers, decade by decade, as straight lines; ``thresholds``: of these codes, from zero's on."""
+    lines = np.zeros((), dtype=_LINES)
+    width = 1 if signed else 2
+    lines["to"][0] = thresholds[0] * (1 - 1e-6)
+    lines["offsets"][0] = 0.5
+    for decade in range(1, 8):
+        count = width * 2 ** (decade - 1)
+        low = count - (width - 1)  # the first code
+        slope = count / 0.9 * 10.0 ** (7 - decade)
+        lines["slopes"][decade] = slope
+        lines["offsets"][decade] = low - count / 9.0 - _MARGIN / 2
+        lines["borders"][decade] = thresholds[low - 1]
+        # Tables decide next to the borders, and between the end of the even part of a decade and the next border.
+        lines["from"][decade] = thresholds[low - 1] * (1 + 1e-6)
+        lines["to"][decade] = min(10.0 ** (decade - 7), thresholds[low + count - 1]) * (1 - 1e-6)
+    lines["margin"] = _MARGIN
+    return lines
