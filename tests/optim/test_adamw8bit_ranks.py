@@ -378,3 +378,34 @@ def same_error_everywhere() -> None:
 
 def test_cut_blocks_are_refused_on_all_ranks(ranks: RankPools) -> None:
     ranks.run(same_error_everywhere, world_size=3)
+
+
+def demo_losses(steps: int) -> None:
+    """The demo's Llama on one device and with a unit for each layer, trained on the same tokens."""
+    from vescale.cli._demo_job import Job, make_model
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    job = Job(axes=(("dp", 2),), num_steps=steps)
+    one, model = make_model(job), make_model(job)
+    plan = Plan(mesh)
+    plan.shard("<in:input_ids>", Shard(0), mesh="dp")
+    plan.shard("<in:labels>", Shard(0), mesh="dp")
+    plan.shard(".*", RaggedShard(block=256), mesh="dp", phase=INIT)
+    plan.shard(".*", Replicate(), mesh="dp", phase=RUN)
+    parallelize(model, plan)
+    optimizers = [AdamW8bit(m.parameters(), lr=1e-4) for m in (one, model)]
+    for step in range(steps):
+        ids = torch.randint(job.vocab_size, (4, 32), generator=torch.Generator().manual_seed(step))
+        losses = []
+        for m, optimizer in zip((one, model), optimizers):
+            optimizer.zero_grad()
+            loss = m(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.full_tensor() if isinstance(loss, DTensor) else loss))
+        assert abs(losses[0] - losses[1]) < 1e-4, (step, losses)
+
+
+@pytest.mark.slow
+def test_losses_of_the_demo_model(ranks: RankPools) -> None:
+    ranks.run(demo_losses, 200, world_size=2)

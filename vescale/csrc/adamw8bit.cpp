@@ -66,7 +66,6 @@ struct Task {
 
 struct Scratch {
   float p[kChunk], g[kChunk];
-  uint32_t before[kChunk];
   std::vector<float> m, v;
 };
 
@@ -108,7 +107,8 @@ INLINE void load(float* out, const void* from, int32_t dtype, int64_t at, int64_
   }
 }
 
-INLINE void update(float* p, const float* g, float* m, float* v, int64_t count, const Item& item) {
+INLINE void update(float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v, int64_t count,
+                   const Item& item) {
   const float sign = item.maximize ? -1.0f : 1.0f;
   for (int64_t i = 0; i < count; ++i) {
     const float gradient = g[i] * sign;
@@ -226,7 +226,7 @@ void store_codes(uint8_t* codes, float* maximum, float* x, int64_t rows, int64_t
 }
 
 INLINE void load_param(Scratch& scratch, const Item& item, int64_t at, int64_t count) {
-  load(scratch.p, item.param, item.param_dtype, at, count);
+  load(scratch.p, item.param, kBFloat16, at, count);
   if (item.master == nullptr) return;
   const float* master = item.master + at;
   for (int64_t i = 0; i < count; ++i) {  // where the parameter was changed meanwhile, it counts
@@ -236,10 +236,6 @@ INLINE void load_param(Scratch& scratch, const Item& item, int64_t at, int64_t c
 }
 
 INLINE void store_param(const Scratch& scratch, const Item& item, int64_t at, int64_t count) {
-  if (item.param_dtype == kFloat) {
-    memcpy(static_cast<float*>(item.param) + at, scratch.p, count * 4);
-    return;
-  }
   uint16_t* out = static_cast<uint16_t*>(item.param) + at;
   if (item.noise != nullptr)
     for (int64_t i = 0; i < count; ++i) out[i] = noisy_bfloat16(scratch.p[i], item.noise[at + i]);
@@ -272,10 +268,18 @@ void block(const Item& item, int64_t index, Scratch& scratch, const Map* maps) {
         load(m, item.m, item.states, from, count);
         load(v, item.v, item.states, from, count);
       }
-      load(scratch.g, item.grad, item.grad_dtype, from, count);
-      load_param(scratch, item, from, count);
-      Form::step(scratch.p, scratch.g, m, v, count, item);
-      store_param(scratch, item, from, count);
+      const float* g = static_cast<const float*>(item.grad) + from;
+      if (item.grad_dtype != kFloat) {
+        load(scratch.g, item.grad, item.grad_dtype, from, count);
+        g = scratch.g;
+      }
+      if (item.param_dtype == kFloat) {
+        Form::step(static_cast<float*>(item.param) + from, g, m, v, count, item);
+      } else {
+        load_param(scratch, item, from, count);
+        Form::step(scratch.p, g, m, v, count, item);
+        store_param(scratch, item, from, count);
+      }
       if (item.states == kFloatStates) {
         memcpy(static_cast<float*>(item.m) + from, m, count * 4);
         memcpy(static_cast<float*>(item.v) + from, v, count * 4);
