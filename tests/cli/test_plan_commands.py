@@ -335,7 +335,9 @@ def test_lint_knows_the_blocks_of_an_optimizer(run: Run) -> None:
     assert len(found("rows.yaml", "adamw8bit:block=8x2048")) == 2 and found("rows.yaml", "adamw8bit:block=1x2048") == []
     (column,) = found("columns.yaml", "adamw8bit")
     assert column["names"] == ["fc2.weight"] and "cuts block 0 (elements 0 to 255)" in column["problem"]
-    assert all(f["rule"] != "optimizer-block" for f in json.loads(run("lint", "rows.yaml", *same, "--json")[1])["findings"])
+    assert all(
+        f["rule"] != "optimizer-block" for f in json.loads(run("lint", "rows.yaml", *same, "--json")[1])["findings"]
+    )
     for text in ("adamw", "adamw8bit:block_size=0", "adamw8bit:block=32"):
         code, _, error = run("lint", "rows.yaml", *same, "--optimizer", text)
         assert code == 2 and "adamw8bit:block_size=128,min_numel=4096" in error

@@ -20,7 +20,7 @@ __all__ = ["Blocks", "Cut", "Part", "UnevenBlocksError", "counts", "products", "
 
 
 class UnevenBlocksError(ValueError):
-    """No placement describes how the blocks of a tensor lie on a mesh, although none is cut."""
+    """No placement describes where the blocks of a tensor are on a mesh, although none is cut."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from vescale.rng._philox import PhiloxState, philox
 
 __all__ = ["indexed_bits"]
 
-_LANES = 8  # numbers of 16 bits in a block of Philox
+_NUMBERS = 8  # numbers of 16 bits in a block of Philox
 _CHUNK = 1 << 20
 
 
@@ -46,9 +46,9 @@ def indexed_bits(seed: int, stream: int, draw: int, runs: Iterable[tuple[int, in
     for start, length in spans.tolist():
         for first in range(start, start + length, _CHUNK):
             stop = min(first + _CHUNK, start + length)
-            blocks = np.arange(first // _LANES, -(-stop // _LANES), dtype=np.int64)
-            words = philox(PhiloxState(seed, 0), np.array(subsequence), blocks).astype("<u4").view("<u2").reshape(-1)
-            skipped = first % _LANES
-            target[begin : begin + stop - first] = words[skipped : skipped + stop - first]
+            blocks = np.arange(first // _NUMBERS, -(-stop // _NUMBERS), dtype=np.int64)
+            drawn = philox(PhiloxState(seed, 0), np.array(subsequence), blocks).astype("<u4").view("<u2").reshape(-1)
+            skipped = first % _NUMBERS
+            target[begin : begin + stop - first] = drawn[skipped : skipped + stop - first]
             begin += stop - first
     return out
