@@ -13,6 +13,8 @@ from setuptools import Extension, setup
 
 USING_TORCH = {"dispatch", "grads", "hook_gate", "module_hooks", "random_fills"}
 USING_PYTHON = {"dispatch", "module_hooks", "random_fills"}  # Python modules; the others are plain C libraries
+# Arithmetic whose bits a Python fallback gives, too: no contraction of products and sums, vectors of square roots.
+EXACT = {"adamw8bit": ["-ffp-contract=off", "-fno-math-errno"]}
 SOURCES = sorted(Path("vescale/csrc").glob("*.cpp"))
 HEADERS = sorted(map(str, Path("vescale/csrc").glob("*.h")))
 
@@ -44,7 +46,7 @@ def extension(source: Path, options: dict[str, Any]) -> Extension:
         [str(source)],
         depends=HEADERS,
         language="c++",
-        extra_compile_args=["-O3", f"-std={standard}", "-fvisibility=hidden"],
+        extra_compile_args=["-O3", f"-std={standard}", "-fvisibility=hidden", *EXACT.get(source.stem, [])],
         optional=True,
         **options,
     )

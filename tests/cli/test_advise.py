@@ -248,3 +248,17 @@ def test_the_command_and_its_help() -> None:
     for arguments, part in ((["--help"], "advise"), (["advise", "--help"], "--granularity")):
         done = subprocess.run([sys.executable, "-m", "vescale", *arguments], capture_output=True, text=True, check=True)
         assert part in done.stdout
+
+
+def test_blocks_of_an_optimizer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Blocks of 256 elements make the padding that the planner finds with them, and small parameters none."""
+    file = tmp_path / "shapes.json"
+    file.write_text(json.dumps([["a.weight", [100, 50]], ["b.bias", [50]]]))
+    call = (file, "--granularity", "1", "--ranks", "8", "--alignment", "1")
+    _, plain = as_json(capsys, *call)
+    _, blocks = as_json(capsys, *call, "--optimizer", "adamw8bit")
+    _, none = as_json(capsys, *call, "--optimizer", "adamw8bit:min_numel=5001")
+    sizes = [found["granularities"][0]["sizes"][0] for found in (plain, blocks, none)]
+    assert sizes[0] == sizes[2] != sizes[1] and blocks["optimizer"]["block_size"] == 256
+    layout = plan_layout([5000, 50], [256, 1], 8, 1)
+    assert sizes[1]["padding"] == layout.padding / 5050

@@ -323,3 +323,33 @@ def test_explain_shows_the_sizes_of_uneven_cuts(run: Run) -> None:
     code, out, _ = run("explain", "uneven.yaml", "--model", "hf:llama.json", "--mesh", "tp=5", "--json")
     (row,) = json.loads(out)["uneven_cuts"]
     assert row["sizes"] == [chunk] * 4 + [last] and row["dim"] == 0 and row["axis"] == "tp"
+
+
+def test_lint_knows_the_blocks_of_an_optimizer(run: Run) -> None:
+    Path("wide.py").write_text(MODULE.replace("8, 16", "96, 80").replace("16, 8", "80, 96"))
+    rest = "mesh: {dp: 4, tp: 2}\nshard:\n  <in:x>: {dp: S(0)}\n  .*: {dp: {init: %s, run: R}}\n"
+    Path("rows.yaml").write_text(rest % "Ragged")
+    Path("blocks.yaml").write_text(rest % "Ragged(block=256)")
+    Path("columns.yaml").write_text(rest % "Ragged(block=256)" + "  fc2.weight: {tp: S(1)}\n  fc1.weight: {tp: S(0)}\n")
+    same = ("--model", "wide:make", "--ignore", "unused-axis", "--ignore", "implicit")
+
+    def found(plan: str, optimizer: str) -> list[dict[str, Any]]:
+        code, out, _ = run("lint", plan, *same, "--optimizer", optimizer, "--json")
+        findings = [f for f in json.loads(out)["findings"] if f["rule"] == "optimizer-block"]
+        assert code == 1 or not findings
+        return findings
+
+    rows = found("rows.yaml", "adamw8bit")
+    assert [f["names"] for f in rows] == [["fc1.weight"], ["fc2.weight"]] and rows[0]["line"] == 4
+    assert "shares of 96 elements; write Ragged(block=256) at rest" in rows[0]["problem"]
+    assert found("blocks.yaml", "adamw8bit") == [] == found("rows.yaml", "adamw8bit:min_numel=7681")
+    assert [f["names"] for f in found("rows.yaml", "adamw8bit:block_size=96")] == [["fc2.weight"]]
+    assert len(found("rows.yaml", "adamw8bit:block=8x2048")) == 2 and found("rows.yaml", "adamw8bit:block=1x2048") == []
+    (column,) = found("columns.yaml", "adamw8bit")
+    assert column["names"] == ["fc2.weight"] and "cuts block 0 (elements 0 to 255)" in column["problem"]
+    assert all(
+        f["rule"] != "optimizer-block" for f in json.loads(run("lint", "rows.yaml", *same, "--json")[1])["findings"]
+    )
+    for text in ("adamw", "adamw8bit:block_size=0", "adamw8bit:block=32"):
+        code, _, error = run("lint", "rows.yaml", *same, "--optimizer", text)
+        assert code == 2 and "adamw8bit:block_size=128,min_numel=4096" in error

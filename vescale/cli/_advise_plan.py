@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vescale.buffer import Effort, GranularityTable, ModelShapes, Rows, Unit, plan_layout
+from vescale.cli._optimizer_rule import OptimizerRule
 
 __all__ = ["Advice", "Size", "Study", "study"]
 
@@ -64,6 +65,8 @@ class Study:
     alignment: int
     effort: Effort
     advice: tuple[Advice, ...]
+    rule: OptimizerRule | None = None
+    """Whose blocks stay whole as well."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,14 @@ def study(
     across_experts: bool,
     alignment: int,
     effort: Effort,
+    rule: OptimizerRule | None = None,
 ) -> Iterator[tuple[int, int] | Study]:
     """Yields (steps done, all steps) repeatedly, and the :class:`Study` at the end."""
     done, steps = 0, len(rows) * len(num_shards)
     advice = []
     for count in rows:
         try:
-            units = _blocks(model, GranularityTable([(pattern, Rows(count, across_matrices=across_experts))]))
+            units = _blocks(model, GranularityTable([(pattern, Rows(count, across_matrices=across_experts))]), rule)
         except ValueError as error:
             advice.append(Advice(count, (), str(error)))
             done += len(num_shards)
@@ -109,7 +113,7 @@ def study(
         for name, shape in unit.parameters
         if table(unit.full_name(name), _Shape(shape)) is not None
     )
-    yield Study(model, pattern, matched, alignment, effort, tuple(advice))
+    yield Study(model, pattern, matched, alignment, effort, tuple(advice), rule)
 
 
 @dataclass(frozen=True)
@@ -117,12 +121,20 @@ class _Shape:
     shape: tuple[int, ...]
 
 
-def _blocks(model: ModelShapes, table: GranularityTable) -> list[_Planned]:
+def _blocks(model: ModelShapes, table: GranularityTable, rule: OptimizerRule | None) -> list[_Planned]:
+    together: Callable[[str, _Shape], int | None] = table
+    if rule is not None:
+        from vescale.optim import adamw8bit_layout  # loads torch
+
+        of_optimizer = adamw8bit_layout(rule.block_size, block=rule.block, min_numel=rule.min_numel)
+
+        together = lambda name, p: math.lcm(table(name, p) or 1, of_optimizer(name, p) or 1)  # noqa: E731
+
     return [
         _Planned(
             unit,
             tuple(math.prod(shape) for _, shape in unit.parameters),
-            tuple(table(unit.full_name(name), _Shape(shape)) or 1 for name, shape in unit.parameters),
+            tuple(together(unit.full_name(name), _Shape(shape)) or 1 for name, shape in unit.parameters),
         )
         for unit in model.units
     ]

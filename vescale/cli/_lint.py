@@ -17,6 +17,7 @@ from vescale.cli._inputs import (
     load_plan,
     parse_mesh,
 )
+from vescale.cli._optimizer_rule import add_optimizer, block_findings, parse_optimizer
 
 if TYPE_CHECKING:
     from vescale.ir import Finding
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ignore", action="append", default=[], metavar="RULE", help="leave out warnings of a rule; may be repeated"
     )
+    add_optimizer(parser)
     add_inputs(parser)
     add_json(parser)
 
@@ -41,8 +43,12 @@ def run(args: argparse.Namespace) -> int:
     from vescale.plans import PlanError
 
     model, mesh = load_model(args.model), parse_mesh(args.mesh)
+    rule = parse_optimizer(args.optimizer)
     try:
-        found = check(load_plan(args.plan, mesh), model, inputs_of(model, args))
+        plan = load_plan(args.plan, mesh)
+        found = check(plan, model, inputs_of(model, args))
+        if rule is not None and not any(finding.severity == "error" for finding in found):
+            found = (*block_findings(plan, model, rule), *found)
     except PlanError as error:  # the plan cannot even be read
         found = (Finding("error", "plan", error.problem, error.source, ()),)
     findings = [f for f in found if f.severity == "error" or f.rule not in args.ignore]

@@ -15,6 +15,7 @@ from pathlib import Path
 import regex
 
 from vescale.cli._main import UsageError
+from vescale.cli._optimizer_rule import add_optimizer, parse_optimizer
 
 __all__ = ["add_arguments", "run"]
 
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let blocks run from one fused expert into the next, as the paper does",
     )
+    add_optimizer(parser)
     parser.add_argument(
         "--alignment",
         type=int,
@@ -100,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--match {args.match!r} is not a regular expression: {error}.") from error
     if args.html and not Path(args.html).absolute().parent.is_dir():
         raise UsageError(f"--html {args.html}: the folder does not exist. Make it first, or choose another.")
+    rule = parse_optimizer(args.optimizer)
     model = read_model(args.model)
 
     result = None
@@ -111,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         across_experts=args.across_experts,
         alignment=args.alignment,
         effort=effort,
+        rule=rule,
     )
     with progress(hidden=args.json) as report:
         for step in steps:
@@ -177,6 +181,7 @@ def _as_json(result: object, limit: float) -> dict[str, object]:
         "alignment": result.alignment,
         "effort": result.effort,
         "pattern": result.pattern,
+        "optimizer": None if result.rule is None else asdict(result.rule),
         "num_matched": len(result.matched),
         "units": [
             {"path": unit.path, "count": unit.count, "num_parameters": len(unit.parameters)}

@@ -33,3 +33,16 @@ extern "C" __attribute__((visibility("default"))) u64 philox_blocks_made() {
   blocks_made = 0;
   return made;
 }
+
+// 16 bits for each element of `count` runs (first element, number of elements), at their indices: vescale/rng/_indexed_bits.py.
+extern "C" __attribute__((visibility("default"))) void philox_indexed_bits(
+    u64 seed, u64 subsequence, i64 count, const i64* runs, unsigned short* out) {
+  for (i64 run = 0; run < count; ++run) {
+    const u64 stop = (u64)(runs[2 * run] + runs[2 * run + 1]);
+    for (u64 element = (u64)runs[2 * run]; element < stop;) {
+      const Words words = philox(seed, subsequence, element / 8);
+      for (u64 lane = element % 8; lane < 8 && element < stop; ++lane, ++element)
+        *out++ = (unsigned short)(words.w[lane / 2] >> (lane % 2 * 16));
+    }
+  }
+}

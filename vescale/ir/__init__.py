@@ -7,7 +7,7 @@ from vescale.ir._gradient_buckets import PredictedBucket
 from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._joint_sharding import join_placements, ragged_positions
 from vescale.ir._lower import check, lower
-from vescale.ir._merged_names import merge_repeats
+from vescale.ir._merged_names import merge_repeats, name_list
 from vescale.ir._move_collectives import Collective
 from vescale.ir._operations import Annotate, Attention, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
 from vescale.ir._packed_weights import Packing, packed_dims
@@ -47,6 +47,7 @@ __all__ = [
     "join_placements",
     "lower",
     "merge_repeats",
+    "name_list",
     "packed_dims",
     "predict",
     "ragged_positions",

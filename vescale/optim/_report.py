@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import sys
+import warnings
 from dataclasses import dataclass
+from typing import Any, TextIO
 
-__all__ = ["ParameterReport"]
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from vescale.compat import local_of
+
+__all__ = ["OptimizerReport", "ParameterReport", "report"]
+
+_WIDE = 100_000  # columns: names are never cut
 
 
 @dataclass(frozen=True)
@@ -26,3 +41,125 @@ class ParameterReport:
     owner: int | tuple[int, ...] | None
     state_bytes: int
     step_bytes: int
+
+
+@dataclass(frozen=True)
+class OptimizerReport:
+    """All parameters of an optimizer, in its order; ``str()`` is a table for people."""
+
+    parameters: tuple[ParameterReport, ...]
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all states on this rank."""
+        return sum(one.state_bytes for one in self.parameters)
+
+    @property
+    def step_bytes(self) -> int:
+        """What this rank receives in one step of the optimizer."""
+        return sum(one.step_bytes for one in self.parameters)
+
+    def table(self) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("parameter", "algorithm", "owner", "state bytes", "step bytes"):
+            table.add_column(column, justify="right" if "bytes" in column else "left", no_wrap=True)
+        for one in self.parameters:
+            owner = "each rank's part" if one.owner is None else f"{one.owner}".strip("()")
+            table.add_row(one.name, one.algorithm, owner, f"{one.state_bytes:,}", f"{one.step_bytes:,}")
+        table.add_row("total", "", "", f"{self.state_bytes:,}", f"{self.step_bytes:,}", style="bold")
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=_WIDE, markup=False, highlight=False, emoji=False, no_color=True)
+        with console.capture() as capture:
+            console.print(self.table())
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def report(optimizer: Optimizer, *, file: TextIO | None = None) -> OptimizerReport:
+    """What ``optimizer`` holds and sends for each parameter; the first rank prints it as a table. No communication.
+
+    Optimizers of :mod:`vescale.optim` know it. Of others, states are counted if there are some, and else those that a step
+    with zeros makes (on the meta device, unless the optimizer reads values). Their bytes of a step are 0 if they update
+    element by element; for ``torch.optim.Muon``, which
+    works on whole matrices, those of gathering each sharded matrix once in bfloat16, the least that it can need.
+
+    Args:
+        optimizer: any optimizer.
+        file: where to print; None: standard output.
+
+    Raises NotImplementedError for an optimizer without states whose step cannot be tried, for it needs a closure.
+    """
+    if hasattr(optimizer, "parameter_reports"):
+        found = OptimizerReport(tuple(optimizer.parameter_reports()))
+    else:
+        found = OptimizerReport(tuple(_stock_reports(optimizer)))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        console = Console(file=file or sys.stdout, markup=False, highlight=False, emoji=False)
+        if not console.is_terminal:
+            console.width = _WIDE
+        console.print(found.table())
+    return found
+
+
+def _stock_reports(optimizer: Optimizer) -> list[ParameterReport]:
+    algorithm, found = type(optimizer).__name__.lower(), []
+    for index, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
+        for name, p in zip(names, group["params"], strict=True):
+            if p in optimizer.state:
+                num_bytes = _held_bytes(optimizer.state[p])
+            else:
+                num_bytes = _planned_bytes(optimizer, group, p) if p.requires_grad else 0
+            sent = _gather_bytes(p) if algorithm == "muon" else 0
+            found.append(ParameterReport(name, algorithm, None, num_bytes, sent))
+    return found
+
+
+def _held_bytes(state: Any) -> int:
+    if isinstance(state, torch.Tensor):
+        return (local_of(state) if isinstance(state, DTensor) else state).nbytes
+    if isinstance(state, dict):
+        return sum(map(_held_bytes, state.values()))
+    return sum(map(_held_bytes, state)) if isinstance(state, list | tuple) else 0
+
+
+def _planned_bytes(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> int:
+    """The states that one step makes for a tensor of this rank's part: on the meta device, or with zeros on the CPU for an
+    optimizer that reads values."""
+    try:
+        return _states_after_step(optimizer, group, parameter, "meta")
+    except Exception:  # whatever an optimizer does with tensors without values
+        try:
+            return _states_after_step(optimizer, group, parameter, "cpu")
+        except Exception as error:
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} has no states yet, and its step with zeros fails "
+                f"({type(error).__name__}: {error}); call report() after the first step"
+            ) from error
+
+
+def _states_after_step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, device: str) -> int:
+    local = local_of(parameter) if isinstance(parameter, DTensor) else parameter
+    shape = local.shape if local.ndim == parameter.ndim else (local.numel(), *[1] * (parameter.ndim - 1))
+    stand_in = torch.nn.Parameter(torch.zeros(shape, dtype=local.dtype, device=device))
+    stand_in.grad = torch.zeros_like(stand_in)
+    plain = {"foreach": False, "fused": False, "capturable": False}
+    options = {key: plain.get(key, value) for key, value in group.items() if key not in ("params", "param_names")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        copy = type(optimizer)([stand_in], **_accepted(optimizer))
+        copy.param_groups[0].update(options)
+        copy.step()
+    return _held_bytes(copy.state[stand_in])
+
+
+def _accepted(optimizer: Optimizer) -> dict[str, Any]:
+    """Arguments that some constructors demand."""
+    return {"lr": 0.0} if "lr" in optimizer.defaults else {}
+
+
+def _gather_bytes(parameter: torch.Tensor) -> int:
+    if not isinstance(parameter, DTensor):
+        return 0
+    return (math.prod(parameter.shape) - local_of(parameter).numel()) * torch.bfloat16.itemsize

@@ -8,6 +8,7 @@ same for a model's initialization, without ever holding the whole model. Ops, ru
 from vescale.rng._data_order import SampleSeeds, ShardedBatchSampler
 from vescale.rng._deferred_tensor import DeferredTensor, DeferredValueError, is_deferred
 from vescale.rng._enable import deferred_init, disable, enable, is_enabled
+from vescale.rng._indexed_bits import indexed_bits
 from vescale.rng._initializers import rand, randint, randn
 from vescale.rng._local_random_ops import drawing_part_of
 from vescale.rng._materialize import (
@@ -35,6 +36,7 @@ __all__ = [
     "fingerprint",
     "handlers",
     "has_deferred",
+    "indexed_bits",
     "is_deferred",
     "is_enabled",
     "materialize",

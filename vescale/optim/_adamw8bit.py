@@ -1,0 +1,374 @@
+"""``AdamW8bit``: AdamW whose moments are 8-bit codes, in blocks of the global tensor."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from vescale.compat import local_of
+from vescale.optim._adamw8bit_native import is_native, update_all
+from vescale.optim._adamw8bit_states import (
+    STATE_DTYPES,
+    blocks_of,
+    check_blocks,
+    is_quantized,
+    state_tensors,
+)
+from vescale.optim._adamw8bit_update import Scalars, Update, compute_dtype, update
+from vescale.optim._blocks import Part
+from vescale.optim._flat_blocks import FlatBlocks
+from vescale.optim._report import ParameterReport
+from vescale.optim._row_blocks import RowBlocks
+from vescale.optim._state_loading import ExactStates
+from vescale.optim._step_gradients import StepGradients, local_part
+from vescale.placements import Region, own_region
+from vescale.rng import indexed_bits
+
+__all__ = ["AdamW8bit", "adamw8bit_layout"]
+
+_UNQUANTIZED = 1024  # elements of the blocks in which values that are no codes are updated; shows in no result
+
+
+class AdamW8bit(ExactStates):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with moments of one byte (Dettmers et al., arXiv:2110.02861).
+
+    Moments of a parameter with at least ``min_numel`` elements are codes of a map of 256 values, scaled by the largest
+    magnitude of their block. The global tensor decides both: which parameters, and where blocks begin. So the state of any
+    mesh has the bits that one device gives for equal gradients, and is loaded on any other mesh.
+
+    ====================  ============  ==================================================================================
+    state                 dtype         shape and cut
+    ====================  ============  ==================================================================================
+    ``exp_avg``           uint8         the parameter's
+    ``exp_avg_sq``        uint8         the parameter's
+    ``exp_avg_max``       float32       one value a block: ``(ceil(numel / block_size),)``, or with ``block`` the grid of
+    ``exp_avg_sq_max``    float32       blocks ``(..., ceil(m / rows), ceil(n / columns))``; a rank has those of its blocks
+    ``master``            float32       the parameter's; only with master weights
+    ``step``              float32       no dims, on the CPU (``capturable``: on the device)
+    ====================  ============  ==================================================================================
+
+    Parameters below ``min_numel`` have float32 moments (float64 for float64). All states exist from the start; those of a
+    frozen parameter when it requires a gradient in a step. The update itself uses the moments before they are rounded.
+
+    Communication of a step: none where each gradient is placed like its parameter. One all-reduce for Partial gradients; one
+    of a byte with ``skip_nonfinite``. Ranks that miss a gradient ask the others through the store, and take it as zeros if
+    one has it; a parameter without a gradient on all ranks is skipped.
+
+    Args:
+        params: as in ``torch.optim.AdamW``; with ``model.named_parameters()`` errors and reports have names.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; ``lr`` may be a tensor.
+        block_size: elements of a block of the flattened global tensor; the last one may be short.
+        block: ``(rows, columns)`` of blocks of each matrix instead, the last two dims; a vector is one row.
+        min_numel: global number of elements from which a parameter is quantized.
+        state_dtype: ``torch.bfloat16``: moments of large parameters are that instead of codes, 4 bytes an element, rounded
+            to nearest; ``torch.float32``: 8 bytes.
+        stochastic_rounding: bfloat16 parameters are rounded up or down at random, by Philox numbers of the element's global
+            index, the step, the parameter and ``seed``: the same on every mesh, and after a resume.
+        master_weights: keep a float32 copy of parameters in lower precision. None: unless they are rounded at random. Where
+            a parameter was changed from outside, the copy follows it.
+        skip_nonfinite: if a gradient has an inf or nan on any rank, all ranks leave parameters and states as they are.
+        maximize: go up instead of down.
+        capturable: ``step``, and a tensor ``lr``, stay on the device, without a wait of the host (CUDA graphs).
+        seed: of stochastic rounding; the same on all ranks.
+
+    Raises ValueError, from here or ``add_param_group`` and the same on every rank, if a boundary between ranks cuts a
+    block (:func:`adamw8bit_layout` avoids that), and for arguments out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        block_size: int = 256,
+        block: tuple[int, int] | None = None,
+        min_numel: int = 4096,
+        state_dtype: torch.dtype = torch.uint8,
+        stochastic_rounding: bool = False,
+        master_weights: bool | None = None,
+        skip_nonfinite: bool = False,
+        maximize: bool = False,
+        capturable: bool = False,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "block_size": block_size,
+            "block": block,
+            "min_numel": min_numel,
+            "state_dtype": state_dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "master_weights": master_weights,
+            "skip_nonfinite": skip_nonfinite,
+            "maximize": maximize,
+            "capturable": capturable,
+            "seed": seed,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        index = len(self.param_groups) - 1
+        try:
+            _check_group(self.param_groups[index])
+            self._make_states(index)
+        except BaseException:
+            del self.param_groups[index]
+            raise
+
+    def _make_states(self, index: int) -> None:
+        """States for parameters of a group that have none yet; all are checked before the first is made."""
+        group = self.param_groups[index]
+        new = [
+            (place, p)
+            for place, p in enumerate(group["params"])
+            if p.requires_grad and not p.is_meta and p not in self.state
+        ]
+        for place, p in new:
+            name = self._name(index, place)
+            _check_parameter(name, p, group)
+            check_blocks(name, p, group)
+        for _, p in new:
+            device = p.device if group["capturable"] else torch.device("cpu")
+            state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=device)}
+            self.state[p] = state | {key: tensor.new(p) for key, tensor in state_tensors(p, group).items()}
+
+    def _name(self, group: int, place: int) -> str:
+        names = self.param_groups[group].get("param_names")
+        return names[place] if names else f"group {group}, parameter {place}"
+
+    def loaded_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Codes stay uint8 and maxima float32, cut as this optimizer's."""
+        at = [
+            (g, i) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"]) if p is parameter
+        ]
+        group, name = self.param_groups[at[0][0]], self._name(*at[0])
+        check_blocks(name, parameter, group)
+        expected = state_tensors(parameter, group)
+        if missing := [key for key in ("step", *expected) if key not in state]:
+            raise ValueError(
+                f"the state dict has no {missing[0]!r} for parameter {name}, only {sorted(state)}; it was saved by another "
+                "optimizer, or with other options"
+            )
+        step = torch.as_tensor(state["step"], dtype=torch.float32).detach()
+        found: dict[str, Any] = {"step": step.to(parameter.device if group["capturable"] else "cpu")}
+        return found | {key: want.loaded(state[key], parameter, f"{key!r} of {name}") for key, want in expected.items()}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update; returns the closure's loss. Raises as :class:`AdamW8bit` for parameters that no longer are frozen."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index in range(len(self.param_groups)):
+            self._make_states(index)
+        listed = [
+            (group, p, self._name(index, place))
+            for index, group in enumerate(self.param_groups)
+            for place, p in enumerate(group["params"])
+            if p in self.state
+        ]
+        if not hasattr(self, "_gradients"):
+            self._gradients = StepGradients(type(self).__name__)
+        gradients = self._gradients.collect(
+            [p for _, p, _ in listed], [name for *_, name in listed], self.defaults["skip_nonfinite"]
+        )
+        if gradients is None:
+            return loss
+        together: list[Update] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        known: dict[tuple[int, float], Scalars] = {}
+        written = []
+        for number, ((group, p, name), gradient) in enumerate(zip(listed, gradients)):
+            if gradient is None:
+                continue
+            self.state[p]["step"] += 1
+            param = local_part(p)
+            one = self._update(group, p, param, gradient, name, number, known)
+            if not is_native(one):
+                update(one)
+            elif one.noise is not None:  # the numbers of one parameter at a time
+                update_all([one])
+            else:
+                together.append(one)
+            if not param.is_contiguous():
+                copies.append((param, one.param))
+            written.append(p)
+        if together:
+            update_all(together)
+        for param, copied in copies:
+            param.copy_(copied)
+        increment_version(written)
+        return loss
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        parameter: torch.Tensor,
+        param: torch.Tensor,
+        gradient: torch.Tensor,
+        name: str,
+        number: int,
+        known: dict[tuple[int, float], Scalars],
+    ) -> Update:
+        state = self.state[parameter]
+        if group["capturable"]:
+            scalars = _device_scalars(group, state["step"], compute_dtype(param.dtype))
+            step = 0
+        else:
+            step = int(state["step"].item())
+            key = id(group), step
+            scalars = known[key] if key in known else known.setdefault(key, _scalars(group, step))
+        region = _region(parameter)
+        noise = None
+        if group["stochastic_rounding"] and param.dtype == torch.bfloat16 and param.numel():
+            stream = zlib.crc32(name.encode()) if "param_names" in group else number
+            noise = indexed_bits(group["seed"], stream, step, region.runs()).to(param.device)
+        states = {key: local_part(value).contiguous() for key, value in state.items() if key != "step"}
+        is_codes = is_quantized(parameter, group)
+        parts = blocks_of(group).parts(region) if is_codes else [Part(1, 1, param.numel(), 1, _UNQUANTIZED)]
+        return Update(
+            param.contiguous(),
+            local_part(gradient).contiguous(),
+            states["exp_avg"],
+            states["exp_avg_sq"],
+            states.get("exp_avg_max"),
+            states.get("exp_avg_sq_max"),
+            states.get("master"),
+            noise,
+            parts if param.numel() else [],
+            scalars,
+        )
+
+    def parameter_reports(self) -> list[ParameterReport]:
+        """For :func:`vescale.optim.report`: every rank updates what it holds, and nothing is sent."""
+        found = []
+        for index, group in enumerate(self.param_groups):
+            for place, p in enumerate(group["params"]):
+                planned = state_tensors(p, group).values() if p.requires_grad or p in self.state else []
+                num_bytes = sum(tensor.num_bytes(p) for tensor in planned) + (4 if planned else 0)
+                found.append(ParameterReport(self._name(index, place), _algorithm(p, group), None, num_bytes, 0))
+        return found
+
+
+def adamw8bit_layout(
+    block_size: int = 256, *, block: tuple[int, int] | None = None, min_numel: int = 4096
+) -> Callable[[str, Any], int | None]:
+    """An ``orig_param_policy`` for ``fully_shard`` with which no boundary between ranks cuts a block of
+    :class:`AdamW8bit`; pass the optimizer's arguments.
+
+    The policy returns the number of elements that stay together, None for parameters that are not quantized.
+    """
+    blocks = FlatBlocks(block_size) if block is None else RowBlocks(*block)
+
+    def policy(name: str, parameter: Any) -> int | None:
+        if math.prod(parameter.shape) < max(1, min_numel):
+            return None
+        held = local_of(parameter) if isinstance(parameter, DTensor) else parameter
+        return blocks.granule(tuple(held.shape))
+
+    return policy
+
+
+def _region(parameter: torch.Tensor) -> Region:
+    if isinstance(parameter, DTensor):
+        found = own_region(parameter.shape, parameter.placements, parameter.device_mesh)
+        if found is not None:
+            return found
+    shape = tuple(local_part(parameter).shape)
+    return Region(shape, tuple(((0, size),) for size in shape))
+
+
+def _scalars(group: dict[str, Any], step: int) -> Scalars:
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    return Scalars(
+        weight1=1 - beta1,
+        beta2=beta2,
+        weight2=1 - beta2,
+        decay=1 - lr * group["weight_decay"],
+        step_size=lr / (1 - beta1**step),
+        inverse_root=1 / math.sqrt(1 - beta2**step),
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+
+
+def _device_scalars(group: dict[str, Any], step: torch.Tensor, dtype: torch.dtype) -> Scalars:
+    """The same numbers on the device, in float64 until the last rounding."""
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    t = step.double()
+    lr = lr.to(t.device, torch.float64) if isinstance(lr, torch.Tensor) else torch.full_like(t, lr)
+    return Scalars(
+        weight1=1 - beta1,
+        beta2=beta2,
+        weight2=1 - beta2,
+        decay=(1 - lr * group["weight_decay"]).to(dtype),
+        step_size=(lr / (1 - torch.pow(beta1, t))).to(dtype),
+        inverse_root=(1 / (1 - torch.pow(beta2, t)).sqrt()).to(dtype),
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+
+
+def _algorithm(parameter: torch.Tensor, group: dict[str, Any]) -> str:
+    if is_quantized(parameter, group):
+        return "adamw8bit"
+    is_large = parameter.numel() >= group["min_numel"]
+    return "adamw (bfloat16)" if is_large and group["state_dtype"] == "bfloat16" else "adamw"
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Raises ValueError for a number out of range."""
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    if isinstance(lr, torch.Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; give one number")
+    elif not lr >= 0:
+        raise ValueError(f"lr is {lr}; expected 0 or more")
+    for name, beta in (("betas[0]", beta1), ("betas[1]", beta2)):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name} is {beta}; expected a number in [0, 1)")
+    for name in ("eps", "weight_decay", "min_numel"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name} is {group[name]}; expected 0 or more")
+    if group["block"] is not None:
+        group["block"] = tuple(group["block"])
+    sizes: Sequence[Any] = [group["block_size"]] if group["block"] is None else group["block"]
+    if len(sizes) != (1 if group["block"] is None else 2) or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(
+            f"block_size is {group['block_size']!r} and block is {group['block']!r}; expected a number of elements, or "
+            "(rows, columns), of at least 1"
+        )
+    group["state_dtype"] = str(group["state_dtype"]).removeprefix("torch.")
+    if group["state_dtype"] not in STATE_DTYPES:
+        raise ValueError(f"state_dtype is {group['state_dtype']}; expected torch.{', torch.'.join(STATE_DTYPES)}")
+    if group["stochastic_rounding"] and group["master_weights"]:
+        raise ValueError(
+            "stochastic_rounding and master_weights exclude each other: a copy in float32 needs no rounding"
+        )
+    if group["stochastic_rounding"] and group["capturable"]:
+        raise ValueError("stochastic_rounding draws on the host, by the step's number; use it without capturable")
+    if group["skip_nonfinite"] and group["capturable"]:
+        raise ValueError("skip_nonfinite decides on the host; use it without capturable")
+
+
+def _check_parameter(name: str, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    if not parameter.is_floating_point():
+        raise ValueError(f"parameter {name} is {parameter.dtype}; AdamW8bit updates real floating-point parameters")
+    if group["stochastic_rounding"] and parameter.dtype == torch.float16:
+        raise ValueError(
+            f"parameter {name} is {parameter.dtype}; stochastic rounding is to bfloat16. Use bfloat16, or master_weights"
+        )

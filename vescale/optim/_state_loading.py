@@ -1,0 +1,64 @@
+"""``load_state_dict`` that keeps the dtypes of states: torch's casts those of floating-point parameters."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["ExactStates"]
+
+
+class ExactStates(Optimizer):
+    """An optimizer whose states are loaded as :meth:`loaded_state` says, instead of cast to the parameter's dtype.
+
+    Hooks of ``load_state_dict`` run as in torch's: pre-hooks before, and post-hooks after the states are there.
+    """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, with states as :meth:`loaded_state` returns them; parameters without a saved state keep theirs.
+
+        After an error the optimizer is as it was."""
+        aside: dict[str, Any] = {}
+        before, state, groups = dict(self.state), self.state, self.param_groups
+
+        def set_aside(_: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+            aside.update(found)
+            return {**found, "state": {}}
+
+        def put_back(_: Optimizer) -> None:
+            for group, own in zip(self.param_groups, groups):  # saved by an optimizer with fewer options
+                for option, value in own.items():
+                    group.setdefault(option, value)
+            saved = chain.from_iterable(group["params"] for group in aside["param_groups"])
+            params_here = chain.from_iterable(group["params"] for group in self.param_groups)
+            params = dict(zip(saved, params_here, strict=True))
+            loaded = {
+                params[key]: self.loaded_state(params[key], state)
+                for key, state in aside["state"].items()
+                if key in params
+            }
+            self.state.update(before | loaded)
+
+        # Ours is the last pre-hook, behind those that replace the dict, and the first post-hook.
+        hooks: list[Any] = [
+            self.register_load_state_dict_pre_hook(set_aside),
+            self.register_load_state_dict_post_hook(put_back, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        except BaseException:
+            self.state, self.param_groups = state, groups
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def loaded_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of ``parameter`` from a saved one: values on its device (``step`` where it was), dtypes as saved."""
+        return {
+            key: value.to(parameter.device) if isinstance(value, torch.Tensor) and key != "step" else value
+            for key, value in state.items()
+        }
