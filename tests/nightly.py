@@ -41,6 +41,12 @@ NIGHTLY = [
         _ONE_STEP,
     ),
     Family(
+        "test_static_zoo.py",
+        "test_same_bits_as_eager_mode",
+        ("deepseek_v3", "dit", "gpt_oss", "qwen3", "qwen3_moe", "sd3", "whisper"),
+        "dense (llama, gpt2), encoder-decoder (t5), vision and experts (mixtral)",
+    ),
+    Family(
         "test_dispatcher.py",
         "test_same_bits_as_pytorchs_path",
         ("deepseek_v3", "gpt_oss", "llama", "qwen3", "qwen3_moe", "sd3", "whisper"),

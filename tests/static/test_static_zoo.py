@@ -53,10 +53,17 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
+# Modules that run in eager mode: experts, which a region of the plan runs, and attention that writes into parts of a tensor.
+EAGER_MODULES = {"deepseek_v3": 3, "gpt_oss": 2, "mixtral": 2, "qwen3_moe": 2}
+
+
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_same_bits_as_eager_mode(ranks: RankPools, name: str) -> None:
     MODELS[name].need()
-    for found in ranks.run(compare, name, {"dp": 1, "tp": 2}, world_size=2):
-        print(name, found)
-        assert not found["differing"]
-        assert found["static steps"] == NUM_STEPS - 1
+    for differing, found in ranks.run(compare, name, {"dp": 1, "tp": 2}, world_size=2):
+        assert not differing
+        if name.endswith("zero3"):
+            assert found.static_steps == 0 and "units" in found.fallbacks[0].reason
+            continue
+        assert found.static_steps == NUM_STEPS - 1, found
+        assert len(found.fallbacks) == EAGER_MODULES.get(name, 0), found
