@@ -1,11 +1,12 @@
-"""What `parallelize` costs the host: one training step of a tensor-parallel Hugging Face Llama, four ways.
+"""What `parallelize` costs the host: one training step of a tensor-parallel Hugging Face Llama, five ways.
 
 The process group is fake (collectives return at once) and the model small, so that only the host's work shows:
 
 * ``plain``: a Llama of one rank's sizes, without DTensor and without collectives: the floor;
 * ``hand``: the same with the collectives written by hand, as Megatron does: two all-reduces a layer in each direction;
 * ``stock``: ``torch.distributed.tensor.parallel.parallelize_module``: DTensors inside the linear layers only;
-* ``vescale``: `parallelize` with the same cuts: DTensors everywhere, checked boundaries, one device's losses.
+* ``vescale``: `parallelize` with the same cuts: DTensors everywhere, checked boundaries, one device's losses;
+* ``static``: the same with ``mode="static"``: local tensors after one recorded step.
 
 python benchmarks/parallelize.py [--layers 2] [--hidden 64] [--tokens 16] [--repeat 15] [--profile]
 
@@ -104,7 +105,7 @@ def stock(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def ours(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def ours(model: nn.Module, mesh: DeviceMesh, mode: str = "eager") -> nn.Module:
     plan = Plan(mesh)
     plan.shard(rf"{LAYER}.self_attn.<in:hidden_states>", Replicate())
     plan.shard(rf"{LAYER}.self_attn.(q|k|v)_proj.weight", Shard(0))
@@ -114,7 +115,7 @@ def ours(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     plan.shard(rf"{LAYER}.mlp.(gate|up)_proj.weight", Shard(0))
     plan.shard(rf"{LAYER}.mlp.down_proj.weight", Shard(1))
     plan.shard(rf"{LAYER}.mlp.down_proj.<out>", Replicate())
-    return parallelize(model, plan, strict=True)
+    return parallelize(model, plan, strict=True, mode=mode)
 
 
 class Chain(nn.Module):
@@ -168,6 +169,7 @@ def main() -> int:
         "hand": by_hand(llama(args, NUM_RANKS)),
         "stock": stock(llama(args), mesh),
         "vescale": ours(llama(args), mesh),
+        "static": ours(llama(args), mesh, "static"),
     }
     ids = torch.randint(256, (2, args.tokens))
 

@@ -43,6 +43,7 @@ from vescale.ops._conversion import (
     cut,
     enter_local,
     leave_local,
+    prepare_conversion,
     wrap_global,
 )
 from vescale.ops._decision import Decision, Rule
@@ -94,6 +95,7 @@ __all__ = [
     "leave_local",
     "meetings",
     "observe",
+    "prepare_conversion",
     "register",
     "register_aten",
     "register_family",

@@ -68,6 +68,7 @@ __all__ = [
     "enter_local",
     "enter_together",
     "leave_local",
+    "prepare_conversion",
     "wrap_global",
 ]
 
@@ -172,6 +173,27 @@ def convert(
             permit_writes(passed)
             return passed
         return _Convert.apply(x, complete, stages, requester)
+
+
+def prepare_conversion(
+    placements: Placements,
+    target: Stage,
+    grad_source: Stage | None,
+    grad_target: Stage | None,
+    requester: str,
+) -> Callable[[DTensor], DTensor]:
+    """:func:`convert` of tensors with these placements, for many calls."""
+    stage, stages = _stages(placements, target, grad_source, grad_target, False)
+    complete = tuple(f if t is None else t for f, t in zip(placements, stage))
+
+    def run(x: DTensor) -> DTensor:
+        result: DTensor | None = _native.convert(x, stage, stages, requester, None)
+        if result is not None:
+            return result
+        with no_torch_function():
+            return _Convert.apply(x, complete, stages, requester)
+
+    return run
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,64 +30,69 @@ def settings() -> tuple[Any, ...]:
 
 
 class Guards:
-    """Attributes of modules that are numbers, flags and texts, their parameters, buffers, parts and hooks, as they are now.
+    """Attributes of modules that are numbers, flags and texts, their parameters, buffers, parts and hooks, as of now."""
 
-    Args:
-        modules: (path, module).
-        num_hooks: forward hooks that a module has of ours, before and after each.
-    """
-
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], num_hooks: int = 1) -> None:
-        self._held: list[dict[str, Any]] = []
-        self._paths: list[str] = []
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._hooks: list[dict[Any, Any]] = list(GLOBAL_HOOKS)
-        self._tensors: list[tuple[str, torch.Tensor, bool]] = []
-        self._values: list[tuple[str, dict[str, Any], Any, tuple[Any, ...]]] = []
-        self._objects: list[tuple[str, dict[str, Any], Any, tuple[Any, ...]]] = []
+        self._sized: list[tuple[str, dict[str, Any]]] = []
+        self._attributes = _Entries()
+        self._objects = _Entries()
         for path, module in modules:
             held = module.__dict__
-            self._held.append(held)
-            self._paths.append(path)
             self._hooks += [held[name] for name in HOOKS_OF_MODULES]
-            names = [name for name, value in held.items() if type(value) in _COMPARED]
-            self._values.append((path, held, *_getter(held, names)))
+            self._sized.append((path, held))
+            self._attributes.add(path, held, [name for name, value in held.items() if type(value) in _COMPARED])
             for kind in _CONTAINERS:
-                if held[kind]:
-                    self._objects.append((path, held[kind], *_getter(held[kind], list(held[kind]))))
-                    self._tensors += [
-                        (f"{path}.{name}", x, x.requires_grad)
-                        for name, x in held[kind].items()
-                        if isinstance(x, torch.Tensor)
-                    ]
-        self._num_attributes = list(map(len, self._held))
+                self._sized.append((path, held[kind]))
+                self._objects.add(path, held[kind], list(held[kind]))
+        self._tensors = [x for x in chain.from_iterable(self._objects.values) if isinstance(x, torch.Tensor)]
+        self._requires_grad = [x.requires_grad for x in self._tensors]
+        self._num_entries = [len(held) for _, held in self._sized]
         self._num_hooks = list(map(len, self._hooks))
 
     def broken(self) -> str:
-        """What has changed; "" if nothing has."""
+        """What has changed; "" if nothing has. It is called before each step."""
         if list(map(len, self._hooks)) != self._num_hooks:
-            return "forward hooks of modules were added or removed"
-        if list(map(len, self._held)) != self._num_attributes:
-            changed = next(i for i, n in enumerate(map(len, self._held)) if n != self._num_attributes[i])
-            return f"attributes of {self._paths[changed] or 'the model'} were added or deleted"
-        for path, held, get, values in self._values:
-            try:
-                if get(held) != values:
-                    return f"attributes of {path or 'the model'} have changed"
-            except KeyError as missing:
-                return f"{path or 'the model'}.{missing.args[0]} was deleted"
-        for name, x, requires_grad in self._tensors:
-            if x.requires_grad is not requires_grad:
-                return f"requires_grad of {name} is {x.requires_grad} now"
-        for path, held, get, objects in self._objects:
-            try:
-                if not all(map(operator.is_, get(held), objects)):
-                    return f"parameters, buffers or parts of {path or 'the model'} were replaced"
-            except KeyError as missing:
-                return f"{path or 'the model'}.{missing.args[0]} was deleted"
+            return "hooks of modules were added or removed"
+        sizes = [len(held) for _, held in self._sized]
+        if sizes != self._num_entries:
+            path = next(path for (path, _), new, old in zip(self._sized, sizes, self._num_entries) if new != old)
+            return f"attributes or parts of {path or 'the model'} were added or deleted"
+        if (found := self._attributes.read()) != self._attributes.values:
+            return f"attributes of {self._attributes.differing(found) or 'the model'} have changed"
+        if [x.requires_grad for x in self._tensors] != self._requires_grad:
+            return "requires_grad of parameters has changed"
+        found = self._objects.read()
+        if found is None or not all(map(operator.is_, chain.from_iterable(found), self._objects.flat)):
+            return "parameters, buffers or parts of modules were replaced"
         return ""
 
 
-def _getter(held: dict[str, Any], names: list[str]) -> tuple[Any, tuple[Any, ...]]:
-    """A function of a dictionary to a tuple of its values, and its result for ``held``."""
-    get = operator.itemgetter(*names, names[0])  # two at least, so that it is a tuple
-    return get, get(held)
+class _Entries:
+    """Entries of dictionaries, and their values when they were added."""
+
+    def __init__(self) -> None:
+        self._paths: list[str] = []
+        self._getters: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
+        self.values: list[tuple[Any, ...]] = []
+        self.flat: list[Any] = []
+
+    def add(self, path: str, held: dict[str, Any], names: list[str]) -> None:
+        if names:
+            get = operator.itemgetter(*names, names[0])  # two at least, so that it returns a tuple
+            self._paths.append(path)
+            self._getters.append((get, held))
+            self.values.append(get(held))
+            self.flat += get(held)
+
+    def read(self) -> list[tuple[Any, ...]] | None:
+        """The values now; None if an entry is missing."""
+        try:
+            return [get(held) for get, held in self._getters]
+        except KeyError:
+            return None
+
+    def differing(self, found: list[tuple[Any, ...]] | None) -> str:
+        """The path of the first dictionary whose values differ."""
+        pairs = zip(self._paths, self.values, found or [], strict=False)
+        return next((path for path, old, new in pairs if old != new), "a module")

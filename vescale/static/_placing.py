@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale.runtime import Placing
@@ -17,6 +19,31 @@ from vescale.static._tensor_type import TensorType, UnrecordedError, type_of
 __all__ = ["LocalPlacing"]
 
 
+@dataclass(frozen=True, eq=False)
+class _Leaf:
+    """A tensor among those that an entry places. ``shared_key``: of its conversion, which other entries share; None: nobody
+    does."""
+
+    before: TensorType
+    after: TensorType
+    move: Callable[[DTensor], DTensor]
+    requester: str
+    shared_key: Any
+
+    @classmethod
+    def of(cls, boundary: Boundary, mesh: DeviceMesh) -> _Leaf:
+        before, after = (
+            type_of(r, mesh, r.value.grads if r.value is not None else ()) for r in (boundary.input, boundary.output)
+        )
+        assert before.placements is not None
+        requester = boundary.placing.requester
+        move = boundary.stages.prepared(before.placements, requester)
+        return cls(before, after, move, requester, boundary.stages if boundary.is_shared else None)
+
+    def convert(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after.to_local(self.move(cast(DTensor, self.before.to_global(x, self.requester))))
+
+
 class LocalPlacing:
     """A :class:`Placing` of local tensors, with the types that were recorded.
 
@@ -24,22 +51,15 @@ class LocalPlacing:
         index: which input or output, as in the instruction.
     """
 
-    def __init__(self, index: Any, leaves: Sequence[tuple[Boundary, TensorType, TensorType]], holder: Any) -> None:
+    def __init__(self, index: Any, leaves: Sequence[_Leaf], holder: Any) -> None:
         self.index = index
-        self._changes = [functools.partial(self._place, *leaf) for leaf in leaves]
+        self._changes = [functools.partial(self._place, leaf) for leaf in leaves]
         self._holder = holder
 
     @classmethod
     def of(cls, placing: Placing, recorder: Recorder, holder: Any) -> LocalPlacing:
-        mesh = placing.runtime.mesh
-        leaves = []
-        for boundary in recorder.boundaries.get(placing, [[]])[0]:
-            before, after = (
-                type_of(r, mesh, r.value.grads if r.value is not None else ())
-                for r in (boundary.input, boundary.output)
-            )
-            leaves.append((boundary, before, after))
-        return cls(placing.index, leaves, holder)
+        boundaries = recorder.boundaries.get(placing, [[]])[0]
+        return cls(placing.index, [_Leaf.of(one, placing.runtime.mesh) for one in boundaries], holder)
 
     def __call__(self, value: Any, placed: Any = None) -> Any:
         if isinstance(value, torch.Tensor):
@@ -48,15 +68,15 @@ class LocalPlacing:
             return self._changes[0](value)
         return map_in_order(value, self._changes)
 
-    def _place(self, boundary: Boundary, before: TensorType, after: TensorType, x: torch.Tensor) -> torch.Tensor:
-        shared = self._holder.shared
-        key = (id(x), boundary.stages, torch.is_grad_enabled())
-        held = shared.get(key) if boundary.is_shared else None
+    def _place(self, leaf: _Leaf, x: torch.Tensor) -> torch.Tensor:
+        if leaf.shared_key is None:
+            return leaf.convert(x)
+        shared: dict[Any, Any] = self._holder.shared
+        key = (id(x), leaf.shared_key, torch.is_grad_enabled())
+        held = shared.get(key)
         if held is not None and held[0] is x and held[2] == x._version:
-            return held[1]
-        placing = boundary.placing
-        given = cast(DTensor, before.to_global(x, placing.requester))
-        made = after.to_local(boundary.stages.convert(given, placing.requester, placing.outdated))
-        if boundary.is_shared:
-            shared[key] = x, made, x._version
+            found: torch.Tensor = held[1]
+            return found
+        made = leaf.convert(x)
+        shared[key] = x, made, x._version
         return made

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.compat import spec_of
 from vescale.ops import enter_local, leave_local
 from vescale.static._record import TensorRecord
 
@@ -37,14 +40,23 @@ class TensorType:
     grad: tuple[Placement, ...] | None
     factors: tuple[int, ...]
     sizes: tuple[tuple[int, int], ...]
+    # The last spec with these placements: most tensors have one, and comparing placements takes long.
+    _accepted: list[Any] = field(default_factory=lambda: [None], compare=False, repr=False)
 
     @property
     def is_even(self) -> bool:
         return all(self.factors)
 
+    @functools.cached_property
+    def is_same_shape(self) -> bool:
+        """Whether the local tensor has the global shape."""
+        return all(factor == 1 for factor in self.factors)
+
     def global_shape(self, local: torch.Tensor) -> tuple[int, ...]:
         if local.ndim != len(self.factors):
             raise UnrecordedError(f"a tensor of {local.ndim} dims in place of one of {len(self.factors)}")
+        if self.is_same_shape:
+            return tuple(local.shape)
         shape = []
         for size, factor, (whole, part) in zip(local.shape, self.factors, self.sizes):
             if not factor and size != part:
@@ -66,8 +78,11 @@ class TensorType:
             if self.placements is not None:
                 raise UnrecordedError(f"a plain tensor in place of one that is {self.placements}")
             return x
-        if tuple(x.placements) != self.placements:
-            raise UnrecordedError(f"a tensor that is {tuple(x.placements)} in place of {self.placements}")
+        spec = spec_of(x)
+        if self._accepted[0] is not spec:
+            if tuple(spec.placements) != self.placements:
+                raise UnrecordedError(f"a tensor that is {tuple(spec.placements)} in place of {self.placements}")
+            self._accepted[0] = spec
         return enter_local(x, self.grad)
 
 
