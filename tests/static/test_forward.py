@@ -108,6 +108,61 @@ def random_numbers() -> Any:
     return report(models[1])
 
 
+class SumOverDim(Wrapped):
+    dim: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dim = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp.up(x).relu().sum(self.dim).mean() + self.mlp(x).mean()
+
+
+def numbers_of_modules() -> Any:
+    models = both(SumOverDim)
+    for dim in (0, 0, 2, 2, 2, 1, 0):
+        for model in models:
+            model.dim = dim
+        compare(models, batch())
+    return report(models[1])
+
+
+class DropoutBeforeBranch(Dropout):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(x)
+        if x.shape[1] > 6:
+            x = x * 2
+        return self.drop(self.mlp(x))
+
+
+def random_numbers_of_a_repeated_forward() -> Any:
+    models = both(DropoutBeforeBranch)
+    for step, length in enumerate((4, 4, 8, 5)):
+        compare(models, batch(length=length), seed=step)
+    return report(models[1])
+
+
+class TwoKindsOfUses(Wrapped):
+    """A whole tensor beside a cut one and beside a whole one: one gradient is a sum over the ranks, the other is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scale * 2
+        h = self.mlp.up(x) * scale
+        return self.mlp.down(h.relu()) + x * scale
+
+
+def two_kinds_of_gradients() -> Any:
+    models = both(TwoKindsOfUses)
+    for step in range(3):
+        compare(models, batch(seed=step), exact=False)
+    return report(models[1])
+
+
 class WritesAttribute(Wrapped):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = self.mlp.up(x)
@@ -255,6 +310,9 @@ FALLBACKS = {
     sizes_as_numbers: "linear is called in several ways",
     branches_on_sizes: "test_forward.py",
     branches_on_data: "test_forward.py",
+    numbers_of_modules: "attributes of the model have changed",
+    random_numbers_of_a_repeated_forward: "test_forward.py",
+    two_kinds_of_gradients: "sends a gradient",
     attributes: "writes to its attribute seen",
     hooks_of_users: "hooks",
     settings_of_modules: "",
