@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.static._gradients import is_whole, without_single_ranks
 from vescale.static._local_run import LocalRun
-from vescale.static._record import Call, TensorRecord
+from vescale.static._record import Call
 from vescale.static._size_functions import SIZE_READERS, SIZE_TAKERS
-from vescale.static._tensor_type import TensorType, type_of
+from vescale.static._tensor_type import TensorType, merged_types, types_of
 
-__all__ = ["Action", "Eager", "Problem", "ReadSizes", "TakeSizes", "action_of", "is_plain", "name_of"]
+__all__ = ["Action", "Eager", "Problem", "ReadSizes", "TakeSizes", "action_of", "is_plain", "merged_action", "name_of"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
     for record in (*call.inputs, *call.outputs):
         if record.value is not None and len(record.value.grads) > 1:
             return Problem(f"a gradient arrives in several placements: {record.value.grads}")
-    inputs, outputs = _types(call.inputs, mesh), _types(call.outputs, mesh)
+    inputs, outputs = types_of(call.inputs, mesh), types_of(call.outputs, mesh)
     if not call.changed and not _why_not_in_backward(call, mesh):
         if call.function in SIZE_READERS and call.local_run is LocalRun.SIZES and inputs[0].is_even:
             return ReadSizes(call.function, inputs[0].factors)
@@ -83,6 +83,18 @@ def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
             f"{name_of(call.function)} writes in place, with a gradient or between other elements, and {reason}"
         )
     return Eager(call.function, inputs, outputs, reason)
+
+
+def merged_action(actions: Collection[Action | Problem]) -> Action | Problem | None:
+    """What several calls of one site have in common; None if they differ."""
+    first = next(iter(actions))
+    if len(actions) == 1 or not isinstance(first, Eager):
+        return first if len(actions) == 1 else None
+    eager = [action for action in actions if isinstance(action, Eager) and action.function == first.function]
+    inputs, outputs = merged_types([one.inputs for one in eager]), merged_types([one.outputs for one in eager])
+    if len(eager) < len(actions) or inputs is None or outputs is None:
+        return None
+    return Eager(first.function, inputs, outputs, first.reason)
 
 
 def _why_not_plain(call: Call, mesh: DeviceMesh) -> str:
@@ -112,7 +124,3 @@ def _is_whole(call: Call, mesh: DeviceMesh) -> bool:
     records = (*call.inputs, *call.outputs)
     grads = [p for r in records if r.value is not None for p in r.value.grads | r.grads]
     return all(is_whole(p, mesh) for p in [*(r.placements for r in records), *grads])
-
-
-def _types(records: Sequence[TensorRecord], mesh: DeviceMesh) -> tuple[TensorType, ...]:
-    return tuple(type_of(r, mesh, r.value.grads if r.value is not None else ()) for r in records)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.static._actions import Action, Problem, action_of, is_plain, name_of
+from vescale.static._actions import Action, Problem, action_of, is_plain, merged_action, name_of
 from vescale.static._branches import untaken_branches
 from vescale.static._call_tree import FunctionCall
 from vescale.static._gradients import settle_gradients
 from vescale.static._patch import Patch, can_be_site
-from vescale.static._record import Call, Recorder
+from vescale.static._placing import merged_boundaries
+from vescale.static._record import Call, ModuleCall, Recorder
 from vescale.static._source import FunctionSource, source_of
+from vescale.static._tensor_type import TensorType, merged_types, types_of
 
-__all__ = ["FunctionPlan", "ModulePlan", "analyze"]
+__all__ = ["FunctionPlan", "ModulePlan", "analyze", "module_types"]
 
 
 @dataclass(eq=False)
@@ -60,6 +63,9 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> dict[str, ModulePlan]:
             continue
         function, part, offset = call.site
         by_call.setdefault(function, {}).setdefault((part, offset), []).append(call)
+    for placing, placed in recorder.boundaries.items():
+        if merged_boundaries(placed, mesh) is None:
+            problems.setdefault(placing.instruction.path, "the plan places its inputs or outputs in several ways")
     plans: dict[str, ModulePlan] = {}
     for path in recorder.module_calls:
         if path not in recorder.tree.forwards:  # an entry of the plan runs it on local tensors, or it is not Python
@@ -71,7 +77,16 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> dict[str, ModulePlan]:
             plans[path] = ModulePlan(path, plan.reason)
         else:
             plans[path] = ModulePlan(path, forward=plan)
+    for path, found in plans.items():
+        if path and found.problem and module_types(recorder.module_calls[path], mesh) is None:
+            plans[""] = ModulePlan("", f"{path} is called in several ways, and {found.problem}")
     return plans
+
+
+def module_types(calls: Sequence[ModuleCall], mesh: DeviceMesh) -> tuple[tuple[TensorType, ...], ...] | None:
+    """Types of the inputs and outputs of a module; None if its calls differ."""
+    inputs, outputs = (merged_types([types_of(call[i], mesh) for call in calls]) for i in (0, 1))
+    return None if inputs is None or outputs is None else (inputs, outputs)
 
 
 def _plan(
@@ -90,9 +105,10 @@ def _plan(
         if not found:
             continue
         line = f"{call.code.co_filename}:{_line(source, node)}"
-        if len(found) > 1 or len({one.function for one in calls}) > 1 or any(is_plain(one, mesh) for one in calls):
+        action = merged_action(found)
+        is_one = len({one.function for one in calls}) == 1 and not any(is_plain(one, mesh) for one in calls)
+        if action is None or not is_one:
             return Problem(f"{line}: {name_of(calls[0].function)} is called in several ways")
-        (action,) = found
         if isinstance(action, Problem):
             return Problem(f"{line}: {action.reason}")
         if source is None or node < 0 or not can_be_site(source.nodes[node], source.nodes) or not calls[0].is_direct:

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from vescale.runtime import Placing
 from vescale.static._record import Boundary, Recorder
 from vescale.static._sites import map_in_order
-from vescale.static._tensor_type import TensorType, UnrecordedError, type_of
+from vescale.static._tensor_type import TensorType, UnrecordedError, merged_types, types_of
 
-__all__ = ["LocalPlacing"]
+__all__ = ["LocalPlacing", "merged_boundaries"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +31,7 @@ class _Leaf:
     shared_key: Any
 
     @classmethod
-    def of(cls, boundary: Boundary, mesh: DeviceMesh) -> _Leaf:
-        before, after = (
-            type_of(r, mesh, r.value.grads if r.value is not None else ()) for r in (boundary.input, boundary.output)
-        )
+    def of(cls, boundary: Boundary, before: TensorType, after: TensorType) -> _Leaf:
         assert before.placements is not None
         requester = boundary.placing.requester
         move = boundary.stages.prepared(before.placements, requester)
@@ -42,6 +39,17 @@ class _Leaf:
 
     def convert(self, x: torch.Tensor) -> torch.Tensor:
         return self.after.to_local(self.move(cast(DTensor, self.before.to_global(x, self.requester))))
+
+
+def merged_boundaries(
+    calls: Sequence[Sequence[Boundary]], mesh: DeviceMesh
+) -> list[tuple[Boundary, TensorType, TensorType]] | None:
+    """The tensors that an entry places, with their types before and after; None if its calls differ."""
+    before = merged_types([types_of([one.input for one in call], mesh) for call in calls])
+    after = merged_types([types_of([one.output for one in call], mesh) for call in calls])
+    if before is None or after is None or any({one.stages for one in leaf} != {leaf[0].stages} for leaf in zip(*calls)):
+        return None
+    return list(zip(calls[0] if calls else (), before, after, strict=True))
 
 
 class LocalPlacing:
@@ -58,8 +66,9 @@ class LocalPlacing:
 
     @classmethod
     def of(cls, placing: Placing, recorder: Recorder, holder: Any) -> LocalPlacing:
-        boundaries = recorder.boundaries.get(placing, [[]])[0]
-        return cls(placing.index, [_Leaf.of(one, placing.runtime.mesh) for one in boundaries], holder)
+        mesh = placing.runtime.mesh
+        leaves = [_Leaf.of(*one) for one in merged_boundaries(recorder.boundaries.get(placing, []), mesh) or ()]
+        return cls(placing.index, leaves, holder)
 
     def __call__(self, value: Any, placed: Any = None) -> Any:
         if isinstance(value, torch.Tensor):

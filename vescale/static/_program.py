@@ -24,7 +24,7 @@ from vescale.compat import (
 )
 from vescale.runtime import Runtime, current_activation
 from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
-from vescale.static._analysis import FunctionPlan, ModulePlan, analyze
+from vescale.static._analysis import FunctionPlan, ModulePlan, analyze, module_types
 from vescale.static._guards import Guards
 from vescale.static._hidden import hidden_slots
 from vescale.static._local_parameter import LocalParameter
@@ -32,7 +32,7 @@ from vescale.static._patch import REFUSE, SLICE, callee_of, make_function, patch
 from vescale.static._placing import LocalPlacing
 from vescale.static._record import Recorder
 from vescale.static._sites import EagerCall, map_in_order, read_sizes, take_sizes
-from vescale.static._tensor_type import TensorType, UnrecordedError, type_of
+from vescale.static._tensor_type import TensorType, UnrecordedError, types_of
 
 __all__ = ["StaticProgram"]
 
@@ -60,10 +60,9 @@ class StaticProgram:
         self.steps = 0
         self.shared: dict[Any, Any] = {}
         mesh = runtime.mesh
-        self._inputs, self._outputs, self._hidden = (
-            [type_of(r, mesh, r.value.grads if r.value else ()) for r in records]
-            for records in (recorder.inputs, recorder.outputs, recorder.hidden)
-        )
+        self._inputs = types_of(recorder.inputs, mesh)
+        self._outputs = types_of(recorder.outputs, mesh)
+        self._hidden = types_of(recorder.hidden, mesh)
         self._shown: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._parameters: list[LocalParameter] = []
         self._root: Callable[..., Any] | None = None
@@ -212,12 +211,10 @@ class StaticProgram:
 
     def _eager_module(self, path: str, module: nn.Module, recorder: Recorder) -> Callable[..., Any]:
         """The module's call in eager mode, between local tensors."""
-        mesh = self.runtime.mesh
-        inputs, outputs = recorder.module_calls[path]
-        to_global = [
-            functools.partial(type_of(r, mesh, r.value.grads if r.value else ()).to_global, op=path) for r in inputs
-        ]
-        to_local = [type_of(r, mesh, r.value.grads if r.value else ()).to_local for r in outputs]
+        types = module_types(recorder.module_calls[path], self.runtime.mesh)
+        assert types is not None
+        to_global = [functools.partial(kind.to_global, op=path) for kind in types[0]]
+        to_local = [kind.to_local for kind in types[1]]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = map_in_order((args, kwargs), to_global)

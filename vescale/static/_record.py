@@ -31,7 +31,17 @@ from vescale.static._call_tree import CallTree, Site
 from vescale.static._hidden import hidden_slots
 from vescale.static._local_run import LocalRun, run_on_locals
 
-__all__ = ["Boundary", "Call", "Placements", "Recorder", "TensorRecord", "Value", "random_state", "set_random_state"]
+__all__ = [
+    "Boundary",
+    "Call",
+    "ModuleCall",
+    "Placements",
+    "Recorder",
+    "TensorRecord",
+    "Value",
+    "random_state",
+    "set_random_state",
+]
 
 Placements = tuple[Placement, ...]
 
@@ -102,6 +112,9 @@ class Call:
     writes: bool = False
 
 
+ModuleCall = tuple[list[TensorRecord], list[TensorRecord]]
+
+
 @dataclass(eq=False)
 class Boundary:
     """One tensor that an entry of the plan places at a module's boundary."""
@@ -122,7 +135,7 @@ class Recorder(TorchFunctionMode):
         tree: the functions that ran.
         calls: in order.
         boundaries: what entries of the plan placed, for each call of each.
-        module_calls: tensors that the parts of the model got and returned, by path.
+        module_calls: tensors that the parts of the model got and returned in each call, by path.
         inputs, outputs: tensors of the forward; ``hidden``: those inside of objects in its output.
         problems: what rules a static forward out, by the path of the module.
     """
@@ -132,7 +145,7 @@ class Recorder(TorchFunctionMode):
         self.tree = CallTree(current_module)
         self.calls: list[Call] = []
         self.boundaries: dict[Any, list[list[Boundary]]] = {}
-        self.module_calls: dict[str, tuple[list[TensorRecord], list[TensorRecord]]] = {}
+        self.module_calls: dict[str, list[ModuleCall]] = {}
         self.inputs: list[TensorRecord] = []
         self.outputs: list[TensorRecord] = []
         self.hidden: list[TensorRecord] = []
@@ -299,7 +312,7 @@ class Recorder(TorchFunctionMode):
         if any(versions(x) != before for x, before in self._placed[num_placed:]):
             self.problems[""] = f"{path} writes to an input that the plan places"
         del self._placed[num_placed:]
-        self.module_calls.setdefault(path, (inputs, outputs))
+        self.module_calls.setdefault(path, []).append((inputs, outputs))
         return result
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from vescale.compat import spec_of
 from vescale.ops import enter_local, leave_local
 from vescale.static._record import TensorRecord
 
-__all__ = ["TensorType", "UnrecordedError", "type_of"]
+__all__ = ["TensorType", "UnrecordedError", "merged_types", "types_of"]
 
 
 class UnrecordedError(Exception):
@@ -58,10 +58,14 @@ class TensorType:
         if self.is_same_shape:
             return tuple(local.shape)
         shape = []
-        for size, factor, (whole, part) in zip(local.shape, self.factors, self.sizes):
-            if not factor and size != part:
+        for dim, (size, factor) in enumerate(zip(local.shape, self.factors)):
+            if factor:
+                shape.append(size * factor)
+                continue
+            whole, part = self.sizes[dim]
+            if size != part:
                 raise UnrecordedError(f"the uneven size {size} in place of {part}")
-            shape.append(size * factor if factor else whole)
+            shape.append(whole)
         return tuple(shape)
 
     def to_global(self, local: torch.Tensor, op: str) -> torch.Tensor:
@@ -90,7 +94,7 @@ def _is_dense(x: torch.Tensor) -> bool:
     return x.numel() == 0 or sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1 == x.numel()
 
 
-def type_of(record: TensorRecord, mesh: DeviceMesh, grads: Collection[tuple[Placement, ...]]) -> TensorType:
+def _type_of(record: TensorRecord, mesh: DeviceMesh, grads: Collection[tuple[Placement, ...]]) -> TensorType:
     """The type of a recorded tensor; ``grads``: recorded placements of its gradient, one at most."""
     grad = next(iter(grads), None)
     if record.placements is None:
@@ -100,4 +104,24 @@ def type_of(record: TensorRecord, mesh: DeviceMesh, grads: Collection[tuple[Plac
         share = math.prod(mesh.size(axis) for axis, p in enumerate(record.placements) if getattr(p, "dim", None) == dim)
         is_even = all(type(p) is Shard for p in record.placements if getattr(p, "dim", None) == dim)
         factors.append(share if (is_even or share == 1) and part * share == whole else 0)
-    return TensorType(mesh, record.placements, grad, tuple(factors), tuple(zip(record.shape, record.local_shape)))
+    sizes = () if all(factors) else tuple(zip(record.shape, record.local_shape))
+    return TensorType(mesh, record.placements, grad, tuple(factors), sizes)
+
+
+def merged_types(calls: Sequence[Sequence[TensorType]]) -> tuple[TensorType, ...] | None:
+    """The types of tensors that several calls were given or returned; None if they differ in more than that some have no
+    gradient."""
+    if len({len(types) for types in calls}) > 1:
+        return None
+    merged = []
+    for types in zip(*calls, strict=True):
+        grads = {kind.grad for kind in types} - {None}
+        if len(grads) > 1 or len({replace(kind, grad=None) for kind in types}) > 1:
+            return None
+        merged.append(replace(types[0], grad=next(iter(grads), None)))
+    return tuple(merged)
+
+
+def types_of(records: Sequence[TensorRecord], mesh: DeviceMesh) -> tuple[TensorType, ...]:
+    """The types of recorded tensors, with the gradients of their values."""
+    return tuple(_type_of(r, mesh, r.value.grads if r.value is not None else ()) for r in records)
