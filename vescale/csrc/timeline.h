@@ -54,7 +54,7 @@ class Timeline {
         c10::intrusive_ptr<torch::autograd::Node> node;
         if (torch::autograd::THPCppFunction_Check(object.ptr())) {
             node = reinterpret_cast<torch::autograd::THPCppFunction*>(object.ptr())->cdata;
-        } else if (PyObject_IsInstance(object.ptr(), THPFunctionClass) == 1) {
+        } else if (PyObject_IsInstance(object.ptr(), function_base()) == 1) {
             node = reinterpret_cast<THPFunction*>(object.ptr())->cdata;
         }
         return node ? find(node->thread_id(), node->sequence_nr()) : py::none();
@@ -63,6 +63,12 @@ class Timeline {
     std::size_t length() const { return length_; }
 
   private:
+    // The class of the nodes of Python functions, which is the type of ``ctx`` in their backward.
+    static PyObject* function_base() {
+        static PyObject* base = py::object(py::module_::import("torch._C").attr("_FunctionBase")).release().ptr();
+        return base;
+    }
+
     struct Marks {
         std::vector<std::uint64_t> numbers;
         std::vector<py::object> wheres;

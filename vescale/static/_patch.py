@@ -110,11 +110,11 @@ def make_function(original: types.FunctionType, code: types.CodeType, cells: Map
     """A function like ``original`` that runs ``code``; ``cells``: the values of its further free variables."""
     own = dict(zip(original.__code__.co_freevars, original.__closure__ or (), strict=True))
     closure = tuple(own[name] if name in own else types.CellType(cells[name]) for name in code.co_freevars)
-    made = types.FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
-    made.__kwdefaults__ = original.__kwdefaults__
-    made.__dict__.update(original.__dict__)
-    made.__qualname__, made.__module__, made.__doc__ = original.__qualname__, original.__module__, original.__doc__
-    return made
+    copy = types.FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    copy.__dict__.update(original.__dict__)
+    copy.__qualname__, copy.__module__, copy.__doc__ = original.__qualname__, original.__module__, original.__doc__
+    return copy
 
 
 class _Rewriter(ast.NodeTransformer):
