@@ -24,6 +24,7 @@ _PUBLIC: dict[str, str] = {
     "optim": "vescale.optim",
     "plan_layout": "vescale.buffer",
     "rng": "vescale.rng",
+    "static": "vescale.static",
     "suggest_num_shards": "vescale.buffer",
     "GradientReducer": "vescale.gradients",
     "parallelize": "vescale.static",
