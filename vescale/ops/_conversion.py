@@ -176,22 +176,15 @@ def convert(
 
 
 def prepare_conversion(
-    placements: Placements,
-    target: Stage,
-    grad_source: Stage | None,
-    grad_target: Stage | None,
-    requester: str,
+    placements: Placements, target: Stage, grads: tuple[Stage | None, Stage | None], requester: str
 ) -> Callable[[DTensor], DTensor]:
-    """:func:`convert` of tensors with these placements, for many calls."""
-    stage, stages = _stages(placements, target, grad_source, grad_target, False)
+    """:func:`convert` of tensors with these placements, for many calls, outside of torch function modes."""
+    stage, stages = _stages(placements, target, *grads, False)
     complete = tuple(f if t is None else t for f, t in zip(placements, stage))
 
     def run(x: DTensor) -> DTensor:
-        result: DTensor | None = _native.convert(x, stage, stages, requester, None)
-        if result is not None:
-            return result
-        with no_torch_function():
-            return _Convert.apply(x, complete, stages, requester)
+        made: DTensor | None = _native.convert(x, stage, stages, requester, None)
+        return made if made is not None else _Convert.apply(x, complete, stages, requester)
 
     return run
 

@@ -47,7 +47,7 @@ class Stages:
             None if stage is None else tuple(stage) for stage in (self._target, self._grad_source, self._grad_target)
         )
         assert target is not None
-        return prepare_conversion(placements, target, grad_source, grad_target, requester)
+        return prepare_conversion(placements, target, (grad_source, grad_target), requester)
 
     def convert_once(self, x: DTensor, requester: str, outdated: Callable[[], None]) -> DTensor:
         """:meth:`convert`, or its earlier result within the forward of the module that passes ``x`` on.
