@@ -333,8 +333,9 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
     }
     for (const auto i : written_) {
         for (const auto& [position, tensor] : wrappers) {
-            if (position == i) {
-                count_write(local_of(dtensor_of(tensor)));
+            PyObject* dtensor = position == i ? dtensor_of(tensor) : nullptr;  // lists hold plain tensors, too: steps
+            if (dtensor != nullptr) {
+                count_write(local_of(dtensor));
             }
         }
     }
@@ -346,8 +347,8 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
             if (spec == nullptr || !local.defined()) {
                 return local;
             }
-            if (views_ && !wrappers.empty()) {
-                share_version(local, local_of(dtensor_of(wrappers[0].second)));
+            if (PyObject* viewed = views_ && !wrappers.empty() ? dtensor_of(wrappers[0].second) : nullptr) {
+                share_version(local, local_of(viewed));
             }
             at::Tensor made = wrap(std::move(local), *spec);
             if (result.viewed >= 0) {
