@@ -315,8 +315,8 @@ FALLBACKS = {
     two_kinds_of_gradients: "sends a gradient",
     attributes: "writes to its attribute seen",
     hooks_of_users: "hooks",
-    settings_of_modules: "",
-    exceptions: "",
+    settings_of_modules: "requires_grad of parameters has changed",
+    exceptions: "attributes of the model have changed",
     checkpoints: "checkpoints",
     outputs_without_recorded_gradients: "",
 }

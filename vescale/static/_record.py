@@ -151,9 +151,7 @@ class Recorder(TorchFunctionMode):
         self.hidden: list[TensorRecord] = []
         self.values_by_id: dict[int, Value] = {}
         self.problems: dict[str, str] = {}
-        self.values: dict[int, Value] = {}
         self.named: dict[str, Value] = {}
-        self._current_module = current_module
         self._names = names
         self._nodes: set[Any] = set()  # of the graph that are watched
         self._placed: list[tuple[DTensor, tuple[int, ...]]] = []  # by entries of the modules that run
