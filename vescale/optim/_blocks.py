@@ -7,6 +7,7 @@ in its local tensor, blocks then follow each other in the same order, and start 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -62,20 +63,20 @@ class Part:
         return self.matrices * self.bands * -(-self.columns // self.block_columns)
 
 
-class Blocks:
+class Blocks(ABC):
     """How tensors are divided into blocks. Values: the same on all ranks."""
 
+    @abstractmethod
     def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of what has one value for each block of a tensor of ``shape``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def granule(self, shape: Sequence[int]) -> int:
         """Consecutive elements of a tensor of ``shape`` that must not be cut, such that no block is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parts(self, region: Region) -> list[Part]:
         """The local tensor of a region that cuts no block, in its order."""
-        raise NotImplementedError
 
     def first_cut(self, shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> Cut | None:
         """The first block that a rank boundary cuts; None: there is none. The same on every rank; no communication."""
@@ -98,15 +99,15 @@ class Blocks:
             f"numbers of {self} that no placement describes; cut it evenly, or over one axis"
         )
 
+    @abstractmethod
     def _first_cut(
         self, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
-    ) -> Cut | None:
-        raise NotImplementedError
+    ) -> Cut | None: ...
 
+    @abstractmethod
     def _grid_placements(
         self, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
-    ) -> tuple[Placement, ...]:
-        raise NotImplementedError
+    ) -> tuple[Placement, ...]: ...
 
 
 def products(
