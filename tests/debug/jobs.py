@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.ranks import _PRELOAD
 
-__all__ = ["JobResult", "run_job"]
+__all__ = ["JobResult", "run_job", "run_processes"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,20 @@ def run_job(
     limit: float = 40.0,
     env: dict[str, str] | None = None,
 ) -> JobResult:
-    """Run ``fn(*args)`` on ranks of a new job. The store is kept by this process, as torchrun's agent does. Ranks that
-    have not ended after ``limit`` seconds are killed, and have None as exit code."""
+    """Run ``fn(*args)`` on ranks of a new job, whose process group exists."""
+    return run_processes(_in_a_group, folder, fn, *args, world_size=world_size, limit=limit, env=env)
+
+
+def run_processes(
+    fn: Callable[..., None],
+    folder: Path,
+    *args: Any,
+    world_size: int = 3,
+    limit: float = 40.0,
+    env: dict[str, str] | None = None,
+) -> JobResult:
+    """Run ``fn(*args)`` in processes with the environment of ``torchrun``'s ranks. The store is kept by this process, as
+    torchrun's agent does. Ranks that have not ended after ``limit`` seconds are killed, and have None as exit code."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -80,6 +92,7 @@ def _rank(
     fn: Callable[..., None], rank: int, size: int, port: int, folder: str, env: dict[str, str], args: tuple[Any, ...]
 ) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), VESCALE_REPORTS=folder, **env)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     out = os.open(os.path.join(folder, f"out{rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -88,17 +101,21 @@ def _rank(
     import torch
 
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     try:
         fn(*args)
     except SystemExit as error:
         os._exit(error.code if isinstance(error.code, int) else 1)
-    except BaseException:  # as the interpreter does with one that leaves the program
+    except BaseException as error:  # as the interpreter does with one that leaves the program
         sys.excepthook(*sys.exc_info())
         traceback.print_exc()
+        print("raised:", *(kind.__name__ for kind in type(error).__mro__))
         os._exit(1)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)
+
+
+def _in_a_group(fn: Callable[..., None], *args: Any) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    fn(*args)

@@ -1,0 +1,14 @@
+"""The weight has no such dim.
+
+error: PlanError
+says: up.weight | Shard(2)|S(2) | (16, 8)
+"""
+
+from torch.distributed.tensor import Replicate, Shard  # noqa: F401
+
+from tests.first_day.start import inputs, Net, plan, start
+from vescale import parallelize, Plan  # noqa: F401
+
+mesh = start(tp=2)
+model = Net()
+parallelize(model, Plan(mesh).shard("up.weight", Shard(2), mesh="tp"))

@@ -1,0 +1,15 @@
+"""With given="local", the local batches have different sizes.
+
+error: RuntimeError
+says: local | 3 | 4 | rank 1
+"""
+
+from torch.distributed.tensor import Shard
+
+from tests.first_day.start import inputs, Net, plan, rank, start
+from vescale import parallelize
+
+mesh = start(dp=2, tp=1)
+model = parallelize(Net(), plan(mesh).shard("<in:x>", Shard(0), mesh="dp", given="local"))
+for _ in range(3):
+    model(inputs()[: 4 - rank()]).sum().backward()

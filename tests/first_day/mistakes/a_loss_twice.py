@@ -1,0 +1,16 @@
+"""`backward` runs twice through one graph.
+
+error: RuntimeError
+says: second time
+"""
+
+import torch
+
+from tests.first_day.start import inputs, Net, plan, start
+from vescale import parallelize
+
+mesh = start(tp=2)
+model = parallelize(Net(), plan(mesh))
+loss = model(inputs()).sum()
+loss.backward()
+loss.backward()

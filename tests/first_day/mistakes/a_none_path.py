@@ -1,0 +1,14 @@
+"""The path is None.
+
+error: PlanError|TypeError
+says: None | path
+"""
+
+from torch.distributed.tensor import Replicate, Shard  # noqa: F401
+
+from tests.first_day.start import inputs, Net, plan, start
+from vescale import parallelize, Plan  # noqa: F401
+
+mesh = start(tp=2)
+model = Net()
+Plan(mesh).shard(None, Shard(0), mesh="tp")

@@ -1,0 +1,14 @@
+"""A path has a typing error.
+
+error: PlanError
+says: dwon.weight | down.weight
+"""
+
+from torch.distributed.tensor import Replicate, Shard  # noqa: F401
+
+from tests.first_day.start import inputs, Net, plan, start
+from vescale import parallelize, Plan  # noqa: F401
+
+mesh = start(tp=2)
+model = Net()
+parallelize(model, Plan(mesh).shard("dwon.weight", Shard(0), mesh="tp"))

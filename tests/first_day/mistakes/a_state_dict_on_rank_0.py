@@ -1,0 +1,16 @@
+"""Only rank 0 asks for the full state dict.
+
+error: RuntimeError
+says: rank 1 | full_state_dict | rank 0
+"""
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from tests.first_day.start import inputs, Net, plan, rank, start
+from vescale import parallelize
+
+mesh = start(tp=2)
+model = parallelize(Net(), plan(mesh))
+if rank() == 0:
+    get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+model(inputs()).sum().backward()

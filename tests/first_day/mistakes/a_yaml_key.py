@@ -1,0 +1,14 @@
+"""A key of the YAML file has a typing error.
+
+error: PlanError
+says: placment
+"""
+
+from torch.distributed.tensor import Replicate, Shard  # noqa: F401
+
+from tests.first_day.start import inputs, Net, plan, start
+from vescale import parallelize, Plan  # noqa: F401
+
+mesh = start(tp=2)
+model = Net()
+Plan.from_yaml("mesh: {tp: 2}\nplan:\n  - path: up.weight\n    placment: {tp: S(0)}\n", mesh)

@@ -1,0 +1,15 @@
+"""An optional input is passed on one rank only.
+
+error: RuntimeError
+says: bias | rank 1 | None
+"""
+
+import torch
+
+from tests.first_day.start import inputs, Net, plan, rank, start
+from vescale import parallelize
+
+mesh = start(tp=2)
+model = parallelize(Net(), plan(mesh))
+for _ in range(3):
+    model(inputs(), bias=torch.ones(8) if rank() == 0 else None).sum().backward()

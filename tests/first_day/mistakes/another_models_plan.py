@@ -1,0 +1,16 @@
+"""A plan of the zoo is for another model.
+
+error: PlanError
+says: matches
+"""
+
+from torch.distributed.tensor import Replicate, Shard  # noqa: F401
+
+from tests.first_day.start import inputs, Net, plan, start
+from vescale import parallelize, Plan  # noqa: F401
+
+mesh = start(tp=2)
+model = Net()
+from vescale import plan_zoo
+
+parallelize(model, plan_zoo.load("llama", mesh))

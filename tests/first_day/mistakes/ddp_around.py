@@ -1,0 +1,14 @@
+"""DDP is put around a parallelized model.
+
+error: RuntimeError|TypeError
+says: DistributedDataParallel | dp
+"""
+
+import torch
+
+from tests.first_day.start import inputs, Net, plan, start
+from vescale import parallelize
+
+mesh = start(tp=2)
+model = parallelize(Net(), plan(mesh))
+torch.nn.parallel.DistributedDataParallel(model)(inputs()).sum().backward()

@@ -1,0 +1,21 @@
+"""A copy that was made before `parallelize` is averaged with the parameters after it.
+
+error: RuntimeError
+says: DTensor | plain | deepcopy
+"""
+
+import copy
+
+import torch
+
+from tests.first_day.start import inputs, Net, plan, start
+from vescale import parallelize
+
+mesh = start(tp=2)
+model = Net()
+average = copy.deepcopy(model)
+parallelize(model, plan(mesh))
+model(inputs()).sum().backward()
+with torch.no_grad():
+    for old, new in zip(average.parameters(), model.parameters()):
+        old.lerp_(new, 0.1)

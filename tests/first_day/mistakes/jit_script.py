@@ -1,0 +1,14 @@
+"""A parallelized model is scripted.
+
+error: RuntimeError|TypeError
+says: torch.jit | parallelize
+"""
+
+import torch
+
+from tests.first_day.start import inputs, Net, plan, start
+from vescale import parallelize
+
+mesh = start(tp=2)
+model = parallelize(Net(), plan(mesh))
+torch.jit.script(model)

@@ -1,0 +1,17 @@
+"""The optimizer is made before `parallelize`.
+
+error: RuntimeError
+says: up.weight | parallelize | before
+"""
+
+import torch
+
+from tests.first_day.start import inputs, Net, plan, start
+from vescale import parallelize
+
+mesh = start(tp=2)
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters())
+parallelize(model, plan(mesh))
+model(inputs()).sum().backward()
+optimizer.step()

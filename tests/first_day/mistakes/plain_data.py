@@ -1,0 +1,15 @@
+"""A parameter's `.data` is replaced by a plain tensor.
+
+error: RuntimeError | TypeError
+says: up.weight | DTensor
+"""
+
+import torch
+
+from tests.first_day.start import inputs, Net, plan, start
+from vescale import parallelize
+
+mesh = start(tp=2)
+model = parallelize(Net(), plan(mesh))
+model.up.weight.data = torch.zeros(16, 8)
+model(inputs()).sum().backward()

@@ -1,0 +1,16 @@
+"""Only rank 0 gathers the logits.
+
+error: RuntimeError
+says: rank 0 | rank 1 | full_tensor
+"""
+
+from torch.distributed.tensor import Shard
+
+from tests.first_day.start import inputs, Net, plan, rank, start
+from vescale import parallelize
+
+mesh = start(tp=2)
+model = parallelize(Net(), plan(mesh).shard("<out>", Shard(1), mesh="tp"))
+logits = model(inputs())
+if rank() == 0:
+    logits.full_tensor()

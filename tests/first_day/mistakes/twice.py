@@ -1,0 +1,15 @@
+"""`parallelize` is called twice.
+
+error: RuntimeError|PlanError
+says: already|twice
+"""
+
+from torch.distributed.tensor import Replicate, Shard  # noqa: F401
+
+from tests.first_day.start import inputs, Net, plan, start
+from vescale import parallelize, Plan  # noqa: F401
+
+mesh = start(tp=2)
+model = Net()
+parallelize(model, plan(mesh))
+parallelize(model, plan(mesh))
