@@ -1,7 +1,7 @@
 """An entry gives two placements to one axis.
 
 error: PlanError|TypeError|ValueError
-says: up.weight | tp
+says: [Shard(dim=0), Shard(dim=1)] | tp
 """
 
 from torch.distributed.tensor import Replicate, Shard  # noqa: F401

@@ -1,7 +1,7 @@
 """A key of the YAML file has a typing error.
 
 error: PlanError
-says: placment
+says: shrad
 """
 
 from torch.distributed.tensor import Replicate, Shard  # noqa: F401
@@ -11,4 +11,4 @@ from vescale import parallelize, Plan  # noqa: F401
 
 mesh = start(tp=2)
 model = Net()
-Plan.from_yaml("mesh: {tp: 2}\nplan:\n  - path: up.weight\n    placment: {tp: S(0)}\n", mesh)
+Plan.from_yaml("shrad:\n  up.weight: {tp: S(0)}\n", mesh)

@@ -1,7 +1,7 @@
 """The data of one rank end earlier.
 
 error: RuntimeError
-says: rank 1
+says: rank 1 | ended|never
 """
 
 from tests.first_day.start import inputs, Net, plan, rank, start

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard  # noqa: F401
 from tests.first_day.start import inputs, Net, plan, start
 from vescale import parallelize, Plan  # noqa: F401
 
-mesh = start(tp=2)
+mesh = start(dp=1, tp=2)
 model = Net()
 from vescale import plan_zoo
 

@@ -1,7 +1,7 @@
 """Columns are cut, and the next weight is not; strict mode refuses.
 
 error: ImplicitCommunicationError
-says: down
+says: norm.<out>
 """
 
 from torch.distributed.tensor import Replicate, Shard  # noqa: F401

@@ -11,4 +11,4 @@ from vescale import parallelize, Plan  # noqa: F401
 
 mesh = start(tp=2)
 model = Net()
-Plan.from_yaml("parameters:\n  up.weight: {tp: Sharded(0)}\n", mesh)
+Plan.from_yaml("shard:\n  up.weight: {tp: Sharded(0)}\n", mesh)
