@@ -41,6 +41,7 @@ _PUBLIC: dict[str, str] = {
     "Plan": "vescale.plans",
     "PlanError": "vescale.plans",
     "PlanMismatchError": "vescale.plans",
+    "ReplacedParameterError": "vescale.checks",
     "FSDPModule": "vescale.fsdp",
     "UnshardHandle": "vescale.fsdp",
     "fully_shard": "vescale.fsdp",
