@@ -23,8 +23,8 @@ def listed_optimizers(optimizers: Optimizers, caller: str) -> list[Optimizer]:
     for one in found:
         if not isinstance(getattr(one, "param_groups", None), list):
             raise TypeError(
-                f"{caller} got optimizer={type(one).__name__}; expected an optimizer with param_groups, or several in a list "
-                "(a scheduler keeps its optimizer, which is what to pass)"
+                f"{caller} got optimizer={type(one).__name__}; expected an optimizer with param_groups, or several in a "
+                "list (a scheduler keeps its optimizer, which is what to pass)"
             )
     return found
 

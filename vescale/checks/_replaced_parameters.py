@@ -33,19 +33,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale.compat import no_torch_function
+
 __all__ = ["RegisteredParameters", "ReplacedParameterError", "Replacement", "replacement_of"]
 
 _ATTRIBUTE = "_vescale_replacement"
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_WRITES = frozenset(
-    "add_ addcdiv_ addcmul_ copy_ div_ fill_ lerp_ mul_ normal_ sub_ uniform_ zero_ __iadd__ __imul__ __isub__".split()
-)
+_WRITES = frozenset(("add_", "addcdiv_", "addcmul_", "copy_", "div_", "fill_", "lerp_", "mul_", "normal_", "sub_", "zero_"))
 _AVERAGES = frozenset(["lerp_", "_foreach_lerp_"])
 
 
 class ReplacedParameterError(RuntimeError):
-    """A parameter is used that ``parallelize`` or ``fully_shard`` has replaced by another one; ``name``: of the parameter."""
+    """A parameter is used that ``parallelize`` or ``fully_shard`` has replaced; ``name``: of the parameter."""
 
     def __init__(self, problem: str, name: str) -> None:
         super().__init__(problem)
@@ -143,7 +143,7 @@ def _replaced_class(original: type) -> Any:
 
 
 def _torch_function(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         if func == _GET_GRAD:
             if sys._getframe(1).f_code.co_name != "zero_grad":
                 _refuse(args[0], "something, such as an optimizer's step or clipping, reads the gradient of")
@@ -195,11 +195,11 @@ def _is_registered(parameter: torch.Tensor) -> bool:
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     """A copy is an ordinary parameter."""
     if id(self) not in memo:
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             memo[id(self)] = nn.Parameter(copy.deepcopy(self.detach(), memo), self.requires_grad)
     return memo[id(self)]
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)

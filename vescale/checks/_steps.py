@@ -197,15 +197,15 @@ class StepChecks:
         if parts:
             digests[2] = _digest([(part.name, part.shape) for part in parts])
             digests[3] = _digest([(part.name, part.text) for part in parts])
-        words = board.post(self._number, digests, f"{site} ({where})")
+        marks = board.post(self._number, digests, f"{site} ({where})")
         if len(board.ranks) == 1:
             return None
-        num_words = 4 if parts else 3
+        num_marks = 4 if parts else 3
         try:
-            rows = board.wait(self._number, num_words, _limit(), _is_paused)
+            rows = board.wait(self._number, num_marks, _limit(), _is_paused)
         except (TimeoutError, RankGoneError) as problem:
             raise self._absence(board, site, where, problem) from None
-        first = words[:3]
+        first = marks[:3]
         for row in rows:
             if row[:3] != first:
                 return self._compare(self._exchange(self._description(site, inputs, parts, where)))

@@ -1,7 +1,7 @@
 """``Board``: what each rank of a host is about to do, in memory that all of them map; to compare it takes microseconds.
 
-Each rank has a row, which it alone writes. What it posts has a number, the same on every rank, and consists of words of 64
-bits: 16 bits of the number and 48 of a digest, so that a word tells by itself whether it is the one that is waited for.
+Each rank has a row, which it alone writes. What it posts has a number, the same on every rank, and consists of marks of 64
+bits: 16 bits of the number and 48 of a digest, so that a mark tells by itself whether it is the one that is waited for.
 The two latest posts of a rank are kept. A rank posts number n + 2 when all have read number n, because it has seen their
 posts of number n + 1.
 """
@@ -23,10 +23,10 @@ from vescale.compat import default_store, is_alone
 
 __all__ = ["Board", "RankGoneError"]
 
-NUM_WORDS = 4
+NUM_MARKS = 4
 _TEXT_BYTES = 160
-_ROW_BYTES = 256  # a row: 2 * NUM_WORDS words, the process, the start of the process, the text
-_PROCESS = 2 * NUM_WORDS
+_ROW_BYTES = 256  # a row: 2 * NUM_MARKS marks, the process, the start of the process, the text
+_PROCESS = 2 * NUM_MARKS
 _TEXT_AT = 8 * (_PROCESS + 2)
 _DIGEST_BITS = 48
 # Ranks that share a core let each other run at once; after so many looks they sleep.
@@ -52,10 +52,10 @@ class Board:
     def __init__(self, ranks: Sequence[int], own: int, memory: mmap.mmap | bytearray) -> None:
         self.ranks, self._own, self._memory = tuple(ranks), own, memory
         self._bytes = memoryview(memory)
-        self._words = self._bytes.cast("Q")
+        self._cells = self._bytes.cast("Q")
         base = own * _ROW_BYTES
-        self._words[base // 8 + _PROCESS] = os.getpid()
-        self._words[base // 8 + _PROCESS + 1] = _started(os.getpid())
+        self._cells[base // 8 + _PROCESS] = os.getpid()
+        self._cells[base // 8 + _PROCESS + 1] = _started(os.getpid())
 
     @classmethod
     def open(cls, ranks: Sequence[int], place: str) -> Board | None:
@@ -88,44 +88,44 @@ class Board:
         return cls(ranks, own, memory)
 
     def post(self, number: int, digests: Sequence[int], text: str) -> list[int]:
-        """Write this rank's words, and a text about them; returns the words."""
+        """Write this rank's marks, and a text about them; returns the marks."""
         low = (number & 0xFFFF) << _DIGEST_BITS
-        words = [low | (digest & ((1 << _DIGEST_BITS) - 1)) for digest in digests]
+        marks = [low | (digest & ((1 << _DIGEST_BITS) - 1)) for digest in digests]
         base = self._own * _ROW_BYTES
         line = text.encode()[:_TEXT_BYTES]
         at = base + _TEXT_AT
         self._bytes[at : at + len(line) + 1] = line + b"\0"
-        start = base // 8 + (number & 1) * NUM_WORDS
-        for index, word in enumerate(words):
-            self._words[start + index] = word
-        return words
+        start = base // 8 + (number & 1) * NUM_MARKS
+        for index, mark in enumerate(marks):
+            self._cells[start + index] = mark
+        return marks
 
-    def rows(self, number: int, num_words: int) -> list[list[int]] | None:
-        """The words of this number of every rank; None: some have not posted it."""
-        wanted, offset, found = number & 0xFFFF, (number & 1) * NUM_WORDS, []
+    def rows(self, number: int, num_marks: int) -> list[list[int]] | None:
+        """The marks of this number of every rank; None: some have not posted it."""
+        wanted, offset, found = number & 0xFFFF, (number & 1) * NUM_MARKS, []
         for index in range(len(self.ranks)):
             start = index * _ROW_BYTES // 8 + offset
-            words = self._words[start : start + num_words].tolist()
-            for word in words:
-                if word >> _DIGEST_BITS != wanted:
+            marks = self._cells[start : start + num_marks].tolist()
+            for mark in marks:
+                if mark >> _DIGEST_BITS != wanted:
                     return None
-            found.append(words)
+            found.append(marks)
         return found
 
-    def wait(self, number: int, num_words: int, limit: float, is_paused: Callable[[], bool]) -> list[list[int]]:
+    def wait(self, number: int, num_marks: int, limit: float, is_paused: Callable[[], bool]) -> list[list[int]]:
         """:meth:`rows`, when all have posted.
 
         Raises RankGoneError if the process of a rank that has not posted ends; TimeoutError after ``limit`` seconds, of
         which those do not count in which ``is_paused()``.
         """
         for _ in range(_LOOKS):
-            found = self.rows(number, num_words)
+            found = self.rows(number, num_marks)
             if found is not None:
                 return found
             os.sched_yield()
         begin = looked = time.monotonic()
         while True:
-            found = self.rows(number, num_words)
+            found = self.rows(number, num_marks)
             if found is not None:
                 return found
             time.sleep(_SLEEP)
@@ -133,7 +133,7 @@ class Board:
             if now - looked > _LIVENESS_SECONDS:
                 looked = now
                 gone = [index for index in self.absent(number) if self._has_ended(index)]
-                if gone and self.rows(number, num_words) is None:
+                if gone and self.rows(number, num_marks) is None:
                     raise RankGoneError(self.ranks[gone[0]])
                 if now - begin > limit:
                     if not is_paused():
@@ -142,9 +142,9 @@ class Board:
 
     def absent(self, number: int) -> list[int]:
         """Positions of the ranks that have not posted this number."""
-        offset = (number & 1) * NUM_WORDS
+        offset = (number & 1) * NUM_MARKS
         rows = ((index, index * _ROW_BYTES // 8 + offset) for index in range(len(self.ranks)))
-        return [index for index, row in rows if self._words[row] >> _DIGEST_BITS != number & 0xFFFF]
+        return [index for index, row in rows if self._cells[row] >> _DIGEST_BITS != number & 0xFFFF]
 
     def text(self, index: int) -> str:
         """What a rank has posted last."""
@@ -153,7 +153,7 @@ class Board:
 
     def _has_ended(self, index: int) -> bool:
         row = index * _ROW_BYTES // 8 + _PROCESS
-        process, start = self._words[row], self._words[row + 1]
+        process, start = self._cells[row], self._cells[row + 1]
         return process != 0 and start != 0 and _started(process) != start
 
 

@@ -10,14 +10,15 @@ from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.checks import InputMismatchError, LocalPart, describe, tensor_text
-from vescale.compat import no_torch_function, tensors_in
+from vescale.checks import InputMismatchError, LocalPart, describe, step_checks, tensor_text
+from vescale.compat import has_dispatch_modes, in_backward, no_torch_function, tensors_in
+from vescale.ops import running_module
 from vescale.placements import local_region, shard_dim
 from vescale.runtime._activation import THREAD, current_activation
 from vescale.runtime._placing import Placing
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["check_inputs", "watch_backward"]
+__all__ = ["check_inputs", "check_loaded", "check_read", "note_plain_value", "watch_backward"]
 
 
 def check_inputs(
@@ -41,7 +42,7 @@ def check_inputs(
         tensors: list[tuple[torch.Tensor, tuple[Placement, ...]]] = []
         if checks.compares_data:
             fully = checks.is_due
-            watched = torch._C._len_torch_dispatch_stack() > 0  # a mode would see the ops
+            watched = has_dispatch_modes()  # which would see the ops
             for name, value, placing in named():
                 if placing is None or not placing.takes_local_parts:
                     if not watched:
@@ -112,3 +113,41 @@ def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
 
             node.register_prehook(before)
             return
+
+
+def check_read(tensor: DTensor, how: str) -> None:
+    """Before the value of a DTensor is gathered by all ranks of its mesh, outside of models.
+
+    Where it is cut along some axes only, some ranks may read it without the others; they are not asked.
+    """
+    checks = step_checks(tensor.device_mesh, None)
+    if checks is None or not checks.is_on or in_backward() or running_module() is not None:
+        return
+    mesh = tensor.device_mesh
+    if all(mesh.size(axis) == 1 or not p.is_replicate() for axis, p in enumerate(tensor.placements)):
+        checks.read(f"{how} of a DTensor of shape {tuple(tensor.shape)} placed as {tuple(tensor.placements)}")
+
+
+def note_plain_value(op: str, name: str, tensor: torch.Tensor, mesh: Any) -> None:
+    """Of labels and the like that meet a model's outputs outside of the model; compared with the next step."""
+    checks = step_checks(mesh, None)
+    if checks is None or not checks.compares_data or in_backward() or running_module() is not None:
+        return
+    fully = checks.is_due and not has_dispatch_modes()
+    checks.note(f"{name} of {op.removeprefix('aten.').partition('.')[0]}", tensor_text(tensor, fully=fully))
+
+
+def check_loaded(module: Any, state: Mapping[str, Any], prefix: str) -> None:
+    """Before plain tensors are loaded into a model: they are the same on every rank."""
+    runtime = Runtime.of(module)
+    if runtime is None or not runtime.checks.is_on:
+        return
+    own = (*module.named_parameters(prefix.rstrip(".")), *module.named_buffers(prefix.rstrip(".")))
+    found = [(name, state.get(name)) for name, tensor in own if isinstance(tensor, DTensor)]
+    rows = [
+        (name, tensor_text(value, fully=True))
+        for name, value in found
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    ]
+    if rows:
+        runtime.checks.agree(f"load_state_dict of {type(module).__name__}", rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ from vescale.runtime._gradient_hooks import GradientHooks, full_name
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_report import RuntimeObserver
 from vescale.runtime._implicit_site import ImplicitSite
+from vescale.runtime._input_checks import check_loaded
 from vescale.runtime._local_region import LocalRegion
 from vescale.runtime._modes import install_mode
 from vescale.runtime._module_hooks import add_hooks
@@ -144,9 +146,15 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
         add_hooks(runtime, module, path, instructions)
     units.install()
     runtime.adopt(model, "")
-    model.register_load_state_dict_pre_hook(load_plain)
+    model.register_load_state_dict_pre_hook(_before_loading)
     before.mark_replaced("parallelize")
     return model
+
+
+def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Of ``load_state_dict``: plain tensors, which are the same on every rank, are compared and cut."""
+    check_loaded(module, state, prefix)
+    load_plain(module, state, prefix)
 
 
 def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:
