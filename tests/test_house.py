@@ -26,6 +26,7 @@ FLOORS = {
     "buffer": 2,
     "ops": 2,
     "gradients": 3,
+    "checks": 3,
     "ir": 3,
     "fsdp": 4,
     "runtime": 5,

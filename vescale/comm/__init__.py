@@ -1,5 +1,6 @@
 """Variable-size collectives, process groups over mesh axes, and the communication ledger."""
 
+from vescale.comm._board import Board, RankGoneError
 from vescale.comm._buckets import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes, bucket_limits, plan_buckets
 from vescale.comm._collectives import (
     MAX_PADDING,
@@ -36,6 +37,7 @@ __all__ = [
     "MAX_PADDING",
     "REDUCE_OPS",
     "AxisGroup",
+    "Board",
     "BucketBytes",
     "CommRecord",
     "Consensus",
@@ -48,6 +50,7 @@ __all__ = [
     "Observer",
     "Operation",
     "Pending",
+    "RankGoneError",
     "ReductionCost",
     "SideStream",
     "all_gather_into",

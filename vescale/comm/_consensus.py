@@ -54,6 +54,9 @@ class Consensus:
         name: of the round, unique to its caller.
         timeout: of a round; None: ``VESCALE_TIMEOUT`` seconds if that is set, else the timeout of the default group. After 3
             seconds a warning names the ranks that have not come.
+
+    Attributes:
+        place: a prefix of keys in the store that nobody else uses, the same on every rank.
     """
 
     def __init__(self, ranks: Sequence[int], name: str, timeout: timedelta | None = None) -> None:
@@ -63,7 +66,7 @@ class Consensus:
         own = f"{name} {hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]}"
         with _LOCK:
             counter = _COUNTERS.setdefault(dist.group.WORLD, {}).setdefault(own, itertools.count())
-        self._place = f"vescale {own} {next(counter)}"
+        self.place = f"vescale {own} {next(counter)}"
         self._rounds = itertools.count()
 
     def exchange(self, message: bytes, about: Callable[[], str]) -> list[bytes]:
@@ -73,7 +76,7 @@ class Consensus:
         """
         if len(self.ranks) == 1 or is_alone():
             return [message] * len(self.ranks)
-        store, place = default_store(), f"{self._place} round {next(self._rounds)}"
+        store, place = default_store(), f"{self.place} round {next(self._rounds)}"
         verdict = f"{place} verdict"
         digests = [f"{place} digest {index}" for index in range(len(self.ranks))]
         store.set(digests[self._index], hashlib.sha256(message).hexdigest())
@@ -114,7 +117,7 @@ class Consensus:
         """
         if len(self.ranks) == 1 or is_alone():
             return True
-        store, place = default_store(), f"{self._place} {moment}"
+        store, place = default_store(), f"{self.place} {moment}"
         verdict, come = f"{place} verdict", f"{place} come {purpose}"
         if store.add(come, 1) == len(self.ranks):
             store.compare_set(verdict, "", "all")

@@ -33,7 +33,7 @@ try:
     from vescale.compat.hook_gate import *
     from vescale.compat.layouts import Layout
     from vescale.compat.meshes import *
-    from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, tell_move
+    from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, tell_move, tell_plain_value, tell_read
     from vescale.compat.module_calls import *
     from vescale.compat.native_dispatch import (
         counts_local_writes,
@@ -89,6 +89,8 @@ __all__ = [
     "stock_dispatch",
     "take_moves",
     "tell_move",
+    "tell_plain_value",
+    "tell_read",
     "with_torch_function",
     "without_modes",
 ]

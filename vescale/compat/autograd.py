@@ -17,6 +17,7 @@ __all__ = [
     "at_end_of_backward",
     "current_autograd_node",
     "current_backward",
+    "has_dispatch_modes",
     "in_backward",
     "in_transform",
     "is_captured",
@@ -100,6 +101,11 @@ def is_captured() -> bool:
     except RuntimeError:  # the engine refuses the question for leaves whose gradient it returns
         return True
     return False
+
+
+def has_dispatch_modes() -> bool:
+    """Whether a TorchDispatchMode sees this thread's ops."""
+    return bool(torch._C._len_torch_dispatch_stack() > 0)
 
 
 def in_backward() -> bool:

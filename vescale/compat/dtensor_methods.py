@@ -19,6 +19,7 @@ from torch.distributed.tensor import _redistribute as tensor_redistribute
 
 from vescale.compat.checkpoint_plans import CheckpointHooks
 from vescale.compat.dtensor import local_of, make_dtensor, spec_of
+from vescale.compat.model_hooks import tell_plain_value
 from vescale.compat.patching import Changes
 
 __all__ = [
@@ -137,6 +138,24 @@ def wrap_set_item(changes: Changes, hooks: DTensorHooks) -> None:
         return hooks.set_item(original, self, index, value)
 
     changes.attribute(DTensor, "__setitem__", __setitem__)
+    changes.attribute(DTensor, "data", property(torch.Tensor.data.__get__, functools.partial(_set_data, hooks)))  # type: ignore[attr-defined]
+
+
+def _set_data(hooks: DTensorHooks, self: Any, value: Any) -> None:
+    """``p.data = plain``: the global tensor, the same on every rank. PyTorch sets the shape, and leaves the numbers."""
+    if isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or self._local_tensor.is_meta:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        return
+    if value.shape != self.shape:
+        raise ValueError(
+            f"data of shape {tuple(value.shape)} for a DTensor of shape {tuple(self.shape)} placed as {tuple(self.placements)}; "
+            "expected the global tensor, the same on every rank, or a DTensor"
+        )
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        tell_plain_value("data", "data", value, self.device_mesh)
+        plain = value.detach().to(self._local_tensor.device)
+        placed = hooks.distribute_tensor(plain, self.device_mesh, self.placements, src_data_rank=None)
+        self._local_tensor.copy_(placed._local_tensor)
 
 
 def _wrap_local_gradient(changes: Changes, hooks: DTensorHooks) -> None:

@@ -70,6 +70,12 @@ class DispatchListener:
         cache, or None."""
         return None
 
+    def reads(self, tensor: DTensor, how: str) -> None:
+        """Before the whole value of ``tensor`` is gathered for Python (``item()``, ``full_tensor()``)."""
+
+    def plain_value(self, op: Any, name: str, tensor: torch.Tensor, mesh: Any) -> None:
+        """A plain tensor among DTensors on ``mesh`` is taken as the same on every rank."""
+
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor among DTensors is the global one, the same on every rank; False: stock refuses it."""
         return False
@@ -112,6 +118,20 @@ def telling(op: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return handle
+
+
+def tell_read(tensor: DTensor, how: str) -> None:
+    """Before a value that is cut is gathered for Python."""
+    models = model_hooks()
+    if models is not None:
+        models.listener.reads(tensor, how)
+
+
+def tell_plain_value(op: Any, name: str, tensor: Any, mesh: Any) -> None:
+    """An op takes ``tensor``, if it is one, as the same on every rank of ``mesh``."""
+    models = model_hooks()
+    if models is not None and isinstance(tensor, torch.Tensor) and tensor.ndim:
+        models.listener.plain_value(op, name, tensor, mesh)
 
 
 def tell_move(op: Any, operand: str, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:

@@ -71,6 +71,7 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
     if require is not None:
         for name in ("to_local", "full_tensor", "redistribute"):
             changes.attribute(DTensor, name, _reading(getattr(DTensor, name), require))
+    changes.attribute(DTensor, "full_tensor", _telling_of_reads(DTensor.full_tensor, listener))
 
 
 def _reading(method: Callable[..., Any], require: Callable[[DTensor], None]) -> Callable[..., Any]:
@@ -82,6 +83,15 @@ def _reading(method: Callable[..., Any], require: Callable[[DTensor], None]) -> 
         return method(self, *args, **kwargs)
 
     return read
+
+
+def _telling_of_reads(method: Callable[..., Any], listener: Any) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def full_tensor(self: Any, *args: Any, **kwargs: Any) -> Any:
+        listener.reads(self, "full_tensor()")
+        return method(self, *args, **kwargs)
+
+    return full_tensor
 
 
 def _written(call: Mapping[str, Any]) -> list[DTensor]:

@@ -12,8 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 
 from vescale.buffer import COLLECTIVE_ALIGNMENT_BYTES
+from vescale.checks import RegisteredParameters, adopt_optimizers, listed_optimizers
 from vescale.compat import (
     DataParallelMeshDims,
     FSDP2Module,
@@ -51,6 +53,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     orig_param_policy: BlockPolicy | None = ...,
     alignment_bytes: int = ...,
+    optimizer: Optimizer | Iterable[Optimizer] | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -67,6 +70,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     orig_param_policy: BlockPolicy | None = ...,
     alignment_bytes: int = ...,
+    optimizer: Optimizer | Iterable[Optimizer] | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -82,6 +86,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     orig_param_policy: BlockPolicy | None = None,
     alignment_bytes: int = COLLECTIVE_ALIGNMENT_BYTES,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over the data-parallel ranks, in place; call it bottom-up, block by block.
 
@@ -111,6 +116,10 @@ def fully_shard(
         orig_param_policy: ``policy(name, parameter)`` gives the elements that stay together on one rank (see
             ``vescale.buffer.GranularityTable``); None for "anywhere". Names are relative to ``module``.
         alignment_bytes: shards, and tensors in them, start at multiples of this.
+        optimizer: one that was made of parameters which this call or earlier ones have sharded, or several: their groups
+            get the new parameters in place, so that schedulers made on them go on. States of a parameter's shape are cut as
+            it is. Other holders of the parameters of before, which step, clip or average them, get a
+            :class:`~vescale.ReplacedParameterError`.
 
     A parameter that is a tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` is gathered by them, as
     FSDP2 does it: at rest a ``Shard(0)`` DTensor over chunks of the subclass, in forward and backward what the second hook
@@ -128,14 +137,16 @@ def fully_shard(
     Raises:
         ValueError: a container without forward; a mesh that is neither FSDP's nor HSDP's; a parameter that a group of
             another module has taken (tied weights); a module that was given before; a tensor subclass with one of the two
-            all-gather hooks.
+            all-gather hooks; an optimizer that holds none of the parameters, or whose states have other shapes.
         NotImplementedError: a tensor subclass that is to be cut otherwise than into chunks of dim 0 (the first forward
             raises it for one without hooks).
         RuntimeError: ranks that recorded other constructors or seeds, of a deferred module.
     """
+    optimizers = listed_optimizers(optimizer, "fully_shard")
     install_placements()
     enable_random_ops()  # for reset_parameters() on shards, after to_empty()
     modules = _roots(module)
+    before = RegisteredParameters(modules)
     axes = _axes(mesh, dp_mesh_dims)
     ignored = {*(ignored_params or ()), *_replicated_parameters(modules)}
     named = _named_parameters(modules, ignored)
@@ -181,6 +192,9 @@ def fully_shard(
     if deferred:
         for one in modules:
             materialize(one, device=axes.device)  # buffers, tensors in attributes, ignored parameters: whole
+    del named, groups
+    before.mark_replaced("fully_shard")
+    adopt_optimizers(optimizers, "fully_shard")
     return module
 
 

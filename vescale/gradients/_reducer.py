@@ -97,6 +97,8 @@ class GradientReducer:
         self._syncs = True
         self.around_no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """A context that :meth:`no_sync` enters as well."""
+        self.before_finish: Callable[[], None] = _nothing
+        """What :meth:`finish` calls first."""
         self._backward = BackwardTracker(self._end)
         self._is_begun = False  # a backward has begun, and its end has not been handled
         self._is_synced = False
@@ -138,6 +140,11 @@ class GradientReducer:
         guessed = self._slots([(reduced, reduced.likely_arrival(), 1) for reduced in trained])
         return make_buckets(guessed, self._bucket_bytes, self._mesh.device_type)
 
+    @property
+    def syncs(self) -> bool:
+        """Whether a backward that begins now reduces gradients."""
+        return self._syncs
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate this rank's gradients; the first one outside reduces the total."""
@@ -155,6 +162,7 @@ class GradientReducer:
         If the backward of some rank may reach no parameter, call this in every step on every rank. A call that is made in
         some steps only counts as the end of the step before, and the other ranks hang.
         """
+        self.before_finish()
         with torch.no_grad(), no_torch_function():
             self._break_off()
             if not self._has_reduced:
@@ -383,3 +391,6 @@ class GradientReducer:
             for reduced, arrival, count in found
             if reduced.contribution(arrival).reduction is not None
         ]
+
+
+def _nothing() -> None: ...

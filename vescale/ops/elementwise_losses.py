@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.comm import all_reduce, axis_group, requested_by
-from vescale.compat import local_of, make_dtensor, make_spec
+from vescale.compat import local_of, make_dtensor, make_spec, tell_plain_value, tell_read
 from vescale.ops._conversion import bring, cut
 from vescale.ops._registration import handles, is_spread
 from vescale.placements import contiguous_stride, shard_dim, without_partials
@@ -54,7 +54,10 @@ def _run(signature: _Signature, op: Any, args: tuple[Any, ...], kwargs: dict[str
             return local_of(bring(x, (Replicate(),) * mesh.ndim, str(op), name)) if isinstance(x, DTensor) else x
         if tuple(x.shape) != tuple(shape):
             x = x.expand(shape)
-        return local_of(bring(x, placements, str(op), name)) if isinstance(x, DTensor) else cut(x, mesh, placements)
+        if isinstance(x, DTensor):
+            return local_of(bring(x, placements, str(op), name))
+        tell_plain_value(op, name, x, mesh)
+        return cut(x, mesh, placements)
 
     locals_ = [local(x, argument.name) for x, argument in zip(operands, arguments)]
     count = math.prod(shape)
@@ -69,6 +72,7 @@ def _run(signature: _Signature, op: Any, args: tuple[Any, ...], kwargs: dict[str
             total = result.sum()
             axes = [a for a, p in enumerate(placements) if shard_dim(p) is not None and mesh.size(a) > 1]
             if axes:
+                tell_read(main, "the loss")
                 with requested_by(str(op)):
                     total = all_reduce(total, "sum", axis_group(mesh, axes).group).wait()
             total = total / count if reduction == _MEAN else total

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import all_reduce, axis_group, requested_by
-from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec
+from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, tell_plain_value, tell_read
 from vescale.ops._conversion import bring, cut
 from vescale.ops._registration import handles, is_spread
 from vescale.placements import RaggedShard, at_dim, contiguous_stride, local_region, shard_dim, without_partials
@@ -81,6 +81,7 @@ def _log_softmax(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not axes:  # now that it is not ragged any more
         return op(x, dim, half_to_float)
     x = bring(x, without_partials(x.placements), str(op), "self")
+    tell_read(x, "log_softmax")
     local = local_of(x).float() if half_to_float else local_of(x)
     wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
     rows = [*local.shape[:dim], 1, *local.shape[dim + 1 :]]
@@ -184,6 +185,7 @@ def local_part(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], op: An
     """The local tensor of an operand, redistributed to ``placements``; a plain tensor is the same on every rank."""
     if isinstance(x, DTensor):
         return local_of(bring(x, placements, str(op), name))
+    tell_plain_value(op, name, x, mesh)
     return cut(x, mesh, placements)
 
 
@@ -202,6 +204,7 @@ def _nll_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[D
     scores, target, weight, reduction, ignore_index = args
     if not isinstance(scores, DTensor):
         raise ValueError(_mixed_loss(scores, target))
+    tell_read(scores, "the loss")
     rows = _Rows.of(op, scores, target, weight, ignore_index)
     mesh, losses = rows.scores.device_mesh, rows.losses()
     if reduction == _NONE and rows.scores.ndim > 1:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.comm import requested_by
-from vescale.compat import local_of, make_dtensor, make_spec, spec_of, stock_dispatch
+from vescale.compat import local_of, make_dtensor, make_spec, spec_of, stock_dispatch, tell_read
 from vescale.compat.cuda_kernels import fused_dropout
 from vescale.compat.random_ops import (
     Handler,
@@ -266,6 +266,7 @@ def _local_scalar_dense(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
         return local_of(dtensor).item()
     if is_symbolic(local_of(dtensor)):
         return stock_dispatch(op, args, kwargs)
+    tell_read(dtensor, "item()")
     local, whole = local_of(dtensor).detach(), (Replicate(),) * dtensor.device_mesh.ndim
     if dtensor.dtype == torch.bool:  # sums of booleans overflow into themselves on some backends
         local = local.to(torch.int32)

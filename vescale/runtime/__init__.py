@@ -7,6 +7,7 @@ from vescale.runtime._modes import register_mode
 from vescale.runtime._parallelize import gradient_reducer, implicit_communication, install, no_sync, parallelize
 from vescale.runtime._placing import Placing
 from vescale.runtime._runtime import Runtime
+from vescale.runtime._shard_batch import shard_batch
 from vescale.runtime._shared_conversion import Stages
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "no_sync",
     "parallelize",
     "register_mode",
+    "shard_batch",
 ]

@@ -80,10 +80,12 @@ class Activation:
 
 
 class _Thread(threading.local):
-    """Attributes: stack: the activations of the thread, innermost last."""
+    """Attributes: stack: the activations of the thread, innermost last; global_shapes: by ``id`` of a tensor that is given as
+    one rank's part, the shape of the whole, where parts have different sizes."""
 
     def __init__(self) -> None:
         self.stack: list[Activation] = []
+        self.global_shapes: dict[int, tuple[int, ...]] | None = None
 
 
 THREAD = _Thread()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -32,10 +32,12 @@ class GradientHooks:
 
     Attributes:
         reducer: None on ranks outside the mesh, and before the first forward.
+        before_finish: for the reducer.
     """
 
     def __init__(self, instructions: Mapping[str, Sequence[Instruction]], mesh: DeviceMesh) -> None:
         self.reducer: GradientReducer | None = None
+        self.before_finish: Callable[[], None] = lambda: None
         self._instructions, self._mesh = instructions, mesh
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._managed: dict[tuple[int, str], ManagedParameter] = {}
@@ -75,6 +77,7 @@ class GradientHooks:
         if self.reducer is None:
             self.reducer = GradientReducer(nn.Module(), self._mesh)
             self.reducer.around_no_sync = self._accumulating
+            self.reducer.before_finish = self.before_finish
         self.reducer.recover()
         if new:
             self.reducer.add(new)

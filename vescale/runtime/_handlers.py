@@ -38,7 +38,9 @@ from vescale.ops import (
     write_through,
 )
 from vescale.placements import move_local
+from vescale.runtime._complete_numbers import completing, number_ops
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
+from vescale.runtime._input_checks import check_read, note_plain_value
 from vescale.runtime._linear_on_partial import DERIVATIVE_HANDLERS, accumulated, derivative, where
 from vescale.runtime._module_calls import checkpointed
 
@@ -65,6 +67,8 @@ def install_handlers() -> None:
             own[op] = OpHandler(entry.handler, applies, bool(entry.takes_plain))
     own.update((op, OpHandler(handler)) for op, handler in INPLACE_VIEW_HANDLERS.items())
     own.update((op, OpHandler(handler, takes_plain=True)) for op, handler in DERIVATIVE_HANDLERS.items())
+    for op in number_ops():
+        own[op] = completing(own.get(op))
     install_part("models", ModelHooks(own, _Listener(), LIVE_COPIES, checkpointed))
 
 
@@ -154,6 +158,12 @@ class _Listener(DispatchListener):
 
     def wrote(self, tensor: DTensor) -> None:
         write_through(tensor)
+
+    def reads(self, tensor: DTensor, how: str) -> None:
+        check_read(tensor, how)
+
+    def plain_value(self, op: Any, name: str, tensor: torch.Tensor, mesh: Any) -> None:
+        note_plain_value(str(op), name, tensor, mesh)
 
     def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
         return run_interleaved(args, kwargs, schema)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import map_tensors, no_torch_function
 from vescale.ir import Instruction, Redistribute
 from vescale.ops import convert
+from vescale.runtime._activation import THREAD
 from vescale.runtime._executors import Executor, executor_of
+from vescale.runtime._input_checks import check_inputs, watch_backward
 from vescale.runtime._module_calls import module_hooks
 from vescale.runtime._placing import Placing
 from vescale.runtime._runtime import Runtime
@@ -36,7 +38,7 @@ def add_hooks(runtime: Runtime, module: nn.Module, path: str, instructions: Sequ
     before, after = module_hooks(
         runtime,
         path,
-        own.place_inputs if own.inputs else None,
+        own.begin_forward if own.is_root else own.place_inputs if own.inputs else None,
         own.show if own.parameters else None,
         own.place_outputs if own.outputs or own.is_root else None,
         own.hide if own.parameters else None,
@@ -52,11 +54,12 @@ class _Instructions:
         self.runtime = runtime
         self.path = path
         self.is_root = path == ""
+        self._model = type(module).__name__
         self.inputs = [Placing(runtime, i) for i in instructions if executor_of(i) is Executor.INPUT]
         self.parameters = [i for i in instructions if executor_of(i) is Executor.PARAMETER]
         self.outputs = [Placing(runtime, i) for i in instructions if executor_of(i) is Executor.OUTPUT]
         self._named = [placing.index for placing in self.inputs if placing.index is not None]
-        self._positions = _positions(module) if self.inputs else {}
+        self._positions = _positions(module) if self.inputs or self.is_root else {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Instructions:
         copied = object.__new__(type(self))
@@ -66,6 +69,35 @@ class _Instructions:
         return copied
 
     # Inputs
+
+    def begin_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Placed] | None]:
+        """Of the model: ranks compare what it is given, which is placed then."""
+        check_inputs(self.runtime, self._model, lambda: self._named_inputs(args, kwargs))
+        if not self.inputs:
+            return args, kwargs, None
+        try:
+            return self.place_inputs(args, kwargs)
+        finally:
+            THREAD.global_shapes = None
+
+    def _named_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[str, Any, Placing | None]]:
+        """Name, value and entry of each input."""
+        entries: dict[tuple[str | None, int | str | None], Placing] = {}
+        others = None
+        for placing in self.inputs:
+            if placing.index is None:
+                others = placing
+            else:
+                entries[self._find(placing.index, args, kwargs)] = placing
+        names = {position: name for name, position in self._positions.items()}
+        for position, value in enumerate(args):
+            yield names.get(position, str(position)), value, entries.get(("args", position), others)
+        for name, value in kwargs.items():
+            yield name, value, entries.get(("kwargs", name), others)
 
     def place_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,7 +159,11 @@ class _Instructions:
                 key = index if isinstance(index, str) else list(output)[index]
                 if output.get(key) is not None:
                     output = _with_item(output, key, placing(output[key]))
-        return map_tensors(self._finished, output) if self.is_root else output
+        if not self.is_root:
+            return output
+        output = map_tensors(self._finished, output)
+        watch_backward(self.runtime, self._model, output)
+        return output
 
     def _finished(self, x: torch.Tensor) -> torch.Tensor:
         """An output of the model: reduced if it is a Partial scalar (a loss), so that it is printed correctly."""

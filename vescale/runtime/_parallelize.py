@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
 
+from vescale.checks import RegisteredParameters, adopt_optimizers, listed_optimizers
 from vescale.comm import join_axes
 from vescale.compat import native_hooks
 from vescale.fsdp import FSDPModule
@@ -38,6 +41,7 @@ from vescale.runtime._gradient_hooks import GradientHooks, full_name
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_report import RuntimeObserver
 from vescale.runtime._implicit_site import ImplicitSite
+from vescale.runtime._input_checks import check_loaded
 from vescale.runtime._local_region import LocalRegion
 from vescale.runtime._modes import install_mode
 from vescale.runtime._module_hooks import add_hooks
@@ -50,7 +54,13 @@ __all__ = ["gradient_reducer", "implicit_communication", "install", "no_sync", "
 
 
 def parallelize(
-    model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None, strict: bool = False, mode: str = "eager"
+    model: nn.Module,
+    plan: Plan,
+    *,
+    mesh: DeviceMesh | None = None,
+    strict: bool = False,
+    mode: str = "eager",
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
 ) -> nn.Module:
     """Make ``model`` compute, on every rank of the mesh together, what it computes on one device; in place.
 
@@ -64,7 +74,9 @@ def parallelize(
     gradients    complete when ``backward()`` returns, placed as their parameters
     ===========  ===========================================================================================
 
-    Build the optimizer afterwards. The model must be the same on every rank (the same seed); that is checked.
+    Build the optimizer afterwards, or give one that was built before as ``optimizer``. Anything else that still holds the
+    parameters of before, and steps, clips or averages them, gets a :class:`ReplacedParameterError`. The model must be the
+    same on every rank (the same seed); that is checked.
 
     Args:
         model: on one device, built under ``deferred_init`` (each rank then computes only its part of the values), or on
@@ -73,6 +85,8 @@ def parallelize(
         mesh: the DeviceMesh, when the plan has only names and sizes; made from them when left out.
         strict: raise at the first communication that no plan entry requests, instead of counting it.
         mode: ``"static"`` runs the model on local tensors after one recorded step (:mod:`vescale.static`).
+        optimizer: one that was made of the model's parameters before, or several: their groups get the new parameters in
+            place, so that schedulers made on them go on. States of a parameter's shape are cut as the parameter is.
 
     Returns the model.
 
@@ -80,8 +94,10 @@ def parallelize(
         PlanMismatchError: ranks that bring another plan, program, model, seed or torch, or that do not come: what differs,
             and on which ranks. The same on every rank, before any collective (ranks compare through the store).
         PlanError: everything that ``lower`` finds, when every rank finds it; a model parallelized before.
+        ValueError: an optimizer that holds none of the parameters, or whose states have other shapes than they.
     """
     make_mode = install_mode(mode)
+    optimizers = listed_optimizers(optimizer, "parallelize")
     if isinstance(model, nn.Module) and Runtime.of(model) is not None:
         raise PlanError(
             f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
@@ -98,6 +114,7 @@ def parallelize(
     runtime = Runtime.of(model)
     assert runtime is not None
     make_mode(runtime, model)
+    adopt_optimizers(optimizers, "parallelize")
     return model
 
 
@@ -108,6 +125,7 @@ def install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: boo
 
 
 def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool) -> nn.Module:
+    before = RegisteredParameters([model])
     install_placements()
     enable_rng()
     observe(RuntimeObserver())
@@ -128,8 +146,15 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
         add_hooks(runtime, module, path, instructions)
     units.install()
     runtime.adopt(model, "")
-    model.register_load_state_dict_pre_hook(load_plain)
+    model.register_load_state_dict_pre_hook(_before_loading)
+    before.mark_replaced("parallelize")
     return model
+
+
+def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Of ``load_state_dict``: plain tensors, which are the same on every rank, are compared and cut."""
+    check_loaded(module, state, prefix)
+    load_plain(module, state, prefix)
 
 
 def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:

@@ -14,9 +14,9 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale.compat import local_of, map_tensors, spec_of
 from vescale.ir import Annotate, Instruction, Redistribute, Wrap
 from vescale.ops import enter_local, wrap_global
-from vescale.placements import at_dim, from_local, shard_dim
+from vescale.placements import at_dim, contiguous_stride, from_local, shard_dim
 from vescale.plans import PlanError
-from vescale.runtime._activation import current_activation
+from vescale.runtime._activation import THREAD, current_activation
 from vescale.runtime._implicit_site import placements_text
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._shared_conversion import Stages, stages_of
@@ -97,14 +97,28 @@ class Placing:
         if isinstance(op, Redistribute):
             return self._place(wrap_global(x, runtime.mesh, runtime.replicated, self.requester))
         assert isinstance(op, Wrap | Annotate), op
-        planned = tuple(r if p is None else p for p, r in zip(op.placements, runtime.replicated))
-        self._check(x, planned)
-        placements = cast(tuple[Placement, ...], _front(planned, x.ndim))
+        placements = self.planned(x)
         if isinstance(op, Annotate):
             return from_local(x, runtime.mesh, placements)
         if op.given == "local":
+            shape = THREAD.global_shapes.get(id(x)) if THREAD.global_shapes is not None else None
+            if shape is not None:
+                return from_local(x, runtime.mesh, placements, shape=shape, stride=contiguous_stride(shape))
             return from_local(x, runtime.mesh, placements)
         return wrap_global(x, runtime.mesh, placements, self.requester)
+
+    @property
+    def takes_local_parts(self) -> bool:
+        """Whether a plain tensor is one rank's part."""
+        op = self._op
+        return isinstance(op, Annotate) or (isinstance(op, Wrap) and op.given == "local")
+
+    def planned(self, x: torch.Tensor) -> tuple[Placement, ...]:
+        """The placements of a plain input."""
+        assert isinstance(self._op, Wrap | Annotate), self._op
+        planned = tuple(r if p is None else p for p, r in zip(self._op.placements, self.runtime.replicated))
+        self._check(x, planned)
+        return cast(tuple[Placement, ...], _front(planned, x.ndim))
 
     def _stages(self, x: DTensor) -> Stages:
         """The conversion of a tensor with this spec, after checks that depend on nothing else."""

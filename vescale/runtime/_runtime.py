@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.checks import StepChecks, step_checks
 from vescale.ir import Attention, Factory, Program
 from vescale.plans import AttentionMethod, MeshAxes
 from vescale.runtime._gradient_hooks import GradientHooks
@@ -47,6 +48,7 @@ class Runtime:
         native: the module of the forward hooks in C++; None: they are in Python.
         timeline: attributes autograd nodes to modules; all models of a process share it.
         instructions: of each module, by path (:mod:`vescale.runtime._module_hooks`).
+        checks: what its ranks compare before they communicate.
         warned_of_compiler: whether the user was told that torch.compile has no effect.
     """
 
@@ -65,6 +67,11 @@ class Runtime:
         self.instructions: dict[str, Any] = {}
         self._factories = {i.path: tuple(i.op.placements) for i in program if isinstance(i.op, Factory)}
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
+        checks = step_checks(mesh)
+        assert checks is not None
+        self.checks: StepChecks = checks
+        gradients.before_finish = checks.finish
+        self._root: weakref.ref[nn.Module] | None = None
         self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._wheres: dict[str, Where] = {}
 
@@ -76,6 +83,11 @@ class Runtime:
     @property
     def axes(self) -> MeshAxes:
         return self.program.axes
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The model; None: a copy that has not run, or a model that is gone."""
+        return self._root() if self._root is not None else None
 
     @property
     def is_first_rank(self) -> bool:
@@ -93,6 +105,7 @@ class Runtime:
         self._adopted.update(module.modules())
         if not path:
             _BY_MODEL[module] = self
+            self._root = weakref.ref(module)
         self.gradients.adopt(module, path)
         self.gradients.attach()
 

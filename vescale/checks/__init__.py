@@ -1,0 +1,33 @@
+"""Mistakes of the script around a model that would end in wrong numbers or a hang: found, and told with the edit."""
+
+from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
+from vescale.checks._descriptions import describe, sum_of_bits, tensor_text
+from vescale.checks._replaced_parameters import (
+    RegisteredParameters,
+    ReplacedParameterError,
+    Replacement,
+    replacement_of,
+)
+from vescale.checks._settings import check_every, check_mode, is_unchecked, unchecked
+from vescale.checks._steps import InputMismatchError, LocalPart, StepChecks, StepMismatchError, step_checks
+
+__all__ = [
+    "InputMismatchError",
+    "LocalPart",
+    "RegisteredParameters",
+    "ReplacedParameterError",
+    "Replacement",
+    "StepChecks",
+    "StepMismatchError",
+    "adopt_optimizers",
+    "check_every",
+    "check_mode",
+    "describe",
+    "is_unchecked",
+    "listed_optimizers",
+    "replacement_of",
+    "step_checks",
+    "sum_of_bits",
+    "tensor_text",
+    "unchecked",
+]

@@ -1,0 +1,80 @@
+"""Descriptions of what a script passes to a model, by which ranks compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale.compat import no_torch_function, tensors_in
+
+__all__ = ["describe", "sum_of_bits", "tensor_text"]
+
+_SAMPLES = 8
+_NUMBERS = (bool, int, float, complex, str)
+_MAX_TEXT = 60
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def describe(name: str, value: Any, *, fully: bool) -> Iterator[tuple[str, str]]:
+    """(name, text) of each plain tensor and number in ``value``; ``fully``: with a sum over all elements.
+
+    Of other objects, the tensors in them. Nothing waits for a device unless ``fully``.
+    """
+    kind = type(value)
+    if kind is DTensor or isinstance(value, DTensor):
+        yield name, f"a DTensor of shape {tuple(value.shape)} placed as {tuple(value.placements)}"
+    elif isinstance(value, torch.Tensor):
+        yield name, tensor_text(value, fully=fully)
+    elif kind in _NUMBERS:
+        text = repr(value)
+        yield name, text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... of length {len(text)}, {hash_of(text)}"
+    elif value is None:
+        return
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from describe(f"{name}[{index}]", item, fully=fully)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from describe(f"{name}[{key!r}]", item, fully=fully)
+    else:
+        for index, tensor in enumerate(tensors_in(value)):
+            yield from describe(f"{name}, tensor {index}", tensor, fully=fully)
+
+
+def hash_of(text: str) -> str:
+    import hashlib
+
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def tensor_text(x: torch.Tensor, *, fully: bool) -> str:
+    """Shape and dtype; some elements of a tensor in the host's memory; ``fully``: the sum of all bits."""
+    text = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta or x.layout != torch.strided or x.numel() == 0:
+        return text
+    with no_torch_function(), torch.no_grad():
+        if x.device.type == "cpu":
+            flat = x.detach().reshape(-1) if x.is_contiguous() else x.detach()
+            if flat.ndim == 1:
+                text += f" with elements {flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].tolist()}"
+            fully = fully or (flat.ndim != 1 and x.numel() <= 4096)
+        if fully:
+            text += f", sum of bits {sum_of_bits(x):x}"
+    return text
+
+
+def sum_of_bits(tensor: torch.Tensor) -> int:
+    """A number that changes with any one element; sums of bit patterns, so that it costs one pass."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return 0
+    with no_torch_function(), torch.no_grad():
+        plain = tensor.detach()
+        if plain.is_complex():
+            plain = torch.view_as_real(plain.resolve_conj())
+        size = plain.element_size()
+        bits = plain.resolve_neg().contiguous().view(-1)
+        bits = bits.view(_BITS[size]) if size in _BITS else bits
+        return int(bits.sum(dtype=torch.int64))

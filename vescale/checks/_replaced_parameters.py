@@ -1,0 +1,205 @@
+"""Parameters that ``parallelize`` or ``fully_shard`` has replaced, and that somebody still holds.
+
+An optimizer made before steps such parameters without an effect: they have no gradients any more, so that it does nothing,
+silently. So a replaced parameter that is still referenced gets a class of its own, whose ``__torch_function__`` raises where
+an optimizer, clipping or an average would go on with it. Nothing of PyTorch is changed, and all other tensors are as they
+were.
+
+====================================  =====================================================================
+of a replaced parameter               what happens
+====================================  =====================================================================
+its values are read                   as before: the values when it was replaced
+``grad`` is read (``step``, clipping)  raises ReplacedParameterError
+its values are written                 raises, for the model would not see it
+it is averaged (``lerp_`` into others) raises
+``zero_grad()``                       nothing: there is no gradient
+====================================  =====================================================================
+
+A parameter that does not require a gradient, that has got one since, or that another module has registered is in use:
+nothing raises then.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import sys
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale.compat import no_torch_function
+
+__all__ = ["RegisteredParameters", "ReplacedParameterError", "Replacement", "replacement_of"]
+
+_ATTRIBUTE = "_vescale_replacement"
+_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_WRITES = frozenset(("add_", "addcdiv_", "addcmul_", "copy_", "div_", "fill_", "lerp_", "mul_", "normal_", "sub_", "zero_"))
+_AVERAGES = frozenset(["lerp_", "_foreach_lerp_"])
+
+
+class ReplacedParameterError(RuntimeError):
+    """A parameter is used that ``parallelize`` or ``fully_shard`` has replaced; ``name``: of the parameter."""
+
+    def __init__(self, problem: str, name: str) -> None:
+        super().__init__(problem)
+        self.name = name
+
+
+@dataclass
+class Replacement:
+    """What became of a parameter.
+
+    Attributes:
+        name: in the model; model: the model's class; by: the function that replaced it. Where modules are given one by one,
+            the last one around it counts.
+        grad: what the parameter had as its gradient when it was replaced.
+    """
+
+    name: str
+    model: str
+    by: str
+    grad: torch.Tensor | None
+    _module: weakref.ref[nn.Module]
+    _attribute: str
+
+    @property
+    def successor(self) -> nn.Parameter | None:
+        """The parameter that is registered in its place now; None: the model is gone."""
+        module = self._module()
+        return module._parameters.get(self._attribute) if module is not None else None
+
+    def error(self, use: str) -> ReplacedParameterError:
+        return ReplacedParameterError(
+            f"{use} parameter {self.name!r} of {self.model} as it was before {self.by}, which has replaced it: nothing of "
+            f"that reaches the model. Expected the parameters after {self.by}: call {self.by} first, then make optimizers "
+            "and averages of model.parameters(), and clip those; or have an optimizer that is made before adopted, "
+            f"{self.by}(..., optimizer=optimizer)",
+            self.name,
+        )
+
+
+def replacement_of(parameter: object) -> Replacement | None:
+    """None: the parameter has not been replaced, or is in use nevertheless."""
+    found = getattr(parameter, "__dict__", {}).get(_ATTRIBUTE)
+    return found if isinstance(found, Replacement) else None
+
+
+class RegisteredParameters:
+    """The parameters of modules before they are replaced; they may be freed meanwhile."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._slots: list[tuple[str, str, weakref.ref[nn.Module], str, weakref.ref[nn.Parameter]]] = []
+        seen: set[int] = set()
+        for root in modules:
+            for path, module in root.named_modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        full = f"{path}.{name}" if path else name
+                        slot = full, type(root).__name__, weakref.ref(module), name, weakref.ref(parameter)
+                        self._slots.append(slot)
+
+    def mark_replaced(self, by: str) -> None:
+        """Give those that ``by`` has replaced, and that somebody still holds, their class."""
+        for name, model, module, attribute, held in self._slots:
+            parameter, owner = held(), module()
+            if owner is None:
+                continue
+            earlier = _REPLACED.get(owner, {}).get(attribute)
+            if earlier is not None:
+                earlier.name, earlier.model = name, model
+            if parameter is None or owner._parameters.get(attribute) is parameter:
+                continue
+            if replacement_of(parameter) is None:
+                grad = parameter.grad
+                try:
+                    parameter.__class__ = _replaced_class(type(parameter))
+                except TypeError:  # a subclass with another layout
+                    continue
+                found = Replacement(name, model, by, grad, module, attribute)
+                parameter.__dict__[_ATTRIBUTE] = found
+                _REPLACED.setdefault(owner, {})[attribute] = found
+
+
+_REPLACED: weakref.WeakKeyDictionary[nn.Module, dict[str, Replacement]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _replaced_class(original: type) -> Any:
+    members = {
+        "__module__": original.__module__,
+        "__torch_function__": classmethod(_torch_function),
+        "__deepcopy__": _deepcopy,
+        "__reduce_ex__": _reduce,
+    }
+    return type(original)(f"Replaced{original.__name__}", (original,), members)
+
+
+def _torch_function(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    with no_torch_function():
+        if func == _GET_GRAD:
+            if sys._getframe(1).f_code.co_name != "zero_grad":
+                _refuse(args[0], "something, such as an optimizer's step or clipping, reads the gradient of")
+        else:
+            name = getattr(func, "__name__", "")
+            is_write = name in _WRITES or func == _SET_DATA or (name.startswith("_foreach_") and name.endswith("_"))
+            if is_write:
+                for written in _tensors(args[0]):
+                    _refuse(written, "something writes to")
+            if name in _AVERAGES:
+                for read in _tensors(args[1:]):
+                    _refuse(read, "something averages")
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
+
+
+def _refuse(parameter: torch.Tensor, use: str) -> None:
+    found = replacement_of(parameter)
+    if found is None or not parameter.requires_grad:
+        return
+    if (parameter.grad is None or parameter.grad is found.grad) and not _is_registered(parameter):
+        raise found.error(use)
+    _release(parameter)
+
+
+def _release(parameter: torch.Tensor) -> None:
+    """Somebody uses it: it is an ordinary parameter again."""
+    parameter.__dict__.pop(_ATTRIBUTE, None)
+    parameter.__class__ = type(parameter).__bases__[0]  # type: ignore[assignment]
+
+
+def _is_registered(parameter: torch.Tensor) -> bool:
+    """Whether a module has it. A search of all objects, before an error."""
+    for found in gc.get_referrers(parameter):
+        if type(found) is dict and any(
+            (isinstance(owner, nn.Module) and owner._parameters is found)
+            or (type(owner) is dict and owner.get("_parameters") is found)
+            for owner in gc.get_referrers(found)
+        ):
+            return True
+    return False
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    """A copy is an ordinary parameter."""
+    if id(self) not in memo:
+        with no_torch_function():
+            memo[id(self)] = nn.Parameter(copy.deepcopy(self.detach(), memo), self.requires_grad)
+    return memo[id(self)]
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    with no_torch_function():
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)

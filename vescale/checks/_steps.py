@@ -1,0 +1,371 @@
+"""``StepChecks``: the ranks of a mesh compare what they are about to do, before they communicate.
+
+==========  ===================================================================================================
+event       what must agree
+==========  ===================================================================================================
+forward     of a model from its root: the model, training or evaluation, with or without gradients; what it is given
+backward    of such a forward
+read        of a value that is cut over the whole mesh (``item()``, ``full_tensor()``), outside of forwards
+==========  ===================================================================================================
+
+How they compare:
+
+=================================  ==================================================================================
+the ranks                          each event
+=================================  ==================================================================================
+of one host, on gloo               all wait for each other, as the collectives that follow do, and compare digests in
+                                   shared memory (:class:`vescale.comm.Board`): microseconds
+others                             nobody waits: in the first 3 forwards and every ``VESCALE_CHECK_EVERY``-th,
+                                   descriptions go to the store, and a later forward reads those of all ranks
+others, with VESCALE_CHECK=steps   all wait for each other in a round through the store
+=================================  ==================================================================================
+
+Values are compared in the first 3 forwards and in every ``VESCALE_CHECK_EVERY``-th (100): sums of all bits. In the other
+forwards shapes, dtypes, numbers of Python, and a few elements of tensors in the host's memory are. An error is raised on
+every rank that has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.checks._call_site import call_site
+from vescale.checks._settings import FIRST, check_every, check_mode, is_unchecked
+from vescale.comm import Board, Consensus, ConsensusError, RankGoneError, first_difference, wait_limit
+from vescale.compat import default_store, default_timeout, is_alone
+
+__all__ = ["InputMismatchError", "LocalPart", "StepChecks", "StepMismatchError", "step_checks"]
+
+Rows = Sequence[tuple[str, str]]
+
+
+class StepMismatchError(RuntimeError):
+    """Ranks are about to do different things, or some do not come; ``ranks``: those that differ from most, or are absent."""
+
+    def __init__(self, problem: str, ranks: Sequence[int]) -> None:
+        super().__init__(problem)
+        self.ranks = tuple(ranks)
+
+
+class InputMismatchError(StepMismatchError):
+    """Ranks give different values where all have to give the same."""
+
+
+class LocalPart:
+    """An input of which each rank gives its part.
+
+    Attributes:
+        name: of the input; shape: of this rank's part; text: what its replicas must have, too.
+        axes: of the mesh, along which ranks have different parts.
+    """
+
+    __slots__ = ("axes", "name", "shape", "text")
+
+    def __init__(self, name: str, shape: Sequence[int], text: str, axes: Sequence[int]) -> None:
+        self.name, self.shape, self.text, self.axes = name, tuple(shape), text, tuple(axes)
+
+
+class StepChecks:
+    """The checks on one mesh; use :func:`step_checks`. Every rank of the mesh makes it, in the same order.
+
+    Attributes:
+        mesh: kept, so that no other mesh gets its ``id``.
+        is_on: whether there is somebody to compare with.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.ranks = mesh.mesh.flatten().tolist()
+        self._coordinates = [tuple(index) for index in (mesh.mesh >= 0).nonzero().tolist()]
+        self._mode = check_mode()
+        self._every = check_every()
+        self.is_on = self._mode != "off" and mesh.size() > 1 and mesh.get_coordinate() is not None
+        self._consensus: Consensus | None = None
+        self._board: Board | None = None
+        self._is_ready = False
+        self._number = self._forwards = 0
+        self._awaited: tuple[str, int] | None = None
+        self._noted: list[tuple[str, str]] = []
+        self._open: deque[str] = deque()
+        self._steps: dict[str, int] = {}
+
+    @property
+    def is_due(self) -> bool:
+        """Whether values are compared in this step: sums of all bits."""
+        number = self._forwards
+        return number <= FIRST or (self._every > 0 and number % self._every == 0)
+
+    @property
+    def compares_data(self) -> bool:
+        """Whether what is given in this forward is compared."""
+        return self.is_on and not is_unchecked() and (self.is_due or not self._is_ready or self.waits)
+
+    @property
+    def waits(self) -> bool:
+        """Whether ranks wait for each other."""
+        return self._board is not None or self._mode == "steps"
+
+    def begin_forward(self) -> None:
+        if not self._is_ready:
+            self._start()
+        self._forwards += 1
+
+    def forward(self, model: str, mode: str, inputs: Rows, parts: Sequence[LocalPart]) -> list[Mapping[int, Any]] | None:
+        """Before a forward. Returns None, or where ranks give parts of different sizes, the shape of each part by position
+        of the rank.
+
+        Raises StepMismatchError and InputMismatchError, on every rank that comes.
+        """
+        step = self._steps[model] = self._steps.get(model, 0) + 1
+        return self._meet(f"forward {step} of {model}, {mode}", inputs, parts)
+
+    def await_backward(self, model: str) -> int:
+        """After a forward with gradients, which number it has."""
+        step = self._steps.get(model, 0)
+        self._awaited = model, step
+        return step
+
+    def backward(self, model: str, step: int) -> None:
+        """Before the backward of a forward."""
+        self._awaited = None
+        self._meet(f"the backward of forward {step} of {model}", (), ())
+
+    def finish(self) -> None:
+        """Of ranks that had no backward, where others may have had one."""
+        if self._awaited is not None:
+            self.backward(*self._awaited)
+
+    def agree(self, what: str, rows: Rows) -> None:
+        """Compare values that are the same on every rank; all wait for each other.
+
+        Raises StepMismatchError and InputMismatchError, on every rank that comes.
+        """
+        if self.is_on and not is_unchecked():
+            if not self._is_ready:
+                self._start()
+            if self.waits:
+                self._meet(what, rows, ())
+            else:
+                self._compare(self._exchange(self._description(what, rows, ())))
+
+    def read(self, what: str) -> None:
+        """Before a value is read whose parts are on all ranks of the mesh."""
+        if self.is_on and self._is_ready:
+            self._meet(f"a read of {what}", (), ())
+
+    def note(self, name: str, text: str) -> None:
+        """Something that is the same on every rank was given outside of a forward: compared with the next event."""
+        if len(self._noted) < _MAX_NOTED:
+            self._noted.append((name, text))
+
+    # One event
+
+    def _start(self) -> None:
+        self._is_ready = True
+        self._consensus = Consensus(self.ranks, "steps")
+        if self._mode != "steps" and (is_alone() or dist.get_backend() == "gloo"):
+            self._board = Board.open(self.ranks, self._consensus.place)
+
+    def _meet(self, site: str, inputs: Rows, parts: Sequence[LocalPart]) -> list[Mapping[int, Any]] | None:
+        if not self._is_ready:
+            self._start()
+        self._number += 1
+        inputs, self._noted = (*self._noted, *inputs), []
+        if self._board is not None:
+            return self._meet_on_board(self._board, site, inputs, parts)
+        if self._mode == "steps":
+            return self._compare(self._exchange(self._description(site, inputs, parts)))
+        self._look_at_open()
+        if self.is_due and site.startswith("forward"):
+            self._put(self._description(site, inputs, parts))
+        return None
+
+    def _meet_on_board(
+        self, board: Board, site: str, inputs: Rows, parts: Sequence[LocalPart]
+    ) -> list[Mapping[int, Any]] | None:
+        where = call_site()
+        digests = [_digest(site), _digest(inputs) if inputs else 0, 0, 0]
+        if parts:
+            digests[2] = _digest([(part.name, part.shape) for part in parts])
+            digests[3] = _digest([(part.name, part.text) for part in parts])
+        marks = board.post(self._number, digests, f"{site} ({where})")
+        if len(board.ranks) == 1:
+            return None
+        num_marks = 4 if parts else 3
+        try:
+            rows = board.wait(self._number, num_marks, _limit(), _is_paused)
+        except (TimeoutError, RankGoneError) as problem:
+            raise self._absence(board, site, where, problem) from None
+        first = marks[:3]
+        for row in rows:
+            if row[:3] != first:
+                return self._compare(self._exchange(self._description(site, inputs, parts, where)))
+        if parts:
+            seen: dict[tuple[int, ...], int] = {}
+            for coordinate, row in zip(self._part_keys(parts), rows):
+                if seen.setdefault(coordinate, row[3]) != row[3]:
+                    return self._compare(self._exchange(self._description(site, inputs, parts, where)))
+        return None
+
+    def _part_keys(self, parts: Sequence[LocalPart]) -> list[tuple[int, ...]]:
+        axes = sorted({axis for part in parts for axis in part.axes})
+        return [tuple(coordinate[axis] for axis in axes) for coordinate in self._coordinates]
+
+    def _absence(self, board: Board, site: str, where: str, problem: Exception) -> StepMismatchError:
+        absent = [board.ranks[index] for index in board.absent(self._number)]
+        if isinstance(problem, RankGoneError):
+            return StepMismatchError(
+                f"rank {dist.get_rank()} is before {site} ({where}), and {problem}: its own error says why", [problem.rank]
+            )
+        last = "; ".join(
+            f"rank {board.ranks[index]} came last to {board.text(index) or 'nothing'}"
+            for index in board.absent(self._number)[:8]
+        )
+        return StepMismatchError(
+            f"rank {dist.get_rank()} is before {site} ({where}), and ranks {absent} have not come for {_limit():g} s: {last}. "
+            f"{_SAME_STEPS}",
+            absent,
+        )
+
+    # Descriptions, where digests differ or nobody waits
+
+    def _description(self, site: str, inputs: Rows, parts: Sequence[LocalPart], where: str | None = None) -> bytes:
+        own = {
+            "site": site,
+            "where": call_site() if where is None else where,
+            "inputs": list(inputs),
+            "parts": [[part.name, part.shape, part.text, part.axes] for part in parts],
+        }
+        return json.dumps(own).encode()
+
+    def _exchange(self, message: bytes) -> list[dict[str, Any]]:
+        assert self._consensus is not None
+        site = json.loads(message)["site"]
+        try:
+            messages = self._consensus.exchange(message, lambda: f"comparing {site}")
+        except ConsensusError as error:
+            raise StepMismatchError(f"{error}. {_SAME_STEPS}", error.ranks) from None
+        return [json.loads(each) for each in messages]
+
+    def _put(self, message: bytes) -> None:
+        assert self._consensus is not None
+        key = f"{self._consensus.place} put {self._number}"
+        if not is_alone():
+            default_store().set(f"{key} {self.ranks.index(dist.get_rank())}", message.hex())
+            self._open.append(key)
+
+    def _look_at_open(self) -> None:
+        """Descriptions of earlier forwards, if all ranks have put theirs. Nobody waits."""
+        while self._open:
+            store, key = default_store(), self._open[0]
+            keys = [f"{key} {index}" for index in range(len(self.ranks))]
+            if not store.check(keys):
+                return
+            found = [json.loads(bytes.fromhex(store.get(each).decode())) for each in keys]
+            self._open.popleft()
+            if store.add(f"{key} read", 1) == len(self.ranks):
+                for each in (*keys, f"{key} read"):
+                    store.delete_key(each)
+            if self._compare(found):
+                raise InputMismatchError(_uneven_text(found, self.ranks), self.ranks)
+
+    def _compare(self, found: Sequence[dict[str, Any]]) -> list[Mapping[int, Any]] | None:
+        if len({each["site"] for each in found}) > 1:
+            difference = first_difference("", {r: [("", e["site"])] for r, e in zip(self.ranks, found)})
+            places = "; ".join(f"rank {r} is before {e['site']} ({e['where']})" for r, e in zip(self.ranks[:16], found))
+            raise StepMismatchError(f"ranks run different steps: {places}. {_SAME_STEPS}", difference.ranks)
+        inputs = {rank: [tuple(row) for row in each["inputs"]] for rank, each in zip(self.ranks, found)}
+        if len({tuple(rows) for rows in inputs.values()}) > 1:
+            difference = first_difference("what is given", inputs)  # type: ignore[arg-type]
+            raise InputMismatchError(_data_text(found[0]["site"], difference), difference.ranks)
+        names = {tuple(part[0] for part in each["parts"]) for each in found}
+        if len(names) > 1:
+            rows = {r: [(part[0], "given") for part in e["parts"]] for r, e in zip(self.ranks, found)}
+            difference = first_difference("what is given", rows)
+            raise InputMismatchError(_data_text(found[0]["site"], difference), difference.ranks)
+        for number, (name, _, _, axes) in enumerate(found[0]["parts"]):
+            groups: dict[tuple[int, ...], dict[int, list[tuple[str, str]]]] = {}
+            for rank, coordinate, each in zip(self.ranks, self._coordinates, found):
+                key = tuple(coordinate[axis] for axis in axes)
+                groups.setdefault(key, {})[rank] = [(name, each["parts"][number][2])]
+            for group in groups.values():
+                if len({tuple(rows) for rows in group.values()}) > 1:
+                    difference = first_difference("what is given", group)
+                    raise InputMismatchError(_data_text(found[0]["site"], difference, local=True), difference.ranks)
+        shapes = [
+            {index: tuple(each["parts"][number][1]) for index, each in enumerate(found)}
+            for number in range(len(found[0]["parts"]))
+        ]
+        return shapes if any(len(set(each.values())) > 1 for each in shapes) else None
+
+
+_MAX_NOTED = 64
+_SAME_STEPS = (
+    "Every rank has to make the same calls in the same order, also for an evaluation (no `if rank == 0:` around a call of the "
+    "model, its backward, or a read of what is cut over ranks), and to see as many batches"
+)
+
+
+def _uneven_text(found: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
+    first = {rank: {part[0]: part[1] for part in each["parts"]} for rank, each in zip(ranks, found)}
+    return (
+        f'parts of inputs that are given as given="local" have different sizes in {found[0]["site"]}: {first}; ranks that do '
+        "not wait for each other take them as equal. Give equal parts (drop_last=True), pass the global batch, or set "
+        "VESCALE_CHECK=steps"
+    )
+
+
+def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
+    name = f"the input {difference.name!r}" if difference.name else "an input"
+    found = " and ".join(
+        f"{text} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {list(ranks)}'}" for text, ranks in difference.found
+    )
+    if local:
+        return (
+            f"ranks disagree about {name} of {site}, of which they have the same part: {found}. Ranks that differ only on "
+            "other axes have to give the same part: use vescale.ShardedBatchSampler(dataset, batch_size, mesh, axes), or "
+            "write all axes over which the data differ in the plan's entry. If they differ on purpose: `with "
+            "vescale.unchecked():`"
+        )
+    return (
+        f"ranks disagree about {name} of {site}: it is {found}. A plain value is the global one, the same on every rank. If "
+        "each rank has its own part of the batch (a DistributedSampler), write that in the plan, "
+        'plan.shard("<in:name>", Shard(0), mesh="dp", given="local"), and draw the parts with vescale.ShardedBatchSampler; '
+        "or seed the sampler alike on every rank. If values differ on purpose: `with vescale.unchecked():`"
+    )
+
+
+def _digest(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "little")
+
+
+def _limit() -> float:
+    return (wait_limit() or default_timeout()).total_seconds()
+
+
+def _is_paused() -> bool:
+    """Whether ranks are stopped at a breakpoint."""
+    with contextlib.suppress(RuntimeError):
+        return bool(default_store().add("vescale paused", 0))
+    return False
+
+
+_BY_MESH: weakref.WeakValueDictionary[int, StepChecks] = weakref.WeakValueDictionary()
+
+
+def step_checks(mesh: DeviceMesh, make: Callable[[DeviceMesh], StepChecks] | None = StepChecks) -> StepChecks | None:
+    """The checks on a mesh object, made by the first call; ``make=None``: None if there are none. A caller keeps them."""
+    found = _BY_MESH.get(id(mesh))
+    if found is None and make is not None:
+        found = make(mesh)
+        _BY_MESH[id(mesh)] = found
+    return found

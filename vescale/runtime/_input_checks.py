@@ -1,0 +1,153 @@
+"""What a forward of a model is given, compared between ranks before anything is placed (:mod:`vescale.checks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.checks import InputMismatchError, LocalPart, describe, step_checks, tensor_text
+from vescale.compat import has_dispatch_modes, in_backward, no_torch_function, tensors_in
+from vescale.ops import running_module
+from vescale.placements import local_region, shard_dim
+from vescale.runtime._activation import THREAD, current_activation
+from vescale.runtime._placing import Placing
+from vescale.runtime._runtime import Runtime
+
+__all__ = ["check_inputs", "check_loaded", "check_read", "note_plain_value", "watch_backward"]
+
+
+def check_inputs(
+    runtime: Runtime,
+    model: str,
+    named: Callable[[], Iterable[tuple[str, Any, Placing | None]]],
+) -> None:
+    """Compare this forward of the model ``model``, and its inputs: ``named`` yields name, value and the entry that
+    places it.
+
+    Raises StepMismatchError, and InputMismatchError, on every rank that comes.
+    """
+    checks = runtime.checks
+    activation = current_activation()
+    if not checks.is_on or (activation is not None and activation.runtime is runtime) or is_compiling():
+        return
+    with no_torch_function():
+        checks.begin_forward()
+        inputs: list[tuple[str, str]] = []
+        parts: list[LocalPart] = []
+        tensors: list[tuple[torch.Tensor, tuple[Placement, ...]]] = []
+        if checks.compares_data:
+            fully = checks.is_due
+            watched = has_dispatch_modes()  # which would see the ops
+            for name, value, placing in named():
+                if placing is None or not placing.takes_local_parts:
+                    if not watched:
+                        inputs += describe(name, value, fully=fully)
+                    continue
+                for index, tensor in enumerate(tensors_in(value)):
+                    if isinstance(tensor, DTensor):
+                        continue
+                    placements = placing.planned(tensor)
+                    axes = [a for a, p in enumerate(placements) if not p.is_replicate()]
+                    text = tensor_text(tensor, fully=fully and not watched) if not watched else ""
+                    parts.append(LocalPart(f"{name}, tensor {index}" if index else name, tensor.shape, text, axes))
+                    tensors.append((tensor, placements))
+        module = runtime.root
+        mode = "" if module is None else "in training" if module.training else "in evaluation"
+        mode += ", with gradients" if torch.is_grad_enabled() else ", without gradients"
+        shapes = checks.forward(model, mode, inputs, parts)
+        if shapes is not None:
+            THREAD.global_shapes = {
+                id(tensor): _global_shape(runtime, part.name, found, placements)
+                for (tensor, placements), part, found in zip(tensors, parts, shapes)
+            }
+
+
+def _global_shape(
+    runtime: Runtime, name: str, found: Mapping[int, tuple[int, ...]], placements: tuple[Placement, ...]
+) -> tuple[int, ...]:
+    """The shape of an input whose ranks give parts of different sizes.
+
+    Raises InputMismatchError where the parts are not those that the placements cut of any tensor.
+    """
+    mesh = runtime.mesh
+    mesh_shape = tuple(mesh.shape)
+    coordinates = [tuple(index) for index in (mesh.mesh >= 0).nonzero().tolist()]
+    shape = []
+    for dim in range(len(found[0])):
+        axes = {axis for axis, p in enumerate(placements) if shard_dim(p) == dim}
+        along = [i for i, c in enumerate(coordinates) if not any(x for axis, x in enumerate(c) if axis not in axes)]
+        shape.append(sum(found[index][dim] for index in along))
+    fits = len({len(each) for each in found.values()}) == 1
+    for index, coordinate in enumerate(coordinates):
+        fits = fits and local_region(tuple(shape), placements, mesh_shape, coordinate).local_shape == found[index]
+    if not fits:
+        ranks = mesh.mesh.flatten().tolist()
+        sizes = {rank: found[index] for index, rank in enumerate(ranks)}
+        raise InputMismatchError(
+            f"the parts of the input {name!r}, which each rank gives (given=\"local\"), have shapes {sizes} by rank: no tensor "
+            f"is cut so by {placements}. Give parts as torch.chunk cuts the batch (vescale.ShardedBatchSampler does), or leave "
+            "out the last batch (drop_last=True)",
+            ranks,
+        )
+    return tuple(shape)
+
+
+def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
+    """Have ranks compare when a backward that reduces gradients reaches the outputs of a forward."""
+    checks = runtime.checks
+    if not (checks.is_on and checks.waits and torch.is_grad_enabled()):
+        return
+    for tensor in tensors_in(outputs):
+        node = tensor.grad_fn
+        if node is not None:
+            step, reducer = checks.await_backward(model), runtime.gradients.reducer
+
+            def before(_: Any) -> None:
+                if reducer is None or reducer.syncs:
+                    checks.backward(model, step)
+
+            node.register_prehook(before)
+            return
+
+
+def check_read(tensor: DTensor, how: str) -> None:
+    """Before the value of a DTensor is gathered by all ranks of its mesh, outside of models.
+
+    Where it is cut along some axes only, some ranks may read it without the others; they are not asked.
+    """
+    checks = step_checks(tensor.device_mesh, None)
+    if checks is None or not checks.is_on or in_backward() or running_module() is not None:
+        return
+    mesh = tensor.device_mesh
+    if all(mesh.size(axis) == 1 or not p.is_replicate() for axis, p in enumerate(tensor.placements)):
+        checks.read(f"{how} of a DTensor of shape {tuple(tensor.shape)} placed as {tuple(tensor.placements)}")
+
+
+def note_plain_value(op: str, name: str, tensor: torch.Tensor, mesh: Any) -> None:
+    """Of labels and the like that meet a model's outputs outside of the model; compared with the next step."""
+    checks = step_checks(mesh, None)
+    if checks is None or not checks.compares_data or in_backward() or running_module() is not None:
+        return
+    fully = checks.is_due and not has_dispatch_modes()
+    checks.note(f"{name} of {op.removeprefix('aten.').partition('.')[0]}", tensor_text(tensor, fully=fully))
+
+
+def check_loaded(module: Any, state: Mapping[str, Any], prefix: str) -> None:
+    """Before plain tensors are loaded into a model: they are the same on every rank."""
+    runtime = Runtime.of(module)
+    if runtime is None or not runtime.checks.is_on:
+        return
+    own = (*module.named_parameters(prefix.rstrip(".")), *module.named_buffers(prefix.rstrip(".")))
+    found = [(name, state.get(name)) for name, tensor in own if isinstance(tensor, DTensor)]
+    rows = [
+        (name, tensor_text(value, fully=True))
+        for name, value in found
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    ]
+    if rows:
+        runtime.checks.agree(f"load_state_dict of {type(module).__name__}", rows)
