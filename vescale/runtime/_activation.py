@@ -80,10 +80,11 @@ class Activation:
 
 
 class _Thread(threading.local):
-    """Attributes: stack: the activations of the thread, innermost last."""
+    """Attributes: stack: the activations of the thread, innermost last; generating: the models whose ``generate`` runs."""
 
     def __init__(self) -> None:
         self.stack: list[Activation] = []
+        self.generating: list[Runtime] = []
 
 
 THREAD = _Thread()

@@ -15,6 +15,7 @@ from vescale.compat import map_tensors, no_torch_function
 from vescale.ir import Instruction, Redistribute
 from vescale.ops import convert
 from vescale.runtime._executors import Executor, executor_of
+from vescale.runtime._generation import add_generate, is_generating, whole_output
 from vescale.runtime._module_calls import module_hooks
 from vescale.runtime._placing import Placing
 from vescale.runtime._runtime import Runtime
@@ -38,7 +39,7 @@ def add_hooks(runtime: Runtime, module: nn.Module, path: str, instructions: Sequ
         path,
         own.place_inputs if own.inputs else None,
         own.show if own.parameters else None,
-        own.place_outputs if own.outputs or own.is_root else None,
+        own.place_outputs if own.outputs or own.is_root or own.hands_out else None,
         own.hide if own.parameters else None,
     )
     module.register_forward_pre_hook(before, with_kwargs=True)
@@ -52,6 +53,7 @@ class _Instructions:
         self.runtime = runtime
         self.path = path
         self.is_root = path == ""
+        self.hands_out = add_generate(runtime, module)
         self.inputs = [Placing(runtime, i) for i in instructions if executor_of(i) is Executor.INPUT]
         self.parameters = [i for i in instructions if executor_of(i) is Executor.PARAMETER]
         self.outputs = [Placing(runtime, i) for i in instructions if executor_of(i) is Executor.OUTPUT]
@@ -127,6 +129,8 @@ class _Instructions:
                 key = index if isinstance(index, str) else list(output)[index]
                 if output.get(key) is not None:
                     output = _with_item(output, key, placing(output[key]))
+        if self.hands_out and is_generating(self.runtime):
+            return whole_output(self.runtime, output)
         return map_tensors(self._finished, output) if self.is_root else output
 
     def _finished(self, x: torch.Tensor) -> torch.Tensor:
