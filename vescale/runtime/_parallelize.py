@@ -44,6 +44,7 @@ from vescale.runtime._module_hooks import add_hooks
 from vescale.runtime._plan_units import Units
 from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
+from vescale.runtime._saving import add_save_pretrained
 from vescale.runtime._tensor_placement import TensorSlots, load_plain, place_tensor
 
 __all__ = ["gradient_reducer", "implicit_communication", "install", "no_sync", "parallelize"]
@@ -126,6 +127,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
                 region = ExpertRegion if instruction.op.kind == "experts" else LocalRegion
                 region(runtime, module, path, instruction)
         add_hooks(runtime, module, path, instructions)
+        add_save_pretrained(runtime, module)
     units.install()
     runtime.adopt(model, "")
     model.register_load_state_dict_pre_hook(load_plain)
