@@ -73,6 +73,11 @@ class Runtime:
         """The runtime of a parallelized model; None for other modules."""
         return _BY_MODEL.get(model)
 
+    @staticmethod
+    def around(module: nn.Module) -> Runtime | None:
+        """The runtime of the parallelized model that the module is a part of; None for other modules."""
+        return next((runtime for runtime in _BY_MODEL.values() if runtime.has_adopted(module)), None)
+
     @property
     def axes(self) -> MeshAxes:
         return self.program.axes
