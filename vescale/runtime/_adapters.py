@@ -2,15 +2,16 @@
 
 PEFT takes the shape of an adapter from its base layer's weight, and for a DTensor from the local one, because with Hugging
 Face's tensor parallelism a module computes on its shard. Here modules compute what one device does. So while PEFT makes an
-adapter (from the moment that it takes the base layer until it puts the adapted module in its place), the base layer shows its
-whole weight as a plain parameter; what PEFT writes to that (PiSSA does) is written to the shards.
+adapter (from the moment that it takes the base layer until it puts the adapted module in its place), the base layer shows
+its whole weight as a plain parameter; what PEFT writes to that (PiSSA does) is written to the shards.
 
-The adapters' own parameters stay plain, the same on every rank: a parallelized forward takes them as global tensors, and their
-gradients are complete.
+The adapters' own parameters stay plain, the same on every rank: a parallelized forward takes them as global tensors, and
+their gradients are complete.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -24,8 +25,11 @@ from vescale.runtime._tensor_placement import place_tensor
 
 __all__ = ["watch_adapters"]
 
+# A parameter's name; what is shown in its place, with its version and memory when it was shown.
+_Shown = tuple[str, nn.Parameter, int, int]
 _HANDLES: list[Any] = []
-_SHOWN: dict[int, list[tuple[nn.Module, str, nn.Parameter, int, int]]] = {}  # by ``id`` of the adapted module
+# By ``id`` of the adapted module: it, the base layer, and what is shown there.
+_SHOWN: dict[int, tuple[weakref.ref[nn.Module], nn.Module, list[_Shown]]] = {}
 
 
 def watch_adapters() -> None:
@@ -37,6 +41,8 @@ def watch_adapters() -> None:
 def _on_registration(module: nn.Module, name: str, child: nn.Module | None) -> None:
     if child is None:
         return
+    for key in [key for key, (adapted, _, _) in _SHOWN.items() if adapted() is None]:
+        _hide(key)  # making it has failed
     if id(child) in _SHOWN:
         _hide(id(child))
     elif type(module).__module__.partition(".")[0] == "peft":
@@ -51,15 +57,20 @@ def _on_registration(module: nn.Module, name: str, child: nn.Module | None) -> N
 
 def _show(adapted: nn.Module, base: nn.Module) -> None:
     """Hide the sharded parameters of ``base`` behind whole ones. Communication: an all-gather of each."""
-    for name, parameter in list(base._parameters.items()):
-        if isinstance(parameter, DTensor) and Runtime.around(base) is not None:
+    if Runtime.around(base) is None:
+        return
+    shown: list[_Shown] = []
+    for name, parameter in base._parameters.items():
+        if isinstance(parameter, DTensor):
             whole = nn.Parameter(parameter.detach().full_tensor(), requires_grad=parameter.requires_grad)
             base.__dict__[name] = whole
-            _SHOWN.setdefault(id(adapted), []).append((base, name, whole, whole._version, whole.data_ptr()))
+            shown.append((name, whole, whole._version, whole.data_ptr()))
+    _SHOWN[id(adapted)] = weakref.ref(adapted), base, shown
 
 
 def _hide(key: int) -> None:
-    for base, name, whole, version, pointer in _SHOWN.pop(key):
+    _, base, shown_parameters = _SHOWN.pop(key)
+    for name, whole, version, pointer in shown_parameters:
         shown = base.__dict__.pop(name, whole)
         own = base._parameters[name]
         assert isinstance(own, DTensor)

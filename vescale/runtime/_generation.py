@@ -53,7 +53,7 @@ def _whole(runtime: Runtime, x: torch.Tensor) -> torch.Tensor:
 
 
 def _generate(runtime: Runtime, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The class's own method, with the tokens and random numbers of one device. All ranks call it with the same arguments."""
+    """The class's own method, with the tokens and random numbers of one device. All ranks call it alike."""
     method = type(module).generate
     if is_generating(runtime):
         return method(module, *args, **kwargs)
@@ -101,7 +101,10 @@ def _prepare_cache(runtime: Runtime, module: Any, *args: Any, **kwargs: Any) -> 
     """The class's own method; layers that allocate zeros for keys and values then do so with the placements of these."""
     result = type(module)._prepare_cache_for_generation(module, *args, **kwargs)
     for value in (v for given in (*args, *kwargs.values()) if isinstance(given, dict) for v in given.values()):
-        for cache in (value, *(getattr(value, name, None) for name in ("self_attention_cache", "cross_attention_cache"))):
+        for cache in (
+            value,
+            *(getattr(value, name, None) for name in ("self_attention_cache", "cross_attention_cache")),
+        ):
             layers = getattr(cache, "layers", None)
             for layer in layers if isinstance(layers, list) else ():
                 if hasattr(layer, "max_cache_len") and not getattr(layer, "is_initialized", True):

@@ -42,7 +42,7 @@ class GradientHooks:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
         self._known: list[nn.Parameter | None] = []  # as of the last search
-        self._frozen: list[nn.Parameter] = []
+        self._frozen: list[nn.Parameter] = []  # or without values
 
     @classmethod
     def of(cls, program: Program, mesh: DeviceMesh) -> GradientHooks:
@@ -97,7 +97,7 @@ class GradientHooks:
                 parameter = managed.sharded if _is_replicated_elsewhere(managed) else None
             if parameter is None:
                 continue
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or parameter.is_meta:  # with hooks, to_empty could not give it memory
                 self._frozen.append(parameter)
                 continue
             known = self._hooked.get(id(parameter))

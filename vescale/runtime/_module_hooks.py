@@ -72,6 +72,8 @@ class _Instructions:
     def place_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Placed] | None]:
+        if self.is_root and self.runtime.missing_values is not None:
+            self.runtime.missing_values.check((args, kwargs))
         placed: list[Placed] = []
         for placing in self.inputs:
             index = placing.index

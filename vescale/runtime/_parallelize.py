@@ -40,6 +40,7 @@ from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_report import RuntimeObserver
 from vescale.runtime._implicit_site import ImplicitSite
 from vescale.runtime._local_region import LocalRegion
+from vescale.runtime._missing_values import MissingValues
 from vescale.runtime._modes import install_mode
 from vescale.runtime._module_hooks import add_hooks
 from vescale.runtime._plan_units import Units
@@ -70,7 +71,8 @@ def parallelize(
 
     Args:
         model: on one device, built under ``deferred_init`` (each rank then computes only its part of the values), or on
-            the meta device (its parameters become meta DTensors); not parallelized before.
+            the meta device (its parameters become meta DTensors, to be filled before the first forward; a
+            MissingValuesWarning names them); not parallelized before.
         plan: for the mesh it was written on, or over axis names and sizes (from a YAML file).
         mesh: the DeviceMesh, when the plan has only names and sizes; made from them when left out.
         strict: raise at the first communication that no plan entry requests, instead of counting it.
@@ -89,6 +91,9 @@ def parallelize(
             f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
             "parallelize"
         )
+    missing = MissingValues(model) if isinstance(model, nn.Module) else None
+    if missing is not None:
+        missing.warn()
     known = mesh if mesh is not None or not isinstance(plan, Plan) else plan.mesh
     try:
         program = _lowered(plan, model, mesh)
@@ -99,6 +104,7 @@ def parallelize(
     _install(model, program, known if known is not None else _new_mesh(plan, model), strict=strict)
     runtime = Runtime.of(model)
     assert runtime is not None
+    runtime.missing_values = missing
     make_mode(runtime, model)
     return model
 

@@ -14,6 +14,7 @@ from vescale.ir import Attention, Factory, Program
 from vescale.plans import AttentionMethod, MeshAxes
 from vescale.runtime._gradient_hooks import GradientHooks
 from vescale.runtime._implicit_site import ImplicitSite
+from vescale.runtime._missing_values import MissingValues
 from vescale.runtime._timeline import MAX_LENGTH, ModuleTimeline
 
 __all__ = ["Runtime", "Where", "timelines"]
@@ -47,6 +48,7 @@ class Runtime:
         native: the module of the forward hooks in C++; None: they are in Python.
         timeline: attributes autograd nodes to modules; all models of a process share it.
         instructions: of each module, by path (:mod:`vescale.runtime._module_hooks`).
+        missing_values: parameters that had none when the model was parallelized; None: not known.
         warned_of_compiler: whether the user was told that torch.compile has no effect.
     """
 
@@ -62,6 +64,7 @@ class Runtime:
         self.native = native
         self.timeline = _timeline(native)
         self.warned_of_compiler = False
+        self.missing_values: MissingValues | None = None
         self.instructions: dict[str, Any] = {}
         self._factories = {i.path: tuple(i.op.placements) for i in program if isinstance(i.op, Factory)}
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}

@@ -75,7 +75,9 @@ def _save_pretrained(
     round_ = _agree(module, mesh, ranks, os.path.abspath(save_directory))
     missing = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
     if missing:
-        raise PlanError(f"save_pretrained: {missing[0]} and {len(missing) - 1} more are on the meta device, without values")
+        raise PlanError(
+            f"save_pretrained: {missing[0]} and {len(missing) - 1} more are on the meta device, without values"
+        )
     state = whole_state_dict(module, writes, kwargs.pop("state_dict", None))
     problem: Exception | None = None
     result = None
@@ -96,7 +98,8 @@ def _agree(module: nn.Module, mesh: DeviceMesh, ranks: list[int], folder: str) -
     if len(ranks) == 1 or not dist.is_initialized():
         return None
     consensus = Consensus(ranks, "save_pretrained")
-    about = f"{type(module).__name__}.save_pretrained({folder!r}): every rank of the mesh has to call it (not `if rank == 0:`)"
+    call = f"{type(module).__name__}.save_pretrained({folder!r})"
+    about = f"{call}: every rank of the mesh has to call it, not only `if rank == 0:`"
     folders = [found.decode() for found in consensus.exchange(folder.encode(), lambda: about)]
     if len(set(folders)) > 1:
         given = ", ".join(f"{folder!r} on rank {rank}" for rank, folder in zip(ranks, folders))
