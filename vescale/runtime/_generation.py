@@ -108,7 +108,7 @@ def _prepare_cache(runtime: Runtime, module: Any, *args: Any, **kwargs: Any) -> 
             layers = getattr(cache, "layers", None)
             for layer in layers if isinstance(layers, list) else ():
                 if hasattr(layer, "max_cache_len") and not getattr(layer, "is_initialized", True):
-                    vars(layer)["lazy_initialization"] = types.MethodType(_allocate_placed, layer)
+                    layer.__dict__["lazy_initialization"] = types.MethodType(_allocate_placed, layer)
     return result
 
 

@@ -34,17 +34,17 @@ def whole_state_dict(module: nn.Module, keep: bool, given: Any = None) -> dict[s
     All ranks of the mesh call it. Communication: an all-gather of each sharded tensor, one tensor at a time, so that ranks
     that do not keep it need memory for one.
     """
-    names = dict(module.named_parameters(remove_duplicate=False))
+    names: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     names.update(module.named_buffers(remove_duplicate=False))
     found: dict[str, Any] = {}
     first: dict[int, str] = {}  # by ``id`` of a tensor of the model
     for name, value in (module.state_dict() if given is None else given).items():
         before = first.setdefault(id(names.get(name, value)), name)
         if before == name:
-            whole = value
-            if isinstance(value, DTensor):
+            whole: Any = value
+            if isinstance(whole, DTensor):
                 with torch.no_grad():
-                    whole = value.detach().full_tensor()
+                    whole = whole.full_tensor()
             if keep:
                 found[name] = whole.cpu() if isinstance(whole, torch.Tensor) else whole
         elif keep:
