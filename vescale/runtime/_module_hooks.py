@@ -15,6 +15,7 @@ from vescale.compat import map_tensors, no_torch_function
 from vescale.ir import Instruction, Redistribute
 from vescale.ops import convert
 from vescale.runtime._executors import Executor, executor_of
+from vescale.runtime._foreign_tools import refuse_tracing
 from vescale.runtime._generation import add_generate, is_generating, whole_output
 from vescale.runtime._module_calls import module_hooks
 from vescale.runtime._placing import Placing
@@ -76,6 +77,8 @@ class _Instructions:
     def place_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Placed] | None]:
+        if self.is_root:
+            refuse_tracing()
         if self.is_root and self.runtime.missing_values is not None:
             self.runtime.missing_values.check((args, kwargs))
         args, kwargs = self.casts.inputs(args, kwargs)

@@ -35,6 +35,7 @@ from vescale.rng import has_deferred, is_deferred, materialize
 from vescale.runtime._adapters import watch_adapters
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._expert_region import ExpertRegion
+from vescale.runtime._foreign_tools import meet_foreign_tools
 from vescale.runtime._gradient_hooks import GradientHooks, full_name
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_report import RuntimeObserver
@@ -137,6 +138,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
         add_hooks(runtime, module, path, instructions)
         add_save_pretrained(runtime, module)
     units.install()
+    meet_foreign_tools(runtime, model)
     runtime.adopt(model, "")
     model.register_load_state_dict_pre_hook(load_plain)
     return model
