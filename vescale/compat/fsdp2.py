@@ -6,7 +6,7 @@ on to call that class's methods, and looks the module's state up with ``torch.di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -14,7 +14,15 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-__all__ = ["FSDP2Module", "FSDP2State", "fsdp2_state", "is_replicated", "mark_as_managed", "register_fsdp2_state"]
+__all__ = [
+    "FSDP2Module",
+    "FSDP2State",
+    "fsdp2_state",
+    "is_replicated",
+    "mark_as_managed",
+    "refuse_composable_apis",
+    "register_fsdp2_state",
+]
 
 _CONTRACT: Any = fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states
 
@@ -33,7 +41,26 @@ def register_fsdp2_state(module: nn.Module, state: FSDP2State) -> None:
 
 def is_replicated(module: nn.Module) -> bool:
     """Whether PyTorch's ``replicate`` has the parameters in ``module``: a composable form of data parallelism."""
-    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+    return dict.__contains__(module.__dict__.get(REGISTRY_KEY, {}), "replicate")
+
+
+def refuse_composable_apis(module: nn.Module, names: Sequence[str], refuse: Callable[[str], NoReturn]) -> None:
+    """Let PyTorch's composable functions of these names call ``refuse(name)`` when they are given the module."""
+    registry = _Refusing(module.__dict__.get(REGISTRY_KEY, {}))
+    registry.names, registry.refuse = tuple(names), refuse
+    module.__dict__[REGISTRY_KEY] = registry
+
+
+class _Refusing(dict[str, Any]):
+    """What the functions look themselves up in before they change a module."""
+
+    names: tuple[str, ...] = ()
+    refuse: Callable[[str], NoReturn]
+
+    def __contains__(self, name: object) -> bool:
+        if name in self.names:
+            self.refuse(str(name))
+        return super().__contains__(name)
 
 
 def mark_as_managed(module: nn.Module) -> None:

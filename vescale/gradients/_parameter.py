@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -31,11 +31,13 @@ class GradientRule:
         target: placements of the complete gradient; None on an axis: the parameter's.
         on_captured: completes a gradient that ``torch.autograd.grad`` returns instead of accumulating it; without it, such
             a gradient stays this rank's contribution.
+        reduce_dtype: the dtype of its communication; None: the reducer's.
     """
 
     source: tuple[Placement | None, ...] | None = None
     target: tuple[Placement | None, ...] | None = None
     on_captured: Callable[[torch.Tensor], torch.Tensor] | None = None
+    reduce_dtype: torch.dtype | None = None
 
 
 class ReducedParameter:
@@ -63,7 +65,7 @@ class ReducedParameter:
         self.is_offered = False
         self._shown: Callable[[], torch.Tensor | None] = lambda: None  # a contribution, while there is a previous one
         self._version = 0
-        self._policy = policy
+        self._policy = policy if rule.reduce_dtype is None else replace(policy, reduce_dtype=rule.reduce_dtype)
         self._contributions: dict[Arrival, Contribution] = {}
         self._usual: Arrival | None = None  # of the last gradient; the next one most likely arrives in the same way
         self._spec: DTensorSpec | None = None

@@ -7,16 +7,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ir._instruction import Hook, Instruction
-from vescale.ir._operations import Annotate, Attention, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._operations import (
+    Annotate,
+    Attention,
+    Factory,
+    Local,
+    Op,
+    Place,
+    Precision,
+    Redistribute,
+    Stage,
+    Unit,
+    Wrap,
+)
 from vescale.plans import (
     ATTENTION_METHODS,
     AttentionMethod,
     MeshAxes,
     Source,
+    dtype_name,
+    float_dtype_of,
     mp_options,
     mp_policy_of,
     parse_placement,
@@ -35,6 +50,7 @@ _KINDS: dict[str, type[Op]] = {
     "attention": Attention,
     "local": Local,
     "unit": Unit,
+    "precision": Precision,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 # Fields of instructions that hold one placement for each axis.
@@ -81,6 +97,8 @@ def _op(op: Op, axes: MeshAxes) -> dict[str, Any]:
         value = getattr(op, field.name)
         if isinstance(value, MixedPrecisionPolicy):
             data[field.name] = mp_options(value)
+        elif isinstance(value, torch.dtype):
+            data[field.name] = dtype_name(value)
         elif value is not None:
             data[field.name] = _stage(value, axes) if field.name in _STAGES else value
     if isinstance(op, Attention):
@@ -126,6 +144,8 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
         values["mp_policy"] = mp_policy_of(values.get("mp_policy"))
         if not isinstance(values.get("offload_pinned"), bool | None):
             raise ValueError(f"offload_pinned is {values['offload_pinned']!r}, not true or false")
+    if kind is Precision:
+        values = {key: float_dtype_of(key, value) for key, value in values.items()}
     if kind is Attention:
         values["methods"] = _read_methods(data["methods"], axes)
     if kind is Local:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 
 from vescale.ir._expert_sharding import ExpertCut, find_expert_cuts
@@ -14,16 +15,27 @@ from vescale.ir._expert_warnings import lint_experts
 from vescale.ir._findings import Finding, Findings, LoweringError
 from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._model_index import ModelIndex
-from vescale.ir._operations import Annotate, Attention, Factory, Local, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._operations import (
+    Annotate,
+    Attention,
+    Factory,
+    Local,
+    Place,
+    Precision,
+    Redistribute,
+    Stage,
+    Unit,
+    Wrap,
+)
 from vescale.ir._packed_weights import lint_packed
 from vescale.ir._placement_checks import check_boundaries, check_states
 from vescale.ir._planned_placements import PlannedAxes, PlannedBoundary, PlannedState
 from vescale.ir._program import Program
 from vescale.ir._replica_checks import check_replicas
 from vescale.ir._resolve import Resolution, resolve
-from vescale.ir._units import GatheredUnit, find_units
+from vescale.ir._units import GatheredUnit, find_units, precision_of
 from vescale.ir._warnings import lint
-from vescale.plans import Plan, PlanError, Source
+from vescale.plans import Plan, PlanError, PrecisionEntry, Source
 
 __all__ = ["check", "lower"]
 
@@ -141,6 +153,8 @@ class _Emitter:
             yield Instruction(path, Hook.INIT, attribute, None, label, _source(planned.annotated))
         else:
             yield Instruction(path, Hook.INIT, attribute, None, Place(resting), _source(planned.init))
+            if not gathered:
+                yield from self._casts(name)
             if running != resting and not gathered:
                 there = Redistribute(running, resting)
                 for reader, relative in self._readers(name):
@@ -151,6 +165,17 @@ class _Emitter:
         if planned.grad:
             move = Redistribute(planned.grad.stage(self.axes))
             yield Instruction(path, Hook.BACKWARD, attribute, None, move, _source(planned.grad))
+
+    def _casts(self, name: str) -> Iterator[Instruction]:
+        """In which dtype each module that reads a parameter has it; units gather theirs in it."""
+        state = self.index.states[name]
+        if not state.is_parameter or not state.dtype.is_floating_point:
+            return
+        for reader, relative in self._readers(name):
+            entry = precision_of(reader, self.resolution, self.index)
+            if entry is not None and (entry.param is not None or entry.reduce is not None):
+                cast = Precision(entry.param, entry.reduce or entry.param)
+                yield Instruction(reader, Hook.FORWARD_PRE, relative, None, cast, entry.source)
 
     def _readers(self, name: str) -> list[tuple[str, str]]:
         """(module, relative name) of each module that reads the tensor."""
@@ -165,13 +190,13 @@ class _Emitter:
                 for name in unit.names
             )
             entry = unit.entry
-            op = Unit(names, unit.shard, unit.replicate)
+            op = Unit(names, unit.shard, unit.replicate, mp_policy=_policy(unit.precision))
             if entry is not None:
                 op = replace(
                     op,
                     reshard_after_forward=entry.reshard_after_forward,
                     reshard_after_backward=entry.reshard_after_backward is not False,
-                    mp_policy=entry.mp_policy,
+                    mp_policy=entry.mp_policy or op.mp_policy,
                     offload_pinned=entry.offload_pinned,
                 )
             yield Instruction(unit.path, Hook.INIT, "<self>", None, op, entry.source if entry is not None else None)
@@ -225,6 +250,10 @@ class _Emitter:
             methods = tuple(by_axis[axis][0] if axis in by_axis else None for axis in self.axes)
             source = next((entry.source for _, entry in by_axis.values()), None)
             yield Instruction(path, Hook.FORWARD, "<self>", None, Attention(methods), source)
+        for path, precision in self.resolution.precisions.items():
+            if precision.param is not None or precision.output is not None:
+                casts = Precision(precision.param, None, precision.output)
+                yield Instruction(path, Hook.FORWARD, "<self>", None, casts, precision.source)
         for path, entry in self.resolution.locals.items():
             inputs, outputs = dict(entry.inputs), dict(entry.outputs)
             cut = self.expert_cuts.get(path, ExpertCut())
@@ -239,6 +268,13 @@ class _Emitter:
                 cut.biases,
             )
             yield Instruction(path, Hook.FORWARD, "<self>", None, region, entry.source)
+
+
+def _policy(entry: PrecisionEntry | None) -> MixedPrecisionPolicy | None:
+    """Of a unit; the modules of the entry cast their inputs and outputs themselves."""
+    if entry is None or (entry.param is None and entry.reduce is None):
+        return None
+    return MixedPrecisionPolicy(entry.param, entry.reduce, cast_forward_inputs=False)
 
 
 def _source(planned: PlannedAxes) -> Source | None:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from vescale.ir._wrapper_names import unwrapped
+
 __all__ = ["ForwardInputs", "ModelIndex", "StateTensor", "enclosing"]
 
 
@@ -58,6 +60,8 @@ class ModelIndex:
         module_names: every name of a module -> its first one.
         states: parameters and buffers (also non-persistent ones) by their first name.
         state_names: every name of a parameter or buffer -> its first one.
+        module_aliases, state_aliases: names that modules and states would have without the wrappers of an adapter library
+            (:mod:`vescale.ir._wrapper_names`) -> first names. Plans may use them; the program does not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -80,6 +84,8 @@ class ModelIndex:
             shape = None if is_lazy(tensor) else tuple(tensor.shape)
             self.states[names[0]] = StateTensor(names, shape, tensor.dtype, is_parameter)
             self.state_names.update(dict.fromkeys(names, names[0]))
+        self.module_aliases = unwrapped(self.modules, self.module_names, self.module_names)
+        self.state_aliases = unwrapped(self.modules, self.module_names, self.state_names)
         self._inputs: dict[Callable[..., object], ForwardInputs] = {}
 
     def owner(self, name: str) -> tuple[str, str]:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.plans import AttentionMethod, MeshAxes, mp_options, placement_text
+from vescale.plans import AttentionMethod, MeshAxes, dtype_name, mp_options, placement_text
 
 __all__ = [
     "Annotate",
@@ -22,6 +23,7 @@ __all__ = [
     "Local",
     "Op",
     "Place",
+    "Precision",
     "Redistribute",
     "Stage",
     "Unit",
@@ -180,4 +182,22 @@ class Unit:
         return f"unit({';'.join([*parts, ','.join(self.names)])})"
 
 
-Op = Place | Wrap | Redistribute | Annotate | Factory | Attention | Local | Unit
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes; None: as it is.
+
+    Of a module (target ``<self>``): its floating inputs are cast to ``param``, its floating outputs to ``output``. Of a
+    parameter (``target`` names it): it is cast to ``param`` while the module computes, and its gradient is reduced in
+    ``reduce``.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+
+    def text(self, axes: MeshAxes) -> str:
+        dtypes = {"param": self.param, "reduce": self.reduce, "output": self.output}
+        return f"precision({','.join(f'{name}={dtype_name(d)}' for name, d in dtypes.items() if d is not None)})"
+
+
+Op = Place | Precision | Wrap | Redistribute | Annotate | Factory | Attention | Local | Unit

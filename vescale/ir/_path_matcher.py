@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import regex
 
@@ -38,7 +38,7 @@ class Matcher:
     def states(self, path: Path, what: str, source: Source | None) -> tuple[str, ...]:
         """First names of the parameters and buffers (parameters only for ``.grad``) that match; a finding when none."""
         matched = self._fullmatch(path, source, of_modules=False)
-        found = tuple(dict.fromkeys(self._index.state_names[name] for name in matched))
+        found = self._first_names(matched, self._index.state_names, self._index.state_aliases)
         if not found:
             self._findings.error("no-match", f"{what} '{path}' {self._no_state(path)}", source)
         return found
@@ -46,15 +46,26 @@ class Matcher:
     def modules(self, path: Path, what: str, source: Source | None) -> tuple[str, ...]:
         """First names of the modules that match; a finding when none."""
         matched = self._fullmatch(path, source, of_modules=True) if path.pattern else ("",)
-        found = tuple(dict.fromkeys(self._index.module_names[name] for name in matched))
+        found = self._first_names(matched, self._index.module_names, self._index.module_aliases)
         if not found:
             self._findings.error("no-match", f"{what} '{path}' {self._no_module(path)}", source)
         return found
 
+    @staticmethod
+    def _first_names(
+        matched: Iterable[str], names: Mapping[str, str], aliases: Mapping[str, tuple[str, ...]]
+    ) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(n for name in matched for n in ((names[name],) if name in names else aliases[name])))
+
     def _fullmatch(self, path: Path, source: Source | None, *, of_modules: bool) -> tuple[str, ...]:
         key = (path.pattern, of_modules)
         if key not in self._found:
-            names = self._index.module_names if of_modules else self._index.state_names
+            index = self._index
+            names = (
+                (*index.module_names, *index.module_aliases)
+                if of_modules
+                else (*index.state_names, *index.state_aliases)
+            )
             allowance = len(names) * _SECONDS_PER_MATCH
             start = time.thread_time()
             found: list[str] = []

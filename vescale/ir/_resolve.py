@@ -29,6 +29,7 @@ from vescale.plans import (
     FactoryEntry,
     LocalEntry,
     Plan,
+    PrecisionEntry,
     RedistributeEntry,
     ShardEntry,
     Target,
@@ -53,6 +54,7 @@ class Resolution:
         attention: module -> axis -> how attention works along it, and the entry that says so.
         locals: module -> the entry that runs it on local tensors.
         units: module -> the entry that groups its parameters.
+        precisions: module -> the entry that gives its dtypes.
         matches: ``id`` of an entry -> what it matched, as names of parameters, buffers, modules, inputs and outputs.
     """
 
@@ -64,6 +66,7 @@ class Resolution:
         self.attention: dict[str, dict[str, tuple[AttentionMethod, AttentionEntry]]] = {}
         self.locals: dict[str, LocalEntry] = {}
         self.units: dict[str, UnitEntry] = {}
+        self.precisions: dict[str, PrecisionEntry] = {}
         self.matches: dict[int, tuple[str, ...]] = {}
 
 
@@ -86,6 +89,8 @@ def resolve(plan: Plan, index: ModelIndex, findings: Findings) -> Resolution:
             resolver.attention(entry)
         elif isinstance(entry, LocalEntry):
             resolver.local(entry)
+        elif isinstance(entry, PrecisionEntry):
+            resolver.precision(entry)
         else:
             resolver.unit(entry)
     resolver.spread_unindexed()
@@ -193,6 +198,18 @@ class _Resolver:
                     "conflict",
                     f"{{names}}: local '{entry.path}' and local '{before.path}' ({before.source}) both match and "
                     "differ; keep one of the two",
+                    entry.source,
+                    path,
+                )
+
+    def precision(self, entry: PrecisionEntry) -> None:
+        for path in self._called_modules(entry, "precision"):
+            before = self.resolution.precisions.setdefault(path, entry)
+            if replace(before, path=entry.path) != entry:
+                self.findings.error(
+                    "conflict",
+                    f"{{names}}: precision '{entry.path}' and '{before.path}' ({before.source}) both match, and give "
+                    "different dtypes; keep one of the two",
                     entry.source,
                     path,
                 )

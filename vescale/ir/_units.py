@@ -17,9 +17,9 @@ from vescale.ir._model_index import ModelIndex, enclosing
 from vescale.ir._planned_placements import PlannedState
 from vescale.ir._resolve import Resolution, shown_name
 from vescale.placements import RaggedShard, shard_dim
-from vescale.plans import MeshAxes, Source, UnitEntry, placement_text
+from vescale.plans import MeshAxes, PrecisionEntry, Source, UnitEntry, placement_text
 
-__all__ = ["GatheredUnit", "find_units", "repeated_blocks"]
+__all__ = ["GatheredUnit", "find_units", "precision_of", "repeated_blocks"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class GatheredUnit:
         replicate: axes along which the inputs of the model are cut and the parameters are not: replicas, whose gradients
             are summed with those of the ranks of ``shard``.
         entry: the plan's; None for a unit that was inferred.
+        precision: the dtypes of the parameters by the innermost precision entry around them; None: their own.
     """
 
     path: str
@@ -41,6 +42,7 @@ class GatheredUnit:
     shard: tuple[str, ...]
     replicate: tuple[str, ...]
     entry: UnitEntry | None
+    precision: PrecisionEntry | None = None
 
 
 def find_units(
@@ -51,7 +53,7 @@ def find_units(
     explicit = resolution.units
     paths = {**dict.fromkeys(("", *_inferred(index, explicit))), **explicit}
     replicas = _input_axes(resolution)
-    found: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    found: dict[tuple[str, tuple[str, ...], tuple[str, ...], PrecisionEntry | None], list[str]] = {}
     for name, planned in resolution.states.items():
         if not index.states[name].is_parameter:
             continue
@@ -63,13 +65,20 @@ def find_units(
         run = dict(zip(axes, planned.running(axes)))
         whole = (a for a in axes if a not in shard and isinstance(run[a], Replicate))
         replicate = tuple(a for a in whole if a in replicas and axes.size(a) > 1)
-        found.setdefault((path, shard, replicate), []).append(name)
+        precision = precision_of(index.reader(name)[0], resolution, index)
+        found.setdefault((path, shard, replicate, precision), []).append(name)
     units = tuple(
-        GatheredUnit(path, tuple(names), shard, replicate, paths[path])
-        for (path, shard, replicate), names in found.items()
+        GatheredUnit(path, tuple(names), shard, replicate, paths[path], precision)
+        for (path, shard, replicate, precision), names in found.items()
     )
     _check_entries(units, resolution, axes, findings)
     return units
+
+
+def precision_of(path: str, resolution: Resolution, index: ModelIndex) -> PrecisionEntry | None:
+    """The entry that gives the dtypes of what the module at ``path`` reads: that of the innermost module around it."""
+    around = (index.module_names[path] for path in enclosing(path))
+    return next((resolution.precisions[path] for path in around if path in resolution.precisions), None)
 
 
 def gathered_axes(planned: PlannedState, axes: MeshAxes) -> tuple[str, ...]:

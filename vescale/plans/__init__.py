@@ -9,6 +9,7 @@ from vescale.plans._entries import (
     Entry,
     FactoryEntry,
     LocalEntry,
+    PrecisionEntry,
     RedistributeEntry,
     ShardEntry,
     UnitEntry,
@@ -20,7 +21,7 @@ from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, BWD, FWD, INIT, RUN, Phase, phase_text
 from vescale.plans._placement_text import parse_placement, placement_text
 from vescale.plans._plan import Plan, VescalePlan
-from vescale.plans._unit_policies import mp_options, mp_policy_of
+from vescale.plans._unit_policies import dtype_name, float_dtype_of, mp_options, mp_policy_of
 
 __all__ = [
     "ALL",
@@ -44,6 +45,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanMismatchError",
+    "PrecisionEntry",
     "RedistributeEntry",
     "ShardEntry",
     "Source",
@@ -51,6 +53,8 @@ __all__ = [
     "UnitEntry",
     "VescalePlan",
     "did_you_mean",
+    "dtype_name",
+    "float_dtype_of",
     "mp_options",
     "mp_policy_of",
     "parse_placement",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
@@ -21,6 +22,7 @@ __all__ = [
     "Entry",
     "FactoryEntry",
     "LocalEntry",
+    "PrecisionEntry",
     "RedistributeEntry",
     "ShardEntry",
     "UnitEntry",
@@ -132,4 +134,29 @@ class UnitEntry:
     source: Source | None = field(default=None, compare=False)
 
 
-Entry = ShardEntry | RedistributeEntry | AnnotateEntry | FactoryEntry | AttentionEntry | LocalEntry | UnitEntry
+@dataclass(frozen=True)
+class PrecisionEntry:
+    """The dtypes of the matching modules and all inside of them; None: as it is.
+
+    ``param``: of parameters, and of the modules' floating inputs, while the modules compute. ``reduce``: in which their
+    gradients are reduced (None: ``param``). ``output``: of the modules' floating outputs. Parameters, gradients and
+    optimizer state keep their own dtype.
+    """
+
+    path: Path
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    source: Source | None = field(default=None, compare=False)
+
+
+Entry = (
+    ShardEntry
+    | RedistributeEntry
+    | AnnotateEntry
+    | FactoryEntry
+    | AttentionEntry
+    | LocalEntry
+    | UnitEntry
+    | PrecisionEntry
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.placement_types import Placement
@@ -18,6 +19,7 @@ from vescale.plans._entries import (
     Entry,
     FactoryEntry,
     LocalEntry,
+    PrecisionEntry,
     RedistributeEntry,
     ShardEntry,
     UnitEntry,
@@ -26,7 +28,7 @@ from vescale.plans._errors import PlanError, Source, calling_line, did_you_mean
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, Phase, parse_phase
-from vescale.plans._unit_policies import mp_policy_of, pins_memory
+from vescale.plans._unit_policies import float_dtype_of, mp_policy_of, pins_memory
 
 __all__ = ["PlanEntries"]
 
@@ -262,6 +264,27 @@ class PlanEntries:
             raise PlanError(f"unit {path!r}: {error}", source) from error
         parsed = self._module(path, "unit", source)
         return self._add(UnitEntry(parsed, keep, reshard_after_backward, precision, pinned, source))
+
+    def precision(
+        self,
+        path: str,
+        *,
+        param: torch.dtype | str | None = None,
+        reduce: torch.dtype | str | None = None,
+        output: torch.dtype | str | None = None,
+        source: Source | None = None,
+    ) -> Self:
+        """Compute in other dtypes in the modules that ``path`` matches, and in all inside of them (an inner entry wins);
+        ``""`` is the model itself. See :class:`PrecisionEntry`; dtypes may be names such as ``"bfloat16"``."""
+        source = source or calling_line()
+        given = {"param": param, "reduce": reduce, "output": output}
+        try:
+            dtypes = {name: float_dtype_of(name, value) for name, value in given.items()}
+        except ValueError as error:
+            raise PlanError(f"precision {path!r}: {error}", source) from None
+        if not any(dtypes.values()):
+            raise PlanError(f"precision {path!r} gives no dtype; give param=, reduce= or output=", source)
+        return self._add(PrecisionEntry(self._module(path, "precision", source), **dtypes, source=source))
 
     def add(self, entry: Entry) -> Self:
         """Add an entry of another plan, with its source. Raises PlanError for an axis that this plan does not have."""

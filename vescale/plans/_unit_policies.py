@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["mp_options", "mp_policy_of", "pins_memory"]
+__all__ = ["dtype_name", "float_dtype_of", "mp_options", "mp_policy_of", "pins_memory"]
 
 _DEFAULT = MixedPrecisionPolicy()
 _OPTIONS = tuple(field.name for field in fields(MixedPrecisionPolicy))
@@ -35,10 +35,20 @@ def _value(name: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise ValueError(f"mp_policy: cast_forward_inputs={value!r}; use True or False")
         return value
+    return float_dtype_of(f"mp_policy: {name}", value)
+
+
+def float_dtype_of(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating dtype of torch, or its name, or None. Raises ValueError with the correct form for anything else."""
     found = getattr(torch, value, None) if isinstance(value, str) else value
     if value is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ValueError(f"mp_policy: {name}={value!r}; use a floating dtype such as bfloat16 or float32")
+        raise ValueError(f"{name}={value!r}; use a floating dtype such as bfloat16 or float32")
     return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As :func:`float_dtype_of` reads it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def mp_options(policy: MixedPrecisionPolicy | None) -> dict[str, str | bool]:
@@ -47,7 +57,7 @@ def mp_options(policy: MixedPrecisionPolicy | None) -> dict[str, str | bool]:
     for name in _OPTIONS if policy is not None else ():
         value = getattr(policy, name)
         if value != getattr(_DEFAULT, name):
-            found[name] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+            found[name] = dtype_name(value) if isinstance(value, torch.dtype) else value
     return found
 
 

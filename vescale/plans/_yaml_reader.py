@@ -40,6 +40,7 @@ _SECTIONS = (
     "attention",
     "local",
     "units",
+    "precision",
 )
 
 
@@ -90,6 +91,9 @@ def _add_entries(plan: PlanEntries, file: PlanFile) -> None:
         plan.attention(reader.expand(path, place), value, source=document.at(place))
     for path, value in (data.get("local") or {}).items():
         reader.local(path, value)
+    for path, value in (data.get("precision") or {}).items():
+        place = ("precision", path)
+        plan.precision(reader.expand(path, place), **value, source=document.at(place))
     for index, unit in enumerate(data.get("units") or []):
         path, options = (
             (unit, {}) if isinstance(unit, str) else (unit["path"], {k: unit[k] for k in unit if k != "path"})

@@ -14,6 +14,7 @@ from vescale.plans._entries import (
     AxisPlacements,
     FactoryEntry,
     LocalEntry,
+    PrecisionEntry,
     RedistributeEntry,
     ShardEntry,
     UnitEntry,
@@ -21,7 +22,7 @@ from vescale.plans._entries import (
 from vescale.plans._phase import ALL, phase_text
 from vescale.plans._placement_text import placement_text
 from vescale.plans._plan_entries import PlanEntries
-from vescale.plans._unit_policies import mp_options
+from vescale.plans._unit_policies import dtype_name, mp_options
 
 __all__ = ["plan_text"]
 
@@ -45,7 +46,7 @@ def plan_text(plan: PlanEntries) -> str:
             continue
         section, value = _section_value(entry)
         kinds.setdefault(section, {}).setdefault(_with_variables(entry.path.text, variables), []).append(value)
-    for section in ("shard", "redistribute", "annotate", "factory", "attention", "local"):
+    for section in ("shard", "redistribute", "annotate", "factory", "attention", "local", "precision"):
         if section in kinds:
             lines += [f"{section}:", *_section(kinds[section])]
     if units:
@@ -83,7 +84,7 @@ def _section(values: dict[str, list[str]]) -> Iterable[str]:
 
 
 def _section_value(
-    entry: ShardEntry | RedistributeEntry | AnnotateEntry | FactoryEntry | AttentionEntry | LocalEntry,
+    entry: ShardEntry | RedistributeEntry | AnnotateEntry | FactoryEntry | AttentionEntry | LocalEntry | PrecisionEntry,
 ) -> tuple[str, str]:
     if isinstance(entry, ShardEntry):
         options = [] if entry.phase == ALL else [f"phase: {phase_text(entry.phase)}"]
@@ -98,6 +99,9 @@ def _section_value(
         return "factory", _axes(entry.placements)
     if isinstance(entry, AttentionEntry):
         return "attention", _braces(f"{axis}: {method}" for axis, method in entry.methods)
+    if isinstance(entry, PrecisionEntry):
+        dtypes = {"param": entry.param, "reduce": entry.reduce, "output": entry.output}
+        return "precision", _braces(f"{name}: {dtype_name(d)}" for name, d in dtypes.items() if d is not None)
     parts = [f"{name}: {value}" for name, value in (("kind", entry.kind), ("dispatch", entry.dispatch)) if value]
     parts += [f"{name}: {_axes(axes)}" for name, axes in (("in", entry.inputs), ("out", entry.outputs)) if axes]
     return "local", _braces(parts)

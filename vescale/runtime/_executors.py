@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import enum
 
-from vescale.ir import Annotate, Attention, Factory, Hook, Instruction, Local, Op, Place, Redistribute, Unit, Wrap
+from vescale.ir import (
+    Annotate,
+    Attention,
+    Factory,
+    Hook,
+    Instruction,
+    Local,
+    Op,
+    Place,
+    Precision,
+    Redistribute,
+    Unit,
+    Wrap,
+)
 from vescale.plans import PlanError
 
 __all__ = ["Executor", "executor_of"]
@@ -20,6 +33,7 @@ class Executor(enum.Enum):
     OUTPUT = "placing outputs"  # vescale.runtime._module_hooks
     GRADIENT = "placing gradients"  # vescale.runtime._gradient_hooks
     SETTING = "settings of a module"  # vescale.runtime._runtime
+    PRECISION = "casting inputs, outputs and parameters"  # vescale.runtime._precision
     REGION = "running a module on local tensors"  # vescale.runtime._local_region, _expert_region
 
 
@@ -28,8 +42,13 @@ _TABLE: dict[tuple[Hook, str], dict[type[Op], Executor]] = {
     (Hook.INIT, "name"): {Place: Executor.STATE, Annotate: Executor.STATE},
     (Hook.INIT, "<self>"): {Unit: Executor.UNIT},
     (Hook.FORWARD_PRE, "<in>"): dict.fromkeys((Wrap, Annotate, Redistribute), Executor.INPUT),
-    (Hook.FORWARD_PRE, "name"): {Redistribute: Executor.PARAMETER},
-    (Hook.FORWARD, "<self>"): {Factory: Executor.SETTING, Attention: Executor.SETTING, Local: Executor.REGION},
+    (Hook.FORWARD_PRE, "name"): {Redistribute: Executor.PARAMETER, Precision: Executor.PRECISION},
+    (Hook.FORWARD, "<self>"): {
+        Factory: Executor.SETTING,
+        Attention: Executor.SETTING,
+        Local: Executor.REGION,
+        Precision: Executor.PRECISION,
+    },
     (Hook.FORWARD_POST, "<out>"): {Annotate: Executor.OUTPUT, Redistribute: Executor.OUTPUT},
     (Hook.BACKWARD, "name"): {Annotate: Executor.GRADIENT, Redistribute: Executor.GRADIENT},
 }

@@ -20,6 +20,7 @@ from vescale.ops import convert, wrap_global
 from vescale.placements import contiguous_stride, without_partials
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._plan_units import accumulating, managed_parameters, states_in
+from vescale.runtime._precision import reduce_dtypes
 
 __all__ = ["GradientHooks", "full_name"]
 
@@ -35,16 +36,21 @@ class GradientHooks:
         before_finish: for the reducer.
     """
 
-    def __init__(self, instructions: Mapping[str, Sequence[Instruction]], mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        instructions: Mapping[str, Sequence[Instruction]],
+        mesh: DeviceMesh,
+        reduce_dtypes: Mapping[str, torch.dtype],
+    ) -> None:
         self.reducer: GradientReducer | None = None
         self.before_finish: Callable[[], None] = lambda: None
-        self._instructions, self._mesh = instructions, mesh
+        self._instructions, self._mesh, self._reduce_dtypes = instructions, mesh, reduce_dtypes
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._managed: dict[tuple[int, str], ManagedParameter] = {}
         self._modules: list[weakref.ref[nn.Module]] = []
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
         self._known: list[nn.Parameter | None] = []  # as of the last search
-        self._frozen: list[nn.Parameter] = []
+        self._frozen: list[nn.Parameter] = []  # or without values
 
     @classmethod
     def of(cls, program: Program, mesh: DeviceMesh) -> GradientHooks:
@@ -52,11 +58,14 @@ class GradientHooks:
         for instruction in program:
             if executor_of(instruction) is Executor.GRADIENT:
                 instructions.setdefault(full_name(instruction), []).append(instruction)
-        return cls(instructions, mesh)
+        by_module: dict[str, list[Instruction]] = {}
+        for instruction in program:
+            by_module.setdefault(instruction.path, []).append(instruction)
+        return cls(instructions, mesh, reduce_dtypes(by_module))
 
     def of_copy(self) -> GradientHooks:
         """The hooks of a copy of the model, without any parameters."""
-        return GradientHooks(self._instructions, self._mesh)
+        return GradientHooks(self._instructions, self._mesh, self._reduce_dtypes)
 
     def adopt(self, module: nn.Module, path: str) -> None:
         """Add the parameters of ``module``, which is called ``path`` in the model; tied ones get their first name."""
@@ -100,14 +109,15 @@ class GradientHooks:
                 parameter = managed.sharded if _is_replicated_elsewhere(managed) else None
             if parameter is None:
                 continue
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or parameter.is_meta:  # with hooks, to_empty could not give it memory
                 self._frozen.append(parameter)
                 continue
             known = self._hooked.get(id(parameter))
             if known is None or known() is not parameter:
                 self._hooked[id(parameter)] = weakref.ref(parameter)
                 if isinstance(parameter, DTensor):
-                    new.append((name, parameter, _rule(self._instructions.get(name, ()), parameter, name)))
+                    rule = _rule(self._instructions.get(name, ()), parameter, name, self._reduce_dtypes.get(name))
+                    new.append((name, parameter, rule))
         return new
 
     def _begin(self) -> None:
@@ -133,7 +143,9 @@ def _is_replicated_elsewhere(parameter: ManagedParameter) -> bool:
     return any(sharded.placements[axis].is_replicate() for axis in others)
 
 
-def _rule(instructions: Sequence[Instruction], parameter: DTensor, name: str) -> GradientRule:
+def _rule(
+    instructions: Sequence[Instruction], parameter: DTensor, name: str, reduce_dtype: torch.dtype | None
+) -> GradientRule:
     """``instructions`` are those of the gradient: an annotation gives the placements that it has on every rank, a
     redistribution those that it is brought to."""
     source = next((i.op.placements for i in instructions if isinstance(i.op, Annotate)), None)
@@ -152,7 +164,7 @@ def _rule(instructions: Sequence[Instruction], parameter: DTensor, name: str) ->
                 grad = make_dtensor(local_of(grad), spec)
         return grad if tuple(grad.placements) == complete else convert(grad, complete, requester=f"{name}.grad")
 
-    return GradientRule(source, target, on_captured)
+    return GradientRule(source, target, on_captured, reduce_dtype)
 
 
 def full_name(instruction: Instruction) -> str:

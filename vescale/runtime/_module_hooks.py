@@ -16,9 +16,12 @@ from vescale.ir import Instruction, Redistribute
 from vescale.ops import convert
 from vescale.runtime._activation import THREAD
 from vescale.runtime._executors import Executor, executor_of
+from vescale.runtime._foreign_tools import refuse_tracing
+from vescale.runtime._generation import add_generate, is_generating, whole_output
 from vescale.runtime._input_checks import check_inputs, watch_backward
 from vescale.runtime._module_calls import module_hooks
 from vescale.runtime._placing import Placing
+from vescale.runtime._precision import Casts
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._write_back import Placed
 
@@ -38,10 +41,10 @@ def add_hooks(runtime: Runtime, module: nn.Module, path: str, instructions: Sequ
     before, after = module_hooks(
         runtime,
         path,
-        own.begin_forward if own.is_root else own.place_inputs if own.inputs else None,
-        own.show if own.parameters else None,
-        own.place_outputs if own.outputs or own.is_root else None,
-        own.hide if own.parameters else None,
+        own.begin_forward if own.is_root else own.place_inputs if own.inputs or own.casts.param else None,
+        own.show if own.shown else None,
+        own.place_outputs if own.outputs or own.is_root or own.hands_out or own.casts.output else None,
+        own.hide if own.shown else None,
     )
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, with_kwargs=True, always_call=True)
@@ -55,8 +58,12 @@ class _Instructions:
         self.path = path
         self.is_root = path == ""
         self._model = type(module).__name__
+        self.hands_out = add_generate(runtime, module)
         self.inputs = [Placing(runtime, i) for i in instructions if executor_of(i) is Executor.INPUT]
         self.parameters = [i for i in instructions if executor_of(i) is Executor.PARAMETER]
+        self.casts = Casts(instructions)
+        self.shown = list(dict.fromkeys([*(i.target for i in self.parameters), *self.casts.parameters]))
+        self._hidden: list[list[tuple[nn.Module, str, Any]]] = []  # by running call: what was shown before
         self.outputs = [Placing(runtime, i) for i in instructions if executor_of(i) is Executor.OUTPUT]
         self._named = [placing.index for placing in self.inputs if placing.index is not None]
         self._positions = _positions(module) if self.inputs or self.is_root else {}
@@ -102,6 +109,11 @@ class _Instructions:
     def place_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Placed] | None]:
+        if self.is_root:
+            refuse_tracing()
+        if self.is_root and self.runtime.missing_values is not None:
+            self.runtime.missing_values.check((args, kwargs))
+        args, kwargs = self.casts.inputs(args, kwargs)
         placed: list[Placed] = []
         for placing in self.inputs:
             index = placing.index
@@ -159,10 +171,13 @@ class _Instructions:
                 key = index if isinstance(index, str) else list(output)[index]
                 if output.get(key) is not None:
                     output = _with_item(output, key, placing(output[key]))
-        if not self.is_root:
-            return output
-        output = map_tensors(self._finished, output)
-        watch_backward(self.runtime, self._model, output)
+        output = self.casts.outputs(output)
+        if self.hands_out and is_generating(self.runtime):
+            output = whole_output(self.runtime, output)
+        elif self.is_root:
+            output = map_tensors(self._finished, output)
+        if self.is_root:
+            watch_backward(self.runtime, self._model, output)
         return output
 
     def _finished(self, x: torch.Tensor) -> torch.Tensor:
@@ -174,25 +189,33 @@ class _Instructions:
     # Parameters
 
     def show(self, module: nn.Module) -> None:
-        """Hide parameters at rest behind ones with the placements of the forward. Their gradients are passed as they arrive,
-        for their buckets to reduce, unless the plan gives the placements of the gradient."""
-        for instruction in self.parameters:
-            op, (owner, name) = instruction.op, _owner(module, instruction.target)
-            assert isinstance(op, Redistribute)
+        """Hide parameters at rest behind ones with the placements and dtypes of the forward. Their gradients are passed as
+        they arrive, for their buckets to reduce, unless the plan gives the placements of the gradient."""
+        moves = {instruction.target: instruction.op for instruction in self.parameters}
+        hidden: list[tuple[nn.Module, str, Any]] = []
+        self._hidden.append(hidden)
+        for target in self.shown:
+            owner, name = _owner(module, target)
             with no_torch_function():
-                owner.__dict__[name] = convert(
-                    getattr(owner, name),
-                    op.dst,
-                    grad_source=op.grad_src,
-                    grad_target=op.grad_dst,
-                    passes_gradient=op.grad_src is None and op.grad_dst is None,
-                    requester=f"{self.path}.{instruction.target}" if self.path else instruction.target,
-                )
+                shown, op = self.casts.parameter(owner, name, target), moves.get(target)
+                if isinstance(op, Redistribute):
+                    shown = convert(
+                        shown,
+                        op.dst,
+                        grad_source=op.grad_src,
+                        grad_target=op.grad_dst,
+                        passes_gradient=op.grad_src is None and op.grad_dst is None,
+                        requester=f"{self.path}.{target}" if self.path else target,
+                    )
+            hidden.append((owner, name, owner.__dict__.get(name)))
+            owner.__dict__[name] = shown
 
     def hide(self, module: nn.Module) -> None:
-        for instruction in self.parameters:
-            owner, name = _owner(module, instruction.target)
-            owner.__dict__.pop(name, None)
+        for owner, name, before in self._hidden.pop() if self._hidden else ():
+            if before is None:
+                owner.__dict__.pop(name, None)
+            else:  # in a local region, which hides parameters behind local tensors
+                owner.__dict__[name] = before
 
 
 def _positions(module: nn.Module) -> dict[str, int]:

@@ -35,19 +35,23 @@ from vescale.placements import from_local
 from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.rng import enable as enable_rng
 from vescale.rng import has_deferred, is_deferred, materialize
+from vescale.runtime._adapters import watch_adapters
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._expert_region import ExpertRegion
+from vescale.runtime._foreign_tools import meet_foreign_tools
 from vescale.runtime._gradient_hooks import GradientHooks, full_name
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_report import RuntimeObserver
 from vescale.runtime._implicit_site import ImplicitSite
 from vescale.runtime._input_checks import check_loaded
 from vescale.runtime._local_region import LocalRegion
+from vescale.runtime._missing_values import MissingValues
 from vescale.runtime._modes import install_mode
 from vescale.runtime._module_hooks import add_hooks
 from vescale.runtime._plan_units import Units
 from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
+from vescale.runtime._saving import add_save_pretrained
 from vescale.runtime._tensor_placement import TensorSlots, load_plain, place_tensor
 
 __all__ = ["gradient_reducer", "implicit_communication", "install", "no_sync", "parallelize"]
@@ -80,7 +84,8 @@ def parallelize(
 
     Args:
         model: on one device, built under ``deferred_init`` (each rank then computes only its part of the values), or on
-            the meta device (its parameters become meta DTensors); not parallelized before.
+            the meta device (its parameters become meta DTensors, to be filled before the first forward; a
+            MissingValuesWarning names them); not parallelized before.
         plan: for the mesh it was written on, or over axis names and sizes (from a YAML file).
         mesh: the DeviceMesh, when the plan has only names and sizes; made from them when left out.
         strict: raise at the first communication that no plan entry requests, instead of counting it.
@@ -103,6 +108,9 @@ def parallelize(
             f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
             "parallelize"
         )
+    missing = MissingValues(model) if isinstance(model, nn.Module) else None
+    if missing is not None:
+        missing.warn()
     known = mesh if mesh is not None or not isinstance(plan, Plan) else plan.mesh
     try:
         program = _lowered(plan, model, mesh)
@@ -113,6 +121,7 @@ def parallelize(
     _install(model, program, known if known is not None else _new_mesh(plan, model), strict=strict)
     runtime = Runtime.of(model)
     assert runtime is not None
+    runtime.missing_values = missing
     make_mode(runtime, model)
     adopt_optimizers(optimizers, "parallelize")
     return model
@@ -130,6 +139,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
     enable_rng()
     observe(RuntimeObserver())
     install_handlers()
+    watch_adapters()
     runtime = Runtime(program, mesh, GradientHooks.of(program, mesh), strict=strict, native=native_hooks())
     units = Units(model, program, mesh)
     units.place(lambda into: _materialize(model, program, mesh, units.deferred, into))
@@ -144,7 +154,9 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
                 region = ExpertRegion if instruction.op.kind == "experts" else LocalRegion
                 region(runtime, module, path, instruction)
         add_hooks(runtime, module, path, instructions)
+        add_save_pretrained(runtime, module)
     units.install()
+    meet_foreign_tools(runtime, model)
     runtime.adopt(model, "")
     model.register_load_state_dict_pre_hook(_before_loading)
     before.mark_replaced("parallelize")

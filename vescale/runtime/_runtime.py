@@ -15,6 +15,7 @@ from vescale.ir import Attention, Factory, Program
 from vescale.plans import AttentionMethod, MeshAxes
 from vescale.runtime._gradient_hooks import GradientHooks
 from vescale.runtime._implicit_site import ImplicitSite
+from vescale.runtime._missing_values import MissingValues
 from vescale.runtime._timeline import MAX_LENGTH, ModuleTimeline
 
 __all__ = ["Runtime", "Where", "timelines"]
@@ -49,6 +50,7 @@ class Runtime:
         timeline: attributes autograd nodes to modules; all models of a process share it.
         instructions: of each module, by path (:mod:`vescale.runtime._module_hooks`).
         checks: what its ranks compare before they communicate.
+        missing_values: parameters that had none when the model was parallelized; None: not known.
         warned_of_compiler: whether the user was told that torch.compile has no effect.
     """
 
@@ -64,6 +66,7 @@ class Runtime:
         self.native = native
         self.timeline = _timeline(native)
         self.warned_of_compiler = False
+        self.missing_values: MissingValues | None = None
         self.instructions: dict[str, Any] = {}
         self._factories = {i.path: tuple(i.op.placements) for i in program if isinstance(i.op, Factory)}
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
@@ -79,6 +82,11 @@ class Runtime:
     def of(model: nn.Module) -> Runtime | None:
         """The runtime of a parallelized model; None for other modules."""
         return _BY_MODEL.get(model)
+
+    @staticmethod
+    def around(module: nn.Module) -> Runtime | None:
+        """The runtime of the parallelized model that the module is a part of; None for other modules."""
+        return next((runtime for runtime in _BY_MODEL.values() if runtime.has_adopted(module)), None)
 
     @property
     def axes(self) -> MeshAxes:

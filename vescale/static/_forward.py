@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import CALL_OVERRIDE, hides_tensors, is_native, tensors_in
-from vescale.ir import Unit
+from vescale.ir import Precision, Unit
 from vescale.runtime import Activation, Runtime, current_activation
 from vescale.static._guards import settings
 from vescale.static._program import StaticProgram
@@ -100,6 +100,8 @@ class StaticForward:
             return "the C++ helpers are not built"
         if any(isinstance(instruction.op, Unit) for instruction in self.runtime.program):
             return "the plan has units, whose parameters are gathered for each module"
+        if any(isinstance(instruction.op, Precision) for instruction in self.runtime.program):
+            return "the plan casts parameters, inputs or outputs of modules"
         hidden = next((x for x in (*args, *kwargs.values()) if hides_tensors(x)), None)
         return f"an input is a {type(hidden).__name__}, which may hold tensors" if hidden is not None else ""
 

@@ -1,0 +1,95 @@
+"""What other tools meet in a parallelized model: those that would compute something else, or fail, are told what to do.
+
+Everything here is an attribute of the model's own modules that the tool asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from vescale.compat import refuse_composable_apis
+from vescale.plans import PlanError
+from vescale.runtime._bound_method import BoundMethod
+from vescale.runtime._runtime import Runtime
+
+__all__ = ["meet_foreign_tools", "refuse_tracing"]
+
+_REDUCED = "it distributes its parameters, and reduces their gradients, by its plan"
+_INSTEAD = {
+    "DistributedDataParallel": f"{_REDUCED}: call the model as it is, shard the batch over an axis by the plan's <in> "
+    "entries, and accumulate with vescale.no_sync(model). With accelerate, leave the model out of prepare(); Hugging Face's "
+    "Trainer wraps it, and is not supported",
+    "fully_shard": f"{_REDUCED}: let the plan shard parameters, {{axis: {{init: Ragged, run: R}}}} (docs/plans.md, ZeRO), "
+    "with unit entries for what is gathered together",
+    "replicate, or FullyShardedDataParallel,": f"{_REDUCED}: shard the batch over an axis by the plan's <in> entries",
+    "torch.jit.script": "it runs hooks and DTensors in Python, which TorchScript cannot hold: script functions of local "
+    "tensors inside of it, or export a model of one device that has loaded its state dict",
+    "torch.jit.trace": "a trace would hold this rank's part of each tensor: trace a model of one device that has loaded its "
+    "state dict (save_pretrained writes one for Hugging Face models)",
+    "torch.export": "an exported program would hold this rank's part of each tensor: export a model of one device that has "
+    "loaded its state dict (save_pretrained writes one for Hugging Face models)",
+}
+
+
+def meet_foreign_tools(runtime: Runtime, model: nn.Module) -> None:
+    """Give the modules of a parallelized model what tools ask for. They are copied with the model."""
+    for module in model.modules():
+        refuse_composable_apis(module, ("fully_shard", "replicate"), _refuse_composable)
+    attributes = model.__dict__
+    attributes["_ddp_params_and_buffers_to_ignore"] = _Refused("DistributedDataParallel")
+    attributes["__prepare_scriptable__"] = _Refused("torch.jit.script")
+    BoundMethod.give(runtime, model, "_apply", _apply)
+
+
+def refuse_tracing() -> None:
+    """At the beginning of the model's forward. Raises PlanError while it is being exported or traced."""
+    if torch.compiler.is_exporting():
+        _refuse("torch.export")
+    if torch.jit.is_tracing():
+        _refuse("torch.jit.trace")
+
+
+def _refuse(tool: str) -> NoReturn:
+    raise PlanError(f"{tool} of a parallelized model: {_INSTEAD[tool]}")
+
+
+def _refuse_composable(name: str) -> NoReturn:
+    _refuse("replicate, or FullyShardedDataParallel," if name == "replicate" else name)
+
+
+class _Refused:
+    """Raises PlanError when it is called, or read as a collection."""
+
+    def __init__(self, tool: str) -> None:
+        self.tool = tool
+
+    def __call__(self) -> NoReturn:
+        _refuse(self.tool)
+
+    def __iter__(self) -> Iterator[str]:
+        _refuse(self.tool)
+
+
+def _apply(runtime: Runtime, model: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """``to``, ``half``, ``cuda`` and the like: nothing where they change nothing.
+
+    Raises PlanError for what cannot be converted any more: the reducer of gradients holds the parameters.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    with torch.no_grad():
+        if tensors and not tensors[0].is_meta and all(fn(tensor) is tensor for tensor in tensors):
+            return model
+    try:
+        return type(model)._apply(model, fn, *args, **kwargs)
+    except RuntimeError as error:
+        if "swap" not in str(error):
+            raise
+        raise PlanError(
+            f"this {type(model).__name__} cannot be moved or converted after parallelize, whose gradient hooks hold its "
+            "parameters: call to(), half(), bfloat16() or cuda() before, or give the dtype of the computation to the plan, "
+            "plan.precision('', param='bfloat16')"
+        ) from error
