@@ -32,6 +32,8 @@ class FlowMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # of an attribute, such as x.T
+            name = getattr(func.__self__, "__name__", name)
         known = name not in _RANDOM and all(t in self._values for t in tensors_of((args, kwargs)))
         if name in _ASKS_VALUE and known:
             return func(*self._real(args), **self._real(kwargs))
