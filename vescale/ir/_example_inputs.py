@@ -11,7 +11,7 @@ from torch import nn
 
 from vescale.plans import PlanError
 
-__all__ = ["example_inputs", "hf_inputs"]
+__all__ = ["example_inputs", "hf_inputs", "random_inputs"]
 
 
 def example_inputs(model: nn.Module, batch: int = 8, length: int = 128) -> dict[str, Any]:
@@ -117,3 +117,24 @@ def _is_main(model: nn.Module, name: str, names: Mapping[str, Any]) -> bool:
 def _number(config: Any, names: tuple[str, ...]) -> int | None:
     found = (getattr(config, name, None) for name in names)
     return next((n for n in found if isinstance(n, int) and n > 0), None)
+
+
+def random_inputs(inputs: Mapping[str, Any], model: nn.Module, seed: int) -> dict[str, Any]:
+    """Random numbers in the shapes of meta tensors; whole numbers below the size of the vocabulary, labels below the number
+    of classes."""
+    generator = torch.Generator().manual_seed(seed)
+    config: Any = getattr(model, "config", None)
+    tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
+    vocabulary = _number(getattr(config, "text_config", config), ("vocab_size",)) or min(tables, default=2)
+    is_class = type(model).__name__.endswith(("Classification", "Classifier"))
+    classes = (_number(config, ("num_labels",)) or 2) if is_class else vocabulary
+    found = dict(inputs)
+    for name, value in inputs.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.is_floating_point():
+            found[name] = torch.randn(value.shape, dtype=value.dtype, generator=generator)
+        else:
+            most = classes if name == "labels" else vocabulary
+            found[name] = torch.randint(0, most, value.shape, dtype=value.dtype, generator=generator)
+    return found

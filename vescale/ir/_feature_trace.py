@@ -48,6 +48,8 @@ class _Features:
     weight: str
     dims: tuple[int, ...]
     is_part: bool = False
+    before: int = 1
+    """Elements of dims that are merged with the outermost one, before it (batch and heads)."""
 
 
 class FeatureTrace:
@@ -135,7 +137,7 @@ class FeatureTrace:
         known = self._weights.get(weight) if isinstance(weight, torch.Tensor) else None
         if known is None or weight.ndim != 2 or not isinstance(x, torch.Tensor):
             return False
-        given = self._features.get(x)
+        given = self._of(x)
         rows_first = (name == "linear") != known[1]
         out_dim, in_dim = (0, 1) if rows_first else (1, 0)
         if name == "embedding":
@@ -224,16 +226,21 @@ class FeatureTrace:
 
     def _use(self, features: _Features, tensor: torch.Tensor) -> None:
         """The cut must fit here: parts have been taken apart, and ranks divide the outermost dim."""
-        group, size = self.groups.of(features.weight), tensor.shape[features.dims[0]]
+        group, size = self.groups.of(features.weight), tensor.shape[features.dims[0]] // features.before
         if group.num_parts > 1 and not features.is_part and group.members[self.groups.of(features.weight).producers[0].weight][1]:
             size //= group.num_parts
         if size % self.num_ranks:
             what = "heads" if len(features.dims) > 1 else "features"
             self._keep_whole(features, f"{self.num_ranks} ranks do not divide {size} {what}")
 
+    def _of(self, tensor: Any) -> _Features | None:
+        """The features in a tensor that may still be cut."""
+        found = self._features.get(tensor) if isinstance(tensor, torch.Tensor) else None
+        return found if found is not None and not self.groups.of(found.weight).whole else None
+
     def _given(self, args: Any, kwargs: Any = None) -> list[tuple[torch.Tensor, _Features]]:
         tensors = tensors_of((args, kwargs or {}))
-        return [(t, found) for t in tensors if (found := self._features.get(t)) is not None]
+        return [(t, found) for t in tensors if (found := self._of(t)) is not None]
 
     def _unknown(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         for _, features in self._given(args, kwargs):
@@ -246,7 +253,7 @@ class FeatureTrace:
 
     def _meet(self, name: str, tensors: Sequence[torch.Tensor], result: torch.Tensor) -> None:
         """Elements at one place meet: features of all operands are cut alike, or none."""
-        tagged = [(t, found) for t in tensors if (found := self._features.get(t)) is not None]
+        tagged = [(t, found) for t in tensors if (found := self._of(t)) is not None]
         if not tagged:
             return
         moved = [(t, tuple(dim + result.ndim - t.ndim for dim in f.dims), f) for t, f in tagged]
@@ -254,13 +261,13 @@ class FeatureTrace:
         is_part = any(features.is_part for _, _, features in moved)
         for tensor, own, features in moved:
             self._use(features, tensor)
-            if own[0] != dims[0] or tensor.shape[features.dims[0]] != result.shape[dims[0]]:
+            if own[0] != dims[0] or features.before != first.before or tensor.shape[features.dims[0]] != result.shape[dims[0]]:
                 for _, _, each in moved:
                     self._keep_whole(each, f"{name} meets features along different dims")
                 return
             self.groups.join(first.weight, features.weight, first.is_part, features.is_part)
         for tensor in tensors:
-            if self._features.get(tensor) is None and not self._fits(tensor, dims, result, first, is_part):
+            if self._of(tensor) is None and not self._fits(tensor, dims, result, first, is_part):
                 self._keep_whole(first, f"{name} adds what is whole" if "add" in name else f"{name} meets what is whole")
         self._features[result] = replace(first, dims=dims, is_part=is_part)
 
@@ -281,21 +288,20 @@ class FeatureTrace:
 
     def _view(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
         x = args[0]
-        features = self._features.get(x)
+        features = self._of(x)
         if features is not None:
-            dims = viewed_dims(features.dims, x.shape, result.shape)
-            if dims is None:
-                self._keep_whole(features, f"{name} merges them with dims before them")
+            viewed = viewed_dims(features.dims, features.before, x.shape, result.shape)
+            if viewed is None:
+                self._keep_whole(features, f"{name} mixes them with other dims")
             else:
-                self._features[result] = replace(features, dims=dims)
+                self._features[result] = replace(features, dims=viewed[0], before=viewed[1])
         spread = self._spread.get(x)
         if spread:
             self._spread[result] = merged_dims(spread, x.shape, result.shape)
 
     def _move(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
         x = args[0]
-        for store in (self._features, self._spread):
-            found = store.get(x)
+        for found in (self._of(x), self._spread.get(x)):
             if found is None:
                 continue
             old = found.dims if isinstance(found, _Features) else found
@@ -312,13 +318,13 @@ class FeatureTrace:
         x, shift = args[0], result.ndim - args[0].ndim
         grown = [d for d in range(result.ndim) if d < shift or x.shape[d - shift] != result.shape[d]]
         self._spread[result] = tuple(grown)
-        features = self._features.get(x)
+        features = self._of(x)
         if features is not None:
             self._features[result] = replace(features, dims=tuple(dim + shift for dim in features.dims))
 
     def _split(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         x = args[0]
-        features = self._features.get(x)
+        features = self._of(x)
         if features is None:
             return
         given = args[1:] if name in ("unbind", "iter") else args[2:]
@@ -326,9 +332,10 @@ class FeatureTrace:
         parts = [part for part in tensors_of(result)]
         removes = name in ("unbind", "iter")
         if name == "iter":
-            self._keep_whole(features, "the code iterates over them")
-            return
+            return self._keep_whole(features, "the code iterates over them")
         outermost = dim == features.dims[0]
+        if outermost and features.before > 1:
+            return self._keep_whole(features, "the code splits batch and heads together")
         if outermost:
             sizes = {part.shape[dim] for part in parts} if not removes else {1}
             if len(sizes) > 1 or (removes and len(features.dims) == 1):
@@ -346,7 +353,7 @@ class FeatureTrace:
 
     def _item(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         x = args[0]
-        features = self._features.get(x) if isinstance(x, torch.Tensor) else None
+        features = self._of(x) if isinstance(x, torch.Tensor) else None
         if not isinstance(result, torch.Tensor):
             return
         if isinstance(x, torch.Tensor) and (spread := self._spread.get(x)):
@@ -365,6 +372,8 @@ class FeatureTrace:
                 continue
             size = x.shape[before]
             length = 1 if isinstance(item, int) else len(range(*item.indices(size)))
+            if before == features.dims[0] and features.before > 1 and length != size:
+                return self._keep_whole(features, "the code takes some of batch and heads")
             if before == features.dims[0] and length != size:
                 start = item % size if isinstance(item, int) else item.indices(size)[0]
                 equal = length and size % length == 0 and start % length == 0 and (isinstance(item, int) or item.step in (None, 1))
@@ -375,14 +384,15 @@ class FeatureTrace:
                 is_part = True
             if not isinstance(item, int):
                 dims.append((features.dims.index(before), after))
-        self._features[result] = _Features(features.weight, tuple(after for _, after in sorted(dims)), is_part)
+        found = tuple(after for _, after in sorted(dims))
+        self._features[result] = _Features(features.weight, found, is_part, features.before)
 
     # Functions that combine
 
     def _along(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Reductions, softmax and normalization keep features on dims that they do not go along."""
         x = args[0]
-        features = self._features.get(x) if isinstance(x, torch.Tensor) else None
+        features = self._of(x) if isinstance(x, torch.Tensor) else None
         outputs = list(tensors_of(result))
         if features is None or not outputs:
             return
@@ -414,7 +424,7 @@ class FeatureTrace:
                 self._unknown(name, args, kwargs, result)
                 return None
         self._meet(name, [t for t in operands if t.ndim > 2], result)
-        found = self._features.get(result)
+        found = self._of(result)
         if found is not None:
             self.groups.of(found.weight).uses_attention = True
             inner = (result.ndim - 1,) if b in self._features else ()
@@ -426,23 +436,21 @@ class FeatureTrace:
         names = ("query", "key", "value")
         query, *others = (args[i] if i < len(args) else kwargs[n] for i, n in enumerate(names))
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-        found = self._features.get(query)
+        found = self._of(query)
         if found is None or found.dims[0] != query.ndim - 3:
             return self._unknown(name, args, kwargs, result)
         self._use(found, query)
         self.groups.of(found.weight).uses_attention = True
         for other in others:
-            features = self._features.get(other)
+            features = self._of(other)
             if features is None:
                 continue
-            if features.dims[0] != other.ndim - 3:
-                self._keep_whole(found, "keys are not made by heads")
-                self._keep_whole(features, "keys are not made by heads")
-            elif other.shape[other.ndim - 3] % self.num_ranks and not self.groups.of(found.weight).whole:
-                if self.groups.root(features.weight) == self.groups.root(found.weight):
-                    self._use(features, other)
-                    continue
-                heads = other.shape[other.ndim - 3]
+            is_same = self.groups.root(features.weight) == self.groups.root(found.weight)
+            heads = other.shape[other.ndim - 3] if features.dims[0] == other.ndim - 3 else 1
+            if features.dims[0] not in (other.ndim - 3, other.ndim - 1) or (is_same and heads % self.num_ranks):
+                self._keep_whole(found, "queries, keys and values are not made by the same heads")
+                self._keep_whole(features, "queries, keys and values are not made by the same heads")
+            elif heads % self.num_ranks:
                 self._keep_whole(features, f"{self.num_ranks} ranks do not divide {heads} heads of keys and values")
                 self.keys_of_queries[features.weight] = found.weight
             else:

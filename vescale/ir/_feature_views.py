@@ -32,20 +32,23 @@ def _dim_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[
     return found
 
 
-def viewed_dims(dims: tuple[int, ...], before: Sequence[int], after: Sequence[int]) -> tuple[int, ...] | None:
-    """The dims that run over features after a view, outermost first; None if the outermost one is behind dims that it is
-    merged with."""
+def viewed_dims(
+    dims: tuple[int, ...], merged: int, before: Sequence[int], after: Sequence[int]
+) -> tuple[tuple[int, ...], int] | None:
+    """(The dims that run over features after a view, outermost first; elements of other dims that are merged with the
+    outermost one, before it). ``merged``: how many were before the view. None if a cut of the features is no cut of a dim."""
     outermost: list[int] = []
     others: list[int] = []
     for left, right in _dim_groups(before, after):
         own = [d for d in dims if d in left]
         if dims[0] in own:
-            if left[0] != dims[0]:
-                return None
-            outermost = right
+            merged *= math.prod(before[d] for d in left[: left.index(dims[0])])
+            outermost = list(right)
+            while len(outermost) > 1 and merged > 1 and merged % after[outermost[0]] == 0:
+                merged //= after[outermost.pop(0)]
         elif own and (set(own) == set(left) or left[0] in own):
             others += right if set(own) == set(left) else right[:1]
-    return (*outermost, *others) if outermost else None
+    return ((*outermost, *others), merged) if outermost else None
 
 
 def merged_dims(dims: tuple[int, ...], before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from vescale.ir._model_index import ModelIndex
 from vescale.ir._tensor_cuts import Cut, choose_cuts
 from vescale.ir._token_trace import shard_tokens
 from vescale.placements import RaggedShard
-from vescale.plans import BATCHED_INPUTS, INIT, RUN, MeshAxes, Plan, PlanError, Source, merged_paths, plan_text, wildcard
+from vescale.plans import BATCHED_INPUTS, INIT, RUN, MeshAxes, Plan, PlanError, Source, expressions, merged_paths, plan_text, wildcard
 
 __all__ = ["NewPlan", "new_plan"]
 
@@ -110,7 +110,7 @@ def new_plan(
     reasons: dict[str, list[str]] = {}
     for name, why in whole.items():
         reasons.setdefault(why, []).append(wildcard(name))
-    head += [f"Whole, because {why}: {', '.join(dict.fromkeys(names))}" for why, names in reasons.items()]
+    head += [f"Whole, as {why}: {', '.join(dict.fromkeys(names))}" for why, names in reasons.items()]
     written.head = head + list(dict.fromkeys(dropped)) + notes
     return written
 
@@ -131,13 +131,13 @@ def _checked_axes(axes: MeshAxes, axis: str, batch_axes: Sequence[str] | None) -
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of the model without memory."""
+    """A copy of the model without memory, in evaluation: no layer is left out at random."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(model, memo).eval()
 
 
 def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _written(
             plan.shard(path, placement, mesh=axis, source=_SOURCE)
             if number == 0:
                 plan.comments.setdefault(path, why)
-        for path in dict.fromkeys(path for cut in alike for path in cut.experts):
+        for path in expressions([path for cut in alike for path in cut.experts], index.modules):
             plan.local(path, kind="experts", dispatch="mask", source=_SOURCE)
     if zero:
         plan.shard(".*", {each: RaggedShard() for each in data}, phase=INIT, source=_SOURCE)

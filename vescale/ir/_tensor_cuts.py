@@ -94,7 +94,8 @@ class _Chooser:
 
     def _is_head(self, heads: list[Product], sizes: Collection[object]) -> bool:
         shape = self._shape(heads[0].weight)
-        outside = not any(p.consumers for p in [self.trace.groups.of(heads[0].weight)])
+        own = self.trace.groups.of(heads[0].weight)
+        outside = bool(own.whole) or not own.consumers
         fits = heads[0].inputs == {None} or not any(self._ends_pair(head) for head in heads)
         return outside and fits and all(h.boundary and shape[h.out_dim] in sizes for h in heads)
 
