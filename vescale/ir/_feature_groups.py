@@ -18,8 +18,8 @@ class Product:
         bias: first name of the bias; "" without one.
         out_dim, in_dim: dims of the weight that run over the features made, and over those summed; ``in_dim`` is -1 for a
             lookup.
-        boundary: the module whose inputs are the product's input and whose outputs are its result; None if there is none,
-            so that no entry can place them.
+        boundaries: the modules whose inputs are the product's input and whose outputs are its result: several where
+            modules share the weight; None where there is none, so that no entry can place them.
         inputs: weights of the groups that its calls get features of; None where they come from elsewhere.
         num_dims: of the results of its calls.
         splits_tokens: whether the code takes tokens (dim 1) of the result apart before the loss.
@@ -30,10 +30,19 @@ class Product:
     bias: str
     out_dim: int
     in_dim: int
-    boundary: str | None
+    boundaries: list[str | None]
     inputs: set[str | None] = field(default_factory=set)
     num_dims: set[int] = field(default_factory=set)
     splits_tokens: bool = False
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether every call is all that its module does."""
+        return None not in self.boundaries
+
+    @property
+    def layers(self) -> list[str]:
+        return [path for path in self.boundaries if path is not None]
 
 
 @dataclass

@@ -167,10 +167,9 @@ class FeatureTrace:
         path = self._running[-1] if self._running else ""
         if weight in self.products:
             product = self.products[weight]
-            if product.path == path:
-                return product
             if (product.in_dim < 0) == (in_dim < 0):
-                product.boundary = None if self._boundary(path, weight) is None else product.boundary
+                if (boundary := self._boundary(path, weight)) not in product.boundaries:
+                    product.boundaries.append(boundary)
                 return product
             key = f"{weight}@{path}"  # a table that is a head, too
             found = self.products.get(key)
@@ -184,7 +183,7 @@ class FeatureTrace:
 
     def _new(self, path: str, weight: str, bias: Any, out_dim: int, in_dim: int) -> Product:
         known = self._weights.get(bias) if isinstance(bias, torch.Tensor) else None
-        return Product(path, weight, known[0] if known is not None else "", out_dim, in_dim, self._boundary(path, weight))
+        return Product(path, weight, known[0] if known is not None else "", out_dim, in_dim, [self._boundary(path, weight)])
 
     def _boundary(self, path: str, weight: str) -> str | None:
         """The running module, if it does nothing but the product."""
@@ -203,8 +202,8 @@ class FeatureTrace:
         names = {n: self.index.state_names[f"{path}.{n}"] for n, _ in module.named_parameters()}
         if names["in_proj_weight"] in self.products:
             return
-        packed = Product(path, names["in_proj_weight"], names.get("in_proj_bias", ""), 0, 1, path)
-        output = Product(path, names["out_proj.weight"], names.get("out_proj.bias", ""), 0, 1, path, {packed.weight})
+        packed = Product(path, names["in_proj_weight"], names.get("in_proj_bias", ""), 0, 1, [path])
+        output = Product(path, names["out_proj.weight"], names.get("out_proj.bias", ""), 0, 1, [path], {packed.weight})
         for product in (packed, output):
             self.products[product.weight] = product
             self.groups.add(product)
@@ -246,6 +245,11 @@ class FeatureTrace:
         for _, features in self._given(args, kwargs):
             if any(True for _ in tensors_of(result)):
                 self._keep_whole(features, f"{name} mixes them")
+
+    def _largest(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Of two tensors, or along a dim."""
+        two = len(args) > 1 and isinstance(args[1], torch.Tensor) or "other" in kwargs
+        (FeatureTrace._elementwise if two else FeatureTrace._along)(self, name, args, kwargs, result)
 
     def _elementwise(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         for output in tensors_of(result):
@@ -356,6 +360,11 @@ class FeatureTrace:
         features = self._of(x) if isinstance(x, torch.Tensor) else None
         if not isinstance(result, torch.Tensor):
             return
+        known = self._weights.get(x) if isinstance(x, torch.Tensor) and x.ndim == 2 else None
+        if known is not None and isinstance(args[1], torch.Tensor) and not args[1].is_floating_point():
+            self._noted(known[0], None, 1, -1)  # a table of the model's own: its columns are features
+            self._features[result] = _Features(known[0], (result.ndim - 1,))
+            return
         if isinstance(x, torch.Tensor) and (spread := self._spread.get(x)):
             found = {before: after for before, item, after in indexed_dims(args[1], x.ndim) if not isinstance(item, int)}
             self._spread[result] = tuple(found[d] for d in spread if d in found)
@@ -415,7 +424,7 @@ class FeatureTrace:
 
     def _matmul(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
         """Of two activations: heads are a batch dim of both."""
-        operands = [t for t in args if isinstance(t, torch.Tensor)]
+        operands = list(tensors_of((args, kwargs)))
         a, b = operands[-2:] if len(operands) >= 2 else (None, None)
         if a is None or b is None or min(a.ndim, b.ndim) < 2:
             return self._unknown(name, args, kwargs, result)
@@ -466,7 +475,14 @@ class FeatureTrace:
         dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
         if not given:
             return
-        if name == "stack" or any(f.dims[0] == dim % result.ndim for _, f in given):
+        dim %= result.ndim
+        if name == "stack":  # a dim more
+            copies = []
+            for tensor in tensors_of((args, kwargs)):
+                copies.append(tensor.unsqueeze(dim))
+                self._move("unsqueeze", (tensor, dim), {}, copies[-1])
+            return self._meet(name, copies, result)
+        if any(f.dims[0] == dim for _, f in given):
             return self._unknown(name, args, kwargs, result)
         self._meet(name, [t for t in tensors_of(args) if t.ndim == result.ndim], result)
         return None
@@ -508,7 +524,7 @@ def _operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
 _PRODUCTS = {"linear", "addmm", "matmul", "mm", "embedding"}
 _Handler = Callable[[FeatureTrace, str, tuple[Any, ...], dict[str, Any], Any], None]
 _HANDLERS: dict[str, _Handler] = {
-    **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), FeatureTrace._view),
+    **dict.fromkeys(("view", "reshape", "reshape_as", "flatten", "unflatten"), FeatureTrace._view),
     **dict.fromkeys(
         ("transpose", "swapaxes", "swapdims", "permute", "unsqueeze", "squeeze", "movedim", "t", "T", "mT"), FeatureTrace._move
     ),
@@ -520,6 +536,7 @@ _HANDLERS: dict[str, _Handler] = {
     ),
     **dict.fromkeys(("matmul", "bmm", "baddbmm", "rmatmul"), FeatureTrace._matmul),
     **dict.fromkeys(("cat", "concat", "stack"), FeatureTrace._concatenate),
+    **dict.fromkeys(("max", "min"), FeatureTrace._largest),
     "getitem": FeatureTrace._item,
     "select": FeatureTrace._select,
     F.scaled_dot_product_attention.__name__: FeatureTrace._attention,

@@ -84,7 +84,7 @@ class _Chooser:
 
     def _is_table(self, weight: str, products: list[Product], sizes: set[object]) -> bool:
         lookups = [p for p in products if p.in_dim < 0]
-        if not lookups or any(p.boundary is None for p in products):
+        if not lookups or not all(p.is_layer for p in products):
             return False
         module = self.index.modules[lookups[0].path]
         rows, columns = self._shape(weight)
@@ -97,7 +97,7 @@ class _Chooser:
         own = self.trace.groups.of(heads[0].weight)
         outside = bool(own.whole) or not own.consumers
         fits = heads[0].inputs == {None} or not any(self._ends_pair(head) for head in heads)
-        return outside and fits and all(h.boundary and shape[h.out_dim] in sizes for h in heads)
+        return outside and fits and all(h.is_layer and shape[h.out_dim] in sizes for h in heads)
 
     def _ends_pair(self, product: Product) -> bool:
         return any(product in g.consumers and not g.whole for g in self.trace.groups)
@@ -106,17 +106,16 @@ class _Chooser:
         tied = len({p.in_dim < 0 for p in products}) > 1
         cut = Cut(weight, "The vocabulary: each rank has a part of its rows" + (", of the head, too." if tied else "."))
         for product in products:
-            path = product.boundary
-            assert path is not None
-            self._place(cut, weight, Shard(0 if product.in_dim < 0 else product.out_dim), path)
+            by_tokens = product.in_dim >= 0 and product.num_dims == {3} and not product.splits_tokens
+            for path in product.layers:
+                self._place(cut, weight, Shard(0 if product.in_dim < 0 else product.out_dim), path)
+                cut.tensors[path, "<out>"] = Shard(1) if by_tokens else Replicate()
+                if product.in_dim >= 0:
+                    cut.tensors[path, "<in>"] = Replicate()
+                    if product.bias:
+                        self._place(cut, product.bias, Shard(0), path)
             if product.in_dim < 0:
-                cut.tensors[path, "<out>"] = Replicate()
                 continue
-            if product.bias:
-                self._place(cut, product.bias, Shard(0), path)
-            cut.tensors[path, "<in>"] = Replicate()
-            by_tokens = product.num_dims == {3} and not product.splits_tokens
-            cut.tensors[path, "<out>"] = Shard(1) if by_tokens else Replicate()
             cut.why += (
                 " Scores of all of the vocabulary for a part of the tokens are made by one all-to-all."
                 if by_tokens
@@ -145,7 +144,7 @@ class _Chooser:
         products = [p for p in group.producers if p.in_dim >= 0]
         if not products:
             return "a table makes its features"
-        if any(p.boundary is None for p in (*group.producers, *group.consumers)):
+        if not all(p.is_layer for p in (*products, *group.consumers)):
             return "it is no layer of its own"
         if any(None in p.inputs or len({self.trace.groups.root(w) for w in p.inputs if w}) > 1 for p in group.consumers):
             return "its layer that sums also runs on other features"
@@ -159,30 +158,30 @@ class _Chooser:
         return sum(math.prod(self._shape(weight)) for weight in weights)
 
     def _cut_pair(self, group: FeatureGroup) -> None:
-        names = [wildcard(p.boundary or "") for p in (*group.producers, *group.consumers)]
+        names = [wildcard(path) for p in (*group.producers, *group.consumers) for path in p.layers]
         cut = Cut(", ".join(dict.fromkeys(names)), _why(group))
-        owners = {p.weight: p.boundary for p in group.producers} | {p.bias: p.boundary for p in group.producers}
+        owners = {name: p.layers[0] for p in group.producers if p.layers for name in (p.weight, p.bias)}
         for name, (dim, holds_all) in group.members.items():
             packed = group.num_parts > 1 and holds_all
             placement = InterleavedShard(dim, group.num_parts) if packed else Shard(dim)
             self._place(cut, name, placement, owners.get(name))
         for product in group.producers:
             if product.in_dim >= 0:
-                self._reads(cut, product.boundary)
+                self._reads(cut, product.layers)
         for keys, queries in self.trace.keys_of_queries.items():
             if self.trace.groups.of(queries) is group:  # each rank uses some of the heads: the gradient is a sum
                 for product in self.trace.groups.of(keys).producers:
-                    self._reads(cut, product.boundary)
+                    self._reads(cut, product.layers)
         for product in group.consumers:
-            path = product.boundary or ""
-            self._place(cut, product.weight, Shard(product.in_dim), path)
-            module = self.index.modules[path]
-            cut.tensors[path, "<out:0>" if isinstance(module, nn.MultiheadAttention) else "<out>"] = Replicate()
-            cut.sums.append(path)
+            self._place(cut, product.weight, Shard(product.in_dim), product.layers[0])
+            for path in product.layers:
+                module = self.index.modules[path]
+                cut.tensors[path, "<out:0>" if isinstance(module, nn.MultiheadAttention) else "<out>"] = Replicate()
+                cut.sums.append(path)
         self._take(cut)
 
-    def _reads(self, cut: Cut, path: str | None) -> None:
-        if path:
+    def _reads(self, cut: Cut, paths: list[str]) -> None:
+        for path in paths:
             cut.tensors[path, "<in>"] = Replicate()
             cut.readers.append(path)
 
