@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.plans.tiny_hf import tiny_config
 
-__all__ = ["CLASSES", "Built", "example"]
+__all__ = ["CLASSES", "DAILY", "Built", "example"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ CLASSES: dict[str, Built] = {
         **_VISION,
     ),
 }
+# The others are nightly.
+DAILY = ("RobertaForMaskedLM", "BloomForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification")
 
 
 def example(model: nn.Module) -> dict[str, Any]:

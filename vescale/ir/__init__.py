@@ -2,7 +2,7 @@
 
 from vescale.ir._coverage import Coverage, coverage
 from vescale.ir._diff import Change, ProgramDiff
-from vescale.ir._example_inputs import example_inputs, random_inputs
+from vescale.ir._example_inputs import example_inputs, hf_inputs, random_inputs
 from vescale.ir._findings import Finding, LoweringError
 from vescale.ir._gradient_buckets import PredictedBucket
 from vescale.ir._instruction import Hook, Instruction
@@ -48,6 +48,7 @@ __all__ = [
     "check",
     "coverage",
     "example_inputs",
+    "hf_inputs",
     "join_placements",
     "lower",
     "merge_repeats",

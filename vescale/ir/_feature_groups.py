@@ -22,6 +22,7 @@ class Product:
             modules share the weight; None where there is none, so that no entry can place them.
         inputs: weights of the groups that its calls get features of; None where they come from elsewhere.
         num_dims: of the results of its calls.
+        looks_up_positions: whether a lookup is the same for all of the batch.
         splits_tokens: whether the code takes tokens (dim 1) of the result apart before the loss.
     """
 
@@ -33,6 +34,7 @@ class Product:
     boundaries: list[str | None]
     inputs: set[str | None] = field(default_factory=set)
     num_dims: set[int] = field(default_factory=set)
+    looks_up_positions: bool = False
     splits_tokens: bool = False
 
     @property

@@ -33,6 +33,7 @@ __all__ = ["FeatureTrace", "trace_features"]
 def trace_features(model: nn.Module, inputs: Mapping[str, Any], num_ranks: int) -> FeatureTrace:
     """Follow ``model(**inputs)`` on the meta device; ``num_ranks`` decides what can be cut. The model is left as it was."""
     trace = FeatureTrace(ModelIndex(model), num_ranks)
+    trace.batch = next((x.shape[0] for x in tensors_of(inputs) if x.ndim), 1)
     with trace.watched(), FlowMode(trace):
         try:
             model(**inputs)
@@ -69,7 +70,7 @@ class FeatureTrace:
         self.groups = FeatureGroups()
         self.products: dict[str, Product] = {}
         self.keys_of_queries: dict[str, str] = {}
-        self.stopped = ""
+        self.stopped, self.batch = "", 1
         self.experts: dict[str, nn.Module] = {}
         self._weights = WeakIdKeyDictionary()  # parameter, or a view of one -> (first name, is transposed)
         self._features = WeakIdKeyDictionary()
@@ -149,6 +150,7 @@ class FeatureTrace:
             return True
         product = self._noted(known[0], bias, out_dim, in_dim)
         product.num_dims.add(result.ndim)
+        product.looks_up_positions |= in_dim < 0 and (x.ndim < 2 or x.shape[0] < self.batch)
         fits = given is not None and given.dims == (x.ndim - 1,) and in_dim >= 0
         if given is not None and not fits:
             self._keep_whole(given, f"'{product.path or 'the model'}' multiplies some of the features of each head")
@@ -447,7 +449,10 @@ class FeatureTrace:
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
         found = self._of(query)
         if found is None or found.dims[0] != query.ndim - 3:
-            return self._unknown(name, args, kwargs, result)
+            for _, features in self._given((query, *others)):
+                one = query.ndim > 3 and query.shape[-3] == 1
+                self._keep_whole(features, "attention has one head" if one else "attention is not cut by heads")
+            return None
         self._use(found, query)
         self.groups.of(found.weight).uses_attention = True
         for other in others:

@@ -84,7 +84,7 @@ class _Chooser:
 
     def _is_table(self, weight: str, products: list[Product], sizes: set[object]) -> bool:
         lookups = [p for p in products if p.in_dim < 0]
-        if not lookups or not all(p.is_layer for p in products):
+        if not lookups or lookups[0].looks_up_positions or not all(p.is_layer for p in products):
             return False
         module = self.index.modules[lookups[0].path]
         rows, columns = self._shape(weight)
