@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from tests.runtime.classes_without_plans import CLASSES, DAILY
+
 __all__ = ["NIGHTLY", "Family", "is_nightly"]
 
 
@@ -100,6 +102,19 @@ NIGHTLY = [
         ),
         "each plan on one mesh shape at least",
     ),
+    Family(
+        "test_new_plans.py",
+        "test_equal_to_one_device",
+        tuple(name for name in CLASSES if name not in DAILY),
+        "four classes of 48: an encoder, a decoder with fused heads, an encoder-decoder, images",
+    ),
+    Family(
+        "test_new_plans.py",
+        "test_sequence_and_zero",
+        tuple(name for name in CLASSES if name != DAILY[0]),
+        "one class of 48",
+    ),
+    Family("test_new_plans.py", "test_stages", ("1",), "stage 2; both stages in tests/runtime/test_units.py"),
     Family(
         "test_other_families.py",
         "test_step_equals_one_device",

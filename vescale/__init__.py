@@ -54,6 +54,8 @@ _PUBLIC: dict[str, str] = {
     "Program": "vescale.ir",
     "VescalePlan": "vescale.plans",
     "lower": "vescale.ir",
+    "new_plan": "vescale.ir",
+    "plan_zoo": "vescale.plan_zoo",
 }
 
 __all__ = ["__version__", *_PUBLIC]

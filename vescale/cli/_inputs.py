@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ __all__ = [
     "add_inputs",
     "add_json",
     "add_mesh",
+    "given_inputs",
     "inputs_of",
     "load_model",
     "load_plan",
@@ -30,7 +32,10 @@ __all__ = [
 ]
 
 PLAN_HELP = "a YAML file, or the name of a plan of the zoo (see `vescale zoo`)"
-MODEL_HELP = "hf:FILE, a config.json of transformers or diffusers; or pkg.module:factory, a module class or a function"
+MODEL_HELP = (
+    "hf:FILE, a config.json of transformers or diffusers; or pkg.module:factory (or file.py:factory), a module class or a "
+    "function"
+)
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +163,9 @@ def _from_factory(text: str) -> nn.Module:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        factory: Any = importlib.import_module(module_name)
+        factory: Any = _from_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except FileNotFoundError:
+        raise UsageError(f"--model {text}: there is no file {module_name!r}") from None
     except ModuleNotFoundError as error:
         raise UsageError(f"--model {text}: {error}; modules are looked for in {os.getcwd()} too") from None
     except Exception as error:
@@ -178,24 +185,44 @@ def _from_factory(text: str) -> nn.Module:
     return model
 
 
+def _from_file(file: str) -> Any:
+    """The module in a Python file, with the file's folder among those that modules are looked for in."""
+    path = Path(file).resolve()
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    spec = importlib.util.spec_from_file_location(path.stem if known is None else f"_{path.stem}_of_user", path)
+    assert spec is not None and spec.loader is not None
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def inputs_of(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
-    """Meta tensors with which the forward is traced: those of ``--input``, or tokens for a model that takes
-    ``input_ids``."""
+    """Meta tensors with which the forward is traced: those of ``--input``, or those that a model of transformers takes."""
     import inspect
 
     import torch
 
+    from vescale.ir import hf_inputs
+
     names = inspect.signature(model.forward).parameters
-    found: dict[str, Any] = {}
-    for text in args.input:
-        name, value = _parse_input(text)
-        found[name] = value
-    if not args.input and "input_ids" in names:
+    found = given_inputs(args)
+    if not found and hasattr(model, "config"):
+        found = hf_inputs(model, args.batch, args.seq)
+    elif not found and "input_ids" in names:
         tokens = torch.empty(args.batch, args.seq, dtype=torch.int64, device="meta")
         found = {name: tokens for name in ("input_ids", "labels") if name in names}
     if found and "use_cache" in names:
         found["use_cache"] = False
     return found
+
+
+def given_inputs(args: argparse.Namespace) -> dict[str, Any]:
+    """Meta tensors of ``--input``."""
+    return dict(_parse_input(text) for text in args.input)
 
 
 def _parse_input(text: str) -> tuple[str, Any]:

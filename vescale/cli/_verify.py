@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vescale.cli._console import new_console, print_json
 from vescale.cli._inputs import MODEL_HELP, PLAN_HELP, add_json, load_model, load_plan, parse_mesh
@@ -52,13 +52,15 @@ def run(args: argparse.Namespace) -> int:
     """0: equal on every mesh; 1: different, or a mesh failed; 2: bad usage."""
     from vescale.cli._inputs import inputs_of
     from vescale.debug import verify
+    from vescale.ir import random_inputs
     from vescale.plans import PlanError
 
     meshes = [parse_mesh(text) for text in args.mesh or []]
     first = meshes[0] if meshes else None
     try:
         plan = load_plan(args.plan, first)
-        batch = _values(inputs_of(load_model(args.model), args), load_model(args.model), args.seed)
+        model = load_model(args.model)
+        batch = random_inputs(inputs_of(model, args), model, args.seed)
         if not batch:
             raise UsageError("the model takes no input_ids; give its inputs, as --input x=8x16")
         found = verify(
@@ -80,19 +82,3 @@ def run(args: argparse.Namespace) -> int:
             console.print(mesh.text(), style="green" if mesh.is_equal else "bold red")
     return 0 if found else 1
 
-
-def _values(inputs: dict[str, Any], model: nn.Module, seed: int) -> dict[str, Any]:
-    """Random numbers in the shapes of meta tensors; whole numbers below the size of the vocabulary."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or min(
-        (m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)), default=2
-    )
-    found = dict(inputs)
-    for name, value in inputs.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            found[name] = torch.randn(value.shape, dtype=value.dtype, generator=generator)
-        elif isinstance(value, torch.Tensor):
-            found[name] = torch.randint(0, vocabulary, value.shape, dtype=value.dtype, generator=generator)
-    return found

@@ -58,9 +58,15 @@ class Recorder:
         self.step = 0
         self._take, self._perturb = take, perturb
         self._calls: Counter[str] = Counter()
+        self._handles = []
         for path, module in model.named_modules():
-            module.register_forward_pre_hook(self._before(path), with_kwargs=True)
-            module.register_forward_hook(self._after(path))
+            self._handles.append(module.register_forward_pre_hook(self._before(path), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after(path)))
+
+    def remove(self) -> None:
+        """Take the hooks away: some packages share modules (activations) among all models of a process."""
+        for handle in self._handles:
+            handle.remove()
 
     def begin(self, step: int) -> None:
         self.step = step

@@ -154,6 +154,7 @@ def _train(job: Job, take: Any, perturb: Any = None) -> None:
     optimizer = _optimizer(job, model)
     for step in range(job.num_steps):
         run_step(model, optimizer, recorder, step, batch, job.loss_fn)
+    recorder.remove()
 
 
 def _longest_sum(values: dict[str, torch.Tensor], batch: Any) -> int:
@@ -200,6 +201,7 @@ def run_mesh(job: Job, rank: int) -> Comparison:
     optimizer = _optimizer(job, model)
     for step in range(job.num_steps):
         run_step(model, optimizer, recorder, step, batch, job.loss_fn)
+    recorder.remove()
     for key, (number, (step, kind, module, what, op)) in places.items():
         must = kind in ("parameter gradient", "optimizer", "output", "loss")
         if must and key not in taken and (not first or number < first[0][0]):

@@ -2,6 +2,7 @@
 
 from vescale.ir._coverage import Coverage, coverage
 from vescale.ir._diff import Change, ProgramDiff
+from vescale.ir._example_inputs import example_inputs, hf_inputs, random_inputs
 from vescale.ir._findings import Finding, LoweringError
 from vescale.ir._gradient_buckets import PredictedBucket
 from vescale.ir._instruction import Hook, Instruction
@@ -9,6 +10,7 @@ from vescale.ir._joint_sharding import join_placements, ragged_positions
 from vescale.ir._lower import check, lower
 from vescale.ir._merged_names import merge_repeats, name_list
 from vescale.ir._move_collectives import Collective
+from vescale.ir._new_plan import NewPlan, new_plan
 from vescale.ir._operations import (
     Annotate,
     Attention,
@@ -41,6 +43,7 @@ __all__ = [
     "Instruction",
     "Local",
     "LoweringError",
+    "NewPlan",
     "Op",
     "Packing",
     "Place",
@@ -57,13 +60,17 @@ __all__ = [
     "Wrap",
     "check",
     "coverage",
+    "example_inputs",
+    "hf_inputs",
     "join_placements",
     "lower",
     "merge_repeats",
     "name_list",
+    "new_plan",
     "packed_dims",
     "predict",
     "ragged_positions",
+    "random_inputs",
     "refuse_part_of_replicas",
     "uneven_cuts",
     "unit_buckets",

@@ -11,7 +11,7 @@ from vescale.ir._resolve import Resolution, shown_name
 from vescale.placements import shard_dim
 from vescale.plans import MeshAxes, placement_text
 
-__all__ = ["lint_experts"]
+__all__ = ["lint_experts", "modules_of_experts"]
 
 
 def lint_experts(
@@ -79,7 +79,7 @@ def _router(path: str, axes: MeshAxes, resolution: Resolution, index: ModelIndex
 
 
 def _missing_regions(axes: MeshAxes, resolution: Resolution, index: ModelIndex, findings: Findings) -> None:
-    for path in _like_experts(index):
+    for path in modules_of_experts(index):
         if any(around in resolution.locals for around in enclosing(path)):
             continue
         tensors = expert_tensors(path, resolution, index, axes)
@@ -95,7 +95,7 @@ def _missing_regions(axes: MeshAxes, resolution: Resolution, index: ModelIndex, 
         )
 
 
-def _like_experts(index: ModelIndex) -> Iterator[str]:
+def modules_of_experts(index: ModelIndex) -> Iterator[str]:
     """Modules called experts, with one tensor for all of them, that take tokens, ids and weights."""
     stacked = {
         index.owner(state.names[0])[0]

@@ -32,9 +32,13 @@ class FlowMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # of an attribute, such as x.T
+            name = getattr(func.__self__, "__name__", name)
         known = name not in _RANDOM and all(t in self._values for t in tensors_of((args, kwargs)))
         if name in _ASKS_VALUE and known:
             return func(*self._real(args), **self._real(kwargs))
+        if name == "__contains__":  # models look for padding to warn of it
+            return False
         result = func(*args, **kwargs)
         results = list(tensors_of(result)) or (list(tensors_of(args))[:1] if name == "__setitem__" else [])
         if results and known and all(t.device.type == "meta" and t.numel() <= _MAX_KNOWN for t in results):

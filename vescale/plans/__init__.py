@@ -15,17 +15,20 @@ from vescale.plans._entries import (
     UnitEntry,
 )
 from vescale.plans._errors import MissingMeshError, PlanError, PlanMismatchError, Source, did_you_mean
-from vescale.plans._hf_import import HfImportWarning
+from vescale.plans._hf_import import BATCHED_INPUTS, HfImportWarning
+from vescale.plans._hf_paths import expressions, merged_paths, wildcard
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, BWD, FWD, INIT, RUN, Phase, phase_text
 from vescale.plans._placement_text import parse_placement, placement_text
 from vescale.plans._plan import Plan, VescalePlan
 from vescale.plans._unit_policies import dtype_name, float_dtype_of, mp_options, mp_policy_of
+from vescale.plans._yaml_writer import plan_text
 
 __all__ = [
     "ALL",
     "ATTENTION_METHODS",
+    "BATCHED_INPUTS",
     "BWD",
     "FWD",
     "INIT",
@@ -55,9 +58,13 @@ __all__ = [
     "did_you_mean",
     "dtype_name",
     "float_dtype_of",
+    "expressions",
+    "merged_paths",
     "mp_options",
     "mp_policy_of",
     "parse_placement",
     "phase_text",
     "placement_text",
+    "plan_text",
+    "wildcard",
 ]

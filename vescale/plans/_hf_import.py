@@ -14,12 +14,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.placements import InterleavedShard, shard_dim
 from vescale.plans._errors import PlanError, did_you_mean
-from vescale.plans._hf_paths import expressions, wildcard
+from vescale.plans._hf_paths import expressions, merged_paths, wildcard
 from vescale.plans._hf_sequence import shard_sequence
 from vescale.plans._hf_styles import STYLES, Style
 from vescale.plans._plan_entries import PlanEntries
 
-__all__ = ["HfImportWarning", "add_hf_entries"]
+__all__ = ["BATCHED_INPUTS", "HfImportWarning", "add_hf_entries"]
 
 # Inputs of Hugging Face models whose first dim is the batch. Those that are indexed or broadcast (position_ids,
 # attention_mask) are not among them: replicated, they need no communication.
@@ -256,28 +256,8 @@ class _Draft:
         """Add the entries: regions first, then in the order of the model."""
         for path in expressions(self.experts, self.modules):
             plan.local(path, kind="experts", dispatch=dispatch)
-        for pattern, placement in self._patterns():
-            plan.shard(pattern, placement, mesh=self.axis)
-
-    def _patterns(self) -> Iterator[tuple[str, Placement]]:
-        """(path, placement), merged where several tensors agree."""
-        order = {path: number for number, path in enumerate(self.modules)}
-        paths_of: dict[tuple[str, Placement], list[str]] = {}
-        tensors: dict[str, dict[Placement, list[str]]] = {}
-        for name, placement in self.states.items():
-            path, _, attribute = name.rpartition(".")
-            tensors.setdefault(path, {}).setdefault(placement, []).append(attribute)
-        for path, by_placement in tensors.items():
-            for placement, attributes in by_placement.items():
-                target = attributes[0] if len(attributes) == 1 else f"({'|'.join(attributes)})"
-                paths_of.setdefault((target, placement), []).append(path)
+        tensors = {name.rpartition(".")[::2]: placement for name, placement in self.states.items()}
         for target, boundaries in (("<in>", self.inputs), ("<out>", self.outputs)):
-            for path, placement in boundaries.items():
-                paths_of.setdefault((target, placement), []).append(path)
-        lines = []
-        for (target, placement), paths in paths_of.items():
-            for expression in expressions(paths, self.modules):
-                first = min(order[path] for path in paths if regex.fullmatch(expression, path))
-                lines.append((first, f"{expression}.{target}" if expression else target, placement))
-        for _, pattern, placement in sorted(lines, key=lambda line: line[0]):
-            yield pattern, placement
+            tensors |= {(path, target): placement for path, placement in boundaries.items()}
+        for pattern, placement in merged_paths(tensors, self.modules):
+            plan.shard(pattern, placement, mesh=self.axis)

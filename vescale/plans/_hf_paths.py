@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 
 import regex
+from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["expressions", "wildcard"]
+__all__ = ["expressions", "merged_paths", "wildcard"]
 
 _NUMBER = regex.compile(r"(?<=^|\.)\d+(?=\.|$)")
 
@@ -34,6 +35,33 @@ def expressions(chosen: Iterable[str], every: Collection[str]) -> list[str]:
             parent, _, child = expression.rpartition(".")
             children.setdefault(parent, []).append(child)
     return [f"{parent}.{_either(names)}" if parent else _either(names) for parent, names in children.items()]
+
+
+def merged_paths(
+    tensors: Mapping[tuple[str, str], Placement], modules: Collection[str]
+) -> Iterator[tuple[str, Placement]]:
+    """(path expression, placement) for ``{(module, parameter or boundary): placement}``, merged where several agree, in the
+    order of ``modules``."""
+    order = {path: number for number, path in enumerate(modules)}
+    own: dict[str, dict[Placement, list[str]]] = {}
+    paths_of: dict[tuple[str, Placement], list[str]] = {}
+    for (path, target), placement in tensors.items():
+        if target.startswith("<"):
+            paths_of.setdefault((target, placement), []).append(path)
+        else:
+            own.setdefault(path, {}).setdefault(placement, []).append(target)
+    states: dict[tuple[str, Placement], list[str]] = {}
+    for path, by_placement in own.items():
+        for placement, targets in by_placement.items():
+            target = targets[0] if len(targets) == 1 else f"({'|'.join(targets)})"
+            states.setdefault((target, placement), []).append(path)
+    lines = []
+    for (target, placement), paths in (*states.items(), *paths_of.items()):
+        for expression in expressions(paths, modules):
+            first = min(order[path] for path in paths if regex.fullmatch(expression, path))
+            lines.append((first, f"{expression}.{target}" if expression else target, placement))
+    for _, pattern, placement in sorted(lines, key=lambda line: line[0]):
+        yield pattern, placement
 
 
 def _over_layers(generic: str, names: Sequence[str], others: Collection[str]) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 
 import regex
 import yaml
@@ -30,13 +31,15 @@ _PLAIN = regex.compile(r"[A-Za-z0-9_<($.\\][A-Za-z0-9_.\\<>()|${}:+*?]*(?<!:)")
 # The repeated layers of a model at the beginning of a path.
 _LAYERS = regex.compile(r"([A-Za-z0-9_.]+\.\\d\+)\.")
 _MIN_USES = 3  # of a variable
+_COMMENT_WIDTH = 118
 
 
-def plan_text(plan: PlanEntries) -> str:
-    """See :meth:`Plan.to_yaml`."""
+def plan_text(plan: PlanEntries, comments: Mapping[str, str] | None = None, head: Sequence[str] = ()) -> str:
+    """See :meth:`Plan.to_yaml`. ``comments``: by path, of the first entry that has it; ``head``: lines before the plan."""
     sizes = ", ".join(f"{name}: {size}" for name, size in zip(plan.axes.names, plan.axes.sizes))
     variables = _variables(plan)
-    lines = ["version: 1", f"mesh: {{{sizes}}}"]
+    lines = [line for text in head for line in _comment(text, "")]
+    lines += ["version: 1", f"mesh: {{{sizes}}}"]
     lines += ["vars: " + _braces(f"{name}: {_quoted(text)}" for text, name in variables.items())] if variables else []
     kinds: dict[str, dict[str, list[str]]] = {}
     units = []
@@ -48,7 +51,8 @@ def plan_text(plan: PlanEntries) -> str:
         kinds.setdefault(section, {}).setdefault(_with_variables(entry.path.text, variables), []).append(value)
     for section in ("shard", "redistribute", "annotate", "factory", "attention", "local", "precision"):
         if section in kinds:
-            lines += [f"{section}:", *_section(kinds[section])]
+            written = {_with_variables(path, variables): text for path, text in (comments or {}).items()}
+            lines += [f"{section}:", *_section(kinds[section], written if section == "shard" else {})]
     if units:
         lines += ["units:", *units]
     return "\n".join(lines) + "\n"
@@ -74,8 +78,14 @@ def _with_variables(path: str, variables: dict[str, str]) -> str:
     return f"${{{name}}}{path[match.end(1) :]}" if match is not None and name is not None else path
 
 
-def _section(values: dict[str, list[str]]) -> Iterable[str]:
+def _comment(text: str, indent: str) -> list[str]:
+    width = _COMMENT_WIDTH - len(indent)
+    return [f"{indent}# {line}" for line in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)]
+
+
+def _section(values: dict[str, list[str]], comments: Mapping[str, str]) -> Iterable[str]:
     for path, items in values.items():
+        yield from _comment(comments.get(path, ""), "  ")
         if len(items) == 1:
             yield f"  {_scalar(path)}: {items[0]}"
         else:

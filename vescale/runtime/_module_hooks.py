@@ -81,8 +81,11 @@ class _Instructions:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Placed] | None]:
         """Of the model: ranks compare what it is given, which is placed then."""
+        refuse_tracing()
+        if self.runtime.missing_values is not None:
+            self.runtime.missing_values.check((args, kwargs))
         check_inputs(self.runtime, self._model, lambda: self._named_inputs(args, kwargs))
-        if not self.inputs:
+        if not self.inputs and not self.casts.param:
             return args, kwargs, None
         try:
             return self.place_inputs(args, kwargs)
@@ -109,10 +112,6 @@ class _Instructions:
     def place_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Placed] | None]:
-        if self.is_root:
-            refuse_tracing()
-        if self.is_root and self.runtime.missing_values is not None:
-            self.runtime.missing_values.check((args, kwargs))
         args, kwargs = self.casts.inputs(args, kwargs)
         placed: list[Placed] = []
         for placing in self.inputs:

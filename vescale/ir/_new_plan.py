@@ -1,0 +1,213 @@
+"""``new_plan``: a first plan for a model without one, from a forward on the meta device."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from vescale.ir._coverage import coverage
+from vescale.ir._example_inputs import example_inputs
+from vescale.ir._feature_trace import trace_features
+from vescale.ir._lower import check
+from vescale.ir._model_index import ModelIndex
+from vescale.ir._tensor_cuts import Cut, choose_cuts
+from vescale.ir._token_trace import shard_tokens
+from vescale.placements import RaggedShard
+from vescale.plans import BATCHED_INPUTS, INIT, RUN, MeshAxes, Plan, PlanError, Source, expressions, merged_paths, plan_text, wildcard
+
+__all__ = ["NewPlan", "new_plan"]
+
+# Names of axes that carry the batch.
+_BATCH_AXES = ("dp", "ddp", "fsdp", "dp_replicate", "dp_shard", "replicate", "shard", "data")
+_SOURCE = Source("new_plan", 0)
+
+
+class NewPlan(Plan):
+    """A plan that :func:`new_plan` has written.
+
+    Attributes:
+        comments: why, by the path of an entry.
+        head: lines at the top of its YAML: how much is cut, and what stays whole and why.
+    """
+
+    comments: dict[str, str]
+    head: list[str]
+
+    def to_yaml(self) -> str:
+        """The plan as YAML text with comments; ``Plan.from_yaml(plan.to_yaml()) == plan``."""
+        return plan_text(self, self.comments, self.head)
+
+
+def new_plan(
+    model: nn.Module,
+    mesh: DeviceMesh | Mapping[str, int] | MeshAxes,
+    inputs: Mapping[str, Any] | Sequence[Any] | torch.Tensor | None = None,
+    *,
+    sequence: bool = False,
+    zero: int = 0,
+    axis: str = "tp",
+    batch_axes: Sequence[str] | None = None,
+) -> NewPlan:
+    """Write a first plan for a model: the batch cut over data-parallel axes, and weights over ``axis``.
+
+    The forward runs once on the meta device. Weights whose features stay together (query, key, value and attention's output;
+    a feed-forward with its gate; fused ones that the code takes apart) are cut in pairs, by output features and by input
+    features, so that one sum ends each pair. Tables of a vocabulary, heads of that size and experts are cut, too.
+    Convolutions, norms and whatever mixes features otherwise stay whole. What ``vescale lint`` finds fault with is left out,
+    so that the plan has no findings, unless nothing can be cut over an axis at all.
+
+    Args:
+        model: on any device, also the meta device; it is not changed, and nothing is computed.
+        mesh: a DeviceMesh with axis names, or ``{axis: size}``.
+        inputs: what the forward is called with, by name or position; only shapes and dtypes are read. None: token ids or
+            images, by the model's config and signature.
+        sequence: cut the sequence over ``axis`` between the parts of each layer, where the code allows it.
+        zero: 0, or the stage of sharding of optimizer state (1), gradients (2) and parameters (3) over the batch's axes.
+        axis: the axis of tensor parallelism, if the mesh has it.
+        batch_axes: axes that cut the batch (dim 0 of the inputs); None: those of the mesh called ``dp``, ``fsdp`` and so on.
+
+    Raises:
+        PlanError: an axis that has no part, a stage that does not exist, a forward that does not run on the meta device,
+            inputs that cannot be guessed.
+    """
+    plan = NewPlan(mesh)
+    plan.comments, plan.head = {}, []
+    data = _checked_axes(plan.axes, axis, batch_axes)
+    if zero not in (0, 1, 2, 3):
+        raise PlanError(f"new_plan: zero={zero!r}; stages are 0 (nothing sharded), 1, 2 and 3")
+    if zero and not data:
+        raise PlanError(f"new_plan: zero={zero} shards over the batch's axes, and the mesh ({plan.axes}) has none; add dp=")
+    meta = on_meta(model)
+    given = _named(meta, inputs) if inputs is not None else example_inputs(meta)
+    num_ranks = plan.axes.size(axis) if axis in plan.axes else 1
+    trace = trace_features(meta, given, num_ranks)
+    if trace.stopped:
+        raise PlanError(
+            f"new_plan: the forward of {type(model).__name__} does not run on the meta device: {trace.stopped}; pass other "
+            f"inputs (it was called with {', '.join(given)}), or write the plan by hand"
+        )
+    cuts, whole = choose_cuts(trace) if axis in plan.axes else ([], {})
+    notes: list[str] = []
+    if sequence and axis in plan.axes:
+        notes += shard_tokens(meta, given, cuts, trace)
+    dropped: list[str] = []
+    while True:
+        written = _written(plan, meta, given, cuts, data, zero, axis)
+        names = {name for f in check(written, meta, given) if f.rule != "unused-axis" for name in f.names}
+        faulty = [cut for cut in cuts if cut.concerns(names)]
+        if not faulty:
+            break
+        dropped += [f"{cut.title}: lint would find fault with it" for cut in faulty]
+        cuts = [cut for cut in cuts if cut not in faulty]
+    head = [f"Written by `vescale plan new` for {type(model).__name__}: {coverage(written, meta)}"]
+    reasons: dict[str, list[str]] = {}
+    for name, why in whole.items():
+        reasons.setdefault(why, []).append(wildcard(name))
+    head += [f"Whole, as {why}: {', '.join(dict.fromkeys(names))}" for why, names in reasons.items()]
+    written.head = head + list(dict.fromkeys(dropped)) + notes
+    return written
+
+
+def _checked_axes(axes: MeshAxes, axis: str, batch_axes: Sequence[str] | None) -> list[str]:
+    """The axes of the batch; every axis must have a part."""
+    data = [name for name in axes if name in (_BATCH_AXES if batch_axes is None else batch_axes) and name != axis]
+    unknown = [name for name in batch_axes or () if name not in axes]
+    unused = [name for name in axes if name != axis and name not in data and axes.size(name) > 1]
+    if unknown:
+        raise PlanError(f"new_plan: batch_axes names {unknown[0]!r}, which the mesh ({axes}) does not have")
+    if unused:
+        raise PlanError(
+            f"new_plan: axis {unused[0]!r} of the mesh ({axes}) has no part; axes of the batch are {', '.join(_BATCH_AXES)} "
+            f"(or batch_axes=), and that of tensor parallelism is {axis!r} (or axis=)"
+        )
+    return data
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of the model without memory, in evaluation: no layer is left out at random."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo).eval()
+
+
+def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
+    """Inputs by name, on the meta device."""
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    if not isinstance(inputs, Mapping):
+        names = list(inspect.signature(model.forward).parameters)
+        inputs = dict(zip(names, inputs))
+    return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def _batched(model: nn.Module, given: Mapping[str, Any]) -> list[str]:
+    """Inputs whose dim 0 is the batch. Masks and positions are not among them: whole, they need no communication."""
+    sizes = [x.shape[0] for x in given.values() if isinstance(x, torch.Tensor) and x.ndim]
+    names = [
+        name
+        for name, x in given.items()
+        if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == sizes[0] and not name.endswith(("_mask", "position_ids"))
+    ]
+    signature = inspect.signature(model.forward).parameters
+    return list(dict.fromkeys([*names, *(name for name in BATCHED_INPUTS if name in signature)]))
+
+
+def _written(
+    like: NewPlan, model: nn.Module, given: Mapping[str, Any], cuts: list[Cut], data: list[str], zero: int, axis: str
+) -> NewPlan:
+    plan = NewPlan(like.axes)
+    plan.comments, plan.head = {}, []
+    index = ModelIndex(model)
+    for number, name in enumerate(_batched(model, given) if data else ()):
+        plan.shard(f"<in:{name}>", {each: Shard(0) for each in data}, source=_SOURCE)
+        if number == 0:
+            plan.comments[f"<in:{name}>"] = f"The batch, over {' and '.join(data)}. Inputs without an entry are whole."
+    kinds: dict[tuple[str, str], list[Cut]] = {}
+    for cut in cuts:
+        kinds.setdefault((cut.title, cut.why), []).append(cut)
+    for (title, why), alike in kinds.items():
+        tensors = {key: placement for cut in alike for key, placement in cut.tensors.items()}
+        for number, (path, placement) in enumerate(merged_paths(tensors, index.modules)):
+            plan.shard(path, placement, mesh=axis, source=_SOURCE)
+            if number == 0:
+                plan.comments.setdefault(path, why)
+        for path in expressions([path for cut in alike for path in cut.experts], index.modules):
+            plan.local(path, kind="experts", dispatch="mask", source=_SOURCE)
+    if zero:
+        plan.shard(".*", {each: RaggedShard() for each in data}, phase=INIT, source=_SOURCE)
+        plan.shard(".*", {each: Replicate() for each in data}, phase=RUN, source=_SOURCE)
+        plan.comments[".*"] = _ZERO[zero]
+        if zero < 3:
+            for path in _units(index):
+                plan.unit(
+                    path, reshard_after_forward=False, reshard_after_backward=None if zero == 2 else False, source=_SOURCE
+                )
+    return plan
+
+
+_ZERO = {
+    1: "ZeRO-1: each rank keeps a part of the optimizer's state and of the reduced gradients.",
+    2: "ZeRO-2: each rank keeps a part of the gradients and of the optimizer's state.",
+    3: "ZeRO-3: each rank keeps a part of the parameters, gradients and optimizer's state; units gather them to compute.",
+}
+
+
+def _units(index: ModelIndex) -> list[str]:
+    """Expressions for the repeated blocks, and the model itself."""
+    blocks = [
+        path
+        for path in index.modules
+        if path and isinstance(index.modules[path.rpartition(".")[0]], nn.ModuleList) and index.is_called(path)
+    ]
+    outermost = [p for p in blocks if not any(p.startswith(f"{other}.") for other in blocks)]
+    return [*dict.fromkeys(wildcard(path).replace("*", r"\d+") for path in outermost), ""]
