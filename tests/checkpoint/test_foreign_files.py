@@ -246,6 +246,18 @@ def test_unsound_indexes(tmp_path: Path) -> None:
             open_safetensors(tmp_path)
 
 
+_SAVED: dict[str, dict[str, bytes]] = {}
+
+
+def _saved_once(save: Callable[[Path], Path], folder: Path) -> Path:
+    """The same bytes for every example: a checkpoint of DCP has its own path in it."""
+    path = save(folder)
+    files = _SAVED.setdefault(save.__name__, {file.name: file.read_bytes() for file in folder.iterdir()})
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return path
+
+
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=120)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
@@ -257,7 +269,7 @@ def test_garbled_files(kind: str, data: st.DataObject, tmp_path_factory: pytest.
         "torch": (save_torch, open_torch_save),
         "dcp": (save_dcp, open_dcp),
     }[kind]
-    path = save(folder)
+    path = _saved_once(save, folder)
     files = [path] if path.is_file() else sorted(file for file in folder.iterdir())
     file = data.draw(st.sampled_from(files))
     content = bytearray(file.read_bytes())
@@ -273,6 +285,20 @@ def test_garbled_files(kind: str, data: st.DataObject, tmp_path_factory: pytest.
         values_of(opener(path))
     except CheckpointError:
         pass
+
+
+def test_chunks_that_overlap(tmp_path: Path) -> None:
+    """As many elements as the tensor has, but some twice and others never."""
+    dcp.save({"x": torch.arange(8.0)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    (index, info), *_ = metadata.storage_data.items()
+    entry = metadata.state_dict_metadata["x"]
+    entry.size = torch.Size([16])
+    metadata.storage_data[type(index)("x", torch.Size([4]))] = info
+    entry.chunks.append(type(entry.chunks[0])(offsets=torch.Size([4]), sizes=torch.Size([8])))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="overlap"):
+        open_dcp(tmp_path)
 
 
 def test_io_of_streams_is_not_needed() -> None:

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import torch
 
+from vescale.checkpoint._cover import cover_fault
 from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._restricted_pickle import PLAIN_NAMES, Record, load_restricted, record_of
 from vescale.checkpoint._safetensors import read_header
@@ -98,8 +99,9 @@ def _tensor(files: _Files, name: str, entry: Record, where: Mapping[Any, Any]) -
             raise CheckpointError(f"{files.folder / _METADATA}: {name} of shape {shape} has a chunk {sizes} at {offset}")
         if math.prod(sizes):
             boxes.append(files.box(name, dtype, offset, sizes, where.get((name, offset))))
-    if sum(box.numel for box in boxes) != math.prod(shape):
-        raise CheckpointError(f"{files.folder / _METADATA}: the chunks of {name} do not make up its shape {shape}")
+    wrong = cover_fault(boxes, shape)
+    if wrong is not None:
+        raise CheckpointError(f"{files.folder / _METADATA}: the chunks of {name} of shape {shape} {wrong}")
     return StoredTensor(shape, dtype, tuple(boxes))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from vescale.checkpoint._cover import cover_fault
 from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 
@@ -247,6 +248,7 @@ def _joined(folder: Path, name: str, found: list[tuple[torch.dtype, StoredBox]])
         raise CheckpointError(f"{folder}: the blocks of {name} have different dtypes or numbers of dims")
     boxes = tuple({box.offset: box for _, box in found}.values())  # replicas have equal blocks
     shape = tuple(max(box.offset[dim] + box.sizes[dim] for box in boxes) for dim in range(len(first.sizes)))
-    if len(boxes) > 1 and sum(box.numel for box in boxes) != math.prod(shape):
-        raise CheckpointError(f"{folder}: the blocks of {name} do not make up its shape {shape}; a file is missing")
+    wrong = cover_fault(boxes, shape)
+    if wrong is not None:
+        raise CheckpointError(f"{folder}: the blocks of {name} of shape {shape} {wrong}; a file may be missing")
     return StoredTensor(shape, dtype, tuple(box for box in boxes if box.numel))

@@ -183,6 +183,8 @@ def read_torch_save(file: IO[bytes], start: int, length: int, about: str) -> Any
             raise CheckpointError(f"{about}: the record {name} is missing")
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
             raise CheckpointError(f"{about}: the record {name} is compressed or encrypted")
+        if info.header_offset < 0:
+            raise CheckpointError(f"{about} is damaged: the directory puts {name} before its first byte")
         part.seek(info.header_offset)
         local = part.read(30)
         if len(local) < 30 or local[:4] != b"PK\x03\x04":
