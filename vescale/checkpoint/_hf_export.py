@@ -25,7 +25,7 @@ from vescale.comm import Consensus
 
 __all__ = ["export_hf"]
 
-_SMALL = 64 << 10  # bytes; smaller parts are written by one of the ranks that hold them
+_SMALL = 4 << 10  # bytes; smaller parts are written by one of the ranks that hold them
 
 
 def export_hf(
@@ -102,9 +102,9 @@ def _once(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, to
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     kept = {}
     for names in tied_groups(tensors):
+        names = [name for name in names if name not in left_out]
         own = [name for name in names if name not in derived] or names
-        if not left_out.issuperset(names):
-            kept[own[0]] = tensors[own[0]]
+        kept.update({name: tensors[name] for name in own[:1]})
     return {name: tensor for name, tensor in tensors.items() if name in kept}
 
 
