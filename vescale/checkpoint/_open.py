@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vescale.checkpoint._errors import CheckpointError
+from vescale.checkpoint._step_format import is_step, is_step_folder, open_newest_step, open_step
 from vescale.checkpoint._stored import Stored
 
 __all__ = ["FORMATS", "Format", "open_stored"]
@@ -28,7 +29,10 @@ class Format:
     open: Callable[[Path], Stored]
 
 
-FORMATS: tuple[Format, ...] = ()
+FORMATS: tuple[Format, ...] = (
+    Format("vescale", is_step, open_step),
+    Format("vescale", is_step_folder, open_newest_step),
+)
 """In the order in which they are tried."""
 
 
@@ -44,5 +48,5 @@ def open_stored(path: str | os.PathLike[str]) -> Stored:
     for known in FORMATS:
         if known.matches(found):
             return known.open(found)
-    expected = ", ".join(known.name for known in FORMATS)
+    expected = ", ".join(dict.fromkeys(known.name for known in FORMATS))
     raise CheckpointError(f"{found} is no checkpoint in a known format; expected one of: {expected}")
