@@ -41,5 +41,8 @@ def same_values(a: nn.Module, b: nn.Module) -> list[str]:
     return sorted(
         name
         for name in names
-        if name not in one or name not in two or one[name].dtype != two[name].dtype or not torch.equal(one[name], two[name])
+        if name not in one
+        or name not in two
+        or one[name].dtype != two[name].dtype
+        or not torch.equal(one[name], two[name])
     )

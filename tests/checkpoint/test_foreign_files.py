@@ -56,7 +56,9 @@ def save_safetensors(folder: Path) -> Path:
 
 
 def save_dcp(folder: Path) -> Path:
-    dcp.save({"model": STATE, "step": 3, "lr": [0.1, {"x": None}], "blob": b"\x00\x01"}, checkpoint_id=folder, no_dist=True)
+    dcp.save(
+        {"model": STATE, "step": 3, "lr": [0.1, {"x": None}], "blob": b"\x00\x01"}, checkpoint_id=folder, no_dist=True
+    )
     return folder
 
 
@@ -103,7 +105,11 @@ def test_safetensors_of_ranks(tmp_path: Path) -> None:
     for rank in range(2):
         offsets = {"w": {"saved_offsets": [2 * rank, 0]}, "b": {"saved_offsets": [0]}}
         held = {"w": torch.arange(12.0).view(4, 3)[2 * rank : 2 * rank + 2].contiguous(), "b": torch.ones(2)}
-        save_file(held, tmp_path / f"shard-0000{rank}-model-00001-of-00001.safetensors", {"DCP_SHARDING_INFO": json.dumps(offsets)})
+        save_file(
+            held,
+            tmp_path / f"shard-0000{rank}-model-00001-of-00001.safetensors",
+            {"DCP_SHARDING_INFO": json.dumps(offsets)},
+        )
     assert same(values_of(open_safetensors(tmp_path)), {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(2)})
 
 
@@ -312,4 +318,6 @@ def test_io_of_streams_is_not_needed() -> None:
     buffer.write(inner.getvalue() + b"tail")
     record = read_torch_save(buffer, 100, len(inner.getvalue()), "here")
     assert isinstance(record, TensorRecord)
-    assert torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.float32, count=4, offset=record.start).tolist() == [0, 1, 2, 3]
+    assert torch.frombuffer(
+        bytearray(buffer.getvalue()), dtype=torch.float32, count=4, offset=record.start
+    ).tolist() == [0, 1, 2, 3]

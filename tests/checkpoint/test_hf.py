@@ -177,7 +177,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as found:
         load_hf(model, tmp_path)
     text = str(found.value)
-    assert "model.layers.0.self_attn.q_proj.weight: not in the checkpoint (nearest: model.layers.0.self_attn.q_projection.weight" in text
+    assert (
+        "model.layers.0.self_attn.q_proj.weight: not in the checkpoint (nearest: model.layers.0.self_attn.q_projection.weight"
+        in text
+    )
     assert "model.layers.0.self_attn.q_projection.weight: only in the checkpoint" in text
     assert "model.norm.weight: the checkpoint has shape (7,)" in text
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()), "nothing was changed"

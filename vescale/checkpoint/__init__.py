@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vescale.checkpoint._checkpointer import Checkpointer
     from vescale.checkpoint._errors import CheckpointError, CheckpointWarning
+    from vescale.checkpoint._hf_export import export_hf
+    from vescale.checkpoint._hf_load import load_hf
     from vescale.checkpoint._one_shot import load, save
     from vescale.checkpoint._open import FORMATS, Format, open_stored
     from vescale.checkpoint._reader import read_tensors
@@ -19,6 +21,8 @@ _MODULES = {
     "Checkpointer": "_checkpointer",
     "CheckpointError": "_errors",
     "CheckpointWarning": "_errors",
+    "export_hf": "_hf_export",
+    "load_hf": "_hf_load",
     "load": "_one_shot",
     "save": "_one_shot",
     "FORMATS": "_open",
@@ -40,7 +44,9 @@ __all__ = [
     "Stored",
     "StoredBox",
     "StoredTensor",
+    "export_hf",
     "load",
+    "load_hf",
     "open_stored",
     "read_tensors",
     "save",

@@ -26,7 +26,9 @@ def cover_fault(boxes: Sequence[StoredBox], shape: Sequence[int]) -> str | None:
         return "do not make it up: they overlap, or some are missing"
     if len(boxes) < 2:
         return None
-    cuts = [sorted({at for box in boxes for at in (box.offset[d], box.offset[d] + box.sizes[d])}) for d in range(len(shape))]
+    cuts = [
+        sorted({at for box in boxes for at in (box.offset[d], box.offset[d] + box.sizes[d])}) for d in range(len(shape))
+    ]
     index = [{at: number for number, at in enumerate(places)} for places in cuts]
     if math.prod(len(places) - 1 for places in cuts) > _MAX_CELLS:
         return _pairwise(boxes)

@@ -23,7 +23,7 @@ from vescale.checkpoint._safetensors import read_header
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 from vescale.checkpoint._torch_save import TensorRecord, plain_value, read_torch_save
 
-__all__ = ["is_dcp", "open_dcp"]
+__all__ = ["chunk_places", "is_dcp", "open_dcp"]
 
 _METADATA = ".metadata"
 _PLACE = "torch.distributed.checkpoint"
@@ -59,16 +59,8 @@ def open_dcp(path: Path) -> Stored:
 
     Raises CheckpointError for classes that are not on the list, which it names, and for damaged or missing files.
     """
-    about = str(path / _METADATA)
-    try:
-        metadata = load_restricted((path / _METADATA).read_bytes(), _NAMES, about)
-    except OSError as error:
-        raise CheckpointError(f"{about}: {error.strerror or error}") from error
-    entries = metadata.get("state_dict_metadata") if isinstance(metadata, Record) else None
-    places = metadata.get("storage_data") if isinstance(metadata, Record) else None
-    if not isinstance(entries, dict) or not isinstance(places, dict):
-        raise CheckpointError(f"{about} is no metadata of torch.distributed.checkpoint")
-    where = {(index.get("fqn"), index.get("offset")): info for index, info in places.items() if isinstance(index, Record)}
+    about = path / _METADATA
+    entries, where = _metadata(path)
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, Any] = {}
     with ExitStack() as opened:
@@ -85,6 +77,36 @@ def open_dcp(path: Path) -> Stored:
     return Stored(path, tensors, "dcp", values)
 
 
+def chunk_places(path: Path) -> list[tuple[str, str, int, int]]:
+    """(name, file, first byte, length) of every record of a folder."""
+    with ExitStack() as opened:
+        files = _Files(path, opened)
+        found = []
+        for (name, _), info in _metadata(path)[1].items():
+            file, _, start, length = files.place(str(name), info)
+            found.append((str(name), file, start, length))
+    return found
+
+
+def _metadata(path: Path) -> tuple[dict[Any, Any], dict[tuple[Any, Any], Any]]:
+    """The entries of ``.metadata`` by name, and where the record of each (name, offset) is."""
+    about = str(path / _METADATA)
+    try:
+        metadata = load_restricted((path / _METADATA).read_bytes(), _NAMES, about)
+    except OSError as error:
+        raise CheckpointError(f"{about}: {error.strerror or error}") from error
+    entries = metadata.get("state_dict_metadata") if isinstance(metadata, Record) else None
+    places = metadata.get("storage_data") if isinstance(metadata, Record) else None
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        raise CheckpointError(f"{about} is no metadata of torch.distributed.checkpoint")
+    try:
+        return entries, {
+            (index.get("fqn"), index.get("offset")): info for index, info in places.items() if isinstance(index, Record)
+        }
+    except TypeError:
+        raise CheckpointError(f"{about} has a place for something without a name") from None
+
+
 def _tensor(files: _Files, name: str, entry: Record, where: Mapping[Any, Any]) -> StoredTensor:
     properties, shape, chunks = entry.get("properties"), entry.get("size"), entry.get("chunks")
     state = properties.state if isinstance(properties, Record) else None
@@ -96,7 +118,9 @@ def _tensor(files: _Files, name: str, entry: Record, where: Mapping[Any, Any]) -
         offset, sizes = (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Record) else (None, None)
         fits = _sizes(offset) and _sizes(sizes) and len(offset) == len(sizes) == len(shape)
         if not fits or any(at + size > total for at, size, total in zip(offset, sizes, shape)):
-            raise CheckpointError(f"{files.folder / _METADATA}: {name} of shape {shape} has a chunk {sizes} at {offset}")
+            raise CheckpointError(
+                f"{files.folder / _METADATA}: {name} of shape {shape} has a chunk {sizes} at {offset}"
+            )
         if math.prod(sizes):
             boxes.append(files.box(name, dtype, offset, sizes, where.get((name, offset))))
     wrong = cover_fault(boxes, shape)
@@ -120,7 +144,7 @@ class _Files:
         self, name: str, dtype: torch.dtype, offset: tuple[int, ...], sizes: tuple[int, ...], info: Any
     ) -> StoredBox:
         """A chunk of a tensor, as elements of a file."""
-        path, file, start, length = self._place(name, info)
+        path, file, start, length = self.place(name, info)
         file.seek(start)
         if file.read(4) != b"PK\x03\x04":
             found = self._safetensors(name, path)
@@ -144,14 +168,14 @@ class _Files:
 
     def value(self, name: str, info: Any) -> Any:
         """An entry that is no tensor."""
-        path, file, start, length = self._place(name, info)
+        path, file, start, length = self.place(name, info)
         about = f"{self.folder / path} at byte {start} ({name})"
         found = read_torch_save(file, start, length, about)
         if isinstance(found, TensorRecord):
             raise CheckpointError(f"{about} holds a tensor in place of a plain value")
         return plain_value(found, about)
 
-    def _place(self, name: str, info: Any) -> tuple[str, IO[bytes], int, int]:
+    def place(self, name: str, info: Any) -> tuple[str, IO[bytes], int, int]:
         place = info if isinstance(info, Record) else Record("")
         path, start, length = (place.get(key) for key in ("relative_path", "offset", "length"))
         if not isinstance(path, str) or type(start) is not int or type(length) is not int or start < 0 or length < 0:

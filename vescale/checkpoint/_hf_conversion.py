@@ -99,9 +99,7 @@ def to_model(model: nn.Module, files: Mapping[str, Form], wanted: Mapping[str, A
     for name in sorted(files, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, present)
         if target not in present and name in present:
-            target, pattern = loading.rename_source_key(
-                name, [], [], base_model_prefix=prefix, meta_state_dict=present
-            )
+            target, pattern = loading.rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=present)
         if target not in present:
             found.unused.append(name)
         elif pattern is None:

@@ -23,7 +23,7 @@ from vescale.checkpoint._replicas import assign, has_other_ranks, repeated_posit
 from vescale.checkpoint._safetensors_layout import FileLayout, create_file, index_of, plan_files, write_block
 from vescale.comm import Consensus
 
-__all__ = ["export_hf"]
+__all__ = ["Export", "export_hf", "once"]
 
 _SMALL = 4 << 10  # bytes; smaller parts are written by one of the ranks that hold them
 
@@ -55,11 +55,11 @@ def export_hf(
         CheckpointError: on every rank, if one of them cannot write; tensors that safetensors files cannot hold.
     """
     place = Path(folder)
-    tensors = _once(model, model_tensors(model))
+    tensors = once(model, model_tensors(model))
     forms: dict[str, Form] = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     conversion = to_files(model, forms)
     files = plan_files(_file_forms(model, conversion, forms, dtype), max_shard_size, file_base(model))
-    work = _Export(place, files, tensors, conversion)
+    work = Export(place, files, tensors, conversion)
     consensus = Consensus(range(dist.get_world_size()), "checkpoint export") if has_other_ranks() else None
     first = consensus is None or dist.get_rank() == 0
     _together(consensus, "prepare the files of an export", work.create if first else _nothing)
@@ -88,7 +88,9 @@ def _together(consensus: Consensus | None, about: str, run: Callable[[], int]) -
             raise error if isinstance(error, CheckpointError) else CheckpointError(failure) from error
     if consensus is None:
         return [count]
-    messages = consensus.exchange(f"{count} {failure}".encode(), lambda: f"ranks {about}; all of them have to call this")
+    messages = consensus.exchange(
+        f"{count} {failure}".encode(), lambda: f"ranks {about}; all of them have to call this"
+    )
     found = [message.decode().split(" ", 1) for message in messages]
     for rank, (_, text) in enumerate(found):
         if text:
@@ -96,7 +98,7 @@ def _together(consensus: Consensus | None, about: str, run: Callable[[], int]) -
     return [int(number) for number, _ in found]
 
 
-def _once(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def once(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Each tensor under the name that ``save_pretrained`` keeps, if it is tied."""
     derived = getattr(model, "all_tied_weights_keys", None) or {}
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -138,7 +140,7 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 
 @dataclass
-class _Export:
+class Export:
     """The files while they are written.
 
     Attributes:
@@ -190,7 +192,7 @@ class _Export:
         try:
             for name, entry in blocks.items():
                 for offset, view in _own_parts(entry, owners.get(name)):
-                    written += self._write_block(opened, name, offset, view)
+                    written += self.write_part(opened, name, offset, view)
             for descriptor in opened.values():
                 os.fsync(descriptor)
         finally:
@@ -198,7 +200,7 @@ class _Export:
                 os.close(descriptor)
         return written
 
-    def _write_block(self, opened: dict[str, int], name: str, offset: Sequence[int], view: torch.Tensor) -> int:
+    def write_part(self, opened: dict[str, int], name: str, offset: Sequence[int], view: torch.Tensor) -> int:
         """A block of a tensor of the model, to all places of files that it belongs to."""
         written = 0
         shape = tuple(self.tensors[name].shape)
@@ -206,10 +208,14 @@ class _Export:
             found = _meet(part, shape, offset, view)
             if found is None:
                 continue
-            if file.name not in opened:
-                opened[file.name] = os.open(self.path(file), os.O_WRONLY)
-            written += write_block(opened[file.name], file.tensors[target], *found)
+            written += write_block(self.descriptor(opened, file), file.tensors[target], *found)
         return written
+
+    def descriptor(self, opened: dict[str, int], file: FileLayout) -> int:
+        """The open file; the caller closes all of ``opened``."""
+        if file.name not in opened:
+            opened[file.name] = os.open(self.path(file), os.O_WRONLY)
+        return opened[file.name]
 
     def finish(self, model: nn.Module, source: Path | None) -> int:
         base = file_base(model)
@@ -322,7 +328,7 @@ def _meet(
     return tuple(begin), values.reshape(sizes)
 
 
-def _write_whole(work: _Export, item: Computed, number: int, consensus: Consensus | None) -> list[int]:
+def _write_whole(work: Export, item: Computed, number: int, consensus: Consensus | None) -> list[int]:
     """Gather the sources of a result, and write it on one rank."""
     gathered = {name: _whole(work.tensors[name]) for name in item.sources}
 

@@ -195,7 +195,11 @@ def _check_dtype(wanted: Mapping[str, torch.Tensor], dtype: torch.dtype | None) 
 def _stored_dtype(conversion: Conversion, stored: Stored, name: str) -> torch.dtype | None:
     """The dtype in files; None for quantized and computed tensors."""
     mapped = conversion.mapped.get(name)
-    found = {stored.tensors[part.source].dtype for part in mapped.parts if part.source in stored.tensors} if mapped is not None else set()
+    found = (
+        {stored.tensors[part.source].dtype for part in mapped.parts if part.source in stored.tensors}
+        if mapped is not None
+        else set()
+    )
     usual = {dtype for dtype in found if dtype.itemsize > 1 or not dtype.is_floating_point}
     return usual.pop() if len(usual) == 1 and usual == found else None
 

@@ -219,9 +219,7 @@ def _cat(tensors: Sequence[MappedTensor], dim: int = 0) -> MappedTensor:
     dim %= tensors[0].ndim
     first = tensors[0].shape
     for tensor in tensors:
-        if tensor.ndim != len(first) or any(
-            a != b for at, (a, b) in enumerate(zip(tensor.shape, first)) if at != dim
-        ):
+        if tensor.ndim != len(first) or any(a != b for at, (a, b) in enumerate(zip(tensor.shape, first)) if at != dim):
             raise ValueError(f"shapes {tuple(first)} and {tuple(tensor.shape)} cannot be joined along dim {dim}")
     parts, at = [], 0
     for tensor in tensors:

@@ -62,11 +62,7 @@ def load_stored(
     if rng and stored.format == "vescale":
         _restore_random_state(stored)
     if not strict:
-        result["not_loaded"] = {
-            "missing": sorted(plan.differences.missing),
-            "surplus": sorted(plan.differences.surplus),
-            "misshapen": dict(sorted(plan.differences.misshapen.items())),
-        }
+        result["not_loaded"] = plan.differences.as_dict()
     return result
 
 

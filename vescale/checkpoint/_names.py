@@ -47,6 +47,14 @@ class Differences:
             lines.append(f"  and {len(self.misshapen) - _SHOWN} more of other shapes or dtypes")
         return "\n".join(lines)
 
+    def as_dict(self) -> dict[str, object]:
+        """Names that are missing and surplus, and (found, expected) of the others."""
+        return {
+            "missing": sorted(self.missing),
+            "surplus": sorted(self.surplus),
+            "misshapen": dict(sorted(self.misshapen.items())),
+        }
+
     def refuse(self, where: str) -> None:
         if self:
             raise CheckpointError(

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from vescale.checkpoint._dcp import is_dcp, open_dcp
 from vescale.checkpoint._errors import CheckpointError
+from vescale.checkpoint._safetensors import is_safetensors, open_safetensors
 from vescale.checkpoint._step_format import is_step, is_step_folder, open_newest_step, open_step
 from vescale.checkpoint._stored import Stored
+from vescale.checkpoint._torch_save import is_torch_save, open_torch_save
 
 __all__ = ["FORMATS", "Format", "open_stored"]
 
@@ -32,6 +35,9 @@ class Format:
 FORMATS: tuple[Format, ...] = (
     Format("vescale", is_step, open_step),
     Format("vescale", is_step_folder, open_newest_step),
+    Format("dcp", is_dcp, open_dcp),
+    Format("safetensors", is_safetensors, open_safetensors),
+    Format("torch", is_torch_save, open_torch_save),
 )
 """In the order in which they are tried."""
 

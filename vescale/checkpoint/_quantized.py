@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from vescale.checkpoint._errors import CheckpointError
-from vescale.checkpoint._index_map import row_major
-from vescale.checkpoint._reader import read_tensors
-from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
+from vescale.checkpoint._stored import Stored
+from vescale.checkpoint._stored_blocks import block_values
 
 __all__ = ["Quantized", "find_quantized", "read_block"]
 
@@ -86,9 +85,7 @@ def _scale_names(name: str) -> Iterator[str]:
         yield name.removesuffix(".weight") + ".qscale_weight"
 
 
-def _block(
-    name: str, shape: tuple[int, ...], grid: tuple[int, ...], wanted: Sequence[int] | None
-) -> tuple[int, int]:
+def _block(name: str, shape: tuple[int, ...], grid: tuple[int, ...], wanted: Sequence[int] | None) -> tuple[int, int]:
     rows, columns = shape[-2:] if len(shape) > 1 else (1, *shape)
     scale_rows, scale_columns = (1, 1) if not grid else ((1, 1, *grid)[-2:])
     if len(grid) > 2 and grid[:-2] != shape[:-2]:
@@ -111,14 +108,14 @@ def read_block(
     """A block of a tensor's values: float32 where it is quantized, else as stored."""
     entry = quantized.get(source)
     if entry is None:
-        return _read(stored, source, first, sizes)
+        return block_values(stored, source, first, sizes)
     if entry.block is not None:
         return _fp8(stored, entry, tuple(first), tuple(sizes))
     return _mxfp4(stored, entry, tuple(first), tuple(sizes))
 
 
 def _fp8(stored: Stored, entry: Quantized, first: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    values = _read(stored, entry.weights, first, sizes).to(torch.float32)
+    values = block_values(stored, entry.weights, first, sizes).to(torch.float32)
     assert entry.block is not None
     grid = stored.tensors[entry.scales].shape
     dims = min(2, len(sizes))
@@ -126,13 +123,15 @@ def _fp8(stored: Stored, entry: Quantized, first: tuple[int, ...], sizes: tuple[
     low = [at // height for at, height in zip(first[-dims:], heights)]
     high = [-(-(at + n) // height) for at, n, height in zip(first[-dims:], sizes[-dims:], heights)]
     if len(grid) < dims or (len(grid) == 1 and dims == 2):  # one scale for all, or one a row
-        scales = _read(stored, entry.scales, (0,) * len(grid), grid).reshape((1,) * (2 - len(grid)) + tuple(grid))
+        scales = block_values(stored, entry.scales, (0,) * len(grid), grid).reshape(
+            (1,) * (2 - len(grid)) + tuple(grid)
+        )
         scales = _powers(scales)[low[0] : high[0], low[1] : high[1]] if dims == 2 else _powers(scales).reshape(-1)
     else:
         lead = len(grid) - dims
         counts = [b - a for a, b in zip(low, high)]
         begins = (*first[:lead], *low) if lead else tuple(low)
-        scales = _powers(_read(stored, entry.scales, begins, (*sizes[:lead], *counts)))
+        scales = _powers(block_values(stored, entry.scales, begins, (*sizes[:lead], *counts)))
     for dim, (at, begin, height, n) in enumerate(zip(first[-dims:], low, heights, sizes[-dims:])):
         axis = dim - dims
         if scales.shape[axis] * height >= n:
@@ -152,23 +151,11 @@ def _mxfp4(stored: Stored, entry: Quantized, first: tuple[int, ...], sizes: tupl
     width = stored.tensors[entry.weights].shape[-1]
     low, high = first[-1] // (2 * width), -(-(first[-1] + sizes[-1]) // (2 * width))
     begins, counts = (*first[:-1], low), (*sizes[:-1], high - low)
-    packed = _read(stored, entry.weights, (*begins, 0), (*counts, width))
-    exponents = _read(stored, entry.scales, begins, counts).to(torch.int32) - 127
+    packed = block_values(stored, entry.weights, (*begins, 0), (*counts, width))
+    exponents = block_values(stored, entry.scales, begins, counts).to(torch.int32) - 127
     table = torch.tensor(_FP4, dtype=torch.float32)
     values = torch.empty(*counts, 2 * width)
     values[..., 0::2] = table[(packed & 15).int()]
     values[..., 1::2] = table[(packed >> 4).int()]
     values = torch.ldexp(values, exponents.unsqueeze(-1)).flatten(-2)
     return values.narrow(-1, first[-1] - low * 2 * width, sizes[-1])
-
-
-def _read(stored: Stored, name: str, first: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    tensor = stored.tensors[name]
-    (box,) = tensor.boxes
-    strides = box.strides or row_major(box.sizes)
-    start = box.start + sum(at * stride for at, stride in zip(first, strides)) * tensor.dtype.itemsize
-    shape = tuple(sizes)
-    part = StoredTensor(shape, tensor.dtype, (StoredBox((0,) * len(shape), shape, box.file, start, tuple(strides)),))
-    found = torch.empty(shape, dtype=tensor.dtype)
-    read_tensors(Stored(stored.folder, {name: part}, stored.format), {name: found}, share=False)
-    return found

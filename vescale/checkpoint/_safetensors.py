@@ -77,7 +77,9 @@ def read_header(path: Path) -> Header:
                 raise _damaged(path, f"has {size} bytes, fewer than the 8 with the length of the header")
             length = struct.unpack("<Q", first)[0]
             if length > MAX_HEADER:
-                raise _damaged(path, f"has a header of {length} bytes, more than the {MAX_HEADER} that the format allows")
+                raise _damaged(
+                    path, f"has a header of {length} bytes, more than the {MAX_HEADER} that the format allows"
+                )
             if length > size - 8:
                 raise _damaged(path, f"ends inside of its header: {size} bytes, header of {length}")
             text = file.read(length)
@@ -110,7 +112,9 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, .
     begin, end = offsets
     needed = math.prod(shape) * dtype.itemsize
     if end - begin != needed:
-        raise _damaged(path, f"has {end - begin} bytes for {name}: {needed} are needed for {code} of shape {tuple(shape)}")
+        raise _damaged(
+            path, f"has {end - begin} bytes for {name}: {needed} are needed for {code} of shape {tuple(shape)}"
+        )
     return dtype, tuple(shape), begin, end
 
 
@@ -123,7 +127,9 @@ def _check_cover(path: Path, spans: Mapping[str, tuple[Any, Any, int, int]], siz
     for name, (_, _, begin, end) in sorted(spans.items(), key=lambda item: item[1][2:]):
         if begin != at:
             kind = "a hole" if begin > at else "an overlap"
-            raise _damaged(path, f"has {kind} between {before} and {name}: {name} begins at byte {begin} instead of {at}")
+            raise _damaged(
+                path, f"has {kind} between {before} and {name}: {name} begins at byte {begin} instead of {at}"
+            )
         at, before = end, name
     if at != size:
         less = f"{at - size} bytes are missing: the file is truncated" if at > size else f"{size - at} more follow"
@@ -217,7 +223,9 @@ def open_safetensors(path: Path) -> Stored:
                 continue
             offset = offsets.get(name, (0,) * len(shape))
             if name in boxes and name not in offsets:
-                raise CheckpointError(f"{folder}: {name} is in {boxes[name][0][1].file} and in {file}; expected it once")
+                raise CheckpointError(
+                    f"{folder}: {name} is in {boxes[name][0][1].file} and in {file}; expected it once"
+                )
             boxes.setdefault(name, []).append((dtype, StoredBox(offset, shape, file, start)))
     gone = [name for name in weights or () if name not in boxes]
     if gone:

@@ -74,7 +74,9 @@ def plan_files(
     held = 0
     for name, (shape, dtype) in forms.items():
         if dtype not in _CODES:
-            raise CheckpointError(f"{name} is {dtype}, which safetensors files cannot hold; convert it, or leave it out")
+            raise CheckpointError(
+                f"{name} is {dtype}, which safetensors files cannot hold; convert it, or leave it out"
+            )
         size = math.prod(shape) * dtype.itemsize
         if groups[-1] and held + size > limit:
             groups.append({})
@@ -82,7 +84,11 @@ def plan_files(
         groups[-1][name] = (shape, dtype)
         held += size
     count = len(groups)
-    names = [f"{base}.safetensors"] if count == 1 else [f"{base}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = (
+        [f"{base}.safetensors"]
+        if count == 1
+        else [f"{base}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    )
     return [_layout(name, group, metadata or {"format": "pt"}) for name, group in zip(names, groups)]
 
 

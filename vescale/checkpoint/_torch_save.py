@@ -18,7 +18,15 @@ from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._restricted_pickle import PLAIN_NAMES, load_restricted
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 
-__all__ = ["TensorRecord", "flattened", "is_torch_save", "open_torch_save", "plain_value", "read_torch_save"]
+__all__ = [
+    "FilePart",
+    "TensorRecord",
+    "flattened",
+    "is_torch_save",
+    "open_torch_save",
+    "plain_value",
+    "read_torch_save",
+]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _STORAGES = {
@@ -119,13 +127,11 @@ _NAMES: Mapping[str, Any] = {
     "torch.serialization._get_layout": lambda name: str(name),
     **{f"torch.{name}": dtype for name, dtype in _STORAGES.items()},
     "torch.storage.UntypedStorage": torch.uint8,
-    **{
-        f"torch.{name}": value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)
-    },
+    **{f"torch.{name}": value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)},
 }
 
 
-class _Part(io.RawIOBase):
+class FilePart(io.RawIOBase):
     """Bytes ``[start, start + length)`` of a file, as a file."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
@@ -162,7 +168,7 @@ def read_torch_save(file: IO[bytes], start: int, length: int, about: str) -> Any
 
     Raises CheckpointError for names that are not on the list, for files of the form before torch 1.6, and for damaged ones.
     """
-    part = _Part(file, start, length)
+    part = FilePart(file, start, length)
     if part.read(4) != b"PK\x03\x04":
         raise CheckpointError(
             f"{about} is no zip: a torch.save file from before torch 1.6 (a bare pickle), or something else; load it with "
@@ -310,5 +316,3 @@ def _opened(path: Path) -> IO[bytes]:
         return path.open("rb")
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
-
-
