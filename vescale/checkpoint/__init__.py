@@ -1,3 +1,66 @@
-"""Checkpoints that survive crashes, load on any mesh, and go to and from Hugging Face."""
+"""Checkpoints that survive crashes, load on any mesh, and go to and from Hugging Face.
 
-__all__: list[str] = []
+The names are imported on first use: the process that writes asynchronous saves runs modules of this package without torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vescale.checkpoint._checkpointer import Checkpointer
+    from vescale.checkpoint._errors import CheckpointError, CheckpointWarning
+    from vescale.checkpoint._hf_export import export_hf
+    from vescale.checkpoint._hf_load import load_hf
+    from vescale.checkpoint._one_shot import load, save
+    from vescale.checkpoint._open import FORMATS, Format, open_stored
+    from vescale.checkpoint._reader import read_tensors
+    from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
+    from vescale.checkpoint._verification import verify
+
+_MODULES = {
+    "Checkpointer": "_checkpointer",
+    "CheckpointError": "_errors",
+    "CheckpointWarning": "_errors",
+    "export_hf": "_hf_export",
+    "load_hf": "_hf_load",
+    "load": "_one_shot",
+    "save": "_one_shot",
+    "FORMATS": "_open",
+    "Format": "_open",
+    "open_stored": "_open",
+    "read_tensors": "_reader",
+    "Stored": "_stored",
+    "StoredBox": "_stored",
+    "StoredTensor": "_stored",
+    "verify": "_verification",
+}
+
+__all__ = [
+    "FORMATS",
+    "CheckpointError",
+    "CheckpointWarning",
+    "Checkpointer",
+    "Format",
+    "Stored",
+    "StoredBox",
+    "StoredTensor",
+    "export_hf",
+    "load",
+    "load_hf",
+    "open_stored",
+    "read_tensors",
+    "save",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        value = getattr(importlib.import_module(f"vescale.checkpoint.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'vescale.checkpoint' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

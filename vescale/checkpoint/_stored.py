@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint lie in its files, for every format that the package reads.
+"""Where the tensors of a checkpoint are in its files, for every format that the package reads.
 
 vescale's own steps, safetensors files, DCP folders and ``torch.save`` files all store the elements of a tensor
 uncompressed in files. So a format needs no reader of its own, only an index: this value. One reader then

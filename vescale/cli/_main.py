@@ -16,6 +16,7 @@ __all__ = ["COMMANDS", "UsageError", "main"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "advise": ("vescale.cli.advise", "padding of the communication buffers for every group size, and the best sizes"),
     "attach": ("vescale.cli._attach", "Connect to the prompt of a job that has stopped without a terminal."),
+    "ckpt": ("vescale.cli._ckpt", "List, show, verify, compare, convert and export checkpoints of any format."),
     "demo": ("vescale.cli._demo", "Train a Llama on a mesh of local processes and on one device, side by side."),
     "plan": ("vescale.cli._plan", "Write a first plan for a model: `vescale plan new MODEL --mesh dp=2,tp=2`."),
     "lint": ("vescale.cli._lint", "Check a plan against a model, without starting ranks."),

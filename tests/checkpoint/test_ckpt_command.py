@@ -1,0 +1,233 @@
+"""``vescale ckpt`` on checkpoints of every format, offline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from jsonschema import validate
+from torch import nn
+
+from tests.checkpoint.hf_models import reference, same_values, saved
+from tests.checkpoint.test_foreign_files import STATE, same, save_dcp, save_safetensors, save_torch, values_of
+from tests.plan_zoo.models import MODELS
+from vescale.checkpoint import load, load_hf, open_stored, save
+from vescale.cli import main
+
+
+def command(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, Any, str]:
+    """(exit code, JSON or text of the standard output, standard error)."""
+    capsys.readouterr()
+    code = main(["ckpt", *map(str, args)])
+    out, err = capsys.readouterr()
+    return code, json.loads(out) if "--json" in args and out else out, err
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Linear(5, 7)
+        self.two = nn.Linear(7, 3, dtype=torch.bfloat16)
+
+
+def trained(folder: Path) -> Net:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    save(folder, model=model, optimizer=optimizer, extra={"rate": 0.5})
+    return model
+
+
+SAVERS = {"safetensors": save_safetensors, "dcp": save_dcp, "torch": save_torch}
+
+
+@pytest.mark.parametrize("kind", [*SAVERS, "vescale"])
+@pytest.mark.parametrize("to", ["safetensors", "dcp", "vescale"])
+def test_convert(kind: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tensors are equal bit by bit, and what a format cannot hold is told."""
+    (tmp_path / "source").mkdir()
+    if kind == "vescale":
+        trained(tmp_path / "a")
+    path = tmp_path / "a" if kind == "vescale" else SAVERS[kind](tmp_path / "source")
+    code, found, _ = command(capsys, "convert", path, tmp_path / "b", "--to", to, "--json")
+    assert code == 0
+    stored = open_stored(tmp_path / "b")
+    assert stored.format == to
+    before, after = values_of(open_stored(path)), values_of(stored)
+    names = {name: name for name in before}
+    if to == "safetensors" and kind == "vescale":
+        names = {name.removeprefix("model."): name for name in before if name.startswith("model.")}
+    if to == "vescale" and kind == "safetensors":
+        names = {f"model.{name}": name for name in before}
+    assert same(after, {new: before[old] for new, old in names.items()})
+    assert bool(found["left_out"]) == (to == "safetensors" and kind != "safetensors")
+    code, found, _ = command(capsys, "verify", tmp_path / "b", "--json")
+    assert (code, found["sound"]) == (0, True)
+    code, _, err = command(capsys, "convert", path, tmp_path / "b", "--to", to)
+    assert code == 2 and "exists already" in err
+    assert sorted(entry.name for entry in tmp_path.iterdir() if "tmp" in entry.name) == []
+
+
+def test_torch_reads_what_convert_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A DCP folder by PyTorch's own reader, values included, in blocks that are smaller than tensors."""
+    from vescale.checkpoint import _convert, _stored_blocks
+
+    save_torch(tmp_path)
+    small = pytest.MonkeyPatch()
+    with small.context() as patch:
+        patch.setattr(_stored_blocks, "BLOCK_BYTES", 16)
+        patch.setattr(_convert, "BLOCK_BYTES", 16)
+        assert command(capsys, "convert", tmp_path / "model.pt", tmp_path / "b", "--to", "dcp")[0] == 0
+    assert len(open_stored(tmp_path / "b").tensors["model.a.weight"].boxes) > 1
+    target: dict[str, Any] = {f"model.{name}": torch.empty_like(tensor) for name, tensor in STATE.items()}
+    dcp.load(target, checkpoint_id=tmp_path / "b", no_dist=True)
+    assert same(target, {f"model.{name}": tensor for name, tensor in STATE.items()})
+    metadata = dcp.FileSystemReader(tmp_path / "b").read_metadata()
+    assert "epoch" in metadata.state_dict_metadata
+
+
+def test_converted_checkpoints_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model and its optimizer, from vescale's format through DCP and back."""
+    model = trained(tmp_path / "a")
+    assert command(capsys, "convert", tmp_path / "a", tmp_path / "b", "--to", "dcp")[0] == 0
+    assert command(capsys, "convert", tmp_path / "b", tmp_path / "c", "--to", "vescale")[0] == 0
+    for folder in ("b", "c"):
+        other = Net()
+        optimizer = torch.optim.AdamW(other.parameters())
+        load(tmp_path / folder, model=other, optimizer=optimizer)
+        assert same(other.state_dict(), model.state_dict())
+        assert float(optimizer.state[other.one.weight]["exp_avg"].sum()) != 0
+
+
+def test_foreign_checkpoints_load(tmp_path: Path) -> None:
+    """``load`` finds a model's names behind whatever prefix they have."""
+    model = Net()
+    expected = dict(model.state_dict())
+    (tmp_path / "folder").mkdir()
+    torch.save({"state_dict": expected, "epoch": 3}, tmp_path / "x.pt")
+    torch.save(expected, tmp_path / "y.pth")
+    dcp.save({"app": {"model": expected}}, checkpoint_id=tmp_path / "folder", no_dist=True)
+    from safetensors.torch import save_file
+
+    save_file(expected, tmp_path / "z.safetensors")
+    for name in ("x.pt", "y.pth", "folder", "z.safetensors"):
+        other = Net()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        load(tmp_path / name, model=other, strict=False)
+        assert same(other.state_dict(), expected), name
+
+
+def test_a_folder_of_transformers_loads(tmp_path: Path) -> None:
+    source = saved("mixtral", tmp_path)
+    model = MODELS["mixtral"].build()
+    assert load(tmp_path, model=model) == {}
+    assert same_values(model, source) == []
+
+
+def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = {
+        "w": torch.arange(6.0).view(2, 3),
+        "b": torch.ones(2),
+        "only": torch.ones(1),
+        "nan": torch.tensor([float("nan")]),
+    }
+    b = {"w": a["w"].clone(), "b": torch.ones(3), "new": torch.ones(1), "nan": a["nan"].clone()}
+    b["w"][1, 2] += 0.5
+    torch.save(a, tmp_path / "a.pt")
+    torch.save(b, tmp_path / "b.pt")
+    code, found, _ = command(capsys, "diff", tmp_path / "a.pt", tmp_path / "b.pt", "--json")
+    assert code == 1
+    assert found == {
+        "equal": False,
+        "only_in_a": ["only"],
+        "only_in_b": ["new"],
+        "forms": {"b": {"a": "float32 (2,)", "b": "float32 (3,)"}},
+        "values": {"w": {"elements": 1, "largest": 0.5, "first": [1, 2]}},
+        "equal_tensors": 1,
+    }
+    code, text, _ = command(capsys, "diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert code == 1 and "~ w: 1 elements, by 0.5 at most, the first at (1, 2)" in text
+    assert command(capsys, "diff", tmp_path / "a.pt", tmp_path / "a.pt")[0] == 0
+
+
+@pytest.mark.parametrize("kind", SAVERS)
+def test_damage_is_found(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = SAVERS[kind](tmp_path)
+    assert command(capsys, "verify", path)[0] == 0
+    file = next(tmp_path.glob("*.distcp")) if kind == "dcp" else path
+    content = bytearray(file.read_bytes())
+    if kind != "safetensors":  # which has no checksums
+        position = open_stored(path).tensors["model.a.weight"].boxes[0].start
+        content[position + 5] ^= 16
+        file.write_bytes(content)
+        code, found, _ = command(capsys, "verify", path, "--json")
+        assert (code, found["sound"]) == (1, False) and "checksum" in found["problems"][0]
+    file.write_bytes(content[:-9])
+    code, found, _ = command(capsys, "verify", path, "--json")
+    assert code == 1 and found["problems"]
+
+
+def test_ls_and_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from vescale.checkpoint import Checkpointer
+
+    model = Net()
+    with Checkpointer(tmp_path / "steps", asynchronous=False) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, model=model, epoch=step)
+    (tmp_path / "steps" / "step-2" / "manifest.json").write_text("{")
+    code, found, _ = command(capsys, "ls", tmp_path / "steps", "--json")
+    assert code == 0
+    assert [(row["step"], row["complete"]) for row in found["checkpoints"]] == [(1, True), (2, False)]
+    assert command(capsys, "ls", tmp_path / "steps")[1].count("step-") >= 2
+    code, found, _ = command(capsys, "show", tmp_path / "steps" / "step-1", "--tensors", "*.weight", "--json")
+    assert found["tensors"]["model.one.weight"]["shape"] == [7, 5]
+    assert found["values"]["epoch"] == 1
+    assert "model.two.weight" in command(capsys, "show", tmp_path / "steps" / "step-1")[1]
+
+
+def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a checkpoint of training to files of Hugging Face, and from these to a model again."""
+    model = saved("mixtral", tmp_path / "hf")
+    save(tmp_path / "a", model=model)
+    config = f"hf:{tmp_path / 'hf' / 'config.json'}"
+    code, _, err = command(capsys, "export", tmp_path / "a", tmp_path / "b", "--model", config, "--json")
+    assert code == 0, err
+    assert same_values(reference("mixtral", tmp_path / "b"), model) == []
+    other = MODELS["mixtral"].build()
+    load_hf(other, tmp_path / "b")
+    assert same_values(other, model) == []
+
+
+def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = command(capsys, "show", tmp_path / "nothing")
+    assert code == 2 and "does not exist" in err
+    (tmp_path / "text").write_text("hello")
+    for action in ("ls", "show", "verify"):
+        code, _, err = command(capsys, action, tmp_path / "text")
+        assert code == 2 and "no checkpoint in a known format" in err
+
+
+def test_documented_schemas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ``--json`` prints is what docs/checkpoint-hf.md says."""
+    text = (Path(__file__).parents[2] / "docs" / "checkpoint-hf.md").read_text()
+    schemas = json.loads(text.split("```json\n")[1].split("```")[0])
+    path = save_torch(tmp_path)
+    runs = {
+        "ls": (path,),
+        "show": (path,),
+        "verify": (path,),
+        "diff": (path, path),
+        "convert": (path, tmp_path / "b", "--to", "safetensors"),
+    }
+    for action, args in runs.items():
+        validate(command(capsys, action, *args, "--json")[1], schemas[action])
+    assert schemas.keys() == {*runs, "export"}

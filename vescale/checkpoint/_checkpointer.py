@@ -1,0 +1,228 @@
+"""``Checkpointer``: the steps of a training run in a folder."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from vescale.checkpoint._errors import CheckpointError, CheckpointWarning
+from vescale.checkpoint._gathering import Gathering, first_rank_decides
+from vescale.checkpoint._loading import load_stored
+from vescale.checkpoint._saving import Saver, Target
+from vescale.checkpoint._snapshot import take_snapshot
+from vescale.checkpoint._step_folder import MANIFEST, Retention, complete_steps, find_problems, step_name, step_numbers
+from vescale.checkpoint._step_format import open_step
+from vescale.checkpoint._verification import verify_step
+
+__all__ = ["Checkpointer"]
+
+Verify = Literal["none", "sizes", "checksums"]
+
+
+class Checkpointer:
+    """Saves steps of a training run to a folder, and goes on from them, on the same or on another mesh.
+
+        with Checkpointer("runs/7", keep=3) as checkpoints:
+            found = checkpoints.restore(model=model, optimizer=optimizer, scheduler=scheduler)
+            for step in range(found["step"] + 1 if found else 0, steps):
+                ...
+                if step % 500 == 0:
+                    checkpoints.save(step, model=model, optimizer=optimizer, scheduler=scheduler)
+
+    Made, and called, by every rank of the job alike; without a process group it serves one process. A step is there as a
+    whole or not at all, whenever and however processes are ended (``docs/checkpoint.md`` has the protocol).
+
+    Args:
+        folder: of the steps, on a file system that all ranks share. Made by the first save.
+        keep: how many of the newest steps stay; None: all. At least two, so that one is left if the newest is damaged.
+        keep_every: steps that are multiples of it stay as well.
+        best: the name of a number given to ``save``: the step with the smallest one stays as well. ``(name, "max")``: the largest.
+        asynchronous: ``save`` returns when the values are copied to memory of the host; a process of its own writes them.
+        verify: what ``restore`` checks before it takes a step: that files are there and have their sizes, or also checksums of
+            all their bytes, which the ranks divide.
+
+    Raises ValueError for arguments out of range.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        best: str | tuple[str, Literal["min", "max"]] | None = None,
+        asynchronous: bool = True,
+        verify: Verify = "sizes",
+    ) -> None:
+        if keep is not None and keep < 2:
+            raise ValueError(f"keep is {keep}; expected at least 2, so that a damaged step is not the only one, or None for all")
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"keep_every is {keep_every}; expected a positive number of steps")
+        if verify not in ("none", "sizes", "checksums"):
+            raise ValueError(f'verify is {verify!r}; expected "none", "sizes" or "checksums"')
+        name, which = (best, "min") if best is None or isinstance(best, str) else best
+        if which not in ("min", "max"):
+            raise ValueError(f'best is {best!r}; expected a name, or (name, "min" or "max")')
+        self.folder = Path(folder)
+        self._best = name
+        self._retention = Retention(keep, keep_every, name, which == "max")
+        self._verify: Verify = verify
+        self._saver = Saver(os.path.abspath(folder), asynchronous=asynchronous)
+        self._abandoned: tuple[int, ...] = ()
+
+    def save(self, step: int, *, model: nn.Module | None = None, optimizer: Any = None, **more: Any) -> None:
+        """Save everything that training goes on from, random state, mesh and plan included.
+
+        Waits for a save that is under way. Communication: in the first save, and when tensors have come or gone, ranks compare
+        names through the store; each save ends with one message of each rank. No collectives.
+
+        Args:
+            step: not negative; a step that is there already can be saved again only after ``restore`` of an earlier one.
+            model: in any placement, sharded or not; tied parameters are saved once, frozen ones and buffers, too.
+            optimizer: one, or a list or dict of them. States are saved by the names of parameters.
+            **more: objects with ``state_dict`` (schedulers, samplers, averages), generators, tensors, and plain data.
+
+        Raises:
+            CheckpointError: an earlier save has failed (this one is not tried), or, in synchronous mode, this one. Whatever was
+                saved before is as it was. Objects that are no tensors and no plain data; nothing is pickled.
+        """
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(f"step is {step!r}; expected a number that is not negative")
+        metric = self._metric(more)
+        snapshot = take_snapshot(model, optimizer, more)
+        replace = self._may_be_replaced(step)
+        target = Target(step_name(step), step, metric, self._retention, replace, tuple(s for s in self._abandoned if s != step))
+        self._saver.save(snapshot, target)
+        self._abandoned = ()
+
+    def restore(
+        self,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        step: int | Literal["latest"] = "latest",
+        strict: bool = True,
+        rng: bool = True,
+        cast: bool = False,
+        **more: Any,
+    ) -> dict[str, Any] | None:
+        """Fill model and optimizer in place from the newest complete step, or from ``step``.
+
+        Steps that are not complete are passed by with a warning. Each rank reads the bytes that it holds; ranks that hold the
+        same read once and broadcast. After an earlier step than the newest, the next save puts the later ones aside.
+
+        Args:
+            model, optimizer: None: left out. Meshes and placements may differ from those of the save.
+            strict: everything that is wanted is there, and everything that is there is wanted. False: load what fits.
+            rng: set the random state, too. On any number of ranks, if they were seeded alike.
+            cast: convert tensors that have another dtype.
+            **more: objects that were saved under these names, to be given their state.
+
+        Returns:
+            ``{"step": n, **more}`` as it was saved (states, in place of objects); with ``strict=False`` also ``"not_loaded"``:
+            ``missing``, ``surplus`` and ``misshapen`` names. None if there is no complete step.
+
+        Raises:
+            CheckpointError: no such step (naming those that are there), or names, shapes and dtypes that do not fit, with the
+                nearest names. On every rank, before anything is changed.
+        """
+        self.wait()
+        found = self._choose(step)
+        if found is None:
+            return None
+        stored = open_step(self.folder / step_name(found), check_sizes=False)
+        result = load_stored(stored, model, optimizer, more, strict=strict, rng=rng, cast=cast)
+        later = first_rank_decides(lambda: {"steps": [s for s in step_numbers(str(self.folder)) if s > found]})["steps"]
+        self._abandoned = tuple(later)
+        return result
+
+    def steps(self) -> list[int]:
+        """The complete steps in the folder, ascending. No communication; the first rank may see a save before others do."""
+        return complete_steps(str(self.folder))
+
+    def wait(self) -> None:
+        """Until no save is under way. Raises CheckpointError if the last one has failed, on every rank."""
+        self._saver.wait()
+
+    def close(self) -> None:
+        """Wait, and end the writer process. A later save starts another one."""
+        self._saver.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        try:
+            self.close()
+        except CheckpointError as error:
+            if kind is None:
+                raise
+            warnings.warn(str(error), CheckpointWarning, stacklevel=2)  # an error is on its way already
+
+    def _metric(self, more: dict[str, Any]) -> dict[str, Any] | None:
+        if self._best is None:
+            return None
+        value = more.get(self._best)
+        try:
+            number = None if value is None else float(value)
+        except (TypeError, ValueError):
+            raise CheckpointError(f"{self._best} is {value!r}; best={self._best!r} needs a number, or nothing") from None
+        return {"name": self._best, "value": number if number is not None and number == number else None}
+
+    def _may_be_replaced(self, step: int) -> bool:
+        """A step that another branch of the run has left, or that is no longer complete."""
+        return step in self._abandoned or bool(find_problems(str(self.folder / step_name(step))))
+
+    def _choose(self, step: int | str) -> int | None:
+        """The step to restore, the same on every rank."""
+        folder = str(self.folder)
+        excluded: list[int] = []
+        while True:
+            found: int | None = first_rank_decides(lambda: {"step": self._candidate(folder, step, excluded)})["step"]
+            if found is None or self._verify != "checksums":
+                return found
+            problems = self._damage(found)
+            if not problems:
+                return found
+            text = f"{self.folder / step_name(found)} is damaged: {'; '.join(problems[:5])}"
+            if step != "latest":
+                raise CheckpointError(text)
+            warnings.warn(f"passed by: {text}", CheckpointWarning, stacklevel=3)
+            excluded.append(found)
+
+    def _candidate(self, folder: str, step: int | str, excluded: Sequence[int]) -> int | None:
+        """On the first rank."""
+        checks = self._verify != "none"
+        known = [s for s in step_numbers(folder) if os.path.exists(os.path.join(folder, step_name(s), MANIFEST)) or checks]
+        if step != "latest":
+            if step not in known:
+                raise CheckpointError(f"{folder} has no step {step}; it has {self.steps()}")
+            problems = find_problems(os.path.join(folder, step_name(int(step)))) if checks else []
+            if problems:
+                raise CheckpointError(f"step {step} is not complete: {'; '.join(problems)}; complete are {self.steps()}")
+            return int(step)
+        for candidate in reversed(known):
+            if candidate in excluded:
+                continue
+            problems = find_problems(os.path.join(folder, step_name(candidate))) if checks else []
+            if not problems:
+                return candidate
+            warnings.warn(
+                f"step {candidate} is passed by, because it is not complete: {'; '.join(problems[:5])}", CheckpointWarning, stacklevel=5
+            )
+        return None
+
+    def _damage(self, step: int) -> list[str]:
+        """Checksums of all files; each rank checks some."""
+        gathering = Gathering()
+        problems = verify_step(self.folder / step_name(step), part=gathering.rank, parts=gathering.world)
+        answer = gathering.round(
+            "\n".join(problems), lambda texts: {"problems": [line for text in texts for line in text.split("\n") if line]}
+        )
+        found: list[str] = answer["problems"]
+        return found

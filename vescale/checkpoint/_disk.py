@@ -1,0 +1,72 @@
+"""What changes files and folders, one function for each kind of change; the standard library only.
+
+Everything that a save does to the disk goes through here, so that tests can end the process between any two changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import sys
+from typing import Any
+
+__all__ = ["close", "create", "exchange", "make_folder", "remove_tree", "rename", "sync", "sync_folder", "write"]
+
+_CHUNK = 16 << 20
+
+
+def make_folder(path: str) -> None:
+    os.makedirs(path, exist_ok=True)
+
+
+def create(path: str) -> int:
+    """A new file for writing; FileExistsError if there is one."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write(descriptor: int, data: Any) -> None:
+    rest = memoryview(data)
+    while len(rest):
+        rest = rest[os.write(descriptor, rest[:_CHUNK]) :]
+
+
+def sync(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def close(descriptor: int) -> None:
+    os.close(descriptor)
+
+
+def sync_folder(path: str) -> None:
+    """Names in a folder are on the disk only after this."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: str, target: str) -> None:
+    os.rename(source, target)
+
+
+def exchange(first: str, second: str) -> bool:
+    """Swap two names at once, where the system can: Linux, on most file systems."""
+    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if swap is None:
+        return False
+    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    done: int = swap(here, os.fsencode(first), here, os.fsencode(second), ctypes.c_uint(both))
+    return done == 0
+
+
+def remove_tree(path: str) -> None:
+    """Remove a folder that readers do not look at, or a file. What is left after an error is found by the next save."""
+    if os.path.isdir(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)

@@ -1,0 +1,192 @@
+"""Names and shapes of Hugging Face's files and of a model, in both directions, by what transformers itself prescribes.
+
+``transformers.conversion_mapping`` has, for each kind of model, regular expressions that rename and programs of shape
+operations that merge, split and reorder. This module runs them on :class:`MappedTensor`, in the order in which
+``from_pretrained`` and ``save_pretrained`` do. Programs that compute values are run on whole tensors, one result at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale.checkpoint._errors import CheckpointError
+from vescale.checkpoint._index_map import MappedTensor, NotAnIndexMapError
+
+__all__ = ["Computed", "Conversion", "is_transformers_model", "to_files", "to_model"]
+
+Form = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Results that a program computes from whole tensors.
+
+    Attributes:
+        sources: names of what it needs.
+        results: what it makes.
+        run: calls back for each source, and returns the results.
+    """
+
+    sources: tuple[str, ...]
+    results: Mapping[str, Form]
+    run: Callable[[Callable[[str], torch.Tensor]], dict[str, torch.Tensor]]
+
+
+@dataclass
+class Conversion:
+    """What becomes of tensors in the other naming.
+
+    Attributes:
+        mapped: result name -> where its elements are from.
+        computed: the results that no map can describe.
+        unused: sources that lead to no result that is wanted.
+        used: transformers' own record of the transforms that matched, which its ``save_pretrained`` reverts.
+    """
+
+    mapped: dict[str, MappedTensor] = field(default_factory=dict)
+    computed: list[Computed] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    used: list[Any] | None = None
+
+    def form(self, name: str) -> Form | None:
+        """Shape and dtype of a result; None for none of this name."""
+        if name in self.mapped:
+            return tuple(self.mapped[name].shape), self.mapped[name].dtype
+        return next((found.results[name] for found in self.computed if name in found.results), None)
+
+
+@dataclass
+class _Group:
+    """Tensors that one program takes together: ``(pattern, source)`` each, in order."""
+
+    transform: Any
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether transformers has names of its own for the model's files."""
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        return False
+    return isinstance(model, PreTrainedModel)
+
+
+def to_model(model: nn.Module, files: Mapping[str, Form], wanted: Mapping[str, Any]) -> Conversion:
+    """How a model's tensors, ``wanted`` by name, come from those of files. Models of other kinds than transformers' have
+    the same names in files."""
+    found = Conversion()
+    if not is_transformers_model(model):
+        found.mapped = {name: MappedTensor.of(name, *files[name]) for name in files if name in wanted}
+        found.unused = [name for name in files if name not in wanted]
+        return found
+    from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    transforms = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    prefix: str = model.base_model_prefix  # type: ignore[assignment]
+    present: Any = dict.fromkeys(wanted, True)
+    groups: dict[str, _Group] = {}
+    for name in sorted(files, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, present)
+        if target not in present and name in present:
+            target, pattern = loading.rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=present)
+        if target not in present:
+            found.unused.append(name)
+        elif pattern is None:
+            found.mapped[target] = MappedTensor.of(name, *files[name])
+        else:
+            groups.setdefault(target, _Group(by_pattern[pattern])).sources.append((pattern, name))
+    for target, group in groups.items():
+        _convert(found, model, target, group, files, lambda name: name)
+    for name in [name for name in found.mapped if name not in present]:
+        del found.mapped[name]
+    found.used = [one for one in transforms if one.was_used()]
+    return found
+
+
+def to_files(model: nn.Module, tensors: Mapping[str, Form]) -> Conversion:
+    """How the tensors of files come from those of a model, as ``save_pretrained`` arranges them."""
+    found = Conversion()
+    transforms = _transforms_to_revert(model) if is_transformers_model(model) else []
+    if not transforms:
+        found.mapped = {name: MappedTensor.of(name, *form) for name, form in tensors.items()}
+        return found
+    from transformers import core_model_loading as loading
+
+    reverse = [one.reverse_transform() for one in transforms[::-1]]
+    renamings = [one for one in reverse if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in reverse if isinstance(one, loading.WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    groups: dict[str, _Group] = {}
+    for name in sorted(tensors, key=loading.dot_natural_key):
+        target, pattern = loading.apply_converters(name, converters)
+        if pattern is None:
+            target = loading.apply_renamings(name, renamings)
+            if target in found.mapped:
+                raise CheckpointError(f"{name}: transformers gives the name {target} to two tensors of the model")
+            found.mapped[target] = MappedTensor.of(name, *tensors[name])
+        else:
+            groups.setdefault(target, _Group(by_pattern[pattern])).sources.append((pattern, name))
+    for target, group in groups.items():
+        _convert(found, model, target, group, tensors, lambda name: loading.apply_renamings(name, renamings))
+    return found
+
+
+def _transforms_to_revert(model: Any) -> list[Any]:
+    """As in transformers' ``revert_weight_conversion``: those that matched at loading, else those of the model's kind."""
+    from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    used = getattr(model, "_weight_conversions", None)
+    if used is not None:
+        return list(used)
+    known = get_model_conversion_mapping(model, add_legacy=False)
+    return [one for one in known if not isinstance(one, loading.PrefixChange)]
+
+
+def _convert(
+    found: Conversion,
+    model: Any,
+    target: str,
+    group: _Group,
+    forms: Mapping[str, Form],
+    final_name: Callable[[str], str],
+) -> None:
+    """Add the results of one program."""
+
+    def run(tensor_of: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        transform = deepcopy(group.transform)
+        for pattern, name in group.sources:
+            transform.add_tensor(target, name, pattern, tensor_of(name))
+        made = transform.convert(target, model=model, config=model.config)
+        return {final_name(name): value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    names = tuple(name for _, name in group.sources)
+    try:
+        found.mapped |= run(lambda name: MappedTensor.of(name, *forms[name]))
+    except NotAnIndexMapError:
+        shapes = _run_on_meta(run, forms, target)
+        results = {name: (tuple(value.shape), value.dtype) for name, value in shapes.items()}
+        found.computed.append(Computed(names, results, run))
+    except Exception as error:  # programs of transformers raise many kinds where sources do not fit together
+        raise CheckpointError(
+            f"{target}: transformers' conversion of {', '.join(names[:4])}{' ...' if len(names) > 4 else ''} failed: "
+            f"{error}; these do not fit the model's configuration"
+        ) from error
+
+
+def _run_on_meta(run: Callable[..., dict[str, torch.Tensor]], forms: Mapping[str, Form], target: str) -> Any:
+    try:
+        return run(lambda name: torch.empty(forms[name][0], dtype=forms[name][1], device="meta"))
+    except Exception as error:
+        raise CheckpointError(f"{target}: transformers' conversion failed: {error}") from error

@@ -1,0 +1,332 @@
+"""Fill a model from a folder of Hugging Face, by slices: each rank reads the bytes that it holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale.checkpoint._errors import CheckpointError
+from vescale.checkpoint._hf_conversion import Conversion, is_transformers_model, to_model
+from vescale.checkpoint._hf_memory import fill_the_rest, give_memory
+from vescale.checkpoint._index_map import MappedTensor, Part, row_major, source_axes
+from vescale.checkpoint._local_blocks import local_blocks
+from vescale.checkpoint._model_tensors import model_tensors, tied_groups
+from vescale.checkpoint._names import Differences, nearest
+from vescale.checkpoint._quantized import Quantized, find_quantized, read_block
+from vescale.checkpoint._reader import read_tensors, read_whole
+from vescale.checkpoint._safetensors import open_safetensors
+from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
+from vescale.compat import note_writes
+
+__all__ = ["Origin", "load_hf", "origin_of"]
+
+_MAX_ELEMENTS = 4 << 20  # of a block that is dequantized at once: 16 MiB of float32
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a model was loaded from: :func:`export_hf` takes dtypes and files beside the weights from there.
+
+    Attributes:
+        dtypes: of a tensor in the folder's files, by the model's name of it; without quantized ones.
+    """
+
+    folder: Path
+    dtypes: Mapping[str, torch.dtype]
+
+
+_ORIGINS: weakref.WeakKeyDictionary[nn.Module, Origin] = weakref.WeakKeyDictionary()
+
+
+def origin_of(model: nn.Module) -> Origin | None:
+    return _ORIGINS.get(model)
+
+
+def load_hf(
+    model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, strict: bool = True
+) -> Differences:
+    """Fill a model from safetensors files with Hugging Face's names, and return what did not fit.
+
+    The model may be parallelized, sharded by ``fully_shard``, built under ``deferred_init()`` or on the meta device, or an
+    ordinary one. Names and layouts of files become the model's as ``from_pretrained`` does it: renamed and merged
+    experts, fused and split projections, tied weights; fp8 (128 x 128 blocks) and MXFP4 weights are dequantized.
+
+    Every rank reads the slices that it holds; ranks that hold the same share the reading (not of quantized tensors). Extra
+    memory is at most 64 MiB, or one whole tensor for conversions that compute values. Called by every rank of the job if
+    the model has DTensors; otherwise nothing is communicated.
+
+    Args:
+        folder: with ``model.safetensors`` or ``model.safetensors.index.json``; or one file.
+        dtype: of parameters that have no memory yet (deferred, meta). None: what the model says. Values are cast to the
+            dtype of the tensor that they fill.
+        strict: raise where names or shapes differ. False: load what fits, and leave the rest as the constructor made it.
+
+    Raises:
+        CheckpointError: missing, surplus and misshapen tensors, with the nearest names; damaged files; a ``dtype`` that
+            contradicts tensors that have memory. Before the model is changed.
+    """
+    stored = open_safetensors(Path(folder))
+    config = _config(stored.folder)
+    quantized = find_quantized(stored, _block_of(config))
+    files = _forms(stored, quantized)
+    wanted = model_tensors(model)
+    groups = tied_groups(wanted)
+    conversion = to_model(model, files, wanted)
+    _transpose(conversion, quantized, wanted)
+    chosen = _choose(model, conversion, groups, wanted)
+    found = _differences(model, conversion, groups, wanted, chosen)
+    if strict:
+        found.refuse(str(stored.folder))
+    _check_dtype(wanted, dtype)
+    sources = {name: source for name, source in chosen.items() if name not in found.misshapen}
+    made = give_memory(model, {name: wanted[name] for name in sources}, dtype)
+    targets = {name: made.get(id(wanted[name]), wanted[name]) for name in sources}
+    _fill(stored, quantized, conversion, targets, sources)
+    fill_the_rest(model, set(sources))
+    if is_transformers_model(model):
+        model._weight_conversions = conversion.used  # type: ignore[assignment]
+    dtypes = {name: _stored_dtype(conversion, stored, source) for name, source in sources.items()}
+    _ORIGINS[model] = Origin(stored.folder, {name: found for name, found in dtypes.items() if found is not None})
+    return found
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read as JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _block_of(config: Mapping[str, Any]) -> Sequence[int] | None:
+    settings = config.get("quantization_config") or {}
+    block = settings.get("weight_block_size") if isinstance(settings, dict) else None
+    sound = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    return block if sound else None
+
+
+def _forms(stored: Stored, quantized: Mapping[str, Quantized]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What files hold once quantized tensors are values."""
+    hidden = {name for entry in quantized.values() for name in (entry.weights, entry.scales)}
+    forms = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.tensors.items() if name not in hidden}
+    forms |= {name: (entry.shape, torch.float32) for name, entry in quantized.items()}
+    if quantized:  # scales of activations are of no use to a model in another precision
+        forms = {name: form for name, form in forms.items() if not name.endswith((".activation_scale", ".input_scale"))}
+    return forms
+
+
+def _transpose(conversion: Conversion, quantized: Mapping[str, Quantized], wanted: Mapping[str, torch.Tensor]) -> None:
+    for name, mapped in conversion.mapped.items():
+        sources = {part.source for part in mapped.parts}
+        if any(source in quantized and quantized[source].transposed for source in sources):
+            conversion.mapped[name] = mapped.transpose(-2, -1)  # type: ignore[assignment]
+
+
+def _choose(
+    model: nn.Module, conversion: Conversion, groups: Sequence[Sequence[str]], wanted: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """For each tensor of the model, under its first name, the name of the conversion that fills it."""
+    declared = getattr(model, "all_tied_weights_keys", None) or {}
+    chosen = {}
+    for names in groups:
+        fitting = [name for name in names if (form := conversion.form(name)) and form[0] == tuple(wanted[name].shape)]
+        there = fitting or [name for name in names if conversion.form(name) is not None]
+        if not there:  # tied by the configuration, but not in memory
+            there = [declared[name] for name in names if name in declared and conversion.form(declared[name])]
+        if there:
+            chosen[names[0]] = there[0]
+    return chosen
+
+
+def _differences(
+    model: nn.Module,
+    conversion: Conversion,
+    groups: Sequence[Sequence[str]],
+    wanted: Mapping[str, torch.Tensor],
+    chosen: Mapping[str, str],
+) -> Differences:
+    missing_is_fine = _patterns(model, "_keys_to_ignore_on_load_missing")
+    surplus_is_fine = [*_patterns(model, "_keys_to_ignore_on_load_unexpected"), re.compile(r"rotary_emb\.inv_freq$")]
+    surplus_is_fine.append(re.compile(r"(^|\.)position_ids$"))
+    found = Differences()
+    for names in groups:
+        if names[0] not in chosen and not any(p.search(name) for p in missing_is_fine for name in names):
+            found.missing[names[0]] = nearest(names[0], conversion.unused)
+        elif names[0] in chosen:
+            form = conversion.form(chosen[names[0]])
+            shape = tuple(wanted[names[0]].shape)
+            if form is not None and form[0] != shape:
+                found.misshapen[names[0]] = (f"shape {form[0]}", f"shape {shape}")
+    for name in conversion.unused:
+        if not any(pattern.search(name) for pattern in surplus_is_fine):
+            found.surplus[name] = nearest(name, list(wanted)) if len(found.surplus) < 8 else []
+    return found
+
+
+def _patterns(model: nn.Module, attribute: str) -> list[re.Pattern[str]]:
+    given = getattr(model, attribute, None) or ()
+    return [re.compile(pattern) for pattern in given]
+
+
+def _check_dtype(wanted: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+    if dtype is None:
+        return
+    for name, tensor in wanted.items():
+        fixed = isinstance(tensor, DTensor) or not (tensor.is_meta or type(tensor).__name__ == "DeferredTensor")
+        if fixed and tensor.is_floating_point() and tensor.dtype != dtype:
+            raise CheckpointError(
+                f"{name} has memory in {tensor.dtype} already, and dtype={dtype} was asked for; build the model in that "
+                "dtype, or leave dtype out: values are cast to what the model has"
+            )
+
+
+def _stored_dtype(conversion: Conversion, stored: Stored, name: str) -> torch.dtype | None:
+    """The dtype in files; None for quantized and computed tensors."""
+    mapped = conversion.mapped.get(name)
+    found = (
+        {stored.tensors[part.source].dtype for part in mapped.parts if part.source in stored.tensors}
+        if mapped is not None
+        else set()
+    )
+    usual = {dtype for dtype in found if dtype.itemsize > 1 or not dtype.is_floating_point}
+    return usual.pop() if len(usual) == 1 and usual == found else None
+
+
+def _fill(
+    stored: Stored,
+    quantized: Mapping[str, Quantized],
+    conversion: Conversion,
+    targets: Mapping[str, torch.Tensor],
+    sources: Mapping[str, str],
+) -> None:
+    tensors: dict[str, StoredTensor] = {}
+    sliced: dict[str, MappedTensor] = {}
+    for name, source in sources.items():
+        mapped = conversion.mapped.get(source)
+        if mapped is None:
+            continue
+        if any(part.source in quantized for part in mapped.parts):
+            sliced[name] = mapped
+        else:
+            boxes = tuple(_box(stored, part) for part in mapped.parts)
+            tensors[name] = StoredTensor(tuple(mapped.shape), mapped.dtype, boxes)
+    share = any(isinstance(tensor, DTensor) for tensor in targets.values())
+    plain = {name: targets[name] for name in tensors}
+    read_tensors(Stored(stored.folder, tensors, "safetensors"), plain, cast=True, share=share)
+    for name, mapped in sliced.items():
+        _fill_sliced(stored, quantized, name, targets[name], mapped)
+    for computed in conversion.computed:
+        _fill_computed(stored, quantized, computed, targets, sources)
+
+
+def _box(stored: Stored, part: Part) -> StoredBox:
+    (box,) = stored.tensors[part.source].boxes
+    start = box.start + part.start * stored.tensors[part.source].dtype.itemsize
+    strides = None if part.strides == row_major(part.sizes) else part.strides
+    return StoredBox(part.offset, part.sizes, box.file, start, strides)
+
+
+@torch.no_grad()
+def _fill_sliced(
+    stored: Stored, quantized: Mapping[str, Quantized], name: str, target: torch.Tensor, mapped: MappedTensor
+) -> None:
+    blocks = local_blocks(name, target)
+    for box in blocks.boxes:
+        view = blocks.view(box)
+        for part in mapped.parts:
+            low = [max(a, b) for a, b in zip(box.offset, part.offset)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(box.offset, box.sizes, part.offset, part.sizes)]
+            if all(a < b for a, b in zip(low, high)):
+                inner = tuple(slice(a - at, b - at) for a, b, at in zip(low, high, box.offset))
+                first = [a - at for a, at in zip(low, part.offset)]
+                _fill_part(stored, quantized, view[inner], part, first)
+    note_writes([blocks.tensor])
+    if blocks.local is not None and not blocks.local.is_inference():
+        torch.autograd.graph.increment_version(blocks.local)
+
+
+def _fill_part(
+    stored: Stored, quantized: Mapping[str, Quantized], view: torch.Tensor, part: Part, first: Sequence[int]
+) -> None:
+    """Write elements ``[first, first + view.shape)`` of a part to a view."""
+    entry = quantized.get(part.source)
+    shape = entry.shape if entry is not None else stored.tensors[part.source].shape
+    place = source_axes(part, shape)
+    if place is None:
+        raise CheckpointError(f"{part.source}: a quantized tensor whose dims the model merges cannot be read by slices")
+    origin, axes = place
+    for begin, sizes in _blocks_of(tuple(view.shape), [dim for dim, _ in axes]):
+        at, count = list(origin), [1] * len(shape)
+        picked = [slice(None)] * len(shape)
+        for (dim, step), here, n in zip(axes, (a + b for a, b in zip(first, begin)), sizes):
+            if dim >= 0:
+                at[dim] += here * step
+                count[dim] = (n - 1) * step + 1
+                picked[dim] = slice(None, None, step)
+        values = read_block(stored, part.source, quantized, at, count)[tuple(picked)]
+        used = [dim for dim, _ in axes if dim >= 0]
+        values = values.permute(used + [dim for dim in range(len(shape)) if dim not in used]).reshape(sizes)
+        view[tuple(slice(a, a + n) for a, n in zip(begin, sizes))].copy_(values)
+
+
+def _blocks_of(shape: tuple[int, ...], order: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Blocks of at most ``_MAX_ELEMENTS``; cut along the dims that are outermost in the source."""
+    pending = [((0,) * len(shape), shape)]
+    while pending:
+        begin, sizes = pending.pop()
+        numel = 1
+        for n in sizes:
+            numel *= n
+        if numel <= _MAX_ELEMENTS:
+            yield begin, sizes
+            continue
+        dim = min((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: order[d])
+        half = sizes[dim] // 2
+        if half > 128:
+            half -= half % 128  # a block that shares a scale is read once
+        pending.append((_with(begin, dim, begin[dim] + half), _with(sizes, dim, sizes[dim] - half)))
+        pending.append((begin, _with(sizes, dim, half)))
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+@torch.no_grad()
+def _fill_computed(
+    stored: Stored,
+    quantized: Mapping[str, Quantized],
+    computed: Any,
+    targets: Mapping[str, torch.Tensor],
+    sources: Mapping[str, str],
+) -> None:
+    """Run a program on whole tensors, and keep this rank's part of the results."""
+
+    def whole(name: str) -> torch.Tensor:
+        entry = quantized.get(name)
+        if entry is None:
+            return read_whole(stored, [name])[name]
+        return read_block(stored, name, quantized, (0,) * len(entry.shape), entry.shape)
+
+    wanted = {name: source for name, source in sources.items() if source in computed.results}
+    if not wanted:
+        return
+    made = computed.run(whole)
+    for name, source in wanted.items():
+        blocks = local_blocks(name, targets[name])
+        for box in blocks.boxes:
+            block = tuple(slice(at, at + n) for at, n in zip(box.offset, box.sizes))
+            blocks.view(box).copy_(made[source][block])
+        note_writes([blocks.tensor])

@@ -1,0 +1,85 @@
+"""Memory for models that have none yet, and values for what a checkpoint does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale.checkpoint._errors import CheckpointError
+from vescale.checkpoint._hf_conversion import is_transformers_model
+from vescale.checkpoint._model_tensors import replace_tensors
+from vescale.compat import local_of
+from vescale.rng import is_deferred, materialize
+
+__all__ = ["fill_the_rest", "give_memory"]
+
+
+def give_memory(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+) -> dict[int, torch.Tensor]:
+    """Replace deferred and meta tensors of a model by empty ones, under all of their names; by id of what they replace.
+
+    Deferred tensors come to the device that the constructor chose, meta tensors to the current default device.
+    Raises CheckpointError for DTensors without memory.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            if local_of(tensor).is_meta:
+                raise CheckpointError(
+                    f"{name} is a DTensor on the meta device; call model.to_empty(device=...) before, or build the model "
+                    "under vescale.deferred_init()"
+                )
+            continue
+        if not tensor.is_meta and not is_deferred(tensor):
+            continue
+        device = tensor.device if is_deferred(tensor) and tensor.device.type != "meta" else torch.get_default_device()
+        kept = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+        values = torch.empty(tensor.shape, dtype=kept, device=device)
+        if isinstance(tensor, nn.Parameter):
+            values = nn.Parameter(values, tensor.requires_grad)
+        values.__dict__.update({key: value for key, value in tensor.__dict__.items() if key != "_is_param"})
+        made[id(tensor)] = values
+    replace_tensors(model, made)
+    return made
+
+
+def fill_the_rest(model: nn.Module, loaded: Collection[str]) -> None:
+    """Give values to what is still deferred (as the constructor would) or on the meta device (as transformers would).
+
+    Raises CheckpointError for other models with tensors on the meta device that no file holds.
+    """
+    materialize(model)
+    rest = {
+        name: tensor
+        for named in (model.named_parameters(), model.named_buffers())
+        for name, tensor in named
+        if tensor.is_meta and not isinstance(tensor, DTensor)
+    }
+    if not rest:
+        return
+    if not is_transformers_model(model):
+        raise CheckpointError(
+            f"{', '.join(list(rest)[:5])}: on the meta device, and not in the checkpoint, so that their values are unknown; "
+            "build the model under vescale.deferred_init(), which keeps what the constructor computes"
+        )
+    device = torch.get_default_device()
+    made: dict[int, torch.Tensor] = {}
+    for tensor in rest.values():
+        empty = torch.empty_like(tensor, device=device)
+        made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    replace_tensors(model, made)
+    fresh = {id(tensor) for tensor in made.values()}
+    marked = [t for named in (model.parameters(), model.buffers()) for t in named if id(t) not in fresh]
+    for tensor in marked:
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    try:
+        model.initialize_weights()  # type: ignore[operator]
+    finally:
+        for tensor in marked:
+            del tensor._is_hf_initialized  # type: ignore[attr-defined]
+        for module in model.modules():
+            module.__dict__.pop("_is_hf_initialized", None)

@@ -1,0 +1,245 @@
+"""Fill a model, optimizers and other objects from an index of a checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vescale.checkpoint._errors import CheckpointError, CheckpointWarning
+from vescale.checkpoint._gathering import raise_together
+from vescale.checkpoint._json_values import TensorName, decode, encode
+from vescale.checkpoint._model_state import ModelState, load_extra, model_state
+from vescale.checkpoint._names import Differences, compare, nearest
+from vescale.checkpoint._optimizer_state import OptimizerLoad, named_optimizers, plan_optimizer_load
+from vescale.checkpoint._random_state import set_random_state
+from vescale.checkpoint._reader import read_tensors, read_whole
+from vescale.checkpoint._snapshot import MODEL, RANDOM
+from vescale.checkpoint._stored import Stored
+
+__all__ = ["load_stored"]
+
+# What other programs put in front of the names of a model's tensors.
+_PREFIXES = ("model.", "", "module.", "state_dict.", "model_state_dict.", "model.module.", "app.model.")
+
+
+def load_stored(
+    stored: Stored,
+    model: nn.Module | None,
+    optimizer: Any,
+    more: Mapping[str, Any],
+    *,
+    strict: bool,
+    rng: bool,
+    cast: bool,
+) -> dict[str, Any]:
+    """See ``Checkpointer.restore``. Called by all ranks of the job."""
+    loads: dict[str, OptimizerLoad] = {}
+    error = None
+    try:
+        plan = _Plan(stored, model, optimizer, more, cast=cast)
+        loads = plan.loads
+        if strict:
+            plan.differences.refuse(str(stored.folder))
+    except CheckpointError as found:
+        error = found
+    raise_together(error)  # before anything is changed anywhere
+    targets = {name: target for name, target in plan.targets.items() if name in plan.fitting}
+    read_tensors(plan.stored, targets, cast=cast)
+    for load in loads.values():
+        load.finish()
+    if model is not None and plan.extra:
+        load_extra(model, plan.extra)
+    result: dict[str, Any] = {"step": stored.values.get("step")} if stored.format == "vescale" else {}
+    result |= plan.beside(targets)
+    for key, value in more.items():
+        if key in result:
+            _give_back(value, result[key], key)
+    if rng and stored.format == "vescale":
+        _restore_random_state(stored)
+    if not strict:
+        result["not_loaded"] = plan.differences.as_dict()
+    return result
+
+
+class _Plan:
+    """What is read into what, and what does not fit."""
+
+    def __init__(
+        self, stored: Stored, model: nn.Module | None, optimizer: Any, more: Mapping[str, Any], *, cast: bool
+    ) -> None:
+        self.targets: dict[str, torch.Tensor] = {}
+        self.loads: dict[str, OptimizerLoad] = {}
+        self.extra: dict[str, Any] = {}
+        self.saved: dict[str, Any] = stored.values.get("values") or {} if stored.format == "vescale" else {}
+        state = model_state(model) if model is not None else ModelState({}, {}, set(), {}, {})
+        self.stored = stored = _with_our_names(stored, state)
+        structure: dict[str, tuple[str, str]] = {}
+        extra_missing: list[str] = []
+        surplus: set[str] = set()
+        if model is not None:
+            self.targets |= {f"{MODEL}.{name}": tensor for name, tensor in state.tensors.items()}
+            surplus |= {name for name in stored.tensors if name.startswith(f"{MODEL}.")}
+            surplus -= {f"{MODEL}.{alias}" for alias in (*state.aliases, *self._aliases())}
+            structure |= self._untied(stored, state)
+            self._take_extra(state, extra_missing)
+        for prefix, each in named_optimizers(optimizer).items():
+            saved = (self.saved.get("optimizers") or {}).get(prefix) or _by_names(stored, prefix, state)
+            if saved is None:
+                raise CheckpointError(
+                    f"{stored.folder} has no {prefix}; it has {sorted(self.saved.get('optimizers') or {}) or 'none'}. Pass optimizers "
+                    "in the form they were saved in (one, a list or a dict), or none"
+                )
+            load = self.loads[prefix] = plan_optimizer_load(prefix, each, state.names, saved, stored.tensors)
+            self.targets |= load.targets
+            extra_missing += load.missing
+            structure |= load.structure
+            surplus |= {name for name in stored.tensors if name.startswith(f"{prefix}.state.")}
+        self._take_beside(more)
+        self.differences = compare(stored.tensors, self.targets, cast=cast, surplus=surplus)
+        for name in extra_missing:
+            self.differences.missing[name] = nearest(name, list(stored.tensors))
+        self.differences.misshapen |= structure
+        if isinstance(optimizer, list | tuple | Mapping) or optimizer is not None:
+            self._other_optimizers(named_optimizers(optimizer))
+        self.fitting = set(self.targets) - self.differences.missing.keys() - self.differences.misshapen.keys()
+
+    def beside(self, targets: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """What was saved beside model and optimizer, by name."""
+        result = {}
+        left_out = []
+        saved = self.saved.get("beside") or {}
+        for key, value in saved.items():
+            names: list[TensorName] = []
+            decode(value, lambda name, names=names: names.append(name))  # type: ignore[misc]
+            unread = [name for name in names if name not in targets]
+            if any(name.is_sharded for name in unread):
+                left_out.append(key)
+                continue
+            whole = read_whole(self.stored, map(str, unread))
+            result[key] = decode(value, lambda name, whole=whole: targets.get(name, whole.get(name)))  # type: ignore[misc]
+        if left_out:
+            warnings.warn(
+                f"{self.stored.folder} also holds {left_out}, whose tensors are sharded; pass the objects by these names to have "
+                "them filled",
+                CheckpointWarning,
+                stacklevel=4,
+            )
+        return result
+
+    def _aliases(self) -> dict[str, str]:
+        return dict((self.saved.get("model") or {"aliases": {}})["aliases"])
+
+    def _untied(self, stored: Stored, state: ModelState) -> dict[str, tuple[str, str]]:
+        """Tied in the model, but two tensors in a checkpoint of ours."""
+        if stored.format != "vescale":
+            return {}
+        found = {}
+        for alias, first in state.aliases.items():
+            one, other = stored.tensors.get(f"{MODEL}.{alias}"), stored.tensors.get(f"{MODEL}.{first}")
+            if one is not None and other is not None and one is not other:
+                found[f"{MODEL}.{alias}"] = ("a tensor of its own", f"one tensor with {MODEL}.{first}, which it is tied to")
+        return found
+
+    def _take_extra(self, state: ModelState, missing: list[str]) -> None:
+        saved = (self.saved.get("model") or {}).get("extra") or {}
+        names: list[str] = []
+        decode(saved, lambda name: names.append(str(name)))
+        whole = read_whole(self.stored, names)
+        self.extra = decode(saved, lambda name: whole[str(name)])
+        missing += [f"{MODEL}.{name}" for name in state.extra if name not in self.extra and self.stored.format == "vescale"]
+
+    def _take_beside(self, more: Mapping[str, Any]) -> None:
+        saved = self.saved.get("beside") or {}
+        for key, value in more.items():
+            if key not in saved:
+                raise CheckpointError(
+                    f"{self.stored.folder} has nothing saved as {key!r}; it has {sorted(saved)}: use the name that save() was "
+                    "given, or leave it out"
+                )
+            own: dict[str, torch.Tensor] = {}
+            encode(value.state_dict() if hasattr(value, "state_dict") else None, key, own)
+            names: list[TensorName] = []
+            decode(saved[key], names.append)
+            for name in names:
+                if str(name) in own:
+                    self.targets[str(name)] = own[str(name)]
+
+    def _other_optimizers(self, ours: Mapping[str, Any]) -> None:
+        for prefix in (self.saved.get("optimizers") or {}).keys() - ours.keys():
+            self.differences.surplus[prefix] = []
+
+
+def _with_our_names(stored: Stored, state: ModelState) -> Stored:
+    """A foreign checkpoint with its model's tensors under ``model.``, whatever its names begin with."""
+    if stored.format == "vescale" or not state.tensors:
+        return stored
+
+    def matches(prefix: str) -> int:
+        return sum(f"{prefix}{name}" in stored.tensors for name in (*state.tensors, *state.aliases))
+
+    prefix = max(_PREFIXES, key=matches)
+    tensors = {}
+    for name, entry in stored.tensors.items():
+        if not name.startswith(prefix):
+            tensors[name] = entry
+        elif name.startswith("optimizer.") and prefix == "":
+            tensors[name] = entry
+        else:
+            tensors[f"{MODEL}.{name.removeprefix(prefix)}"] = entry
+    for alias, first in state.aliases.items():  # a model whose ties were saved under another name
+        if f"{MODEL}.{first}" not in tensors and f"{MODEL}.{alias}" in tensors:
+            tensors[f"{MODEL}.{first}"] = tensors[f"{MODEL}.{alias}"]
+    return Stored(stored.folder, tensors, stored.format, stored.values)
+
+
+def _by_names(stored: Stored, prefix: str, state: ModelState) -> dict[str, Any] | None:
+    """The states of a foreign checkpoint whose names are ``optimizer.state.PARAMETER.STATE``; options are not taken."""
+    if stored.format == "vescale":
+        return None
+    start = f"{prefix}.state."
+    found: dict[str, dict[str, Any]] = {}
+    parameters = sorted(state.names.values(), key=len, reverse=True)
+    for name in stored.tensors:
+        if name.startswith(start):
+            rest = name.removeprefix(start)
+            owner = next((each for each in parameters if rest.startswith(f"{each}.")), None)
+            if owner is not None:
+                found.setdefault(owner, {})[rest.removeprefix(f"{owner}.")] = {"$tensor": name}
+    if not found:
+        return None
+    return {"param_groups": [{"params": parameters, "options": {}}], "state": found}
+
+
+def _give_back(value: Any, state: Any, key: str) -> None:
+    if isinstance(value, torch.Generator):
+        value.set_state(state.cpu())
+    elif hasattr(value, "load_state_dict"):
+        value.load_state_dict(state)
+    else:
+        raise CheckpointError(
+            f"{key} is a {type(value).__qualname__} without load_state_dict; take result[{key!r}] instead of passing it"
+        )
+
+
+def _restore_random_state(stored: Stored) -> None:
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+    names = sorted((name for name in stored.tensors if name.startswith(f"{RANDOM}.")), key=lambda name: int(name[4:]))
+    if not names:
+        return
+    if stored.values.get("same_random_state") or len(names) == world:
+        own = names[0] if stored.values.get("same_random_state") else f"{RANDOM}.{rank}"
+    else:
+        own = names[0]
+        if rank == 0:
+            warnings.warn(
+                f"{stored.folder} was saved by {len(names)} ranks whose random states differ, and there are {world} now: all continue "
+                "with that of the first. Seed all ranks alike (torch.manual_seed) for the same numbers on any mesh",
+                CheckpointWarning,
+                stacklevel=5,
+            )
+    set_random_state(read_whole(stored, [own])[own])

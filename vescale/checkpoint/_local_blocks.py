@@ -1,0 +1,106 @@
+"""The blocks of a global tensor that the calling rank holds, as views of its memory; for tensors in any placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from vescale.checkpoint._errors import CheckpointError
+from vescale.compat import AsyncCollectiveTensor, local_of, spec_of
+from vescale.placements import Box, is_sharded, own_region
+
+__all__ = ["LocalBlocks", "local_blocks"]
+
+
+@dataclass(frozen=True)
+class LocalBlocks:
+    """A rank's part of a tensor.
+
+    Attributes:
+        tensor: as the user has it.
+        shape: global.
+        boxes: disjoint blocks, in local order; none where the rank holds nothing.
+        local: the rank's memory; None on a rank outside of the mesh.
+        mesh: None for a plain tensor, which every rank holds whole.
+        repeated: axes of the mesh along which ranks hold the same blocks.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    local: torch.Tensor | None
+    mesh: DeviceMesh | None = None
+    repeated: tuple[int, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(box.numel for box in self.boxes) * self.dtype.itemsize
+
+    def view(self, box: Box) -> torch.Tensor:
+        """The block's elements; writing to them writes to the tensor."""
+        assert self.local is not None
+        return box.view(self.local)
+
+
+def local_blocks(name: str, tensor: torch.Tensor) -> LocalBlocks:
+    """No communication. ``name`` is for errors.
+
+    Raises CheckpointError for pending reductions, tensors without memory, sparse and quantized ones and other tensor
+    subclasses, and local tensors that their placements do not describe.
+    """
+    tensor = tensor.detach()
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        _check_memory(name, tensor)
+        whole = Box((0,) * len(shape), shape, (0,) * len(shape), None)
+        return LocalBlocks(tensor, shape, (whole,) if tensor.numel() else (), tensor)
+    spec = spec_of(tensor)
+    if any(placement.is_partial() for placement in spec.placements):
+        raise CheckpointError(
+            f"{name}: shape {shape} placed as {tuple(spec.placements)} has a pending reduction, and a checkpoint holds "
+            "values only; redistribute it to a placement without Partial first"
+        )
+    region = own_region(shape, spec.placements, spec.mesh)
+    repeated = tuple(axis for axis, placement in enumerate(spec.placements) if not is_sharded(placement))
+    if region is None:
+        return LocalBlocks(tensor, shape, (), None, spec.mesh, repeated)
+    local = local_of(tensor)
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    _check_memory(name, local)
+    if tuple(local.shape) != region.local_shape:
+        raise CheckpointError(
+            f"{name}: a DTensor of shape {shape} placed as {tuple(spec.placements)} has a local tensor of shape "
+            f"{region.local_shape} on this rank, but the one found has shape {tuple(local.shape)}; build it with "
+            "distribute_tensor or from_local, which check this"
+        )
+    return LocalBlocks(tensor, shape, region.boxes, local, spec.mesh, repeated)
+
+
+def _check_memory(name: str, local: torch.Tensor) -> None:
+    if local.is_meta:
+        raise CheckpointError(
+            f"{name}: the tensor of shape {tuple(local.shape)} is on the meta device and has no memory; materialize the "
+            "model first (vescale.materialize, or model.to_empty)"
+        )
+    if local.layout != torch.strided or local.is_quantized:
+        raise CheckpointError(f"{name}: its layout is {local.layout}; checkpoints hold dense tensors only")
+    if type(local) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and _hides_memory(local):
+        raise CheckpointError(
+            f"{name}: a {type(local).__module__}.{type(local).__qualname__} keeps its values in other tensors; save "
+            "what it is made of, or a dequantized copy, under **more"
+        )
+
+
+def _hides_memory(local: torch.Tensor) -> bool:
+    """Whether a tensor subclass has no memory of its own (wrappers); others, which only add methods, have."""
+    return type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__

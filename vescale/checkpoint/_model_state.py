@@ -1,0 +1,74 @@
+"""What of a model is saved: its tensors by global name, each once, and values that are not tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["ModelState", "load_extra", "model_state"]
+
+# Modules that wrap others put these in front of names.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The state of one model.
+
+    Attributes:
+        tensors: parameters and persistent buffers by name, those with several names (tied) under the first.
+        aliases: further names of tied tensors, to their first.
+        buffers: names of those that are not parameters.
+        extra: what modules' ``get_extra_state`` returned.
+        names: of parameters, by ``id``.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    buffers: set[str]
+    extra: dict[str, Any]
+    names: dict[int, str]
+
+
+def model_state(model: nn.Module) -> ModelState:
+    """No communication. Groups of ``fully_shard`` and of plans that are gathered are sharded first. Names are those of the
+    model itself: wrappers for compilation, activation checkpointing and DDP leave no trace."""
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    found = ModelState({}, {}, set(), {}, {})
+    first: dict[int, str] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        name = _plain_name(key)
+        if not isinstance(value, torch.Tensor):
+            found.extra[name] = value
+            continue
+        known = first.setdefault(id(value), name)
+        if known != name:
+            found.aliases[name] = known
+            continue
+        found.tensors[name] = value
+        if isinstance(value, nn.Parameter):
+            found.names[id(value)] = name
+        else:
+            found.buffers.add(name)
+    return found
+
+
+def load_extra(model: nn.Module, extra: dict[str, Any]) -> None:
+    """Give modules back what their ``get_extra_state`` returned."""
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    for path, module in model.named_modules():
+        key = _plain_name(f"{path}._extra_state" if path else "_extra_state")
+        if key in extra and type(module).set_extra_state is not nn.Module.set_extra_state:
+            module.set_extra_state(extra[key])
+
+
+def _plain_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

@@ -1,0 +1,67 @@
+"""The parameters and buffers of a model that a checkpoint holds, under the names that a state dict gives them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale.fsdp import FSDPModule
+
+__all__ = ["model_tensors", "replace_tensors", "tied_groups"]
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, tied ones under each of their names; nothing is copied.
+
+    Modules of ``fully_shard`` are resharded first, so that these are the tensors at rest. Prefixes that wrappers of
+    ``torch.compile`` and activation checkpointing add are left out.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    transient = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    ):
+        if name not in transient:
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            found[name] = tensor
+    return found
+
+
+def tied_groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names of one tensor, or of tensors on the same memory, together; in the order of first names."""
+    groups: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(_memory(tensor), []).append(name)
+    return list(groups.values())
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    if isinstance(tensor, DTensor) or tensor.is_meta or type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return id(tensor)
+    if tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def replace_tensors(model: nn.Module, made: Mapping[int, torch.Tensor]) -> None:
+    """Register other tensors in the place of those with the given ids, under all of their names."""
+    for module in model.modules():
+        registered: tuple[dict[str, torch.Tensor | None], ...] = (module._parameters, module._buffers)  # type: ignore[assignment]
+        for tensors in registered:
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) in made:
+                    tensors[name] = made[id(tensor)]

@@ -1,0 +1,83 @@
+"""``save`` and ``load``: one checkpoint at a path."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vescale.checkpoint._errors import CheckpointError
+from vescale.checkpoint._gathering import raise_together
+from vescale.checkpoint._hf_conversion import is_transformers_model
+from vescale.checkpoint._hf_load import load_hf
+from vescale.checkpoint._loading import load_stored
+from vescale.checkpoint._open import open_stored
+from vescale.checkpoint._saving import Saver, Target
+from vescale.checkpoint._snapshot import take_snapshot
+from vescale.checkpoint._step_format import is_step
+
+__all__ = ["load", "save"]
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    overwrite: bool = False,
+    **more: Any,
+) -> None:
+    """Save to ``path``, which becomes a folder like a step of :class:`Checkpointer`; returns when it is on the disk.
+
+    Called by every rank. Arguments, errors and communication are those of ``Checkpointer.save``. The folder appears, or with
+    ``overwrite=True`` is exchanged, as a whole.
+
+    Raises CheckpointError if ``path`` is there already, or, with ``overwrite=True``, is something else than a checkpoint.
+    """
+    found = Path(os.path.abspath(path))
+    snapshot = take_snapshot(model, optimizer, more)
+    error = None
+    if os.path.lexists(found) and not (overwrite and is_step(found)):
+        expected = (
+            "a checkpoint to overwrite" if overwrite else "no such path; pass overwrite=True to replace a checkpoint"
+        )
+        error = CheckpointError(f"{found} is there already; expected {expected}")
+    raise_together(error)
+    saver = Saver(str(found.parent), asynchronous=False, locks=False)
+    try:
+        saver.save(snapshot, Target(found.name, replace=overwrite))
+    finally:
+        saver.close()
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    strict: bool = True,
+    rng: bool = True,
+    cast: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
+    """Fill model and optimizer in place from a checkpoint of any known format; see ``Checkpointer.restore``.
+
+    ``path``: what :func:`save` wrote, a step, a folder of steps (the newest that is complete), or a foreign checkpoint, whose
+    names may begin with ``model.`` or ``module.``. No code in it is executed. Called by every rank. Safetensors for a model of
+    transformers are loaded by :func:`load_hf`, with its names and conversions; values are then cast to the model's dtypes.
+
+    Raises CheckpointError for a path that is no checkpoint, and for what does not fit; on every rank, before anything is changed.
+    """
+    error, stored = None, None
+    try:
+        stored = open_stored(path)
+    except (CheckpointError, OSError) as found:
+        error = found if isinstance(found, CheckpointError) else CheckpointError(f"{path}: {found}")
+    raise_together(error)
+    assert stored is not None
+    if stored.format == "safetensors" and model is not None and optimizer is None and is_transformers_model(model):
+        different = load_hf(model, path, strict=strict)
+        return {} if strict else {"not_loaded": different.as_dict()}
+    return load_stored(stored, model, optimizer, more, strict=strict, rng=rng, cast=cast)

@@ -1,0 +1,215 @@
+"""States of optimizers by the names of parameters, never by numbers: what is saved, and where it is loaded to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from vescale.checkpoint._errors import CheckpointError
+from vescale.checkpoint._json_values import TensorName, decode, encode
+from vescale.checkpoint._names import nearest
+from vescale.checkpoint._stored import StoredTensor
+
+__all__ = ["OptimizerLoad", "named_optimizers", "optimizer_state", "plan_optimizer_load"]
+
+# Options that decide what the states mean; the others (learning rates, ...) are loaded.
+_STRUCTURE = ("algorithm", "blocks", "block", "block_size", "state_dtype", "min_numel", "stochastic_rounding")
+_SCALARS = ("step", "mu_product", "eta", "mu")
+"""States without dims, also of a parameter without dims."""
+
+
+def named_optimizers(optimizer: Any) -> dict[str, Optimizer]:
+    """One optimizer, a list or a dict of them, each under the name that its tensors have in a checkpoint."""
+    if optimizer is None:
+        return {}
+    if isinstance(optimizer, Mapping):
+        found = {f"optimizer.{key}": each for key, each in optimizer.items()}
+    elif isinstance(optimizer, list | tuple):
+        found = {f"optimizer.{index}": each for index, each in enumerate(optimizer)}
+    else:
+        found = {"optimizer": optimizer}
+    for name, each in found.items():
+        if not hasattr(each, "state") or not hasattr(each, "param_groups"):
+            raise CheckpointError(
+                f"{name} is a {type(each).__qualname__} without state and param_groups; expected a torch.optim.Optimizer, a list "
+                "or a dict of them. Pass other objects by a name of their own"
+            )
+    return found
+
+
+def optimizer_state(
+    prefix: str, optimizer: Optimizer, names: Mapping[int, str], tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """``{"param_groups": [...], "state": {parameter: {...}}}`` as JSON; tensors are added to ``tensors``."""
+    groups, states = [], {}
+    for index, group in enumerate(optimizer.param_groups):
+        members = list(_members(prefix, index, group, names))
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        encoded = encode(options, f"{prefix}.param_groups.{index}", tensors)
+        groups.append({"params": [name for name, _ in members], "options": encoded})
+        for name, parameter in members:
+            state = optimizer.state.get(parameter)
+            if state:
+                states[name] = encode(dict(state), f"{prefix}.state.{name}", tensors)
+    return {"param_groups": groups, "state": states}
+
+
+def _members(prefix: str, index: int, group: Mapping[str, Any], names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
+    own = group.get("param_names") or [None] * len(group["params"])
+    for place, (parameter, given) in enumerate(zip(group["params"], own)):
+        name = names.get(id(parameter), given)
+        if name is None:
+            raise CheckpointError(
+                f"{prefix}: parameter {place} of group {index}, of shape {tuple(parameter.shape)}, is not one of the model's, "
+                "so that its state has no name; pass the model that the optimizer was made for, or make the optimizer with "
+                "named_parameters()"
+            )
+        yield name, parameter
+
+
+@dataclass
+class OptimizerLoad:
+    """What loading an optimizer takes.
+
+    Attributes:
+        targets: tensors to fill, by their names in the checkpoint.
+        missing: names of states that the optimizer has and the checkpoint has not.
+        structure: names of groups and options that differ in what states mean, as (found, expected).
+    """
+
+    targets: dict[str, torch.Tensor] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    structure: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _states: list[tuple[Any, Any, dict[str, Any]]] = field(default_factory=list)
+    _options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """When the targets are filled: put them, and all other values, into the optimizer."""
+        for optimizer, parameter, state in self._states:
+            if state:
+                optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **state}
+            else:
+                optimizer.state.pop(parameter, None)
+        for group, options in self._options:
+            group.update(options)
+
+
+def plan_optimizer_load(
+    prefix: str,
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    saved: Mapping[str, Any],
+    stored: Mapping[str, StoredTensor],
+) -> OptimizerLoad:
+    """Nothing is changed before :meth:`OptimizerLoad.finish`, but tensors that are there already are among the targets.
+
+    States that the optimizer would make in its first step are made here, placed like their parameter; where the
+    checkpoint has none (it was saved before the first step), the optimizer's are dropped, if it makes them in a step.
+    """
+    load = OptimizerLoad()
+    groups = {name: group for group in saved["param_groups"] for name in group["params"]}
+    for index, group in enumerate(optimizer.param_groups):
+        members = list(_members(prefix, index, group, names))
+        for name, parameter in members:
+            _plan_state(load, f"{prefix}.state.{name}", optimizer, group, parameter, saved["state"].get(name), stored)
+        found = [groups[name] for name, _ in members if name in groups]
+        if found:
+            _plan_options(load, f"{prefix}.param_groups.{index}", group, found, stored)
+        elif members:
+            near = nearest(members[0][0], list(groups))
+            load.structure[f"{prefix}.param_groups.{index}"] = (
+                f"no group with {members[0][0]}" + (f" (nearest: {', '.join(near)})" if near else ""),
+                f"the options of {len(members)} parameters",
+            )
+    return load
+
+
+def _plan_state(
+    load: OptimizerLoad,
+    path: str,
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameter: torch.Tensor,
+    saved: Any,
+    stored: Mapping[str, StoredTensor],
+) -> None:
+    own = optimizer.state.get(parameter) or {}
+    if saved is None:
+        if own and type(optimizer).__module__.startswith("torch.optim"):
+            load._states.append((optimizer, parameter, {}))
+        else:
+            load.missing += [f"{path}.{key}" for key, value in own.items() if isinstance(value, torch.Tensor)]
+        return
+    state = {}
+    for key, value in decode(saved).items():
+        state[key] = _placed(load, value, own.get(key), key, group, parameter, stored)
+    load.missing += [f"{path}.{key}" for key, value in own.items() if isinstance(value, torch.Tensor) and key not in state]
+    load._states.append((optimizer, parameter, state))
+
+
+def _placed(
+    load: OptimizerLoad,
+    value: Any,
+    own: Any,
+    key: Any,
+    group: Mapping[str, Any],
+    parameter: torch.Tensor,
+    stored: Mapping[str, StoredTensor],
+) -> Any:
+    """``value`` with tensors in place of their names: the optimizer's own, or new ones."""
+    if isinstance(value, dict):
+        inner = own if isinstance(own, Mapping) else {}
+        return {k: _placed(load, item, inner.get(k), k, group, parameter, stored) for k, item in value.items()}
+    if isinstance(value, list | tuple):
+        others = own if isinstance(own, list | tuple) and len(own) == len(value) else [None] * len(value)
+        return type(value)(_placed(load, item, each, key, group, parameter, stored) for item, each in zip(value, others))
+    if not isinstance(value, TensorName):
+        return value
+    if not isinstance(own, torch.Tensor):
+        entry = stored.get(value)
+        if entry is None:
+            raise CheckpointError(f"{value}: the checkpoint's values name this tensor, but its index does not have it")
+        own = _new_state(entry, key, group, parameter)
+    load.targets[str(value)] = own
+    return own
+
+
+@torch.no_grad()
+def _new_state(entry: StoredTensor, key: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:
+    """As torch.optim makes it: like the parameter, or a scalar on the CPU, unless a step must not wait for the device."""
+    if tuple(entry.shape) == tuple(parameter.shape) and key not in _SCALARS:
+        return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
+    on_device = group.get("capturable") or group.get("fused") or bool(entry.shape)
+    return torch.zeros(entry.shape, dtype=entry.dtype, device=parameter.device if on_device else "cpu")
+
+
+def _plan_options(
+    load: OptimizerLoad,
+    path: str,
+    group: dict[str, Any],
+    found: list[dict[str, Any]],
+    stored: Mapping[str, StoredTensor],
+) -> None:
+    if any(each["options"] != found[0]["options"] for each in found):
+        load.structure[path] = ("several groups with other options", "one group")
+        return
+    options = {}
+    for key, value in decode(found[0]["options"]).items():
+        own = group.get(key)
+        if key in _STRUCTURE and key in group and own != value:
+            load.structure[f"{path}.{key}"] = (repr(value), repr(own))
+        if isinstance(value, TensorName):
+            if not isinstance(own, torch.Tensor):
+                entry = stored[value]
+                own = torch.zeros(entry.shape, dtype=entry.dtype)
+            load.targets[str(value)] = own
+            options[key] = own
+        elif isinstance(own, torch.Tensor) and isinstance(value, int | float):
+            options[key] = torch.full_like(own, value)
+        else:
+            options[key] = value
+    load._options.append((group, options))

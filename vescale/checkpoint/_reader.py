@@ -1,0 +1,179 @@
+"""Fill local tensors from a checkpoint of any format: only the bytes that a rank needs, read once per replica group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vescale.checkpoint._byte_reads import MAX_READ_BYTES, BoxIndex, ByteRead, plan_reads
+from vescale.checkpoint._errors import CheckpointError
+from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
+from vescale.checkpoint._names import compare
+from vescale.checkpoint._replicas import Shares, broadcast_shares, plan_shares
+from vescale.checkpoint._stored import Stored
+from vescale.compat import note_writes
+
+__all__ = ["read_tensors", "read_whole"]
+
+# Each thread holds at most one batch of reads, which is at most MAX_READ_BYTES.
+_THREADS = 4
+# Short reads that are less than a page apart are fetched together.
+_GAP = 4096
+_MAX_PIECES = 512
+
+
+def read_tensors(
+    stored: Stored, targets: Mapping[str, torch.Tensor], *, cast: bool = False, share: bool = True
+) -> None:
+    """Fill tensors in place with the values that ``stored`` has under their names.
+
+    A target is a plain tensor, which gets the whole value, or a DTensor in any placement, of which each rank reads the
+    blocks that it holds, on any device. Local tensors may be views of larger buffers; nothing beside them is written.
+
+    Every rank of a DTensor's mesh calls this with the same names. Ranks that hold equal parts (replicated axes, and
+    plain tensors where all ranks of the job have the same ones) share the reading: one reads, and broadcasts along these
+    axes. Extra memory is at most 64 MiB.
+
+    Args:
+        stored: the index of the checkpoint.
+        targets: by name, each a name of ``stored.tensors`` with an equal global shape.
+        cast: convert where dtypes differ; otherwise that is an error.
+        share: False: no communication, each rank reads all that it holds.
+
+    Raises:
+        CheckpointError: names that are not there (with the nearest ones), other shapes or dtypes, pending reductions,
+            tensors without memory; before anything is read. Files that are shorter than the index says.
+    """
+    compare(stored.tensors, targets, cast=cast).refuse(str(stored.folder))
+    blocks = {name: local_blocks(name, targets[name]) for name in sorted(targets)}
+    shares = plan_shares(blocks) if share else Shares(set(blocks), [])
+    failure = None
+    try:
+        _fill(stored, {name: blocks[name] for name in blocks if name in shares.own})
+    except (OSError, CheckpointError) as error:
+        failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{stored.folder}: {error}")
+    failure = shares.agree(failure)  # nobody waits for a broadcast that does not come
+    if failure is not None:
+        raise failure
+    broadcast_shares(shares, blocks)
+    note_writes([entry.tensor for entry in blocks.values()])
+    written = [entry.local for entry in blocks.values() if entry.local is not None]
+    torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+
+
+def read_whole(stored: Stored, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU, read by each caller; no communication."""
+    found = {name: torch.empty(stored.tensors[name].shape, dtype=stored.tensors[name].dtype) for name in names}
+    read_tensors(stored, found, share=False)
+    return found
+
+
+@torch.no_grad()
+def _fill(stored: Stored, blocks: Mapping[str, LocalBlocks]) -> None:
+    reads: list[ByteRead] = []
+    for name, entry in blocks.items():
+        reads += plan_reads(BoxIndex(name, stored.tensors[name]), entry)
+    reads.sort(key=lambda read: (read.file, read.start))
+    with _Files(stored.folder) as files:
+        batches = list(_batches(reads))
+        if len(batches) < 2:
+            for batch in batches:
+                _fetch(files, batch)
+            return
+        with ThreadPoolExecutor(min(_THREADS, len(batches))) as threads:
+            for done in [threads.submit(_fetch, files, batch) for batch in batches]:
+                done.result()
+
+
+def _batches(reads: Iterable[ByteRead]) -> Iterator[list[ByteRead]]:
+    """Neighbours in a file together, up to the length of one read; long ones alone."""
+    batch: list[ByteRead] = []
+    stop = 0
+    for read in reads:
+        first = batch[0] if batch else None
+        if first is not None and (
+            read.file != first.file
+            or not 0 <= read.start - stop < _GAP
+            or read.start + read.nbytes - first.start > MAX_READ_BYTES
+            or len(batch) == _MAX_PIECES
+        ):
+            yield batch
+            batch = []
+        batch.append(read)
+        stop = read.start + read.nbytes
+    if batch:
+        yield batch
+
+
+class _Files:
+    """Files of a checkpoint, each opened once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, int] = {}
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._open.values():
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def descriptor(self, name: str) -> int:
+        found = self._open.get(name)
+        if found is None:
+            opened = os.open(self._folder / name, os.O_RDONLY)
+            found = self._open.setdefault(name, opened)
+            if found != opened:  # another thread was first
+                os.close(opened)
+        return found
+
+    def read(self, name: str, start: int, buffers: list[Any]) -> None:
+        """Fill the buffers one behind the other. Raises CheckpointError at the end of the file."""
+        descriptor = self.descriptor(name)
+        waiting = [view for view in (memoryview(buffer).cast("B") for buffer in buffers) if len(view)]
+        while waiting:
+            count = os.preadv(descriptor, waiting, start)
+            if count == 0:
+                raise CheckpointError(
+                    f"{self._folder / name} ends at byte {start}, but {sum(map(len, waiting))} more bytes belong to the "
+                    "checkpoint; it was cut off: use another step, or another copy of the file"
+                )
+            start += count
+            while waiting and count >= len(waiting[0]):
+                count -= len(waiting.pop(0))
+            if waiting:
+                waiting[0] = waiting[0][count:]
+
+
+@torch.no_grad()
+def _fetch(files: _Files, batch: list[ByteRead]) -> None:
+    """One read system call for all of a batch, unless the system returns less."""
+    buffers: list[Any] = []
+    staged: list[tuple[ByteRead, torch.Tensor]] = []
+    position = batch[0].start
+    for read in batch:
+        if read.start > position:
+            buffers.append(bytearray(read.start - position))
+        if read.is_direct:
+            buffers.append(_bytes_of(read.target))
+        else:
+            stage = torch.empty(read.nbytes // read.dtype.itemsize, dtype=read.dtype)
+            staged.append((read, stage))
+            buffers.append(_bytes_of(stage))
+        position = read.start + read.nbytes
+    files.read(batch[0].file, batch[0].start, buffers)
+    for read, stage in staged:
+        read.target.copy_(stage.as_strided(read.sizes, read.strides))
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    """The memory of a contiguous CPU tensor, writable."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())

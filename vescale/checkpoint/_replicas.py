@@ -1,0 +1,192 @@
+"""Which of the ranks that hold equal parts of a tensor reads or writes it, and how the others get it."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.checkpoint._errors import CheckpointError
+from vescale.checkpoint._local_blocks import LocalBlocks
+from vescale.comm import Consensus, requested_by
+from vescale.compat import is_alone
+
+__all__ = ["Shares", "assign", "broadcast_shares", "has_other_ranks", "plan_shares", "repeated_position"]
+
+_BUCKET_BYTES = 16 << 20
+
+
+def has_other_ranks() -> bool:
+    """Whether this job has other ranks that really run."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not is_alone()
+
+
+def assign(sizes: Iterable[tuple[str, int]], num_owners: int) -> dict[str, int]:
+    """An owner for each name, so that all own about as many bytes. A pure function: equal on ranks that hold equal parts."""
+    loads = [(0, owner) for owner in range(num_owners)]
+    found = {}
+    for size, name in sorted(((size, name) for name, size in sizes), key=lambda pair: (-pair[0], pair[1])):
+        load, owner = heapq.heappop(loads)
+        found[name] = owner
+        heapq.heappush(loads, (load + size, owner))
+    return found
+
+
+def repeated_position(mesh: DeviceMesh, repeated: Sequence[int]) -> tuple[int, int]:
+    """(this rank's number among the ranks that hold the same, how many they are)."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    number = 0
+    for axis in repeated:
+        number = number * mesh.size(axis) + coordinate[axis]
+    return number, math.prod(mesh.size(axis) for axis in repeated)
+
+
+@dataclass
+class Shares:
+    """How the ranks of a job divide reading.
+
+    Attributes:
+        own: names of the tensors that this rank reads itself.
+        received: (name, number of the owner among the ranks that hold the same), in the order of broadcasts.
+        consensus: all ranks of the job; None where ranks do not share.
+    """
+
+    own: set[str]
+    received: list[tuple[str, int]]
+    consensus: Consensus | None = None
+
+    def agree(self, failure: CheckpointError | None) -> CheckpointError | None:
+        """An error that some rank has met, on every rank."""
+        if self.consensus is None:
+            return failure
+        messages = self.consensus.exchange(
+            str(failure).encode() if failure is not None else b"", lambda: "ranks read their parts of a checkpoint"
+        )
+        failed = [(rank, text.decode()) for rank, text in enumerate(messages) if text]
+        if failure is None and failed:
+            failure = CheckpointError(f"rank {failed[0][0]}: {failed[0][1]}")
+        return failure
+
+
+def plan_shares(blocks: Mapping[str, LocalBlocks]) -> Shares:
+    """Divide reading among ranks that hold the same. One round through the store; called by all ranks of the job."""
+    if not has_other_ranks():
+        return Shares(set(blocks), [])
+    plain = {name: entry for name, entry in blocks.items() if entry.mesh is None}
+    consensus = Consensus(range(dist.get_world_size()), "checkpoint read")
+    text = repr([(name, entry.shape, entry.dtype) for name, entry in sorted(plain.items())])
+    digests = consensus.exchange(
+        hashlib.sha256(text.encode()).digest(), lambda: "ranks load a checkpoint; all of them have to call this"
+    )
+    own, received = set(), []
+    together: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[str]] = defaultdict(list)
+    for name, entry in blocks.items():
+        if entry.mesh is None and len(set(digests)) > 1:
+            own.add(name)
+        elif entry.local is not None:
+            together[entry.mesh, entry.repeated].append(name)
+    for (mesh, repeated), names in together.items():
+        number, count = (
+            repeated_position(mesh, repeated) if mesh is not None else (dist.get_rank(), dist.get_world_size())
+        )
+        owners = assign(((name, blocks[name].nbytes) for name in names), count)
+        own |= {name for name in names if owners[name] == number}
+        if count > 1:
+            received += [(name, owners[name]) for name in sorted(names, key=lambda name: (owners[name], name))]
+    return Shares(own, received, consensus)
+
+
+@torch.no_grad()
+def broadcast_shares(shares: Shares, blocks: Mapping[str, LocalBlocks]) -> None:
+    """Each tensor from the rank that has read it to those that hold the same. Broadcasts of at most 16 MiB along axes of
+    its mesh, or over the job for plain tensors."""
+
+    def kind(item: tuple[str, int]) -> tuple[DeviceMesh | None, tuple[int, ...], int]:
+        entry = blocks[item[0]]
+        return entry.mesh, entry.repeated, item[1]
+
+    with requested_by("checkpoint"):
+        for (_, _, owner), items in itertools.groupby(shares.received, kind):
+            names = [name for name, _ in items]
+            hops = _hops(blocks[names[0]], owner)
+            for bucket in _buckets([blocks[name] for name in names]):
+                _broadcast(bucket, hops)
+
+
+Hop = tuple[int, dist.ProcessGroup]
+"""(global rank that sends, group)"""
+
+
+def _hops(entry: LocalBlocks, owner: int) -> list[Hop]:
+    """The broadcasts along one axis each in which this rank takes part."""
+    if entry.mesh is None:
+        assert dist.group.WORLD is not None
+        return [(owner, dist.group.WORLD)]
+    mesh, coordinate = entry.mesh, entry.mesh.get_coordinate()
+    assert coordinate is not None
+    place = {}
+    for axis in reversed(entry.repeated):
+        owner, place[axis] = divmod(owner, mesh.size(axis))
+    hops = []
+    for position, axis in enumerate(entry.repeated):
+        if mesh.size(axis) == 1 or any(coordinate[later] != place[later] for later in entry.repeated[position + 1 :]):
+            continue
+        group = mesh.get_group(axis)
+        hops.append((dist.get_global_rank(group, place[axis]), group))
+    return hops
+
+
+def _buckets(entries: Sequence[LocalBlocks]) -> Iterable[list[torch.Tensor]]:
+    """Flat pieces of local tensors: small ones together, large ones cut."""
+    bucket: list[torch.Tensor] = []
+    room = _BUCKET_BYTES
+    for entry in entries:
+        assert entry.local is not None
+        local = entry.local
+        if not local.numel():
+            continue
+        step = max(1, _BUCKET_BYTES // local.dtype.itemsize)
+        if not local.is_contiguous() or local.nbytes < _BUCKET_BYTES:
+            if bucket and local.nbytes > room:
+                yield bucket
+                bucket, room = [], _BUCKET_BYTES
+            bucket.append(local)
+            room -= local.nbytes
+            continue
+        flat = local.view(-1)
+        for start in range(0, flat.numel(), step):
+            yield [flat[start : start + step]]
+    if bucket:
+        yield bucket
+
+
+def _broadcast(pieces: Sequence[torch.Tensor], hops: Sequence[Hop]) -> None:
+    if not hops:
+        return
+    device = torch.device("cpu")
+    if dist.get_backend(hops[0][1]) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    one = pieces[0]
+    in_place = len(pieces) == 1 and one.is_contiguous() and one.device == device
+    flats = [piece.contiguous().view(-1).view(torch.uint8) for piece in pieces]
+    buffer = flats[0] if in_place else torch.cat([flat.to(device) for flat in flats])
+    for source, group in hops:
+        dist.broadcast(buffer, source, group=group)
+    if in_place:
+        return
+    start = 0
+    for piece in pieces:
+        values = buffer[start : start + piece.nbytes]
+        if values.storage_offset() % piece.dtype.itemsize:
+            values = values.clone()
+        piece.copy_(values.view(piece.dtype).view(piece.shape))
+        start += piece.nbytes

@@ -1,0 +1,344 @@
+"""One save after the other: copy, write, agree, commit; in the step or behind it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import vescale
+from vescale.checkpoint import _disk
+from vescale.checkpoint._data_file import align, write_data_file
+from vescale.checkpoint._errors import CheckpointError, CheckpointWarning
+from vescale.checkpoint._folder_lock import FolderLock
+from vescale.checkpoint._gathering import Gathering
+from vescale.checkpoint._local_blocks import LocalBlocks
+from vescale.checkpoint._ownership import Holders, agree_on_holders, owned, shared_names
+from vescale.checkpoint._replicas import has_other_ranks
+from vescale.checkpoint._snapshot import Snapshot, samples
+from vescale.checkpoint._step_folder import Retention, clean, commit, pack_part
+from vescale.checkpoint._writer import Writer
+from vescale.comm import Consensus
+from vescale.placements import Box
+
+__all__ = ["Saver", "Target", "dtype_name"]
+
+_ROWS_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a save goes.
+
+    Attributes:
+        name: of the folder within the saver's.
+        step, metric: for the manifest.
+        retention: which steps stay afterwards; None: all, and there is no pointer.
+        replace: an existing folder of that name.
+        aside: steps that are put aside afterwards.
+    """
+
+    name: str
+    step: int | None = None
+    metric: dict[str, Any] | None = None
+    retention: Retention | None = None
+    replace: bool = False
+    aside: tuple[int, ...] = ()
+
+
+class Saver:
+    """Saves to one folder. Made, and called, by all ranks in the same order; at most one save is under way.
+
+    A rank writes one file. What ranks hold in common is divided among them; who writes what follows from placements and
+    names, which ranks compare in the first save. Later ones exchange one message through the store, when all have written.
+    """
+
+    def __init__(self, folder: str, *, asynchronous: bool, locks: bool = True) -> None:
+        self.folder = folder
+        self._locks = locks
+        self._writer = Writer() if asynchronous else None
+        self._gathering: Gathering | None = None
+        self._consensus: Consensus | None = None
+        self._holders: Holders | None = None
+        self._id = ""
+        self._lock: FolderLock | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+        self._told: list[str] = []
+
+    def save(self, snapshot: Snapshot, target: Target) -> None:
+        """Write in the background if the saver is asynchronous; the tensors may be changed when this returns.
+
+        Raises CheckpointError if an earlier save has failed, or this one does; on every rank.
+        """
+        self.wait()
+        gathering = self._open()
+        if self._holders is None:
+            self._holders = {}
+            if has_other_ranks():
+                self._consensus = self._consensus or Consensus(range(dist.get_world_size()), "checkpoint holders")
+                self._holders = agree_on_holders(snapshot.blocks, self._consensus)
+        own = sorted(owned(snapshot.blocks, self._holders))
+        layout = list(_layout({name: snapshot.blocks[name] for name in own}))
+        part = _part(snapshot, own, layout, self._holders) | {"samples": samples(snapshot)}
+        head = _head(snapshot, target) if gathering.rank == 0 else {}
+        temporary = f"{target.name}.tmp-{self._id}"
+        writing = _Writing(self.folder, temporary, f"data-{gathering.rank:05d}.bin", layout, part)
+        if self._writer is None:
+            self._finish(gathering, writing, head, target, lambda: writing.write(snapshot.blocks))
+            self.wait()
+            return
+        _fill_image(self._writer, layout, snapshot.blocks)
+        writer = self._writer
+        self._thread = threading.Thread(
+            target=self._finish,
+            args=(gathering, writing, head, target, lambda: writing.hand_over(writer)),
+            name=f"saving {target.name}",
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is under way. Raises CheckpointError if the save that was has failed; once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        told, self._told = self._told, []
+        for text in told:
+            warnings.warn(text, CheckpointWarning, stacklevel=3)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def close(self) -> None:
+        """Wait, and end the writer process."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+            self._gathering = None
+
+    @property
+    def writer_pid(self) -> int | None:
+        return self._writer.pid if self._writer is not None else None
+
+    def _open(self) -> Gathering:
+        """Before the first save: the folder is there and can be written to, and what dead jobs left is removed."""
+        if self._gathering is None:
+            gathering = Gathering()
+            self._id = gathering.round("", lambda _: {"id": self._prepare()})["id"]
+            self._gathering = gathering
+        return self._gathering
+
+    def _prepare(self) -> str:
+        own = uuid.uuid4().hex[:16]
+        try:
+            _disk.make_folder(self.folder)
+            if self._locks:
+                self._lock = FolderLock(self.folder)
+                if self._lock.is_certain:
+                    clean(self.folder)
+            probe = os.path.join(self.folder, f"probe.tmp-{own}")
+            _disk.make_folder(probe)
+            _disk.remove_tree(probe)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be written to: {error}") from error
+        return own
+
+    def _finish(
+        self, gathering: Gathering, writing: _Writing, head: dict[str, Any], target: Target, write: Any
+    ) -> None:
+        """Write this rank's file, and have the first rank commit what all have written."""
+        message = "ok"
+        try:
+            _check_space(self.folder, writing.nbytes)
+            writing.put_checksums(write())
+            message += f"{target.name}\n{pack_part(writing.part)}"
+        except (OSError, CheckpointError, ValueError) as error:
+            message = f"no{error}"
+        try:
+            outcome = gathering.round(message, lambda messages: self._commit(messages, writing, head, target))
+        except CheckpointError as error:
+            self._holders = None
+            self._failure = CheckpointError(
+                f"{os.path.join(self.folder, target.name)} was not saved: {error}. What was saved before is as it was"
+            )
+            self._failure.__cause__ = error
+            if self._writer is not None and gathering.rank == 0:  # the program may end without asking
+                warnings.warn(str(self._failure), CheckpointWarning, stacklevel=2)
+        except Exception as error:  # the store is gone
+            self._failure = CheckpointError(f"{target.name} may not have been saved: {type(error).__name__}: {error}")
+        else:
+            if outcome["is_new"]:
+                self._holders = None
+            if gathering.rank == 0:
+                self._told += outcome["warnings"]
+
+    def _commit(
+        self, messages: Sequence[str], writing: _Writing, head: dict[str, Any], target: Target
+    ) -> dict[str, Any]:
+        """On the first rank."""
+        path = os.path.join(self.folder, writing.temporary)
+        try:
+            failed = [rank for rank, message in enumerate(messages) if not message.startswith("ok")]
+            if failed:
+                raise CheckpointError(f"rank {failed[0]}: {messages[failed[0]][2:]}")
+            names, parts = zip(*(message[2:].split("\n", 1) for message in messages))
+            if len(set(names)) > 1:
+                raise CheckpointError(f"ranks save different steps: {sorted(set(names))}; all have to save the same one")
+            job = {
+                "do": "commit",
+                "parent": self.folder,
+                "temporary": writing.temporary,
+                "name": target.name,
+                "id": self._id,
+                "head": head,
+                "parts": parts,
+                "replace": target.replace,
+                "points": target.retention is not None,
+                "retention": asdict(target.retention) if target.retention is not None else None,
+                "aside": list(target.aside),
+            }
+            return self._writer.run(job) if self._writer is not None else commit(job)
+        except BaseException:
+            _disk.remove_tree(path)
+            raise
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A block of a tensor in this rank's file."""
+
+    name: str
+    box: Box
+    start: int
+    nbytes: int
+
+
+@dataclass
+class _Writing:
+    folder: str
+    temporary: str
+    file: str
+    layout: list[_Piece]
+    part: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout[-1].start + self.layout[-1].nbytes if self.layout else 0
+
+    @property
+    def path(self) -> str:
+        return os.path.join(self.folder, self.temporary)
+
+    def write(self, blocks: Mapping[str, LocalBlocks]) -> dict[str, Any]:
+        """In this process, from the tensors."""
+        _disk.make_folder(self.path)
+        pieces = ((p.start, p.nbytes, _chunks(blocks[p.name].view(p.box))) for p in self.layout)
+        found = write_data_file(os.path.join(self.path, self.file), pieces)
+        _disk.sync_folder(self.path)
+        return found
+
+    def hand_over(self, writer: Writer) -> dict[str, Any]:
+        """In the writer process, from the shared memory."""
+        boxes = [[piece.start, piece.nbytes] for piece in self.layout]
+        return writer.run({"do": "write", "folder": self.path, "name": self.file, "boxes": boxes})
+
+    def put_checksums(self, written: dict[str, Any]) -> None:
+        self.part["file"] = {key: written[key] for key in ("name", "bytes", "crc32")}
+        checksums = iter(written["boxes"])
+        for _, _, boxes in self.part["tensors"].values():
+            for box in boxes:
+                box.append(next(checksums))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _layout(blocks: Mapping[str, LocalBlocks]) -> Iterator[_Piece]:
+    position = 0
+    for name, entry in blocks.items():
+        for box in entry.boxes:
+            start, nbytes = align(position), box.numel * entry.dtype.itemsize
+            yield _Piece(name, box, start, nbytes)
+            position = start + nbytes
+
+
+def _part(
+    snapshot: Snapshot, own: Sequence[str], layout: Sequence[_Piece], holders: Holders
+) -> dict[str, Any]:
+    """What this rank tells the first one; checksums follow. Tensors are in the order of the layout."""
+    tensors: dict[str, Any] = {}
+    for name in own:
+        entry = snapshot.blocks[name]
+        if entry.boxes or 0 in entry.shape:
+            tensors[name] = [list(entry.shape), dtype_name(entry.dtype), []]
+    for piece in layout:
+        tensors[piece.name][2].append([list(piece.box.offset), list(piece.box.sizes), piece.start])
+    part: dict[str, Any] = {"file": None, "tensors": tensors, "buffers": sorted(snapshot.buffers)}
+    part["is_new"] = has_other_ranks() and any(name not in holders for name in shared_names(snapshot.blocks))
+    if any(among is not None for among in holders.values()):
+        part["values"] = {key: snapshot.values[key] for key in ("model", "optimizers")}
+    return part
+
+
+def _head(snapshot: Snapshot, target: Target) -> dict[str, Any]:
+    return {
+        "step": target.step,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {"vescale": vescale.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "world_size": dist.get_world_size() if has_other_ranks() else 1,
+        "meshes": snapshot.meshes(),
+        "program": snapshot.program,
+        "metric": target.metric,
+        "values": snapshot.values,
+    }
+
+
+def _check_space(folder: str, nbytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise CheckpointError(f"{folder} has {free} bytes left, and this rank alone has {nbytes} to write: free some, or use another")
+
+
+@torch.no_grad()
+def _fill_image(writer: Writer, layout: Sequence[_Piece], blocks: Mapping[str, LocalBlocks]) -> None:
+    """Copy what this rank writes to the shared memory, as it will be in the file."""
+    image = writer.image(layout[-1].start + layout[-1].nbytes if layout else 0)
+    devices = set()
+    for piece in layout:
+        source = blocks[piece.name].view(piece.box)
+        place = image[piece.start : piece.start + piece.nbytes].view(source.dtype).view(source.shape)
+        place.copy_(source, non_blocking=source.is_cuda)
+        if source.is_cuda:
+            devices.add(source.device)
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+@torch.no_grad()
+def _chunks(view: torch.Tensor) -> Iterator[Any]:
+    """The bytes of a block in row-major order; without a copy where they are so in memory."""
+    if view.device.type == "cpu" and view.is_contiguous():
+        yield view.reshape(-1).view(torch.uint8).numpy()
+        return
+    if view.ndim == 0:
+        yield view.cpu().reshape(-1).view(torch.uint8).numpy()
+        return
+    rows = max(1, _ROWS_BYTES // max(1, view[0].numel() * view.element_size()))
+    for start in range(0, len(view), rows):
+        yield view[start : start + rows].cpu().contiguous().view(-1).view(torch.uint8).numpy()

@@ -1,0 +1,125 @@
+"""What one save holds: tensors by global name, and plain values; of a rank."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vescale.checkpoint._errors import CheckpointError
+from vescale.checkpoint._json_values import encode
+from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
+from vescale.checkpoint._model_state import model_state
+from vescale.checkpoint._optimizer_state import named_optimizers, optimizer_state
+from vescale.checkpoint._random_state import get_random_state
+from vescale.runtime import Runtime
+
+__all__ = ["MODEL", "RANDOM", "RESERVED", "Snapshot", "samples", "take_snapshot"]
+
+MODEL = "model"
+RANDOM = "rng"
+RESERVED = (MODEL, "optimizer", RANDOM, "step", "not_loaded")
+_SAMPLE = 64  # elements at the front and at the back of a tensor
+
+
+@dataclass
+class Snapshot:
+    """What this rank has of a save.
+
+    Attributes:
+        blocks: of all tensors, sorted by name. They refer to the tensors' memory: nothing is copied.
+        values: JSON; ``model``, ``optimizers`` and ``beside``.
+        buffers: names of tensors that may differ between ranks.
+        program: of a parallelized model, as text.
+    """
+
+    blocks: dict[str, LocalBlocks]
+    values: dict[str, Any]
+    buffers: set[str] = field(default_factory=set)
+    program: str | None = None
+
+    def meshes(self) -> list[dict[str, Any]]:
+        """Shapes and axes of the meshes that tensors are placed on."""
+        found = []
+        for mesh in dict.fromkeys(entry.mesh for entry in self.blocks.values() if entry.mesh is not None):
+            known = {"shape": list(mesh.shape), "axes": list(mesh.mesh_dim_names or ())}
+            if known not in found:
+                found.append(known)
+        return found
+
+
+def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, Any], *, rng: bool = True) -> Snapshot:
+    """No communication; nothing is copied. Raises CheckpointError for what cannot be saved, with its name."""
+    for name in more:
+        if name in RESERVED or name.startswith("optimizer.") or name == "optimizers":
+            raise CheckpointError(f"{name!r} is a name of the checkpoint's own; pass this value by another one")
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {"model": None, "optimizers": {}, "beside": {}}
+    buffers: set[str] = set()
+    names: dict[int, str] = {}
+    program = None
+    if model is not None:
+        state = model_state(model)
+        tensors |= {f"{MODEL}.{name}": tensor for name, tensor in state.tensors.items()}
+        buffers = {f"{MODEL}.{name}" for name in state.buffers}
+        names = state.names
+        extra = encode(state.extra, f"{MODEL}.extra", tensors)
+        values["model"] = {"aliases": state.aliases, "extra": extra}
+        runtime = Runtime.of(model)
+        program = runtime.program.to_text(merge_layers=True) if runtime is not None else None
+    for prefix, each in named_optimizers(optimizer).items():
+        values["optimizers"][prefix] = optimizer_state(prefix, each, names, tensors)
+    for key, value in more.items():
+        values["beside"][key] = encode(_state_of(value), key, tensors)
+    if rng:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        tensors[f"{RANDOM}.{rank}"] = get_random_state()
+    blocks = {name: local_blocks(name, tensors[name]) for name in sorted(tensors)}
+    return Snapshot(blocks, values, buffers, program)
+
+
+def _state_of(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def samples(snapshot: Snapshot) -> dict[str, str]:
+    """Checksums of some elements of the tensors that every rank has whole: ranks that have different ones under one name
+    (experts of their own) are found by them."""
+    plain = {
+        name: entry.local
+        for name, entry in snapshot.blocks.items()
+        if entry.mesh is None and entry.local is not None and entry.local.numel() and not name.startswith(RANDOM + ".")
+    }
+    if not plain:
+        return {}
+    picked = {name: _ends(local) for name, local in plain.items()}
+    by_device: dict[torch.device, list[str]] = {}
+    for name, piece in picked.items():
+        by_device.setdefault(piece.device, []).append(name)
+    found = {}
+    for names in by_device.values():  # one copy from each device
+        together = torch.cat([picked[name] for name in names]).cpu().numpy()
+        stops = list(itertools.accumulate(picked[name].numel() for name in names))
+        for name, start, stop in zip(names, [0, *stops], stops):
+            found[name] = f"{zlib.crc32(together[start:stop]):08x}"
+    return found
+
+
+def _ends(local: torch.Tensor) -> torch.Tensor:
+    """Bytes of the first and last elements."""
+    if local.numel() <= 2 * _SAMPLE:
+        return local.contiguous().view(-1).view(torch.uint8)
+    if local.is_contiguous():
+        flat = local.view(-1)
+        return torch.cat([flat[:_SAMPLE], flat[-_SAMPLE:]]).view(torch.uint8)
+    first = local[(0,) * (local.ndim - 1)][:_SAMPLE]
+    last = local[(-1,) * (local.ndim - 1)][-_SAMPLE:]
+    return torch.cat([first, last]).view(torch.uint8)

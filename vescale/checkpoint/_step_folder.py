@@ -1,0 +1,231 @@
+"""Folders of steps: which are complete, how one becomes so, and which are removed; the standard library only.
+
+``FOLDER/step-N`` is complete if its manifest parses and all files have the listed sizes. It gets this name by one rename,
+when everything in it is on the disk. ``FOLDER/latest`` has the name of the step that was saved last. Names with something behind
+the number are no steps: ``.tmp-ID`` is being written, ``.old-ID`` being removed, ``.aside-ID`` was put aside for the user.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vescale.checkpoint import _disk
+from vescale.checkpoint._manifest_text import ManifestError, merge_parts, parse, serialize
+
+__all__ = [
+    "MANIFEST",
+    "Retention",
+    "clean",
+    "commit",
+    "complete_steps",
+    "find_problems",
+    "pack_part",
+    "read_manifest",
+    "step_name",
+    "step_numbers",
+    "unpack_part",
+]
+
+MANIFEST = "manifest.json"
+POINTER = "latest"
+_STEP = re.compile(r"step-(\d+)")
+_UNFINISHED = re.compile(r"(?:step-\d+|latest|probe)\.(?:tmp|old)-[0-9a-f]{16}")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step}"
+
+
+def step_numbers(folder: str) -> list[int]:
+    """Steps by name, ascending, complete or not; none if there is no folder."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)) and name == f"step-{int(match[1])}")
+
+
+def read_manifest(step_folder: str) -> dict[str, Any]:
+    """Raises ManifestError, with the path, if there is none or it is damaged."""
+    path = os.path.join(step_folder, MANIFEST)
+    try:
+        with open(path, "rb") as file:
+            return parse(file.read())
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"{path}: {error}") from error
+
+
+def find_problems(step_folder: str) -> list[str]:
+    """Why a step is not complete; nothing if it is. Reads the manifest, and sizes of files."""
+    try:
+        manifest = read_manifest(step_folder)
+    except ManifestError as error:
+        return [str(error)]
+    found = []
+    for file in manifest["files"]:
+        path = os.path.join(step_folder, file["name"])
+        try:
+            size = os.stat(path).st_size
+        except OSError as error:
+            found.append(f"{path}: {error.strerror}")
+            continue
+        if size != file["bytes"]:
+            found.append(f"{path} has {size} bytes, expected {file['bytes']}")
+    return found
+
+
+def complete_steps(folder: str, tell: Callable[[int, list[str]], None] = lambda step, problems: None) -> list[int]:
+    """Ascending. ``tell`` is called with each step that is not complete, and its problems."""
+    found = []
+    for step in step_numbers(folder):
+        problems = find_problems(os.path.join(folder, step_name(step)))
+        if problems:
+            tell(step, problems)
+        else:
+            found.append(step)
+    return found
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which steps stay: the newest ``keep`` (None: all), each multiple of ``keep_every``, and that with the best metric."""
+
+    keep: int | None
+    keep_every: int | None = None
+    best: str | None = None
+    largest_is_best: bool = False
+
+    def surplus(self, folder: str, steps: list[int]) -> list[int]:
+        """Of these complete steps, ascending, those that may go."""
+        if self.keep is None:
+            return []
+        staying = set(steps[-self.keep :])
+        if self.keep_every:
+            staying |= {step for step in steps if step % self.keep_every == 0}
+        if self.best is not None:
+            values = {step: self._metric(os.path.join(folder, step_name(step))) for step in steps}
+            known = [(value, step) for step, value in values.items() if value is not None]
+            if known:
+                staying.add(max(known)[1])
+        return [step for step in steps if step not in staying]
+
+    def _metric(self, step_folder: str) -> float | None:
+        """Such that larger is better."""
+        metric = read_manifest(step_folder).get("metric")
+        if not metric or metric["name"] != self.best or metric["value"] is None:
+            return None
+        return float(metric["value"]) if self.largest_is_best else -float(metric["value"])
+
+
+def commit(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a temporary folder, in which all ranks have written their files, a complete step.
+
+    Each line below is on the disk before the next begins, and nothing that was there before is touched until the new step is
+    complete: manifest, names in the folder, the folder's own name, the pointer. Then steps that are not kept are removed.
+
+    Args (a JSON object): ``parent``, ``temporary`` and ``name`` (folder, names in it), ``head`` and ``parts`` (see
+    :func:`merge_parts`), ``id``, ``replace`` (an existing folder of that name), ``points`` (write the pointer), ``retention``
+    (fields of :class:`Retention`, or None), ``aside`` (steps to put aside).
+
+    Returns ``{"warnings": [...], "is_new": whether ranks have to agree anew who writes what}``. Raises OSError and ManifestError; the step is then not there, unless only removing failed.
+    """
+    parent, temporary = job["parent"], os.path.join(job["parent"], job["temporary"])
+    final = os.path.join(parent, job["name"])
+    parts = [unpack_part(part) for part in job["parts"]]
+    manifest, warnings = merge_parts(job["head"], parts)
+    _write(os.path.join(temporary, MANIFEST), serialize(manifest))
+    _disk.sync_folder(temporary)
+    old = f"{final}.old-{job['id']}"
+    if not os.path.lexists(final):
+        _disk.rename(temporary, final)
+    else:
+        if not job["replace"]:
+            raise FileExistsError(
+                f"{final} is there already: another job saves to this folder, or this one was not restored from it; use "
+                "another folder, or remove that step"
+            )
+        if _disk.exchange(temporary, final):
+            _disk.rename(temporary, old)
+        else:  # a reader between the two finds the steps before; clean() takes an interrupted replacement back
+            _disk.rename(final, old)
+            _disk.rename(temporary, final)
+    _disk.sync_folder(parent)
+    if job["points"]:
+        point = os.path.join(parent, f"{POINTER}.tmp-{job['id']}")
+        _disk.remove_tree(point)
+        _write(point, f"{job['name']}\n".encode())
+        _disk.rename(point, os.path.join(parent, POINTER))
+        _disk.sync_folder(parent)
+    _disk.remove_tree(old)
+    for step in job["aside"]:
+        source = os.path.join(parent, step_name(step))
+        if os.path.isdir(source):
+            _disk.rename(source, f"{source}.aside-{job['id']}")
+            warnings.append(f"{source} is newer than the step that was restored, and is now {source}.aside-{job['id']}")
+    if job["retention"] is not None:
+        try:
+            retention = Retention(**job["retention"])
+            for step in retention.surplus(parent, complete_steps(parent)):
+                _remove(parent, step_name(step), job["id"])
+        except (OSError, ManifestError) as error:  # the new step is there
+            warnings.append(f"steps that are no longer kept could not be removed: {error}")
+    return {"warnings": warnings, "is_new": any(part["is_new"] for part in parts)}
+
+
+def pack_part(part: Mapping[str, Any]) -> str:
+    """A part as short text, to be sent to the rank that commits."""
+    return base64.b85encode(zlib.compress(json.dumps(part, separators=(",", ":")).encode(), 1)).decode()
+
+
+def unpack_part(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(zlib.decompress(base64.b85decode(text)))
+    return found
+
+
+def clean(folder: str, own: str | None = None) -> list[str]:
+    """Remove what jobs that have ended left unfinished, but nothing of the job ``own``; the paths. An unfinished replacement of
+    a step, whose name is missing, is taken back first."""
+    removed = []
+    for name in sorted(os.listdir(folder)):
+        if not _UNFINISHED.fullmatch(name) or (own is not None and name.endswith(own)):
+            continue
+        path = os.path.join(folder, name)
+        base = name.rsplit(".", 1)[0]
+        if f"{base}.old-" in name and _STEP.fullmatch(base) and not os.path.lexists(os.path.join(folder, base)):
+            if not find_problems(path) and not _is_pruned(folder, base):
+                _disk.rename(path, os.path.join(folder, base))
+                continue
+        _disk.remove_tree(path)
+        removed.append(path)
+    return removed
+
+
+def _is_pruned(folder: str, name: str) -> bool:
+    """A step older than another complete one was on its way out."""
+    match = _STEP.fullmatch(name)
+    assert match is not None
+    return any(step > int(match[1]) for step in complete_steps(folder))
+
+
+def _remove(parent: str, name: str, own: str) -> None:
+    """First the name: a step that is half removed is no step."""
+    path = os.path.join(parent, name)
+    _disk.rename(path, f"{path}.old-{own}")
+    _disk.sync_folder(parent)
+    _disk.remove_tree(f"{path}.old-{own}")
+
+
+def _write(path: str, data: bytes) -> None:
+    descriptor = _disk.create(path)
+    try:
+        _disk.write(descriptor, data)
+        _disk.sync(descriptor)
+    finally:
+        _disk.close(descriptor)

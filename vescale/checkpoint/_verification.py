@@ -1,0 +1,82 @@
+"""Check every byte of a step against its manifest."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vescale.checkpoint._data_file import box_checksums
+from vescale.checkpoint._errors import CheckpointError
+from vescale.checkpoint._manifest_text import ManifestError
+from vescale.checkpoint._step_folder import MANIFEST, complete_steps, find_problems, read_manifest, step_name
+
+__all__ = ["verify", "verify_step"]
+
+
+def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
+    """What is wrong with a checkpoint of vescale's own format, one line each; nothing if every byte is as it was written.
+
+    Of a folder of steps, the newest that is complete by its sizes is checked. Files are read once, in one process;
+    ``progress`` is called with the bytes of each file. Raises CheckpointError if there is no such checkpoint.
+    """
+    found = Path(path)
+    if not (found / MANIFEST).exists():
+        steps = complete_steps(str(found))
+        if not steps and not any(found.glob("step-*")):
+            raise CheckpointError(f"{found} has no {MANIFEST} and no steps; expected a step, or a folder of steps")
+        if not steps:
+            return [f"{found} has no complete step"]
+        found = found / step_name(steps[-1])
+    return verify_step(found, progress=progress)
+
+
+def verify_step(
+    path: Path, *, part: int = 0, parts: int = 1, progress: Callable[[int], None] = lambda num_bytes: None
+) -> list[str]:
+    """``part``, ``parts``: every so-manieth file only, so that ranks can divide them."""
+    problems = find_problems(str(path))
+    if problems:
+        return problems
+    try:
+        manifest = read_manifest(str(path))
+    except ManifestError as error:
+        return [str(error)]
+    listed = {file["name"] for file in manifest["files"]} | {MANIFEST}
+    problems += [f"{path / name} is not listed in the manifest" for name in sorted(set(os.listdir(path)) - listed)]
+    boxes: dict[int, list[tuple[int, int, str, str]]] = defaultdict(list)
+    for name, entry in manifest["tensors"].items():
+        for _, sizes, file, start, checksum in entry["boxes"]:
+            nbytes = math.prod(sizes) * _itemsize(entry["dtype"])
+            boxes[file].append((start, nbytes, checksum, name))
+    for number, file in enumerate(manifest["files"]):
+        if number % parts == part:
+            problems += _check_file(path / file["name"], sorted(boxes[number]))
+            progress(file["bytes"])
+    return problems
+
+
+def _check_file(path: Path, boxes: list[tuple[int, int, str, str]]) -> list[str]:
+    try:
+        found, are_gaps_zero = box_checksums(str(path), [(start, nbytes) for start, nbytes, _, _ in boxes])
+    except OSError as error:
+        return [f"{path}: {error}"]
+    problems = [
+        f"{path}: bytes {start} to {start + nbytes}, of {name}, are not those that were written (crc32 {checksum:08x}, expected "
+        f"{expected})"
+        for checksum, (start, nbytes, expected, name) in zip(found, boxes)
+        if f"{checksum:08x}" != expected
+    ]
+    return problems if are_gaps_zero else [*problems, f"{path}: bytes between tensors are not zero"]
+
+
+def _itemsize(name: str) -> int:
+    found: Any = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"the manifest names a dtype {name!r} that this torch does not know")
+    return found.itemsize

@@ -1,0 +1,254 @@
+"""``vescale ckpt``: look at checkpoints of any format, check, compare and convert them; on one machine, without ranks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vescale.cli._console import bytes_text, new_console, new_table, print_json
+from vescale.cli._main import UsageError
+
+if TYPE_CHECKING:
+    from vescale.checkpoint import Stored, StoredTensor
+
+__all__ = ["add_arguments", "run"]
+
+_PATH = "a step, a folder of steps, a DCP folder, a torch.save file, a safetensors file or folder"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("ls", help="the steps of a folder, or the one checkpoint that it is")
+    show = actions.add_parser("show", help="tensors and values of a checkpoint")
+    show.add_argument("--tensors", metavar="PATTERN", default="*", help="only tensors of these names (* and ? match)")
+    verify = actions.add_parser("verify", help="check every byte that the format has a checksum for; exit 1: damaged")
+    for action in (listing, show, verify):
+        action.add_argument("path", metavar="PATH", help=_PATH)
+    convert = actions.add_parser("convert", help="write a checkpoint in another format")
+    convert.add_argument("source", metavar="SOURCE", help=_PATH)
+    convert.add_argument("target", metavar="TARGET", help="a folder, which must not exist")
+    convert.add_argument("--to", required=True, choices=("safetensors", "dcp", "vescale"))
+    diff = actions.add_parser("diff", help="compare names, shapes, dtypes and values; exit 1: different")
+    diff.add_argument("a", metavar="A", help=_PATH)
+    diff.add_argument("b", metavar="B", help="likewise, in the same or another format")
+    diff.add_argument("--no-values", action="store_true", help="compare names, shapes and dtypes only")
+    export = actions.add_parser("export", help="write a model's checkpoint as from_pretrained loads it")
+    export.add_argument("source", metavar="SOURCE", help=_PATH)
+    export.add_argument("target", metavar="TARGET", help="a folder")
+    export.add_argument("--model", metavar="hf:FILE", required=True, help="the config.json of the model")
+    for action in (convert, export):
+        action.add_argument("--max-shard-size", default="5GB", help="of a safetensors file (default: 5GB)")
+    for action in (listing, show, verify, convert, diff, export):
+        action.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: fine, equal; 1: damaged, different; 2: bad usage, or nothing that can be read."""
+    from vescale.checkpoint import CheckpointError
+
+    try:
+        return _ACTIONS[args.action](args)
+    except (CheckpointError, OSError, ValueError) as error:
+        raise UsageError(str(error)) from None
+
+
+def _ls(args: argparse.Namespace) -> int:
+    from vescale.checkpoint._step_folder import find_problems, step_name, step_numbers
+
+    path = Path(args.path)
+    numbers = step_numbers(str(path)) if path.is_dir() else []
+    rows: list[dict[str, Any]] = []
+    for number in numbers:
+        problems = find_problems(str(path / step_name(number)))
+        row: dict[str, Any] = {"path": str(path / step_name(number)), "format": "vescale", "step": number}
+        if problems:
+            rows.append({**row, "complete": False, "problems": problems})
+        else:
+            rows.append({**row, "complete": True, **_summary(_open(path / step_name(number)))})
+    if not numbers:
+        stored = _open(path)
+        rows.append({"path": str(path), "format": stored.format, "complete": True, **_summary(stored)})
+    if args.json:
+        print_json({"checkpoints": rows})
+        return 0
+    table = new_table("checkpoint", "format", "tensors", "size", "state", right=("tensors", "size"))
+    for row in rows:
+        size = bytes_text(row["bytes"]) if row["complete"] else ""
+        state = "complete" if row["complete"] else f"incomplete: {row['problems'][0]}"
+        table.add_row(row["path"], row["format"], str(row.get("tensors", "")), size, state)
+    new_console().print(table)
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from vescale.checkpoint._convert import num_bytes, plain_values
+
+    stored = _open(Path(args.path))
+    names = fnmatch.filter(stored.tensors, args.tensors)
+    values = plain_values(stored)
+    if args.json:
+        tensors = {
+            name: {
+                "shape": list(t.shape),
+                "dtype": _dtype(t),
+                "bytes": num_bytes(t),
+                "files": sorted({b.file for b in t.boxes}),
+            }
+            for name, t in ((name, stored.tensors[name]) for name in names)
+        }
+        print_json({"path": args.path, "format": stored.format, "tensors": tensors, "values": _jsonable(values)})
+        return 0
+    table = new_table("tensor", "shape", "dtype", "size", "blocks", right=("size", "blocks"))
+    for name in names:
+        tensor = stored.tensors[name]
+        table.add_row(
+            name, str(tuple(tensor.shape)), _dtype(tensor), bytes_text(num_bytes(tensor)), str(len(tensor.boxes))
+        )
+    console = new_console()
+    console.print(table)
+    total = sum(num_bytes(stored.tensors[name]) for name in names)
+    console.print(f"{len(names)} tensors, {bytes_text(total)}, format {stored.format}, {args.path}")
+    for name, value in values.items():
+        console.print(f"{name} = {str(value)[:200]}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from vescale.checkpoint._foreign_verification import verify_any
+
+    path = Path(args.path)
+    total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else _size(path)
+    with _progress(args, "verify", total) as advance:
+        problems = verify_any(path, advance)
+    if args.json:
+        print_json({"path": args.path, "sound": not problems, "problems": problems})
+        return 1 if problems else 0
+    for problem in problems:
+        new_console().print(problem)
+    if not problems:
+        new_console().print(f"{args.path} is sound")
+    return 1 if problems else 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from vescale.checkpoint._convert import convert
+
+    stored = _open(Path(args.source))
+    with _progress(args, "convert", _summary(stored)["bytes"]) as advance:
+        left = convert(stored, Path(args.target), args.to, max_shard_size=args.max_shard_size, progress=advance)
+    if args.json:
+        print_json({"source": args.source, "target": args.target, "to": args.to, **_summary(stored), "left_out": left})
+        return 0
+    new_console().print(f"{args.target}: {len(stored.tensors)} tensors in the format {args.to}")
+    if left:
+        new_console().print(f"left out, for the format holds tensors of a model only: {', '.join(left[:20])}")
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from vescale.checkpoint._compare_stored import compare_stored
+
+    a, b = _open(Path(args.a)), _open(Path(args.b))
+    with _progress(args, "diff", _summary(a)["bytes"]) as advance:
+        found = compare_stored(a, b, values=not args.no_values, progress=advance)
+    if args.json:
+        values = {
+            name: {
+                "elements": d.elements,
+                "largest": d.largest if d.largest is None or math.isfinite(d.largest) else None,
+                "first": list(d.first),
+            }
+            for name, d in found.values.items()
+        }
+        forms = {name: {"a": one, "b": two} for name, (one, two) in found.forms.items()}
+        sides = {"only_in_a": found.only_in_a, "only_in_b": found.only_in_b}
+        print_json({"equal": not found, **sides, "forms": forms, "values": values, "equal_tensors": found.equal})
+        return 1 if found else 0
+    console = new_console()
+    for name in found.only_in_a:
+        console.print(f"- {name}")
+    for name in found.only_in_b:
+        console.print(f"+ {name}")
+    for name, (one, two) in found.forms.items():
+        console.print(f"~ {name}: {one}, {two}")
+    for name, difference in found.values.items():
+        largest = "not a number" if difference.largest is None else f"{difference.largest:.3g}"
+        console.print(
+            f"~ {name}: {difference.elements} elements, by {largest} at most, the first at {difference.first}"
+        )
+    console.print(f"{found.equal} tensors are equal" if found else f"equal: {found.equal} tensors")
+    return 1 if found else 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from vescale.checkpoint._offline_export import export_stored
+    from vescale.cli._inputs import load_model
+
+    if not args.model.startswith("hf:"):
+        raise UsageError(f"--model {args.model}: expected hf:FILE, the config.json of a Hugging Face model")
+    model = load_model(args.model)
+    stored = _open(Path(args.source))
+    beside = Path(args.model.removeprefix("hf:")).parent
+    with _progress(args, "export", _summary(stored)["bytes"]) as advance:
+        written = export_stored(stored, model, Path(args.target), args.max_shard_size, beside, advance)
+    if args.json:
+        print_json({"source": args.source, "target": args.target, "bytes": written})
+    else:
+        new_console().print(f"{args.target}: {bytes_text(written)} for {type(model).__name__}.from_pretrained")
+    return 0
+
+
+def _open(path: Path) -> Stored:
+    from vescale.checkpoint import open_stored
+
+    return open_stored(path)
+
+
+def _summary(stored: Stored) -> dict[str, int]:
+    from vescale.checkpoint._convert import num_bytes
+
+    return {"tensors": len(stored.tensors), "bytes": sum(num_bytes(tensor) for tensor in stored.tensors.values())}
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _dtype(tensor: StoredTensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+@contextlib.contextmanager
+def _progress(args: argparse.Namespace, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on the standard error of a terminal; nothing in a pipe."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=args.json or not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "ls": _ls,
+    "show": _show,
+    "verify": _verify,
+    "convert": _convert,
+    "diff": _diff,
+    "export": _export,
+}
