@@ -38,7 +38,9 @@ def save(
     snapshot = take_snapshot(model, optimizer, more)
     error = None
     if os.path.lexists(found) and not (overwrite and is_step(found)):
-        expected = "a checkpoint to overwrite" if overwrite else "no such path; pass overwrite=True to replace a checkpoint"
+        expected = (
+            "a checkpoint to overwrite" if overwrite else "no such path; pass overwrite=True to replace a checkpoint"
+        )
         error = CheckpointError(f"{found} is there already; expected {expected}")
     raise_together(error)
     saver = Saver(str(found.parent), asynchronous=False, locks=False)

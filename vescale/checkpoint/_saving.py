@@ -198,7 +198,9 @@ class Saver:
                 raise CheckpointError(f"rank {failed[0]}: {messages[failed[0]][2:]}")
             names, parts = zip(*(message[2:].split("\n", 1) for message in messages))
             if len(set(names)) > 1:
-                raise CheckpointError(f"ranks save different steps: {sorted(set(names))}; all have to save the same one")
+                raise CheckpointError(
+                    f"ranks save different steps: {sorted(set(names))}; all have to save the same one"
+                )
             job = {
                 "do": "commit",
                 "parent": self.folder,
@@ -278,9 +280,7 @@ def _layout(blocks: Mapping[str, LocalBlocks]) -> Iterator[_Piece]:
             position = start + nbytes
 
 
-def _part(
-    snapshot: Snapshot, own: Sequence[str], layout: Sequence[_Piece], holders: Holders
-) -> dict[str, Any]:
+def _part(snapshot: Snapshot, own: Sequence[str], layout: Sequence[_Piece], holders: Holders) -> dict[str, Any]:
     """What this rank tells the first one; checksums follow. Tensors are in the order of the layout."""
     tensors: dict[str, Any] = {}
     for name in own:
@@ -312,7 +312,9 @@ def _head(snapshot: Snapshot, target: Target) -> dict[str, Any]:
 def _check_space(folder: str, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        raise CheckpointError(f"{folder} has {free} bytes left, and this rank alone has {nbytes} to write: free some, or use another")
+        raise CheckpointError(
+            f"{folder} has {free} bytes left, and this rank alone has {nbytes} to write: free some, or use another"
+        )
 
 
 @torch.no_grad()
