@@ -98,11 +98,20 @@ class Saver:
             self._finish(gathering, writing, head, target, lambda: writing.write(snapshot.blocks))
             self.wait()
             return
-        _fill_image(self._writer, layout, snapshot.blocks)
-        writer = self._writer
+        writer, unstaged = self._writer, None
+        try:
+            _fill_image(writer, layout, snapshot.blocks)
+        except (OSError, RuntimeError) as error:  # no memory: the other ranks have to hear of it
+            unstaged = CheckpointError(f"the copy to memory of the host failed: {error}")
+
+        def write() -> dict[str, Any]:
+            if unstaged is not None:
+                raise unstaged
+            return writing.hand_over(writer)
+
         self._thread = threading.Thread(
             target=self._finish,
-            args=(gathering, writing, head, target, lambda: writing.hand_over(writer)),
+            args=(gathering, writing, head, target, write),
             name=f"saving {target.name}",
         )
         self._thread.start()
