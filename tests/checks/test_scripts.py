@@ -211,7 +211,7 @@ MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (different_sizes, InputMismatchError, r"float32\[4, 4\].*on rank 0 and float32\[6, 4\]"),
     (an_input_of_one_rank, InputMismatchError, "the input 'mask' of forward 1 of Net.*nothing on rank 0"),
     (different_labels, InputMismatchError, "'target of nll_loss_forward' of the backward of forward 1 of Net"),
-    (different_targets, InputMismatchError, "'target of mse_loss' of the backward of forward 1 of Net"),
+    (different_targets, InputMismatchError, "'target of mse_loss' of a read of the loss"),
     (a_distributed_sampler, InputMismatchError, "the input 'x' of forward 1 of Net"),
     (different_state, InputMismatchError, r"'up\.weight' of load_state_dict of Net"),
     (different_plain_data, InputMismatchError, "'data of data' of forward 1 of Net"),

@@ -77,7 +77,7 @@ def _gives_number(op: Any, schema: Any) -> bool:
     running, for answers are remembered."""
     args = schema.args_schema
     spec = args[0]
-    if not isinstance(spec, DTensorSpec) or not len(spec.shape) or step_checks(spec.mesh, None) is None:
+    if not isinstance(spec, DTensorSpec) or not len(spec.shape) or step_checks(spec.mesh) is None:
         return False
     if all(type(p) is Replicate for p in spec.placements):
         return False

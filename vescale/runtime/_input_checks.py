@@ -36,7 +36,8 @@ def check_inputs(
     if not checks.is_on or (activation is not None and activation.runtime is runtime) or is_compiling():
         return
     with no_torch_function():
-        checks.begin_forward()
+        runtime.num_forwards += 1
+        checks.begin_forward(runtime.num_forwards)
         inputs: list[tuple[str, str]] = []
         parts: list[LocalPart] = []
         tensors: list[tuple[torch.Tensor, tuple[Placement, ...]]] = []
@@ -120,7 +121,7 @@ def check_read(tensor: DTensor, how: str) -> None:
 
     Where it is cut along some axes only, some ranks may read it without the others; they are not asked.
     """
-    checks = step_checks(tensor.device_mesh, None)
+    checks = step_checks(tensor.device_mesh)
     if checks is None or not checks.is_on or in_backward() or running_module() is not None:
         return
     mesh = tensor.device_mesh
@@ -130,7 +131,7 @@ def check_read(tensor: DTensor, how: str) -> None:
 
 def note_plain_value(op: str, name: str, tensor: torch.Tensor, mesh: Any) -> None:
     """Of labels and the like that meet a model's outputs outside of the model; compared with the next step."""
-    checks = step_checks(mesh, None)
+    checks = step_checks(mesh)
     if checks is None or not checks.compares_data or in_backward() or running_module() is not None:
         return
     fully = checks.is_due and not has_dispatch_modes()

@@ -58,7 +58,7 @@ def shard_batch(batch: Batch, where: DeviceMesh | nn.Module, axes: str | Sequenc
             return x
         return wrap_global(x, mesh, placements if x.ndim else (Replicate(),) * mesh.ndim, "shard_batch")
 
-    checks = step_checks(mesh, None)
+    checks = step_checks(mesh)
     with no_torch_function():
         if checks is not None and checks.compares_data:
             for name, text in describe("batch", batch, fully=checks.is_due):
