@@ -122,7 +122,9 @@ class StepChecks:
             self._start()
         self._forwards = number
 
-    def forward(self, model: str, mode: str, inputs: Rows, parts: Sequence[LocalPart]) -> list[Mapping[int, Any]] | None:
+    def forward(
+        self, model: str, mode: str, inputs: Rows, parts: Sequence[LocalPart]
+    ) -> list[Mapping[int, Any]] | None:
         """Before a forward. Returns None, or where ranks give parts of different sizes, the shape of each part by position
         of the rank.
 
@@ -225,15 +227,16 @@ class StepChecks:
         absent = [board.ranks[index] for index in board.absent(self._number)]
         if isinstance(problem, RankGoneError):
             return StepMismatchError(
-                f"rank {dist.get_rank()} is before {site} ({where}), and {problem}: its own error says why", [problem.rank]
+                f"rank {dist.get_rank()} is before {site} ({where}), and {problem}: its own error says why",
+                [problem.rank],
             )
         last = "; ".join(
             f"rank {board.ranks[index]} came last to {board.text(index) or 'nothing'}"
             for index in board.absent(self._number)[:8]
         )
         return StepMismatchError(
-            f"rank {dist.get_rank()} is before {site} ({where}), and ranks {absent} have not come for {_limit():g} s: {last}. "
-            f"{_SAME_STEPS}",
+            f"rank {dist.get_rank()} is before {site} ({where}), and ranks {absent} have not come for {_limit():g} s: "
+            f"{last}. {_SAME_STEPS}",
             absent,
         )
 
@@ -311,16 +314,16 @@ class StepChecks:
 
 _MAX_NOTED = 64
 _SAME_STEPS = (
-    "Every rank has to make the same calls in the same order, also for an evaluation (no `if rank == 0:` around a call of the "
-    "model, its backward, or a read of what is cut over ranks), and to see as many batches"
+    "Every rank has to make the same calls in the same order, also for an evaluation (no `if rank == 0:` around a call of "
+    "the model, its backward, or a read of what is cut over ranks), and to see as many batches"
 )
 
 
 def _uneven_text(found: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
     first = {rank: {part[0]: part[1] for part in each["parts"]} for rank, each in zip(ranks, found)}
     return (
-        f'parts of inputs that are given as given="local" have different sizes in {found[0]["site"]}: {first}; ranks that do '
-        "not wait for each other take them as equal. Give equal parts (drop_last=True), pass the global batch, or set "
+        f'parts of inputs that are given as given="local" have different sizes in {found[0]["site"]}: {first}; ranks that '
+        "do not wait for each other take them as equal. Give equal parts (drop_last=True), pass the global batch, or set "
         "VESCALE_CHECK=steps"
     )
 
@@ -328,7 +331,8 @@ def _uneven_text(found: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
 def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
     name = f"the input {difference.name!r}" if difference.name else "an input"
     found = " and ".join(
-        f"{text} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {list(ranks)}'}" for text, ranks in difference.found
+        f"{text} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {list(ranks)}'}"
+        for text, ranks in difference.found
     )
     if local:
         return (

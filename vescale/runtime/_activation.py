@@ -80,8 +80,8 @@ class Activation:
 
 
 class _Thread(threading.local):
-    """Attributes: stack: the activations of the thread, innermost last; global_shapes: by ``id`` of a tensor that is given as
-    one rank's part, the shape of the whole, where parts have different sizes."""
+    """Attributes: stack: the activations of the thread, innermost last; global_shapes: by ``id`` of a tensor that is given
+    as one rank's part, the shape of the whole, where parts have different sizes."""
 
     def __init__(self) -> None:
         self.stack: list[Activation] = []

@@ -90,7 +90,7 @@ def _global_shape(
         ranks = mesh.mesh.flatten().tolist()
         sizes = {rank: found[index] for index, rank in enumerate(ranks)}
         raise InputMismatchError(
-            f"the parts of the input {name!r}, which each rank gives (given=\"local\"), have shapes {sizes} by rank: no tensor "
+            f'the parts of the input {name!r}, which each rank gives (given="local"), have shapes {sizes} by rank: no tensor '
             f"is cut so by {placements}. Give parts as torch.chunk cuts the batch (vescale.ShardedBatchSampler does), or leave "
             "out the last batch (drop_last=True)",
             ranks,

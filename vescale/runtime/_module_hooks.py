@@ -83,9 +83,7 @@ class _Instructions:
         finally:
             THREAD.global_shapes = None
 
-    def _named_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[tuple[str, Any, Placing | None]]:
+    def _named_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any, Placing | None]]:
         """Name, value and entry of each input."""
         entries: dict[tuple[str | None, int | str | None], Placing] = {}
         others = None
