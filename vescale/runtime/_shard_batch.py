@@ -71,8 +71,8 @@ def _mesh_and_axes(where: DeviceMesh | nn.Module, axes: str | Sequence[str] | No
         runtime = Runtime.of(where)
         if runtime is None:
             raise PlanError(
-                f"shard_batch got a {type(where).__name__} that is not parallelized; expected the model after parallelize, or "
-                "a mesh and its axes"
+                f"shard_batch got a {type(where).__name__} that is not parallelized; expected the model after parallelize, "
+                "or a mesh and its axes"
             )
         mesh = runtime.mesh
         found = {
