@@ -375,7 +375,7 @@ def step_checks(mesh: DeviceMesh) -> StepChecks | None:
 
 
 def start_checks(mesh: DeviceMesh) -> StepChecks:
-    """The checks on a mesh, for a new model: its first forwards are compared fully. Called in the same order on all ranks."""
+    """The checks on a mesh, for a new model, whose first forwards are compared fully. Called in one order on all ranks."""
     known = _BY_WORLD.setdefault(dist.group.WORLD, {})
     found = known.get(mesh)
     if found is None:

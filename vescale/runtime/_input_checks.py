@@ -93,7 +93,7 @@ def _global_shape(
         sizes = {rank: found[index] for index, rank in enumerate(ranks)}
         raise InputMismatchError(
             f'the parts of the input {name!r}, which each rank gives (given="local"), have shapes {sizes} by rank: no '
-            f"tensor is cut so by {placements}. Give parts as torch.chunk cuts the batch (vescale.ShardedBatchSampler does), "
+            f"tensor is cut so by {placements}. Give parts as torch.chunk cuts the batch (ShardedBatchSampler does), "
             "or leave out the last batch (drop_last=True)",
             ranks,
         )
