@@ -9,7 +9,14 @@ from vescale.checks._replaced_parameters import (
     replacement_of,
 )
 from vescale.checks._settings import check_every, check_mode, is_unchecked, unchecked
-from vescale.checks._steps import InputMismatchError, LocalPart, StepChecks, StepMismatchError, step_checks
+from vescale.checks._steps import (
+    InputMismatchError,
+    LocalPart,
+    StepChecks,
+    StepMismatchError,
+    start_checks,
+    step_checks,
+)
 
 __all__ = [
     "InputMismatchError",
@@ -26,6 +33,7 @@ __all__ = [
     "is_unchecked",
     "listed_optimizers",
     "replacement_of",
+    "start_checks",
     "step_checks",
     "sum_of_bits",
     "tensor_text",

@@ -15,6 +15,8 @@ __all__ = ["describe", "sum_of_bits", "tensor_text"]
 _SAMPLES = 8
 _NUMBERS = (bool, int, float, complex, str)
 _MAX_TEXT = 60
+_DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8, torch.float16))
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,17 +54,19 @@ def hash_of(text: str) -> str:
 
 def tensor_text(x: torch.Tensor, *, fully: bool) -> str:
     """Shape and dtype; some elements of a tensor in the host's memory; ``fully``: the sum of all bits."""
-    text = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta or x.layout != torch.strided or x.numel() == 0:
+    shape = x.shape
+    text = f"{_DTYPES.get(x.dtype) or x.dtype}{list(shape)}"
+    kind = type(x)
+    if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or x.is_meta or x.layout is not torch.strided:
         return text
-    with no_torch_function(), torch.no_grad():
-        if x.device.type == "cpu":
-            flat = x.detach().reshape(-1) if x.is_contiguous() else x.detach()
-            if flat.ndim == 1:
-                text += f" with elements {flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].tolist()}"
-            fully = fully or (flat.ndim != 1 and x.numel() <= 4096)
-        if fully:
-            text += f", sum of bits {sum_of_bits(x):x}"
+    if fully:
+        with no_torch_function(), torch.no_grad():
+            if x.device.type == "cpu" and x.numel():
+                text += f" beginning with {x.detach().reshape(-1)[:_SAMPLES].tolist()}"
+            return f"{text}, sum of bits {sum_of_bits(x):x}"
+    if x.dtype in _NUMPY and x.is_cpu and x.is_contiguous():
+        bits = (x.detach() if x.requires_grad else x).numpy().ravel()
+        text += f", bits of some elements {bits[:: bits.size // _SAMPLES or 1].tobytes()[:64].hex()}"
     return text
 
 

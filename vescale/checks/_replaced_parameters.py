@@ -40,7 +40,9 @@ __all__ = ["RegisteredParameters", "ReplacedParameterError", "Replacement", "rep
 _ATTRIBUTE = "_vescale_replacement"
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_WRITES = frozenset(("add_", "addcdiv_", "addcmul_", "copy_", "div_", "fill_", "lerp_", "mul_", "normal_", "sub_", "zero_"))
+_WRITES = frozenset(
+    ("add_", "addcdiv_", "addcmul_", "copy_", "div_", "fill_", "lerp_", "mul_", "normal_", "sub_", "zero_")
+)
 _AVERAGES = frozenset(["lerp_", "_foreach_lerp_"])
 
 

@@ -32,7 +32,7 @@ import hashlib
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from vescale.checks._settings import FIRST, check_every, check_mode, is_unchecke
 from vescale.comm import Board, Consensus, ConsensusError, RankGoneError, first_difference, wait_limit
 from vescale.compat import default_store, default_timeout, is_alone
 
-__all__ = ["InputMismatchError", "LocalPart", "StepChecks", "StepMismatchError", "step_checks"]
+__all__ = ["InputMismatchError", "LocalPart", "StepChecks", "StepMismatchError", "start_checks", "step_checks"]
 
 Rows = Sequence[tuple[str, str]]
 
@@ -75,28 +75,30 @@ class LocalPart:
 
 
 class StepChecks:
-    """The checks on one mesh; use :func:`step_checks`. Every rank of the mesh makes it, in the same order.
+    """The checks on one mesh, and all that are equal to it; use :func:`start_checks`.
 
     Attributes:
-        mesh: kept, so that no other mesh gets its ``id``.
         is_on: whether there is somebody to compare with.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
         self.ranks = mesh.mesh.flatten().tolist()
         self._coordinates = [tuple(index) for index in (mesh.mesh >= 0).nonzero().tolist()]
-        self._mode = check_mode()
-        self._every = check_every()
-        self.is_on = self._mode != "off" and mesh.size() > 1 and mesh.get_coordinate() is not None
+        self._has_others = mesh.size() > 1 and mesh.get_coordinate() is not None
         self._consensus: Consensus | None = None
         self._board: Board | None = None
         self._is_ready = False
         self._number = self._forwards = 0
-        self._awaited: tuple[str, int] | None = None
-        self._noted: list[tuple[str, str]] = []
+        self._awaited: tuple[str, int] | None
+        self._noted: list[tuple[str, str]]
         self._open: deque[str] = deque()
-        self._steps: dict[str, int] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """A new model; settings are read anew."""
+        self._mode, self._every = check_mode(), check_every()
+        self.is_on = self._has_others and self._mode != "off"
+        self._forwards, self._noted, self._awaited = 0, [], None
 
     @property
     def is_due(self) -> bool:
@@ -114,25 +116,26 @@ class StepChecks:
         """Whether ranks wait for each other."""
         return self._board is not None or self._mode == "steps"
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, number: int) -> None:
+        """``number`` of the model's forward, from 1."""
         if not self._is_ready:
             self._start()
-        self._forwards += 1
+        self._forwards = number
 
-    def forward(self, model: str, mode: str, inputs: Rows, parts: Sequence[LocalPart]) -> list[Mapping[int, Any]] | None:
+    def forward(
+        self, model: str, mode: str, inputs: Rows, parts: Sequence[LocalPart]
+    ) -> list[Mapping[int, Any]] | None:
         """Before a forward. Returns None, or where ranks give parts of different sizes, the shape of each part by position
         of the rank.
 
         Raises StepMismatchError and InputMismatchError, on every rank that comes.
         """
-        step = self._steps[model] = self._steps.get(model, 0) + 1
-        return self._meet(f"forward {step} of {model}, {mode}", inputs, parts)
+        return self._meet(f"forward {self._forwards} of {model}, {mode}", inputs, parts)
 
     def await_backward(self, model: str) -> int:
         """After a forward with gradients, which number it has."""
-        step = self._steps.get(model, 0)
-        self._awaited = model, step
-        return step
+        self._awaited = model, self._forwards
+        return self._forwards
 
     def backward(self, model: str, step: int) -> None:
         """Before the backward of a forward."""
@@ -172,7 +175,7 @@ class StepChecks:
     def _start(self) -> None:
         self._is_ready = True
         self._consensus = Consensus(self.ranks, "steps")
-        if self._mode != "steps" and (is_alone() or dist.get_backend() == "gloo"):
+        if is_alone() or dist.get_backend() == "gloo":
             self._board = Board.open(self.ranks, self._consensus.place)
 
     def _meet(self, site: str, inputs: Rows, parts: Sequence[LocalPart]) -> list[Mapping[int, Any]] | None:
@@ -180,7 +183,7 @@ class StepChecks:
             self._start()
         self._number += 1
         inputs, self._noted = (*self._noted, *inputs), []
-        if self._board is not None:
+        if self._board is not None and self._mode != "steps":
             return self._meet_on_board(self._board, site, inputs, parts)
         if self._mode == "steps":
             return self._compare(self._exchange(self._description(site, inputs, parts)))
@@ -192,12 +195,12 @@ class StepChecks:
     def _meet_on_board(
         self, board: Board, site: str, inputs: Rows, parts: Sequence[LocalPart]
     ) -> list[Mapping[int, Any]] | None:
-        where = call_site()
+        where = call_site() if site.startswith("forward") else ""
         digests = [_digest(site), _digest(inputs) if inputs else 0, 0, 0]
         if parts:
             digests[2] = _digest([(part.name, part.shape) for part in parts])
             digests[3] = _digest([(part.name, part.text) for part in parts])
-        marks = board.post(self._number, digests, f"{site} ({where})")
+        marks = board.post(self._number, digests, f"{site} ({where})" if where else site)
         if len(board.ranks) == 1:
             return None
         num_marks = 4 if parts else 3
@@ -208,7 +211,7 @@ class StepChecks:
         first = marks[:3]
         for row in rows:
             if row[:3] != first:
-                return self._compare(self._exchange(self._description(site, inputs, parts, where)))
+                return self._compare(self._exchange(self._description(site, inputs, parts, where or call_site())))
         if parts:
             seen: dict[tuple[int, ...], int] = {}
             for coordinate, row in zip(self._part_keys(parts), rows):
@@ -224,15 +227,16 @@ class StepChecks:
         absent = [board.ranks[index] for index in board.absent(self._number)]
         if isinstance(problem, RankGoneError):
             return StepMismatchError(
-                f"rank {dist.get_rank()} is before {site} ({where}), and {problem}: its own error says why", [problem.rank]
+                f"rank {dist.get_rank()} is before {site} ({where}), and {problem}: its own error says why",
+                [problem.rank],
             )
         last = "; ".join(
             f"rank {board.ranks[index]} came last to {board.text(index) or 'nothing'}"
             for index in board.absent(self._number)[:8]
         )
         return StepMismatchError(
-            f"rank {dist.get_rank()} is before {site} ({where}), and ranks {absent} have not come for {_limit():g} s: {last}. "
-            f"{_SAME_STEPS}",
+            f"rank {dist.get_rank()} is before {site} ({where}), and ranks {absent} have not come for {_limit():g} s: "
+            f"{last}. {_SAME_STEPS}",
             absent,
         )
 
@@ -310,16 +314,16 @@ class StepChecks:
 
 _MAX_NOTED = 64
 _SAME_STEPS = (
-    "Every rank has to make the same calls in the same order, also for an evaluation (no `if rank == 0:` around a call of the "
-    "model, its backward, or a read of what is cut over ranks), and to see as many batches"
+    "Every rank has to make the same calls in the same order, also for an evaluation (no `if rank == 0:` around a call of "
+    "the model, its backward, or a read of what is cut over ranks), and to see as many batches"
 )
 
 
 def _uneven_text(found: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
     first = {rank: {part[0]: part[1] for part in each["parts"]} for rank, each in zip(ranks, found)}
     return (
-        f'parts of inputs that are given as given="local" have different sizes in {found[0]["site"]}: {first}; ranks that do '
-        "not wait for each other take them as equal. Give equal parts (drop_last=True), pass the global batch, or set "
+        f'parts of inputs that are given as given="local" have different sizes in {found[0]["site"]}: {first}; ranks that '
+        "do not wait for each other take them as equal. Give equal parts (drop_last=True), pass the global batch, or set "
         "VESCALE_CHECK=steps"
     )
 
@@ -327,7 +331,8 @@ def _uneven_text(found: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
 def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
     name = f"the input {difference.name!r}" if difference.name else "an input"
     found = " and ".join(
-        f"{text} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {list(ranks)}'}" for text, ranks in difference.found
+        f"{text} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {list(ranks)}'}"
+        for text, ranks in difference.found
     )
     if local:
         return (
@@ -359,13 +364,24 @@ def _is_paused() -> bool:
     return False
 
 
-_BY_MESH: weakref.WeakValueDictionary[int, StepChecks] = weakref.WeakValueDictionary()
+# By default group. Equal meshes share one: ops give results on any of them (PyTorch remembers decisions by equal specs), and
+# which of them are still there depends on each rank's garbage collector.
+_BY_WORLD: weakref.WeakKeyDictionary[Any, dict[DeviceMesh, StepChecks]] = weakref.WeakKeyDictionary()
 
 
-def step_checks(mesh: DeviceMesh, make: Callable[[DeviceMesh], StepChecks] | None = StepChecks) -> StepChecks | None:
-    """The checks on a mesh object, made by the first call; ``make=None``: None if there are none. A caller keeps them."""
-    found = _BY_MESH.get(id(mesh))
-    if found is None and make is not None:
-        found = make(mesh)
-        _BY_MESH[id(mesh)] = found
+def step_checks(mesh: DeviceMesh) -> StepChecks | None:
+    """The checks on a mesh; None: no model has been parallelized on it."""
+    return _BY_WORLD.get(dist.group.WORLD, _NONE).get(mesh) if dist.is_initialized() else None
+
+
+def start_checks(mesh: DeviceMesh) -> StepChecks:
+    """The checks on a mesh, for a new model, whose first forwards are compared fully. Called in one order on all ranks."""
+    known = _BY_WORLD.setdefault(dist.group.WORLD, {})
+    found = known.get(mesh)
+    if found is None:
+        found = known[mesh] = StepChecks(mesh)
+    found.begin()
     return found
+
+
+_NONE: dict[DeviceMesh, StepChecks] = {}

@@ -33,7 +33,14 @@ try:
     from vescale.compat.hook_gate import *
     from vescale.compat.layouts import Layout
     from vescale.compat.meshes import *
-    from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, tell_move, tell_plain_value, tell_read
+    from vescale.compat.model_hooks import (
+        DispatchListener,
+        ModelHooks,
+        OpHandler,
+        tell_move,
+        tell_plain_value,
+        tell_read,
+    )
     from vescale.compat.module_calls import *
     from vescale.compat.native_dispatch import (
         counts_local_writes,

@@ -148,8 +148,8 @@ def _set_data(hooks: DTensorHooks, self: Any, value: Any) -> None:
         return
     if value.shape != self.shape:
         raise ValueError(
-            f"data of shape {tuple(value.shape)} for a DTensor of shape {tuple(self.shape)} placed as {tuple(self.placements)}; "
-            "expected the global tensor, the same on every rank, or a DTensor"
+            f"data of shape {tuple(value.shape)} for a DTensor of shape {tuple(self.shape)} placed as "
+            f"{tuple(self.placements)}; expected the global tensor, the same on every rank, or a DTensor"
         )
     with torch.no_grad(), torch._C.DisableTorchFunction():
         tell_plain_value("data", "data", value, self.device_mesh)

@@ -1,7 +1,7 @@
 """Numbers computed from a model's outputs, outside of its forward, are complete when they are made.
 
-A sum or a mean over sharded elements is pending: each rank has its term. Inside of a model that is wanted, for sums are added
-before they are reduced. Outside, the number is what a program prints, perhaps on one rank only (``if rank == 0:
+A sum or a mean over sharded elements is pending: each rank has its term. Inside of a model that is wanted, for sums are
+added before they are reduced. Outside, the number is what a program prints, perhaps on one rank only (``if rank == 0:
 print(loss.item())``), which would wait for the others. So a reduction to one number reduces over ranks, too, where the
 DTensor is on the mesh of a parallelized model and no model is running. Gradients are the same: that of a pending number is
 Replicate as well.
@@ -77,7 +77,7 @@ def _gives_number(op: Any, schema: Any) -> bool:
     running, for answers are remembered."""
     args = schema.args_schema
     spec = args[0]
-    if not isinstance(spec, DTensorSpec) or not len(spec.shape) or step_checks(spec.mesh, None) is None:
+    if not isinstance(spec, DTensorSpec) or not len(spec.shape) or step_checks(spec.mesh) is None:
         return False
     if all(type(p) is Replicate for p in spec.placements):
         return False

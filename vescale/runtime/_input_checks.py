@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.checks import InputMismatchError, LocalPart, describe, step_checks, tensor_text
+from vescale.checks import InputMismatchError, LocalPart, StepChecks, describe, step_checks, tensor_text
 from vescale.compat import has_dispatch_modes, in_backward, no_torch_function, tensors_in
+from vescale.gradients import GradientReducer
 from vescale.ops import running_module
 from vescale.placements import local_region, shard_dim
 from vescale.runtime._activation import THREAD, current_activation
@@ -36,7 +38,8 @@ def check_inputs(
     if not checks.is_on or (activation is not None and activation.runtime is runtime) or is_compiling():
         return
     with no_torch_function():
-        checks.begin_forward()
+        runtime.num_forwards += 1
+        checks.begin_forward(runtime.num_forwards)
         inputs: list[tuple[str, str]] = []
         parts: list[LocalPart] = []
         tensors: list[tuple[torch.Tensor, tuple[Placement, ...]]] = []
@@ -89,9 +92,9 @@ def _global_shape(
         ranks = mesh.mesh.flatten().tolist()
         sizes = {rank: found[index] for index, rank in enumerate(ranks)}
         raise InputMismatchError(
-            f"the parts of the input {name!r}, which each rank gives (given=\"local\"), have shapes {sizes} by rank: no tensor "
-            f"is cut so by {placements}. Give parts as torch.chunk cuts the batch (vescale.ShardedBatchSampler does), or leave "
-            "out the last batch (drop_last=True)",
+            f'the parts of the input {name!r}, which each rank gives (given="local"), have shapes {sizes} by rank: no '
+            f"tensor is cut so by {placements}. Give parts as torch.chunk cuts the batch (ShardedBatchSampler does), "
+            "or leave out the last batch (drop_last=True)",
             ranks,
         )
     return tuple(shape)
@@ -107,12 +110,13 @@ def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
         if node is not None:
             step, reducer = checks.await_backward(model), runtime.gradients.reducer
 
-            def before(_: Any) -> None:
-                if reducer is None or reducer.syncs:
-                    checks.backward(model, step)
-
-            node.register_prehook(before)
+            node.register_prehook(functools.partial(_begin_backward, checks, reducer, model, step))
             return
+
+
+def _begin_backward(checks: StepChecks, reducer: GradientReducer | None, model: str, step: int, _: Any) -> None:
+    if reducer is None or reducer.syncs:
+        checks.backward(model, step)
 
 
 def check_read(tensor: DTensor, how: str) -> None:
@@ -120,7 +124,7 @@ def check_read(tensor: DTensor, how: str) -> None:
 
     Where it is cut along some axes only, some ranks may read it without the others; they are not asked.
     """
-    checks = step_checks(tensor.device_mesh, None)
+    checks = step_checks(tensor.device_mesh)
     if checks is None or not checks.is_on or in_backward() or running_module() is not None:
         return
     mesh = tensor.device_mesh
@@ -130,7 +134,7 @@ def check_read(tensor: DTensor, how: str) -> None:
 
 def note_plain_value(op: str, name: str, tensor: torch.Tensor, mesh: Any) -> None:
     """Of labels and the like that meet a model's outputs outside of the model; compared with the next step."""
-    checks = step_checks(mesh, None)
+    checks = step_checks(mesh)
     if checks is None or not checks.compares_data or in_backward() or running_module() is not None:
         return
     fully = checks.is_due and not has_dispatch_modes()

@@ -67,6 +67,7 @@ class _Instructions:
         self.outputs = [Placing(runtime, i) for i in instructions if executor_of(i) is Executor.OUTPUT]
         self._named = [placing.index for placing in self.inputs if placing.index is not None]
         self._positions = _positions(module) if self.inputs or self.is_root else {}
+        self._names = {position: name for name, position in self._positions.items()} if self.is_root else {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Instructions:
         copied = object.__new__(type(self))
@@ -92,9 +93,7 @@ class _Instructions:
         finally:
             THREAD.global_shapes = None
 
-    def _named_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[tuple[str, Any, Placing | None]]:
+    def _named_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any, Placing | None]]:
         """Name, value and entry of each input."""
         entries: dict[tuple[str | None, int | str | None], Placing] = {}
         others = None
@@ -103,9 +102,8 @@ class _Instructions:
                 others = placing
             else:
                 entries[self._find(placing.index, args, kwargs)] = placing
-        names = {position: name for name, position in self._positions.items()}
         for position, value in enumerate(args):
-            yield names.get(position, str(position)), value, entries.get(("args", position), others)
+            yield self._names.get(position, str(position)), value, entries.get(("args", position), others)
         for name, value in kwargs.items():
             yield name, value, entries.get(("kwargs", name), others)
 

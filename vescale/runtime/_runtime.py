@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.checks import StepChecks, step_checks
+from vescale.checks import StepChecks, start_checks
 from vescale.ir import Attention, Factory, Program
 from vescale.plans import AttentionMethod, MeshAxes
 from vescale.runtime._gradient_hooks import GradientHooks
@@ -49,7 +49,7 @@ class Runtime:
         native: the module of the forward hooks in C++; None: they are in Python.
         timeline: attributes autograd nodes to modules; all models of a process share it.
         instructions: of each module, by path (:mod:`vescale.runtime._module_hooks`).
-        checks: what its ranks compare before they communicate.
+        checks: what its ranks compare before they communicate; num_forwards: how many of the model have begun.
         missing_values: parameters that had none when the model was parallelized; None: not known.
         warned_of_compiler: whether the user was told that torch.compile has no effect.
     """
@@ -70,10 +70,9 @@ class Runtime:
         self.instructions: dict[str, Any] = {}
         self._factories = {i.path: tuple(i.op.placements) for i in program if isinstance(i.op, Factory)}
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
-        checks = step_checks(mesh)
-        assert checks is not None
-        self.checks: StepChecks = checks
-        gradients.before_finish = checks.finish
+        self.checks: StepChecks = start_checks(mesh)
+        gradients.before_finish = self.checks.finish
+        self.num_forwards = 0
         self._root: weakref.ref[nn.Module] | None = None
         self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._wheres: dict[str, Where] = {}

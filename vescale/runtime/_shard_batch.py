@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -58,7 +58,7 @@ def shard_batch(batch: Batch, where: DeviceMesh | nn.Module, axes: str | Sequenc
             return x
         return wrap_global(x, mesh, placements if x.ndim else (Replicate(),) * mesh.ndim, "shard_batch")
 
-    checks = step_checks(mesh, None)
+    checks = step_checks(mesh)
     with no_torch_function():
         if checks is not None and checks.compares_data:
             for name, text in describe("batch", batch, fully=checks.is_due):
@@ -71,8 +71,8 @@ def _mesh_and_axes(where: DeviceMesh | nn.Module, axes: str | Sequence[str] | No
         runtime = Runtime.of(where)
         if runtime is None:
             raise PlanError(
-                f"shard_batch got a {type(where).__name__} that is not parallelized; expected the model after parallelize, or "
-                "a mesh and its axes"
+                f"shard_batch got a {type(where).__name__} that is not parallelized; expected the model after parallelize, "
+                "or a mesh and its axes"
             )
         mesh = runtime.mesh
         found = {
