@@ -40,7 +40,9 @@ def build(kind: str) -> Any:
         config = tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **_TOKENS)
         return tf.GPT2LMHeadModel(config).eval().double()
     if kind == "t5":
-        config = tf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, **_TOKENS, decoder_start_token_id=0)
+        config = tf.T5Config(
+            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, **_TOKENS, decoder_start_token_id=0
+        )
         return tf.T5ForConditionalGeneration(config).eval().double()
     config = tf.WhisperConfig(
         **_TOKENS,

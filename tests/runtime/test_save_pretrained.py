@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
 
 from tests.ranks import RankPools
 from tests.runtime.hf import quiet
@@ -38,20 +39,8 @@ def saved(kind: str, sizes: dict[str, int], folder: str, shard: str) -> None:
 
 
 def zero(mesh: Any) -> Plan:
-    plan = Plan(mesh).shard("<in:input_ids>", _rows(), mesh="dp")
-    return plan.shard(".*", RaggedShard(), mesh="dp", phase="init").shard(".*", _whole(), mesh="dp", phase="run")
-
-
-def _rows() -> Any:
-    from torch.distributed.tensor import Shard
-
-    return Shard(0)
-
-
-def _whole() -> Any:
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
+    plan = Plan(mesh).shard("<in:input_ids>", Shard(0), mesh="dp")
+    return plan.shard(".*", RaggedShard(), mesh="dp", phase="init").shard(".*", Replicate(), mesh="dp", phase="run")
 
 
 CASES = [
@@ -65,9 +54,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "sizes", "shard"), CASES)
-def test_folder_of_one_device(
-    ranks: RankPools, tmp_path: Path, kind: str, sizes: dict[str, int], shard: str
-) -> None:
+def test_folder_of_one_device(ranks: RankPools, tmp_path: Path, kind: str, sizes: dict[str, int], shard: str) -> None:
     """Files, index and values, as one device writes them."""
     quiet()
     ours, stock = tmp_path / "ours", tmp_path / "stock"
@@ -100,7 +87,9 @@ def misused(folder: str) -> None:
     os.environ["VESCALE_TIMEOUT"] = "1"
     try:
         if rank == 0:
-            with pytest.raises(ConsensusError, match=r"every rank of the mesh has to call it.*ranks \[1\] did not come"):
+            with pytest.raises(
+                ConsensusError, match=r"every rank of the mesh has to call it.*ranks \[1\] did not come"
+            ):
                 model.save_pretrained(f"{folder}/alone")
     finally:
         del os.environ["VESCALE_TIMEOUT"]
