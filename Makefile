@@ -36,6 +36,7 @@ $(VENV)/.torch:
 # Built without isolation, against the installed torch; the C++ helpers are optional and skipped without a compiler.
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml setup.py $(wildcard vescale/csrc/*.cpp vescale/csrc/*.h)
 	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev,hf,diffusers]"
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps peft accelerate
 	touch $@
 
 clean:

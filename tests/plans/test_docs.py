@@ -31,7 +31,8 @@ def test_the_yaml_example_is_a_plan() -> None:
     assert (
         len(plan)
         == sum(
-            len(sections[s]) for s in ("shard", "redistribute", "annotate", "factory", "attention", "local", "units")
+            len(sections[s])
+            for s in ("shard", "redistribute", "annotate", "factory", "attention", "local", "precision", "units")
         )
         + 2
     )

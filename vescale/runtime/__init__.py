@@ -3,6 +3,7 @@
 from vescale.runtime._activation import Activation, Frame, current_activation
 from vescale.runtime._attribution import locate, module_of_node
 from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
+from vescale.runtime._missing_values import MissingValuesWarning
 from vescale.runtime._modes import register_mode
 from vescale.runtime._parallelize import gradient_reducer, implicit_communication, install, no_sync, parallelize
 from vescale.runtime._placing import Placing
@@ -16,6 +17,7 @@ __all__ = [
     "ImplicitCommunicationError",
     "ImplicitCommunicationWarning",
     "ImplicitSite",
+    "MissingValuesWarning",
     "Placing",
     "Runtime",
     "Stages",

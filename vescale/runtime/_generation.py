@@ -121,6 +121,6 @@ def _allocate_placed(self: Any, key_states: torch.Tensor, value_states: torch.Te
 
 
 def _of_cache(states: DTensor) -> tuple[Placement, ...]:
-    """As the states lie, but whole along their sequence, which the cache has another one of."""
+    """The placements of the states, but Replicate along their sequence: that of the cache has another length."""
     sequence = states.ndim - 2
     return tuple(p if shard_dim(p) not in (None, sequence) else Replicate() for p in states.placements)

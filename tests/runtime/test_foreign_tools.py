@@ -1,0 +1,143 @@
+"""Tools around a parallelized model: each works, or raises our error with the edit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.ranks import RankPools
+from tests.runtime.llama import make_mesh
+from vescale.plans import Plan, PlanError
+from vescale.rng import deferred_init
+from vescale.runtime import parallelize
+from vescale.runtime._missing_values import MissingValuesWarning
+
+REFUSED: dict[str, tuple[Callable[[nn.Module, torch.Tensor], Any], str]] = {
+    "DDP": (
+        lambda m, x: DistributedDataParallel(m),
+        "DistributedDataParallel of a parallelized.*call the model as it is",
+    ),
+    "FSDP2": (lambda m, x: fully_shard(m), "fully_shard of a parallelized.*let the plan shard parameters"),
+    "FSDP2 of a part": (lambda m, x: fully_shard(m[0]), "fully_shard of a parallelized"),
+    "script": (lambda m, x: torch.jit.script(m), "torch.jit.script of a parallelized"),
+    "trace": (lambda m, x: torch.jit.trace(m, x), "torch.jit.trace of a parallelized.*one device"),
+    "export": (lambda m, x: torch.export.export(m, (x,)), "torch.export of a parallelized.*one device"),
+    "bfloat16": (lambda m, x: m.bfloat16(), r"cannot be moved or converted after parallelize.*plan\.precision"),
+}
+
+
+def plan_of(mesh: Any) -> Plan:
+    plan = Plan(mesh).shard("0.(weight|bias)", Shard(0)).shard("2.weight", Shard(1))
+    return plan.shard("0.<in>", Replicate()).shard("2.<out>", Shard(0))
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def tools() -> None:
+    mesh, x = make_mesh(tp=2), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    model = parallelize(plain(), plan_of(mesh), strict=True)
+    expected = plain()(x)
+    for tried in (model, copy.deepcopy(model)):  # a copy has its own
+        for name, (use, message) in REFUSED.items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of jit's deprecation
+                with pytest.raises(PlanError, match=message):
+                    use(tried, x)
+            assert torch.equal(tried(x).full_tensor(), expected), name
+    with pytest.raises(TypeError, match=r"cannot be pickled.*save model\.state_dict"):
+        torch.save(model, io.BytesIO())
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    state = torch.load(buffer, weights_only=False)
+    assert all(isinstance(value, DTensor) for value in state.values())
+    assert model.to("cpu") is model and model.float() is model  # nothing to do
+    again = parallelize(
+        nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).requires_grad_(True), plan_of(mesh)
+    )
+    again.load_state_dict(state)
+    assert torch.equal(again(x).full_tensor(), expected)
+
+
+def test_tools(ranks: RankPools) -> None:
+    ranks.run(tools, world_size=2)
+
+
+def without_values() -> None:
+    mesh, x = make_mesh(tp=2), torch.randn(4, 8)
+    reference = plain()
+    with torch.device("meta"):
+        model = plain()
+    where = (
+        "all 4 parameters and buffers of this Sequential are on the meta.*0.weight.*deferred_init.*load_hf.*to_empty"
+    )
+    if torch.distributed.get_rank() == 0:
+        with pytest.warns(MissingValuesWarning, match=where):
+            parallelize(model, plan_of(mesh))
+    else:
+        parallelize(model, plan_of(mesh))
+    with pytest.raises(PlanError, match=where):
+        model(x)
+    model.to_empty(device="cpu")
+    model.load_state_dict(reference.state_dict())
+    output = model(x)
+    assert torch.equal(output.full_tensor(), reference(x))
+    output.sum().backward()
+    reference(x).sum().backward()
+    for one, other in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.full_tensor(), one.grad)
+    partly = plain()
+    partly[2] = partly[2].to("meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parallelize(partly, plan_of(mesh))
+    with pytest.raises(PlanError, match=r"2 of 4 parameters and buffers.*: 2.weight, 2.bias; build"):
+        partly(x)
+    torch.manual_seed(0)
+    with deferred_init():
+        deferred = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallelize(deferred, plan_of(mesh))
+    assert torch.equal(deferred(x).full_tensor(), plain()(x))
+
+
+def test_models_without_values(ranks: RankPools) -> None:
+    """They are told of by parallelize, refused by the forward, and run as soon as they are filled."""
+    ranks.run(without_values, world_size=2)
+
+
+def wrapped() -> None:
+    from accelerate import Accelerator
+
+    model = parallelize(plain(), plan_of(make_mesh(tp=2)))
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(PlanError, match=r"leave the model out of prepare\(\)"):
+        accelerator.prepare(model)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    x, before = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), model[0].bias.full_tensor()
+    reference = plain()
+    loss, expected = model(x).square().mean(), reference(x).square().mean()
+    accelerator.backward(loss)
+    expected.backward()
+    optimizer.step()
+    torch.testing.assert_close(model[0].bias.full_tensor(), before - 0.1 * reference[0].bias.grad)
+
+
+def test_accelerate(ranks: RankPools) -> None:
+    """Its prepare() wraps a model in DDP, which says what to do; optimizers and backward work."""
+    pytest.importorskip("accelerate")
+    ranks.run(wrapped, world_size=2)
