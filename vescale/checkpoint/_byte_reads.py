@@ -14,7 +14,7 @@ from vescale.checkpoint._local_blocks import LocalBlocks
 from vescale.checkpoint._stored import StoredBox, StoredTensor
 from vescale.placements import Box, contiguous_stride
 
-__all__ = ["MAX_READ_BYTES", "ByteRead", "BoxIndex", "plan_reads"]
+__all__ = ["MAX_READ_BYTES", "BoxIndex", "ByteRead", "plan_reads"]
 
 MAX_READ_BYTES = 8 << 20
 """One read is at most this long, unless it goes straight into the tensor's own memory."""
@@ -97,7 +97,13 @@ def _reads(box: StoredBox, part: Box, target: torch.Tensor, dtype: torch.dtype) 
 
 
 def _split(
-    file: str, start: int, first: int, target: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    file: str,
+    start: int,
+    first: int,
+    target: torch.Tensor,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> Iterator[ByteRead]:
     """Cut until a read skips no page and is short enough; the dim with the largest stride is cut first."""
     size = dtype.itemsize

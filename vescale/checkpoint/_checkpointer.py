@@ -60,7 +60,9 @@ class Checkpointer:
         verify: Verify = "sizes",
     ) -> None:
         if keep is not None and keep < 2:
-            raise ValueError(f"keep is {keep}; expected at least 2, so that a damaged step is not the only one, or None for all")
+            raise ValueError(
+                f"keep is {keep}; expected at least 2, so that a damaged step is not the only one, or None for all"
+            )
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"keep_every is {keep_every}; expected a positive number of steps")
         if verify not in ("none", "sizes", "checksums"):
@@ -96,7 +98,9 @@ class Checkpointer:
         metric = self._metric(more)
         snapshot = take_snapshot(model, optimizer, more)
         replace = self._may_be_replaced(step)
-        target = Target(step_name(step), step, metric, self._retention, replace, tuple(s for s in self._abandoned if s != step))
+        target = Target(
+            step_name(step), step, metric, self._retention, replace, tuple(s for s in self._abandoned if s != step)
+        )
         self._saver.save(snapshot, target)
         self._abandoned = ()
 
@@ -171,7 +175,9 @@ class Checkpointer:
         try:
             number = None if value is None else float(value)
         except (TypeError, ValueError):
-            raise CheckpointError(f"{self._best} is {value!r}; best={self._best!r} needs a number, or nothing") from None
+            raise CheckpointError(
+                f"{self._best} is {value!r}; best={self._best!r} needs a number, or nothing"
+            ) from None
         return {"name": self._best, "value": number if number is not None and number == number else None}
 
     def _may_be_replaced(self, step: int) -> bool:
@@ -198,13 +204,17 @@ class Checkpointer:
     def _candidate(self, folder: str, step: int | str, excluded: Sequence[int]) -> int | None:
         """On the first rank."""
         checks = self._verify != "none"
-        known = [s for s in step_numbers(folder) if os.path.exists(os.path.join(folder, step_name(s), MANIFEST)) or checks]
+        known = [
+            s for s in step_numbers(folder) if os.path.exists(os.path.join(folder, step_name(s), MANIFEST)) or checks
+        ]
         if step != "latest":
             if step not in known:
                 raise CheckpointError(f"{folder} has no step {step}; it has {self.steps()}")
             problems = find_problems(os.path.join(folder, step_name(int(step)))) if checks else []
             if problems:
-                raise CheckpointError(f"step {step} is not complete: {'; '.join(problems)}; complete are {self.steps()}")
+                raise CheckpointError(
+                    f"step {step} is not complete: {'; '.join(problems)}; complete are {self.steps()}"
+                )
             return int(step)
         for candidate in reversed(known):
             if candidate in excluded:
@@ -213,7 +223,9 @@ class Checkpointer:
             if not problems:
                 return candidate
             warnings.warn(
-                f"step {candidate} is passed by, because it is not complete: {'; '.join(problems[:5])}", CheckpointWarning, stacklevel=5
+                f"step {candidate} is passed by, because it is not complete: {'; '.join(problems[:5])}",
+                CheckpointWarning,
+                stacklevel=5,
             )
         return None
 
@@ -222,7 +234,8 @@ class Checkpointer:
         gathering = Gathering()
         problems = verify_step(self.folder / step_name(step), part=gathering.rank, parts=gathering.world)
         answer = gathering.round(
-            "\n".join(problems), lambda texts: {"problems": [line for text in texts for line in text.split("\n") if line]}
+            "\n".join(problems),
+            lambda texts: {"problems": [line for text in texts for line in text.split("\n") if line]},
         )
         found: list[str] = answer["problems"]
         return found

@@ -22,7 +22,19 @@ class TensorName(str):
     is_sharded: bool = False
 
 
-_TAGS = ("$tuple", "$dict", "$tensor", "$dtensor", "$float", "$bytes", "$complex", "$dtype", "$device", "$set", "$numpy")
+_TAGS = (
+    "$tuple",
+    "$dict",
+    "$tensor",
+    "$dtensor",
+    "$float",
+    "$bytes",
+    "$complex",
+    "$dtype",
+    "$device",
+    "$set",
+    "$numpy",
+)
 
 
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -30,7 +42,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
     Raises CheckpointError for objects of other classes, with the path: nothing is pickled.
     """
-    if value is None or isinstance(value, bool | str) and type(value) in (bool, str):
+    if value is None or (isinstance(value, bool | str) and type(value) in (bool, str)):
         return value
     if isinstance(value, torch.Tensor):
         tensors[path] = value
@@ -47,7 +59,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
         return {
             "$dict": [
-                [encode(key, f"{path} (a key)", {}), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()
+                [encode(key, f"{path} (a key)", {}), encode(item, f"{path}.{key}", tensors)]
+                for key, item in value.items()
             ]
         }
     if type(value) in (bytes, bytearray):
@@ -61,7 +74,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if type(value) in (set, frozenset):
         return {"$set": [encode(item, path, {}) for item in sorted(value, key=repr)]}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return {"$numpy": [value.dtype.str, list(value.shape), base64.b64encode(np.ascontiguousarray(value)).decode()]}
+        return {"$numpy": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
     if isinstance(value, np.generic):
         return encode(value.item(), path, tensors)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"

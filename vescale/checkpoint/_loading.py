@@ -14,7 +14,7 @@ from vescale.checkpoint._errors import CheckpointError, CheckpointWarning
 from vescale.checkpoint._gathering import raise_together
 from vescale.checkpoint._json_values import TensorName, decode, encode
 from vescale.checkpoint._model_state import ModelState, load_extra, model_state
-from vescale.checkpoint._names import Differences, compare, nearest
+from vescale.checkpoint._names import compare, nearest
 from vescale.checkpoint._optimizer_state import OptimizerLoad, named_optimizers, plan_optimizer_load
 from vescale.checkpoint._random_state import set_random_state
 from vescale.checkpoint._reader import read_tensors, read_whole
@@ -142,7 +142,10 @@ class _Plan:
         for alias, first in state.aliases.items():
             one, other = stored.tensors.get(f"{MODEL}.{alias}"), stored.tensors.get(f"{MODEL}.{first}")
             if one is not None and other is not None and one is not other:
-                found[f"{MODEL}.{alias}"] = ("a tensor of its own", f"one tensor with {MODEL}.{first}, which it is tied to")
+                found[f"{MODEL}.{alias}"] = (
+                    "a tensor of its own",
+                    f"one tensor with {MODEL}.{first}, which it is tied to",
+                )
         return found
 
     def _take_extra(self, state: ModelState, missing: list[str]) -> None:
@@ -151,7 +154,9 @@ class _Plan:
         decode(saved, lambda name: names.append(str(name)))
         whole = read_whole(self.stored, names)
         self.extra = decode(saved, lambda name: whole[str(name)])
-        missing += [f"{MODEL}.{name}" for name in state.extra if name not in self.extra and self.stored.format == "vescale"]
+        missing += [
+            f"{MODEL}.{name}" for name in state.extra if name not in self.extra and self.stored.format == "vescale"
+        ]
 
     def _take_beside(self, more: Mapping[str, Any]) -> None:
         saved = self.saved.get("beside") or {}
@@ -185,9 +190,7 @@ def _with_our_names(stored: Stored, state: ModelState) -> Stored:
     prefix = max(_PREFIXES, key=matches)
     tensors = {}
     for name, entry in stored.tensors.items():
-        if not name.startswith(prefix):
-            tensors[name] = entry
-        elif name.startswith("optimizer.") and prefix == "":
+        if not name.startswith(prefix) or (name.startswith("optimizer.") and prefix == ""):
             tensors[name] = entry
         else:
             tensors[f"{MODEL}.{name.removeprefix(prefix)}"] = entry

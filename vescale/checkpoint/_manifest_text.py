@@ -60,7 +60,9 @@ def merge_parts(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> 
     by: dict[str, int] = {}
     for rank, part in enumerate(parts):
         if part["file"] is not None:
-            files.append({key: part["file"][key] for key in ("name", "bytes")} | {"crc32": f"{part['file']['crc32']:08x}"})
+            files.append(
+                {key: part["file"][key] for key in ("name", "bytes")} | {"crc32": f"{part['file']['crc32']:08x}"}
+            )
         for name, (shape, dtype, boxes) in part["tensors"].items():
             entry = tensors.setdefault(name, {"shape": shape, "dtype": dtype, "boxes": []})
             first = by.setdefault(name, rank)
@@ -72,7 +74,9 @@ def merge_parts(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> 
             known = seen.setdefault(name, {})
             for offset, sizes, start, checksum in boxes:
                 if known.setdefault(tuple(offset), tuple(sizes)) != tuple(sizes):
-                    raise ManifestError(f"{name}: ranks have written different boxes at {offset}: {sizes} on rank {rank}")
+                    raise ManifestError(
+                        f"{name}: ranks have written different boxes at {offset}: {sizes} on rank {rank}"
+                    )
                 if len(known) > len(entry["boxes"]):  # a replica may have written it as well
                     entry["boxes"].append([offset, sizes, len(files) - 1, start, f"{checksum:08x}"])
     for name, entry in tensors.items():

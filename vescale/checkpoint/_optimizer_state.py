@@ -147,7 +147,9 @@ def _plan_state(
     state = {}
     for key, value in decode(saved).items():
         state[key] = _placed(load, value, own.get(key), key, group, parameter, stored)
-    load.missing += [f"{path}.{key}" for key, value in own.items() if isinstance(value, torch.Tensor) and key not in state]
+    load.missing += [
+        f"{path}.{key}" for key, value in own.items() if isinstance(value, torch.Tensor) and key not in state
+    ]
     load._states.append((optimizer, parameter, state))
 
 
@@ -166,7 +168,9 @@ def _placed(
         return {k: _placed(load, item, inner.get(k), k, group, parameter, stored) for k, item in value.items()}
     if isinstance(value, list | tuple):
         others = own if isinstance(own, list | tuple) and len(own) == len(value) else [None] * len(value)
-        return type(value)(_placed(load, item, each, key, group, parameter, stored) for item, each in zip(value, others))
+        return type(value)(
+            _placed(load, item, each, key, group, parameter, stored) for item, each in zip(value, others)
+        )
     if not isinstance(value, TensorName):
         return value
     if not isinstance(own, torch.Tensor):

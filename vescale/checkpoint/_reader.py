@@ -176,4 +176,5 @@ def _fetch(files: _Files, batch: list[ByteRead]) -> None:
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
     """The memory of a contiguous CPU tensor, writable."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    memory: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(memory)

@@ -6,6 +6,7 @@ import hashlib
 import heapq
 import itertools
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,12 +32,15 @@ def has_other_ranks() -> bool:
 
 def assign(sizes: Iterable[tuple[str, int]], num_owners: int) -> dict[str, int]:
     """An owner for each name, so that all own about as many bytes. A pure function: equal on ranks that hold equal parts."""
-    loads = [(0, owner) for owner in range(num_owners)]
+    ordered = sorted(((size, name) for name, size in sizes), key=lambda pair: (-pair[0], pair[1]))
+    # Which owner comes first depends on the names, or the first rank would have the largest of every mesh.
+    first = zlib.crc32(ordered[0][1].encode()) if ordered else 0
+    loads = [(0, order, (first + order) % num_owners) for order in range(num_owners)]
     found = {}
-    for size, name in sorted(((size, name) for name, size in sizes), key=lambda pair: (-pair[0], pair[1])):
-        load, owner = heapq.heappop(loads)
+    for size, name in ordered:
+        load, order, owner = heapq.heappop(loads)
         found[name] = owner
-        heapq.heappush(loads, (load + size, owner))
+        heapq.heappush(loads, (load + size, order, owner))
     return found
 
 

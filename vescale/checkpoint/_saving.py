@@ -98,11 +98,20 @@ class Saver:
             self._finish(gathering, writing, head, target, lambda: writing.write(snapshot.blocks))
             self.wait()
             return
-        _fill_image(self._writer, layout, snapshot.blocks)
-        writer = self._writer
+        writer, unstaged = self._writer, None
+        try:
+            _fill_image(writer, layout, snapshot.blocks)
+        except (OSError, RuntimeError) as error:  # no memory: the other ranks have to hear of it
+            unstaged = CheckpointError(f"the copy to memory of the host failed: {error}")
+
+        def write() -> dict[str, Any]:
+            if unstaged is not None:
+                raise unstaged
+            return writing.hand_over(writer)
+
         self._thread = threading.Thread(
             target=self._finish,
-            args=(gathering, writing, head, target, lambda: writing.hand_over(writer)),
+            args=(gathering, writing, head, target, write),
             name=f"saving {target.name}",
         )
         self._thread.start()
@@ -198,7 +207,9 @@ class Saver:
                 raise CheckpointError(f"rank {failed[0]}: {messages[failed[0]][2:]}")
             names, parts = zip(*(message[2:].split("\n", 1) for message in messages))
             if len(set(names)) > 1:
-                raise CheckpointError(f"ranks save different steps: {sorted(set(names))}; all have to save the same one")
+                raise CheckpointError(
+                    f"ranks save different steps: {sorted(set(names))}; all have to save the same one"
+                )
             job = {
                 "do": "commit",
                 "parent": self.folder,
@@ -278,9 +289,7 @@ def _layout(blocks: Mapping[str, LocalBlocks]) -> Iterator[_Piece]:
             position = start + nbytes
 
 
-def _part(
-    snapshot: Snapshot, own: Sequence[str], layout: Sequence[_Piece], holders: Holders
-) -> dict[str, Any]:
+def _part(snapshot: Snapshot, own: Sequence[str], layout: Sequence[_Piece], holders: Holders) -> dict[str, Any]:
     """What this rank tells the first one; checksums follow. Tensors are in the order of the layout."""
     tensors: dict[str, Any] = {}
     for name in own:
@@ -312,7 +321,9 @@ def _head(snapshot: Snapshot, target: Target) -> dict[str, Any]:
 def _check_space(folder: str, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        raise CheckpointError(f"{folder} has {free} bytes left, and this rank alone has {nbytes} to write: free some, or use another")
+        raise CheckpointError(
+            f"{folder} has {free} bytes left, and this rank alone has {nbytes} to write: free some, or use another"
+        )
 
 
 @torch.no_grad()

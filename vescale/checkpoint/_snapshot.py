@@ -106,7 +106,7 @@ def samples(snapshot: Snapshot) -> dict[str, str]:
         by_device.setdefault(piece.device, []).append(name)
     found = {}
     for names in by_device.values():  # one copy from each device
-        together = torch.cat([picked[name] for name in names]).cpu().numpy()
+        together: Any = torch.cat([picked[name] for name in names]).cpu().numpy()
         stops = list(itertools.accumulate(picked[name].numel() for name in names))
         for name, start, stop in zip(names, [0, *stops], stops):
             found[name] = f"{zlib.crc32(together[start:stop]):08x}"

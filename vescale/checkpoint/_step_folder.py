@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,9 @@ def step_numbers(folder: str) -> list[int]:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)) and name == f"step-{int(match[1])}")
+    return sorted(
+        int(match[1]) for name in names if (match := _STEP.fullmatch(name)) and name == f"step-{int(match[1])}"
+    )
 
 
 def read_manifest(step_folder: str) -> dict[str, Any]:

@@ -11,7 +11,14 @@ import torch
 
 from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._manifest_text import ManifestError
-from vescale.checkpoint._step_folder import MANIFEST, complete_steps, find_problems, read_manifest, step_name, step_numbers
+from vescale.checkpoint._step_folder import (
+    MANIFEST,
+    complete_steps,
+    find_problems,
+    read_manifest,
+    step_name,
+    step_numbers,
+)
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 
 __all__ = ["is_step", "is_step_folder", "open_newest_step", "open_step"]
@@ -59,7 +66,9 @@ class _Tensors(Mapping[str, StoredTensor]):
         self._entries, self._files = entries, files
         aliases = (values["model"] or {"aliases": {}})["aliases"]
         self._names = {name: name for name in entries}
-        self._names |= {f"model.{alias}": f"model.{name}" for alias, name in aliases.items() if f"model.{name}" in entries}
+        self._names |= {
+            f"model.{alias}": f"model.{name}" for alias, name in aliases.items() if f"model.{name}" in entries
+        }
         self._made: dict[str, StoredTensor] = {}
 
     def __getitem__(self, name: str) -> StoredTensor:

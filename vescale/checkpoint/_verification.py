@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambd
     found = Path(path)
     if not (found / MANIFEST).exists():
         steps = complete_steps(str(found))
+        if re.fullmatch(r"step-\d+", found.name) or any(found.glob("data-*.bin")):
+            return find_problems(str(found))
         if not steps and not any(found.glob("step-*")):
             raise CheckpointError(f"{found} has no {MANIFEST} and no steps; expected a step, or a folder of steps")
         if not steps:

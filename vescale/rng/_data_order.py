@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -31,6 +31,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
     batches = ShardedBatchSampler(dataset, 64, mesh, "dp", shuffle=True)
     for inputs in DataLoader(dataset, batch_sampler=batches): ...
     ```
+
+    ``state_dict`` and ``load_state_dict`` go on in the middle of an epoch, on the same or another mesh.
 
     Args:
         data: a dataset, or a sampler of indices (its randomness must come from equally seeded generators).
@@ -80,6 +82,11 @@ class ShardedBatchSampler(Sampler[list[int]]):
                 "ShardedBatchSampler on a rank outside of the mesh; expected a rank that trains: skip it here"
             )
         self._coordinate = tuple(coordinate)
+        self._generator = generator
+        self._epoch_state: torch.Tensor | None = None
+        self._drawn = 0
+        self._taken: int | None = None
+        self._resumed: dict[str, Any] | None = None
         self._check_that_every_rank_has_rows()
 
     def _check_that_every_rank_has_rows(self) -> None:
@@ -97,14 +104,87 @@ class ShardedBatchSampler(Sampler[list[int]]):
         return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            self._set_generator(resumed["epoch"])
+        self._epoch_state = self._get_generator()
+        skipped = self._drawn = resumed["batches"] if resumed is not None else 0
+        for number, batch in enumerate(self._batches()):
+            if number < skipped:
+                continue
+            if resumed is not None and number == skipped:  # what iterating has drawn is not drawn twice
+                self._continue_generators(resumed)
+            self._drawn += 1
+            yield self._own_rows(batch)
+        if resumed is not None and self._drawn == skipped:
+            self._continue_generators(resumed)
+        if self._taken is None:
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._epoch_state, self._drawn, self._taken = None, 0, None
+
+    def _continue_generators(self, resumed: dict[str, Any]) -> None:
+        torch.set_rng_state(resumed["default_generator"])
+        self._set_generator(resumed["generator"])
+
+    def _batches(self) -> Iterator[list[int]]:
         batch: list[int] = []
         for index in self.sampler:
             batch.append(index)
             if len(batch) == self.batch_size:
-                yield self._own_rows(batch)
+                yield batch
                 batch = []
         if batch and not self.drop_last:
-            yield self._own_rows(batch)
+            yield batch
+
+    def track(self, loader: Iterable[Sample]) -> Iterator[Sample]:
+        """Iterate a ``DataLoader`` that has this sampler, and count what it gives. With worker processes the loader draws
+        batches before they are trained on, which :meth:`state_dict` can only know if the loop goes through this:
+        ``for inputs in batches.track(loader)``."""
+        self._taken = self._resumed["batches"] if self._resumed is not None else 0
+        for sample in loader:
+            self._taken += 1
+            yield sample
+        self._end_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in the epoch the run is, for :meth:`load_state_dict`: numbers and states of generators; the same on all ranks.
+
+        Batches count as done when they have been drawn, or, with :meth:`track`, when the loop has got them.
+        """
+        if self._resumed is not None:
+            return dict(self._resumed)
+        batches = self._drawn if self._taken is None else self._taken
+        epoch = self._epoch_state if self._epoch_state is not None else self._get_generator()
+        state: dict[str, Any] = {"epoch": epoch.clone(), "generator": self._get_generator(), "batches": batches}
+        state["default_generator"] = torch.get_rng_state()
+        return state | {"batch_size": self.batch_size, "length": len(cast(Sized, self.sampler))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The next iteration gives the batches that were left, in the same order, on any mesh, and random numbers afterwards
+        are those of a run that was not interrupted. At the end of an epoch the next one begins as usual.
+
+        Raises ValueError for another batch size or number of samples.
+        """
+        for name, own in (("batch_size", self.batch_size), ("length", len(cast(Sized, self.sampler)))):
+            if state_dict[name] != own:
+                raise ValueError(
+                    f"the state was saved with {name}={state_dict[name]}, and this sampler has {own}; the order of data would be "
+                    "another one: use the same global batch size and data"
+                )
+        self._resumed = dict(state_dict) if state_dict["batches"] else None
+        if self._resumed is None:
+            self._set_generator(state_dict["generator"])
+
+    def _get_generator(self) -> torch.Tensor:
+        return torch.get_rng_state() if self._generator is None else self._generator.get_state()
+
+    def _set_generator(self, state: torch.Tensor) -> None:
+        if self._generator is None:
+            torch.set_rng_state(state)
+        else:
+            self._generator.set_state(state)
 
     def _own_rows(self, batch: list[int]) -> list[int]:
         region = local_region((len(batch),), self._placements, self._mesh_shape, self._coordinate)

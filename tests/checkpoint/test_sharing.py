@@ -1,0 +1,205 @@
+"""Who reads and writes what: each byte once a replica group, little beside it, no collectives in a save, and errors alike on all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.ranks import RankPools
+from vescale.checkpoint import Checkpointer, CheckpointError, Stored, StoredBox, StoredTensor, load, read_tensors, save
+from vescale.checkpoint import _reader as reader
+from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor, normalize_placements
+
+SHAPE = (48, 40)
+
+
+def whole(seed: int) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def placed(placements: Any, seed: int = 0, zero: bool = False) -> DTensor:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    values = torch.zeros(SHAPE) if zero else whole(seed)
+    return distribute_tensor(values, mesh, normalize_placements(placements, SHAPE, mesh), src_data_rank=None)
+
+
+PLACEMENTS = {
+    "replicated": (Replicate(), Replicate()),
+    "hsdp": (Replicate(), Shard(0)),
+    "columns": (Shard(1), Replicate()),
+    "both": (Shard(0), Shard(1)),
+    "ragged": (Replicate(), RaggedShard((0, 1), (13, 47))),
+    "interleaved": (InterleavedShard(0, 3), Replicate()),
+}
+
+
+class Reads:
+    """Bytes that this process reads from data files."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes = 0
+        original = os.preadv
+
+        def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+            count = original(descriptor, buffers, offset)
+            self.bytes += count
+            return count
+
+        monkeypatch.setattr(reader.os, "preadv", preadv)
+
+
+def share(folder: str) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        own = {name: placed(placements, number) for number, (name, placements) in enumerate(PLACEMENTS.items())}
+        plain = {"plain": whole(9), "count": torch.tensor(3)}
+        save(folder, tensors=own, plain=plain)
+        manifest = json.loads((Path(folder) / "manifest.json").read_text())
+        files = sum(file["bytes"] for file in manifest["files"])
+        reads = Reads(monkeypatch)
+        empty = {f"tensors.{name}": placed(placements, zero=True) for name, placements in PLACEMENTS.items()}
+        empty |= {"plain.plain": torch.zeros(SHAPE), "plain.count": torch.tensor(0)}
+        from vescale.checkpoint import open_stored
+
+        read_tensors(open_stored(folder), empty)
+        for number, name in enumerate(PLACEMENTS):
+            assert torch.equal(empty[f"tensors.{name}"].full_tensor(), whole(number)), name  # type: ignore[attr-defined]
+        assert torch.equal(empty["plain.plain"], whole(9)) and empty["plain.count"] == 3
+        return reads.bytes, files
+
+
+def test_bytes_are_written_and_read_once(ranks: RankPools, tmp_path: Path) -> None:
+    answers = ranks.run(share, str(tmp_path / "one"), world_size=4)
+    needed = (len(PLACEMENTS) + 1) * math.prod(SHAPE) * 4 + 8
+    assert sum(count for count, _ in answers) <= 1.05 * needed
+    written = answers[0][1]
+    assert needed <= written <= needed + 4 * 20000  # and random states of the ranks
+    balance = [count for count, _ in answers]
+    assert max(balance) <= 1.8 * sum(balance) / 4
+
+
+def steady(folder: str) -> list[str]:
+    """What is communicated by the second save."""
+    model = nn.Linear(8, 8)
+    seen: list[str] = []
+    with Checkpointer(folder, asynchronous=True) as checkpoints:
+        checkpoints.save(1, model=model)
+        checkpoints.wait()
+        originals = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "all_gather_object", "barrier")}
+        for name in originals:
+            setattr(dist, name, lambda *args, name=name, **options: seen.append(name))
+        try:
+            checkpoints.save(2, model=model)
+            checkpoints.wait()
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+    assert checkpoints.steps() == [1, 2]
+    return seen
+
+
+def test_no_collective(ranks: RankPools, tmp_path: Path) -> None:
+    assert ranks.run(steady, str(tmp_path), world_size=2) == [[], []]
+
+
+def own_experts(folder: str) -> None:
+    """Plain parameters of one name that are other parameters on each rank: one of them would be lost."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(300, 3)
+    with pytest.raises(CheckpointError, match=r"different values on several ranks: model.bias \(ranks 0 and 1\)"):
+        save(folder, model=model)
+    with pytest.raises(CheckpointError, match=r"is float32\[3\] on rank 0|different values"):
+        save(folder, model=nn.Linear(3, 3 + dist.get_rank()))
+
+
+def stages(folder: str) -> None:
+    """Each rank has modules and an optimizer of its own, as pipeline stages; loaded in another division."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    both = nn.ModuleDict({"first": nn.Linear(4, 5), "second": nn.Linear(5, 6)})
+    mine = nn.ModuleDict({name: both[name] for name in (["first"], ["second"])[rank]})
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1, momentum=0.9)
+    for p in mine.parameters():
+        p.grad = torch.full_like(p, rank + 1.0)
+    optimizer.step()
+    with Checkpointer(folder) as checkpoints:
+        checkpoints.save(1, model=mine, optimizer=optimizer)
+        checkpoints.save(2, model=mine, optimizer=optimizer)
+    again = nn.ModuleDict({name: nn.Linear(*shape) for name, shape in (("first", (4, 5)), ("second", (5, 6)))})
+    other = torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9)
+    load(Path(folder) / "step-2", model=again, optimizer=other)
+    name = ("first", "second")[rank]
+    for own, expected in zip(again[name].parameters(), mine[name].parameters()):
+        assert torch.equal(own, expected)
+        assert torch.equal(other.state[own]["momentum_buffer"], optimizer.state[expected]["momentum_buffer"])
+    assert float(other.state[again["second"].bias]["momentum_buffer"][0]) == 2.0
+
+
+def failing_rank(folder: str) -> None:
+    """One rank cannot write, or has another model: all raise, and nothing is changed."""
+    from vescale.checkpoint import _disk
+
+    model = nn.Linear(4, 4)
+    torch.manual_seed(0)
+    with Checkpointer(folder, asynchronous=False) as checkpoints:
+        checkpoints.save(1, model=model)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if dist.get_rank() == 1:
+                monkeypatch.setattr(_disk, "sync", lambda descriptor: (_ for _ in ()).throw(OSError(5, "no disk")))
+            with pytest.raises(CheckpointError, match=r"step-2 was not saved: rank 1: .*no disk"):
+                checkpoints.save(2, model=model)
+        with pytest.raises(CheckpointError, match="ranks save different steps"):
+            checkpoints.save(5 + dist.get_rank(), model=model)
+        checkpoints.save(3, model=model)
+        assert checkpoints.steps() == [1, 3]
+        other = nn.Linear(4, 4 + dist.get_rank())
+        before = other.weight.clone()
+        with pytest.raises(CheckpointError, match=r"(?s)rank 1: .*expected shape \(5, 4\)"):
+            checkpoints.restore(model=other)
+        assert torch.equal(other.weight, before)
+
+
+def run_all(folder: str) -> None:
+    for number, case in enumerate((own_experts, stages, failing_rank)):
+        case(f"{folder}/{number}")
+
+
+def test_ranks_that_differ(ranks: RankPools, tmp_path: Path) -> None:
+    ranks.run(run_all, str(tmp_path), world_size=2)
+
+
+def test_amplification_of_any_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank of a large mesh reads what it holds, and less than a page around each run."""
+    rows, columns = 64, 8192
+    values = torch.arange(rows * columns, dtype=torch.float32)
+    (tmp_path / "data").write_bytes(values.numpy().tobytes())
+    box = StoredBox((0, 0), (rows, columns), "data", 0)
+    stored = Stored(tmp_path, {"x": StoredTensor((rows, columns), torch.float32, (box,))}, "vescale")
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=16)
+    try:
+        mesh = init_device_mesh("cpu", (4, 4), mesh_dim_names=("a", "b"))
+        for placements in (
+            (Shard(0), Shard(1)),
+            (Shard(1), Replicate()),
+            (Replicate(), RaggedShard((0, 1), (1, 2, 3, 2))),
+        ):
+            placements = normalize_placements(placements, (rows, columns), mesh)
+            target = distribute_tensor(torch.zeros(rows, columns), mesh, placements, src_data_rank=None)
+            expected = distribute_tensor(values.view(rows, columns), mesh, placements, src_data_rank=None)
+            with monkeypatch.context() as patch:
+                reads = Reads(patch)
+                read_tensors(stored, {"x": target})
+            assert torch.equal(target.to_local(), expected.to_local())
+            assert reads.bytes <= 1.05 * target.to_local().nbytes
+    finally:
+        dist.destroy_process_group()
