@@ -161,6 +161,18 @@ NIGHTLY = [
         ("9",),
         "the same with Ctrl-C; ranks killed in test_a_crashing_rank_ends_all",
     ),
+    Family(
+        "test_hf.py",
+        "test_sharded_models",
+        tuple(
+            f"{name}-{kind}"
+            for name in ("llama", "llama_zero3", "qwen3", "gpt2", "vit", "t5", "whisper", "dit", "sd3", "mixtral")
+            + ("qwen3_moe", "gpt_oss", "deepseek_v3")
+            for kind in ("plan", "fsdp")
+            if (name, kind) not in (("mixtral", "plan"), ("gpt2", "fsdp"))
+        ),
+        "mixtral by a plan, gpt2 (tied) by fully_shard; all models on one device",
+    ),
 ]
 
 

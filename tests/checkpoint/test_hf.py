@@ -159,7 +159,7 @@ def test_dtypes(tmp_path: Path) -> None:
         deferred: Any = MODELS["llama"].build()
     load_hf(deferred, tmp_path / "a", dtype=torch.bfloat16)
     assert deferred.lm_head.weight.dtype == torch.bfloat16
-    with pytest.raises(CheckpointError, match="has memory in torch.float32 already"):
+    with pytest.raises(CheckpointError, match=r"has memory in torch\.float32 already"):
         load_hf(model, tmp_path / "a", dtype=torch.bfloat16)
 
 
@@ -178,8 +178,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         load_hf(model, tmp_path)
     text = str(found.value)
     assert (
-        "model.layers.0.self_attn.q_proj.weight: not in the checkpoint (nearest: model.layers.0.self_attn.q_projection.weight"
-        in text
+        "model.layers.0.self_attn.q_proj.weight: not in the checkpoint (nearest: "
+        "model.layers.0.self_attn.q_projection.weight" in text
     )
     assert "model.layers.0.self_attn.q_projection.weight: only in the checkpoint" in text
     assert "model.norm.weight: the checkpoint has shape (7,)" in text

@@ -108,6 +108,7 @@ def _metadata(path: Path) -> tuple[dict[Any, Any], dict[tuple[Any, Any], Any]]:
 
 
 def _tensor(files: _Files, name: str, entry: Record, where: Mapping[Any, Any]) -> StoredTensor:
+    shape: Any
     properties, shape, chunks = entry.get("properties"), entry.get("size"), entry.get("chunks")
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
@@ -115,6 +116,8 @@ def _tensor(files: _Files, name: str, entry: Record, where: Mapping[Any, Any]) -
         raise CheckpointError(f"{files.folder / _METADATA} has no sound entry for {name}")
     boxes = []
     for chunk in chunks:
+        offset: Any
+        sizes: Any
         offset, sizes = (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Record) else (None, None)
         fits = _sizes(offset) and _sizes(sizes) and len(offset) == len(sizes) == len(shape)
         if not fits or any(at + size > total for at, size, total in zip(offset, sizes, shape)):
@@ -153,12 +156,13 @@ class _Files:
         if not isinstance(found, TensorRecord) or found.shape != sizes or found.dtype != dtype:
             described = f"{found.dtype} of shape {found.shape}" if isinstance(found, TensorRecord) else "no tensor"
             raise CheckpointError(
-                f"{self.folder / path}: the record of {name} at {offset} holds {described}; expected {dtype} of shape {sizes}"
+                f"{self.folder / path}: the record of {name} at {offset} holds {described}; expected {dtype} of shape "
+                f"{sizes}"
             )
         return found.box(path, offset)
 
     def _safetensors(self, name: str, path: str) -> TensorRecord | None:
-        """The chunk in a file that ``FileSystemWriter`` wrote with ``SerializationFormat.SAFETENSORS``: one for each name."""
+        """The chunk in a file that ``FileSystemWriter`` wrote as safetensors: one for each name."""
         header = read_header(self.folder / path)
         if name not in header.tensors:
             return None
@@ -189,7 +193,7 @@ class _Files:
             raise CheckpointError(f"{self.folder / _METADATA} names the file {path!r} outside of its folder")
         if path not in self._files:
             try:
-                file = self._opened.enter_context((self.folder / path).open("rb"))
+                file: IO[bytes] = self._opened.enter_context((self.folder / path).open("rb"))
             except OSError as error:
                 raise CheckpointError(f"{self.folder / path}, which holds {name}: {error.strerror or error}") from error
             self._files[path] = file, os.fstat(file.fileno()).st_size

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from vescale.compat.tensor_subclasses import WrapperTensor
+
 __all__ = ["MappedTensor", "NotAnIndexMapError", "Part", "row_major", "source_axes"]
 
 _MAX_PARTS = 1 << 17
@@ -80,7 +82,7 @@ def source_axes(part: Part, shape: Sequence[int]) -> tuple[tuple[int, ...], tupl
     return tuple(origin), tuple(axes)
 
 
-class MappedTensor(torch.Tensor):
+class MappedTensor(WrapperTensor):
     """A tensor of known origin, for programs of shape operations; every result is contiguous.
 
     Raises :class:`NotAnIndexMapError` from any operation that does more than moving elements.
@@ -88,10 +90,10 @@ class MappedTensor(torch.Tensor):
 
     parts: tuple[Part, ...]
 
-    @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part]) -> MappedTensor:
+    @classmethod
+    def made_of(cls, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part]) -> MappedTensor:
         # On the meta device nothing is allocated, and strides are those of a contiguous tensor.
-        made: MappedTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="meta")  # type: ignore[attr-defined]
+        made = cls.with_looks_of(torch.empty(tuple(shape), dtype=dtype, device="meta"))
         made.parts = tuple(parts)
         if len(made.parts) > _MAX_PARTS:
             raise NotAnIndexMapError(f"{len(made.parts)} separate parts")
@@ -101,13 +103,13 @@ class MappedTensor(torch.Tensor):
     def of(cls, source: str, shape: Sequence[int], dtype: torch.dtype) -> MappedTensor:
         """The source itself."""
         whole = Part((0,) * len(shape), tuple(shape), source, 0, row_major(shape))
-        return cls(shape, dtype, [whole] if math.prod(shape) else [])
+        return cls.made_of(shape, dtype, [whole] if math.prod(shape) else [])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"MappedTensor({tuple(self.shape)}, {self.dtype}, {len(self.parts)} parts)"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         run = _OPS.get(func.overloadpacket)
         if run is None:
             raise NotAnIndexMapError(f"{func} does more than move elements")
@@ -117,7 +119,7 @@ class MappedTensor(torch.Tensor):
 def _unchanged(tensor: MappedTensor, *args: Any, **kwargs: Any) -> MappedTensor:
     if kwargs.get("dtype") not in (None, tensor.dtype):
         raise NotAnIndexMapError(f"a cast from {tensor.dtype} to {kwargs['dtype']}")
-    return MappedTensor(tensor.shape, tensor.dtype, tensor.parts)
+    return MappedTensor.made_of(tensor.shape, tensor.dtype, tensor.parts)
 
 
 def _slice(
@@ -142,7 +144,7 @@ def _slice(
                 _at(part.strides, dim, part.strides[dim] * step),
             )
         )
-    return MappedTensor(_at(tuple(tensor.shape), dim, len(picked)), tensor.dtype, found)
+    return MappedTensor.made_of(_at(tuple(tensor.shape), dim, len(picked)), tensor.dtype, found)
 
 
 def _split_sizes(tensor: MappedTensor, sizes: Sequence[int], dim: int = 0) -> list[MappedTensor]:
@@ -181,7 +183,7 @@ def _permuted(tensor: MappedTensor, dims: Sequence[int]) -> MappedTensor:
         replace(part, offset=picked(part.offset), sizes=picked(part.sizes), strides=picked(part.strides))
         for part in tensor.parts
     ]
-    return MappedTensor(picked(tensor.shape), tensor.dtype, parts)
+    return MappedTensor.made_of(picked(tensor.shape), tensor.dtype, parts)
 
 
 def _permute(tensor: MappedTensor, dims: Sequence[int]) -> MappedTensor:
@@ -208,7 +210,7 @@ def _unsqueeze(tensor: MappedTensor, dim: int) -> MappedTensor:
         replace(part, offset=widened(part.offset, 0), sizes=widened(part.sizes, 1), strides=widened(part.strides, 0))
         for part in tensor.parts
     ]
-    return MappedTensor(widened(tensor.shape, 1), tensor.dtype, parts)
+    return MappedTensor.made_of(widened(tensor.shape, 1), tensor.dtype, parts)
 
 
 def _cat(tensors: Sequence[MappedTensor], dim: int = 0) -> MappedTensor:
@@ -225,7 +227,7 @@ def _cat(tensors: Sequence[MappedTensor], dim: int = 0) -> MappedTensor:
     for tensor in tensors:
         parts += [replace(part, offset=_at(part.offset, dim, part.offset[dim] + at)) for part in tensor.parts]
         at += tensor.shape[dim]
-    return MappedTensor(_at(tuple(first), dim, at), tensors[0].dtype, parts)
+    return MappedTensor.made_of(_at(tuple(first), dim, at), tensors[0].dtype, parts)
 
 
 def _stack(tensors: Sequence[MappedTensor], dim: int = 0) -> MappedTensor:
@@ -241,7 +243,7 @@ def _view(tensor: MappedTensor, size: Sequence[int]) -> MappedTensor:
         parts = [made for part in parts for made in _view_part(part, tuple(tensor.shape), low, high, new)]
         if len(parts) > _MAX_PARTS:
             raise NotAnIndexMapError(f"more than {_MAX_PARTS} separate parts")
-    return MappedTensor(shape, tensor.dtype, parts)
+    return MappedTensor.made_of(shape, tensor.dtype, parts)
 
 
 def _regrouped(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[int, int, tuple[int, ...]]]:

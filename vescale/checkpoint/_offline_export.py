@@ -33,9 +33,9 @@ def export_stored(
     beside: Path | None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> int:
-    """Write the tensors of a model from a checkpoint of any format that has the model's own names, perhaps behind ``model.``,
-    ``module.`` or the like; returns the bytes written. dtypes are those of the checkpoint. Memory: 64 MiB, or one whole tensor
-    where transformers' conversion computes values.
+    """Write the tensors of a model from a checkpoint of any format that has the model's own names, perhaps behind
+    ``model.``, ``module.`` or the like; returns the bytes written. dtypes are those of the checkpoint. Memory: 64 MiB, or
+    one whole tensor where transformers' conversion computes values.
 
     Args:
         model: on the meta device; only names, shapes and configuration are used.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from vescale.checkpoint._errors import CheckpointError
 
@@ -83,10 +83,10 @@ PLAIN_NAMES: Mapping[str, Any] = {
 """Names that every list has: containers and paths, the latter as text."""
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
+class _Unpickler(pickle._Unpickler):
     # Pickle's reader in Python: its memo is a dict, where the one in C reserves memory for any index that a pickle names.
 
-    dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     for _opcode in (
         *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.INST, pickle.OBJ, pickle.PERSID),
         *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),

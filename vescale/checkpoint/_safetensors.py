@@ -1,7 +1,7 @@
 """The index of safetensors files: a single file, or a folder of them, read without the safetensors package.
 
-The format: eight bytes with the length of a header (little endian, at most 100 MB), the header as JSON, and the elements of all
-tensors, one after the other. Everything that the header claims is checked against the size of the file, so that a
+The format: eight bytes with the length of a header (little endian, at most 100 MB), the header as JSON, and the elements of
+all tensors, one after the other. Everything that the header claims is checked against the size of the file, so that a
 truncated or garbled file is an error here and not zeros in a model.
 """
 
@@ -169,7 +169,7 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     if len(files) > 1 or numbered:
         sets = {(match[1], int(match[3])) for match in numbered}
         complete = {int(match[2]) for match in numbered} == set(range(1, max([n for _, n in sets], default=0) + 1))
-        sharded = all(name.startswith("shard-") or name.startswith("__") for name in files)
+        sharded = all(name.startswith(("shard-", "__")) for name in files)
         if not sharded and (len(sets) != 1 or len(numbered) != len(files) or not complete):
             raise CheckpointError(
                 f"{folder} has {len(files)} safetensors files and no index: {', '.join(files[:8])}; expected "

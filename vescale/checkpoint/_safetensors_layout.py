@@ -143,7 +143,8 @@ def write_block(
     dtype, shape, start = entry
     written = 0
     for begin, piece in _pieces(tuple(offset), values, dtype.itemsize):
-        data = memoryview(piece.to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8).numpy())
+        found: Any = piece.to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
+        data = memoryview(found)
         strides = row_major(shape)
         inner = len(shape)  # dims from here on are one run of bytes
         while inner > 0 and piece.shape[inner:] == shape[inner:]:

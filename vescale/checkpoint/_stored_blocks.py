@@ -17,7 +17,7 @@ BLOCK_BYTES = 32 << 20
 
 
 def blocks_of(stored: Stored, name: str) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """(offset, values) of row-major runs of a tensor, in order, each at most ``BLOCK_BYTES``; one without elements has none."""
+    """(offset, values) of row-major runs of a tensor, in order, each at most ``BLOCK_BYTES``; none without elements."""
     tensor = stored.tensors[name]
     for offset, sizes in block_shapes(tensor.shape, BLOCK_BYTES // tensor.dtype.itemsize):
         yield offset, block_values(stored, name, offset, sizes)
