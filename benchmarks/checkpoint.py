@@ -1,7 +1,7 @@
 """Saving and loading against ``torch.distributed.checkpoint``, the blocking part of asynchronous saves, and planning.
 
-``python benchmarks/checkpoint.py [--mib 512] [--repeats 5]``: one process, by turns, medians of ratios. The files of both are
-in the page cache when they are read.
+``python benchmarks/checkpoint.py [--mib 512] [--repeats 5]``: one process, by turns, medians of ratios. The files of both
+are in the page cache when they are read.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ def against_dcp(folder: Path, mib: int, repeats: int) -> None:
     ratios: dict[str, list[float]] = {"save": [], "load": []}
     seconds: dict[str, list[float]] = {"save": [], "load": []}
     for repeat in range(repeats):
+        own, other = folder / f"ours {repeat}", folder / f"dcp {repeat}"
         works = [
             (
-                lambda: save(folder / f"ours {repeat}", model=model),
-                lambda: dcp.save(state, checkpoint_id=folder / f"dcp {repeat}", no_dist=True),
+                lambda own=own: save(own, model=model),
+                lambda other=other: dcp.save(state, checkpoint_id=other, no_dist=True),
             ),
             (
-                lambda: load(folder / f"ours {repeat}", model=model),
-                lambda: dcp.load(state, checkpoint_id=folder / f"dcp {repeat}", no_dist=True),
+                lambda own=own: load(own, model=model),
+                lambda other=other: dcp.load(state, checkpoint_id=other, no_dist=True),
             ),
         ]
         for name, (ours, theirs) in zip(ratios, works):
@@ -65,7 +66,10 @@ def against_dcp(folder: Path, mib: int, repeats: int) -> None:
         for made in folder.iterdir():
             shutil.rmtree(made)
     for name, found in ratios.items():
-        print(f"{name} of {mib} MiB: {statistics.median(found):.2f} of DCP's wall time ({statistics.median(seconds[name]):.2f} s)")
+        print(
+            f"{name} of {mib} MiB: {statistics.median(found):.2f} of DCP's wall time "
+            f"({statistics.median(seconds[name]):.2f} s)"
+        )
 
 
 def blocking(folder: Path, mib: int, repeats: int) -> None:
@@ -103,7 +107,9 @@ def planning(ranks: int = 1024, tensors: int = 1000) -> None:
         own = owned(snapshot.blocks, dict.fromkeys(snapshot.blocks))
         list(_layout({name: snapshot.blocks[name] for name in sorted(own)}))
         times.append(time.thread_time() - start)
-    print(f"planning a save of {tensors} tensors as one of {ranks} ranks: {statistics.median(times) * 1000:.0f} ms of CPU time")
+    print(
+        f"planning a save of {tensors} tensors as one of {ranks} ranks: {statistics.median(times) * 1000:.0f} ms of CPU time"
+    )
     dist.destroy_process_group()
 
 

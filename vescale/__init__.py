@@ -16,6 +16,7 @@ _PUBLIC: dict[str, str] = {
     "StridedRaggedShard": "vescale.placements",
     "DBuffer": "vescale.buffer",
     "breakpoint": "vescale.debug",
+    "checkpoint": "vescale.checkpoint",
     "debug": "vescale.debug",
     "Layout": "vescale.buffer",
     "ShardedBatchSampler": "vescale.rng",

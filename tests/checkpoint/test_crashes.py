@@ -1,5 +1,5 @@
-"""Processes that are killed while they save, disks that are full, folders that cannot be written to or vanish: what was saved
-before is always there, and a step that is there is right."""
+"""Processes that are killed while they save, disks that are full, folders that cannot be written to or vanish: what was
+saved before is always there, and a step that is there is right."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def points(folder: Path) -> int:
     counted = folder.parent / "count"
 
     def work() -> None:
-        counting(lambda count: counted.write_text(str(count)))
+        counting(lambda count: counted.write_text(str(count)) and None)
         save_three(folder)
 
     assert in_child(work) == 0
@@ -230,7 +230,7 @@ def test_no_room(tmp_path: Path, asynchronous: bool, full_disk: None) -> None:
             checkpoints.save(2, model=model_of(2, 8), filler=list(range(500_000)))
             checkpoints.wait()
 
-        with pytest.raises(CheckpointError, match="step-2 was not saved: .*File too large"):
+        with pytest.raises(CheckpointError, match=r"step-2 was not saved: .*File too large"):
             if asynchronous:
                 with pytest.warns(CheckpointWarning, match="step-2 was not saved"):
                     fails()
@@ -265,7 +265,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(_disk, "make_folder", read_only)
-    with pytest.raises(CheckpointError, match="cannot be written to: .*Permission denied"):
+    with pytest.raises(CheckpointError, match=r"cannot be written to: .*Permission denied"):
         Checkpointer(tmp_path / "run", asynchronous=False).save(1, model=model_of(1))
 
 

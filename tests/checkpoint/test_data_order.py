@@ -26,8 +26,8 @@ def sampler_of(generator: torch.Generator | None = None) -> ShardedBatchSampler:
 
 
 class Prefetching:
-    """Draws batches before they are asked for, as a ``DataLoader`` with worker processes does (which ranks of a test, daemons,
-    cannot start)."""
+    """Draws batches before they are asked for, as a ``DataLoader`` with worker processes does (which ranks of a test,
+    daemons, cannot start)."""
 
     def __init__(self, sampler: ShardedBatchSampler) -> None:
         self.sampler = sampler

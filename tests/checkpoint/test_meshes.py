@@ -90,6 +90,13 @@ def load(cases: list[tuple[str, str, str]]) -> None:
 PAIRS = [("fsdp", 4), ("hsdp", 4), ("tp", 4), ("plan", 4)], [("fsdp", 3), ("plan", 2), ("hsdp", 4), ("plain", 1)]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_from_four_ranks_to_two(ranks: RankPools, tmp_path: Path, optimizer: str) -> None:
+    ranks.run(save, [("hsdp", optimizer, str(tmp_path))], world_size=4)
+    ranks.run(load, [("plan", optimizer, str(tmp_path))], world_size=2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_pair_of_meshes(ranks: RankPools, tmp_path: Path, optimizer: str) -> None:
     for kind, world in PAIRS[0]:

@@ -1,4 +1,4 @@
-"""Who reads and writes what: each byte once a replica group, little beside it, no collectives in a save, and errors alike on all ranks."""
+"""Who reads and writes what: each byte once a replica group, no collectives in a save, and errors alike on all ranks."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ class Checkpointer:
         folder: of the steps, on a file system that all ranks share. Made by the first save.
         keep: how many of the newest steps stay; None: all. At least two, so that one is left if the newest is damaged.
         keep_every: steps that are multiples of it stay as well.
-        best: the name of a number given to ``save``: the step with the smallest one stays as well. ``(name, "max")``: the largest.
+        best: the name of a number given to ``save``: the step with the smallest one stays. ``(name, "max")``: the largest.
         asynchronous: ``save`` returns when the values are copied to memory of the host; a process of its own writes them.
-        verify: what ``restore`` checks before it takes a step: that files are there and have their sizes, or also checksums of
-            all their bytes, which the ranks divide.
+        verify: what ``restore`` checks before it takes a step: that files are there and have their sizes, or also checksums
+            of all their bytes, which the ranks divide.
 
     Raises ValueError for arguments out of range.
     """
@@ -80,8 +80,8 @@ class Checkpointer:
     def save(self, step: int, *, model: nn.Module | None = None, optimizer: Any = None, **more: Any) -> None:
         """Save everything that training goes on from, random state, mesh and plan included.
 
-        Waits for a save that is under way. Communication: in the first save, and when tensors have come or gone, ranks compare
-        names through the store; each save ends with one message of each rank. No collectives.
+        Waits for a save that is under way. Communication: in the first save, and when tensors have come or gone, ranks
+        compare names through the store; each save ends with one message of each rank. No collectives.
 
         Args:
             step: not negative; a step that is there already can be saved again only after ``restore`` of an earlier one.
@@ -90,8 +90,8 @@ class Checkpointer:
             **more: objects with ``state_dict`` (schedulers, samplers, averages), generators, tensors, and plain data.
 
         Raises:
-            CheckpointError: an earlier save has failed (this one is not tried), or, in synchronous mode, this one. Whatever was
-                saved before is as it was. Objects that are no tensors and no plain data; nothing is pickled.
+            CheckpointError: an earlier save has failed (this one is not tried), or, in synchronous mode, this one. What
+                was saved before is as it was. Objects that are no tensors and no plain data; nothing is pickled.
         """
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step is {step!r}; expected a number that is not negative")
@@ -117,8 +117,8 @@ class Checkpointer:
     ) -> dict[str, Any] | None:
         """Fill model and optimizer in place from the newest complete step, or from ``step``.
 
-        Steps that are not complete are passed by with a warning. Each rank reads the bytes that it holds; ranks that hold the
-        same read once and broadcast. After an earlier step than the newest, the next save puts the later ones aside.
+        Steps that are not complete are passed by with a warning. Each rank reads the bytes that it holds; ranks that hold
+        the same read once and broadcast. After an earlier step than the newest, the next save puts the later ones aside.
 
         Args:
             model, optimizer: None: left out. Meshes and placements may differ from those of the save.
@@ -128,12 +128,12 @@ class Checkpointer:
             **more: objects that were saved under these names, to be given their state.
 
         Returns:
-            ``{"step": n, **more}`` as it was saved (states, in place of objects); with ``strict=False`` also ``"not_loaded"``:
-            ``missing``, ``surplus`` and ``misshapen`` names. None if there is no complete step.
+            ``{"step": n, **more}`` as it was saved (states, in place of objects); with ``strict=False`` also
+            ``"not_loaded"``: ``missing``, ``surplus`` and ``misshapen`` names. None if there is no complete step.
 
         Raises:
-            CheckpointError: no such step (naming those that are there), or names, shapes and dtypes that do not fit, with the
-                nearest names. On every rank, before anything is changed.
+            CheckpointError: no such step (naming those that are there), or names, shapes and dtypes that do not fit, with
+                the nearest names. On every rank, before anything is changed.
         """
         self.wait()
         found = self._choose(step)

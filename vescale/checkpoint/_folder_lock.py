@@ -52,8 +52,8 @@ class FolderLock:
             holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
             os.close(descriptor)
             raise CheckpointError(
-                f"another job saves to {os.path.dirname(self._path)}: {holder or 'its name is not known'}; give each job a folder of "
-                "its own, or end that one"
+                f"another job saves to {os.path.dirname(self._path)}: {holder or 'its name is not known'}; give each job a "
+                "folder of its own, or end that one"
             ) from None
         except OSError as error:
             os.close(descriptor)

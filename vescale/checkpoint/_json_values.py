@@ -79,8 +79,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return encode(value.item(), path, tensors)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise CheckpointError(
-        f"{path} is a {kind}; a checkpoint holds tensors, numbers, text, lists, tuples and dicts, and never pickles: give what "
-        "has state_dict() and load_state_dict(), or convert it first"
+        f"{path} is a {kind}; a checkpoint holds tensors, numbers, text, lists, tuples and dicts, and never pickles: give "
+        "what has state_dict() and load_state_dict(), or convert it first"
     )
 
 

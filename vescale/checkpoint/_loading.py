@@ -91,8 +91,8 @@ class _Plan:
             saved = (self.saved.get("optimizers") or {}).get(prefix) or _by_names(stored, prefix, state)
             if saved is None:
                 raise CheckpointError(
-                    f"{stored.folder} has no {prefix}; it has {sorted(self.saved.get('optimizers') or {}) or 'none'}. Pass optimizers "
-                    "in the form they were saved in (one, a list or a dict), or none"
+                    f"{stored.folder} has no {prefix}; it has {sorted(self.saved.get('optimizers') or {}) or 'none'}. "
+                    "Pass optimizers in the form they were saved in (one, a list or a dict), or none"
                 )
             load = self.loads[prefix] = plan_optimizer_load(prefix, each, state.names, saved, stored.tensors)
             self.targets |= load.targets
@@ -124,8 +124,8 @@ class _Plan:
             result[key] = decode(value, lambda name, whole=whole: targets.get(name, whole.get(name)))  # type: ignore[misc]
         if left_out:
             warnings.warn(
-                f"{self.stored.folder} also holds {left_out}, whose tensors are sharded; pass the objects by these names to have "
-                "them filled",
+                f"{self.stored.folder} also holds {left_out}, whose tensors are sharded; pass the objects by these names "
+                "to have them filled",
                 CheckpointWarning,
                 stacklevel=4,
             )
@@ -163,8 +163,8 @@ class _Plan:
         for key, value in more.items():
             if key not in saved:
                 raise CheckpointError(
-                    f"{self.stored.folder} has nothing saved as {key!r}; it has {sorted(saved)}: use the name that save() was "
-                    "given, or leave it out"
+                    f"{self.stored.folder} has nothing saved as {key!r}; it has {sorted(saved)}: use the name that save() "
+                    "was given, or leave it out"
                 )
             own: dict[str, torch.Tensor] = {}
             encode(value.state_dict() if hasattr(value, "state_dict") else None, key, own)
@@ -240,8 +240,8 @@ def _restore_random_state(stored: Stored) -> None:
         own = names[0]
         if rank == 0:
             warnings.warn(
-                f"{stored.folder} was saved by {len(names)} ranks whose random states differ, and there are {world} now: all continue "
-                "with that of the first. Seed all ranks alike (torch.manual_seed) for the same numbers on any mesh",
+                f"{stored.folder} was saved by {len(names)} ranks whose random states differ, and there are {world} now: "
+                "all continue with that of the first. Seed all ranks alike for equal numbers on any mesh",
                 CheckpointWarning,
                 stacklevel=5,
             )

@@ -1,4 +1,7 @@
-"""``manifest.json``: its text with the checksum of itself, and how the parts of all ranks become one; the standard library only."""
+"""``manifest.json``: its text, with the checksum of itself, and how the parts of all ranks become one.
+
+The standard library only.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ def merge_parts(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> 
     """(the manifest, warnings) from what the ranks have written, in rank order.
 
     A part has ``file`` (or None), ``tensors`` ({name: [shape, dtype, [[offset, sizes, start, crc32], ...]]}), ``samples``
-    ({name: checksum of some elements} of tensors that every holder has whole) and ``buffers``: those of them that may differ.
+    ({name: checksum of some elements} of tensors that every holder has whole), ``buffers``: those that may differ,
+    and perhaps ``values``, to be added to those of ``head``.
 
     Raises ManifestError if boxes do not cover their tensor, ranks have one name for different tensors, or whole tensors
     differ between ranks.
@@ -68,8 +72,8 @@ def merge_parts(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> 
             first = by.setdefault(name, rank)
             if entry["shape"] != shape or entry["dtype"] != dtype:
                 raise ManifestError(
-                    f"{name} is {entry['dtype']}{entry['shape']} on rank {first}, and {dtype}{shape} on rank {rank}; tensors of "
-                    "one name have to be parts of one tensor: make it a DTensor, or give it another name on each rank"
+                    f"{name} is {entry['dtype']}{entry['shape']} on rank {first}, and {dtype}{shape} on rank {rank}; "
+                    "tensors of one name have to be parts of one tensor: make it a DTensor, or give it other names"
                 )
             known = seen.setdefault(name, {})
             for offset, sizes, start, checksum in boxes:
@@ -83,9 +87,9 @@ def merge_parts(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> 
         written = sum(math.prod(sizes) for sizes in seen[name].values())
         if written != math.prod(entry["shape"]):
             raise ManifestError(
-                f"{name}: ranks have written {written} of the {math.prod(entry['shape'])} elements of shape {entry['shape']}; "
-                "the rank that should have written the others does not have the tensor (any more): states of optimizers "
-                "have to be there on all ranks, or on none. The next save compares the ranks anew"
+                f"{name}: ranks have written {written} of the {math.prod(entry['shape'])} elements of shape "
+                f"{entry['shape']}; the rank that should have written the others does not have the tensor: states of "
+                "optimizers have to be there on all ranks, or on none. The next save compares the ranks anew"
             )
     values = head["values"]
     for part in parts:

@@ -64,11 +64,13 @@ def load(
 ) -> dict[str, Any]:
     """Fill model and optimizer in place from a checkpoint of any known format; see ``Checkpointer.restore``.
 
-    ``path``: what :func:`save` wrote, a step, a folder of steps (the newest that is complete), or a foreign checkpoint, whose
-    names may begin with ``model.`` or ``module.``. No code in it is executed. Called by every rank. Safetensors for a model
-    of transformers are loaded by :func:`load_hf`, with its names and conversions; values are then cast to the model's.
+    ``path``: what :func:`save` wrote, a step, a folder of steps (the newest that is complete), or a foreign checkpoint,
+    whose names may begin with ``model.`` or ``module.``. No code in it is executed. Called by every rank. Safetensors for a
+    model of transformers are loaded by :func:`load_hf`, with its names and conversions; values are then cast to the
+    model's.
 
-    Raises CheckpointError for a path that is no checkpoint, and for what does not fit; on every rank, before anything is changed.
+    Raises CheckpointError for a path that is no checkpoint, and for what does not fit; on every rank, before anything is
+    changed.
     """
     error, stored = None, None
     try:

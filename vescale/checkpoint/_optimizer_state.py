@@ -35,8 +35,8 @@ def named_optimizers(optimizer: Any) -> dict[str, Optimizer]:
     for name, each in found.items():
         if not hasattr(each, "state") or not hasattr(each, "param_groups"):
             raise CheckpointError(
-                f"{name} is a {type(each).__qualname__} without state and param_groups; expected a torch.optim.Optimizer, a list "
-                "or a dict of them. Pass other objects by a name of their own"
+                f"{name} is a {type(each).__qualname__} without state and param_groups; expected a torch.optim.Optimizer, a "
+                "list or a dict of them. Pass other objects by a name of their own"
             )
     return found
 
@@ -64,9 +64,9 @@ def _members(prefix: str, index: int, group: Mapping[str, Any], names: Mapping[i
         name = names.get(id(parameter), given)
         if name is None:
             raise CheckpointError(
-                f"{prefix}: parameter {place} of group {index}, of shape {tuple(parameter.shape)}, is not one of the model's, "
-                "so that its state has no name; pass the model that the optimizer was made for, or make the optimizer with "
-                "named_parameters()"
+                f"{prefix}: parameter {place} of group {index}, of shape {tuple(parameter.shape)}, is not one of the "
+                "model's, so that its state has no name; pass the model that the optimizer was made for, or make the "
+                "optimizer with named_parameters()"
             )
         yield name, parameter
 

@@ -1,8 +1,9 @@
 """Folders of steps: which are complete, how one becomes so, and which are removed; the standard library only.
 
 ``FOLDER/step-N`` is complete if its manifest parses and all files have the listed sizes. It gets this name by one rename,
-when everything in it is on the disk. ``FOLDER/latest`` has the name of the step that was saved last. Names with something behind
-the number are no steps: ``.tmp-ID`` is being written, ``.old-ID`` being removed, ``.aside-ID`` was put aside for the user.
+when everything in it is on the disk. ``FOLDER/latest`` has the name of the step that was saved last. Names with something
+behind the number are no steps: ``.tmp-ID`` is being written, ``.old-ID`` being removed, ``.aside-ID`` was put aside for
+the user.
 """
 
 from __future__ import annotations
@@ -133,10 +134,12 @@ def commit(job: Mapping[str, Any]) -> dict[str, Any]:
     complete: manifest, names in the folder, the folder's own name, the pointer. Then steps that are not kept are removed.
 
     Args (a JSON object): ``parent``, ``temporary`` and ``name`` (folder, names in it), ``head`` and ``parts`` (see
-    :func:`merge_parts`), ``id``, ``replace`` (an existing folder of that name), ``points`` (write the pointer), ``retention``
-    (fields of :class:`Retention`, or None), ``aside`` (steps to put aside).
+    :func:`merge_parts`), ``id``, ``replace`` (an existing folder of that name), ``points`` (write the pointer),
+    ``retention`` (fields of :class:`Retention`, or None), ``aside`` (steps to put aside).
 
-    Returns ``{"warnings": [...], "is_new": whether ranks have to agree anew who writes what}``. Raises OSError and ManifestError; the step is then not there, unless only removing failed.
+    Returns ``{"warnings": [...], "is_new": whether ranks have to agree anew who writes what}``.
+
+    Raises OSError and ManifestError; the step is then not there, unless only removing failed.
     """
     parent, temporary = job["parent"], os.path.join(job["parent"], job["temporary"])
     final = os.path.join(parent, job["name"])
@@ -192,18 +195,18 @@ def unpack_part(text: str) -> dict[str, Any]:
 
 
 def clean(folder: str, own: str | None = None) -> list[str]:
-    """Remove what jobs that have ended left unfinished, but nothing of the job ``own``; the paths. An unfinished replacement of
-    a step, whose name is missing, is taken back first."""
+    """Remove what jobs that have ended left unfinished, but nothing of the job ``own``; the paths. An unfinished replacement
+    of a step, whose name is missing, is taken back first."""
     removed = []
     for name in sorted(os.listdir(folder)):
         if not _UNFINISHED.fullmatch(name) or (own is not None and name.endswith(own)):
             continue
         path = os.path.join(folder, name)
         base = name.rsplit(".", 1)[0]
-        if f"{base}.old-" in name and _STEP.fullmatch(base) and not os.path.lexists(os.path.join(folder, base)):
-            if not find_problems(path) and not _is_pruned(folder, base):
-                _disk.rename(path, os.path.join(folder, base))
-                continue
+        is_away = f"{base}.old-" in name and _STEP.fullmatch(base) and not os.path.lexists(os.path.join(folder, base))
+        if is_away and not find_problems(path) and not _is_pruned(folder, base):
+            _disk.rename(path, os.path.join(folder, base))
+            continue
         _disk.remove_tree(path)
         removed.append(path)
     return removed

@@ -20,7 +20,7 @@ __all__ = ["Stored", "StoredBox", "StoredTensor"]
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """An N-D block of a global tensor whose elements lie in one file.
+    """An N-D block of a global tensor whose elements are in one file.
 
     Attributes:
         offset: global index of the first element, one per dim.

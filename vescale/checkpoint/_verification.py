@@ -70,8 +70,8 @@ def _check_file(path: Path, boxes: list[tuple[int, int, str, str]]) -> list[str]
     except OSError as error:
         return [f"{path}: {error}"]
     problems = [
-        f"{path}: bytes {start} to {start + nbytes}, of {name}, are not those that were written (crc32 {checksum:08x}, expected "
-        f"{expected})"
+        f"{path}: bytes {start} to {start + nbytes}, of {name}, are not those that were written (crc32 {checksum:08x}, "
+        f"expected {expected})"
         for checksum, (start, nbytes, expected, name) in zip(found, boxes)
         if f"{checksum:08x}" != expected
     ]

@@ -149,7 +149,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self._end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in the epoch the run is, for :meth:`load_state_dict`: numbers and states of generators; the same on all ranks.
+        """Where in the epoch the run is, for :meth:`load_state_dict`: numbers and states of generators, equal on all ranks.
 
         Batches count as done when they have been drawn, or, with :meth:`track`, when the loop has got them.
         """
@@ -162,16 +162,16 @@ class ShardedBatchSampler(Sampler[list[int]]):
         return state | {"batch_size": self.batch_size, "length": len(cast(Sized, self.sampler))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next iteration gives the batches that were left, in the same order, on any mesh, and random numbers afterwards
-        are those of a run that was not interrupted. At the end of an epoch the next one begins as usual.
+        """The next iteration gives the batches that were left, in the same order, on any mesh, and random numbers
+        afterwards are those of a run that was not interrupted. At the end of an epoch the next one begins as usual.
 
         Raises ValueError for another batch size or number of samples.
         """
         for name, own in (("batch_size", self.batch_size), ("length", len(cast(Sized, self.sampler)))):
             if state_dict[name] != own:
                 raise ValueError(
-                    f"the state was saved with {name}={state_dict[name]}, and this sampler has {own}; the order of data would be "
-                    "another one: use the same global batch size and data"
+                    f"the state was saved with {name}={state_dict[name]}, and this sampler has {own}; the order of data "
+                    "would be another one: use the same global batch size and data"
                 )
         self._resumed = dict(state_dict) if state_dict["batches"] else None
         if self._resumed is None:
