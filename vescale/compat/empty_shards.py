@@ -46,8 +46,8 @@ def with_empty_shards() -> Iterator[None]:
 
 def has_empty_shards(spec: DTensorSpec) -> bool:
     """Whether an axis shards a dim that has fewer elements than the axis has ranks."""
-    for axis, placement in enumerate(spec.placements):
-        if type(placement) is Shard and placement.dim < len(spec.shape):
-            if spec.shape[placement.dim] < spec.mesh.size(axis):
-                return True
-    return False
+    return any(
+        type(placement) is Shard and spec.shape[placement.dim] < spec.mesh.size(axis)
+        for axis, placement in enumerate(spec.placements)
+        if not isinstance(placement, Shard) or placement.dim < len(spec.shape)
+    )

@@ -32,8 +32,8 @@ _STOCK = (Replicate, Shard, _StridedShard, Partial)
 
 
 def search_only_mismatches(changes: Changes, _: Any) -> None:
-    """Let PyTorch search only where :func:`exact_match` finds nothing, and shard dims with fewer elements than ranks where it is
-    asked to (:mod:`vescale.compat.empty_shards`)."""
+    """Let PyTorch search only where :func:`exact_match` finds nothing, and shard dims with fewer elements than ranks where
+    it is asked to (:mod:`vescale.compat.empty_shards`)."""
     expand: Callable[..., Any] = sharding_propagation._expand_single_dim_strategy_to_mesh
 
     @functools.wraps(expand)

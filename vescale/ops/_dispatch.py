@@ -15,14 +15,14 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, OutputSharding, StridedShard, decompose, is_view
+from vescale.compat import DTensorSpec, OutputSharding, StridedShard, decompose
 from vescale.ops._call import OpCall
 from vescale.ops._decide import cached, cached_sharding, decide
 from vescale.ops._decision import Decision
 from vescale.ops._execute import assigning, execute
 from vescale.ops._regrouped_dims import is_cut_unevenly
 from vescale.ops.interleaved import interleaved_rule, treats_indices_alike
-from vescale.ops.views import view_rule
+from vescale.ops.views import VIEWS, view_rule
 from vescale.placements import is_sharded, shard_dim, split_factor
 
 __all__ = ["keeps_operands", "run_interleaved", "run_op", "set_item", "view_of_uneven_shards"]
@@ -122,7 +122,7 @@ def view_of_uneven_shards(args: tuple[Any, ...] | None, kwargs: dict[str, Any], 
 
     None where no placement describes what each rank holds; also where there is no decision and ``args`` is None.
     """
-    if len(schema.args_schema) == 0 or not isinstance(schema.args_schema[0], DTensorSpec) or not is_view(schema.op):
+    if schema.op.overloadpacket.__name__ not in VIEWS:
         return None
     call = OpCall(schema.op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
     decision: Decision | None = cached(_decide_uneven, call)

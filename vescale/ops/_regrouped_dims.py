@@ -12,9 +12,17 @@ from collections.abc import Sequence
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec
+from vescale.compat import DTensorSpec, StridedShard
 from vescale.ops._call import Placements
-from vescale.placements import FlattenedShard, coordinates, is_sharded, local_region, shard_dim
+from vescale.placements import (
+    FlattenedShard,
+    InterleavedShard,
+    coordinates,
+    is_sharded,
+    local_region,
+    shard_dim,
+    split_factor,
+)
 
 __all__ = ["is_cut_unevenly", "regrouped"]
 
@@ -33,22 +41,30 @@ def regrouped(spec: DTensorSpec, shape: Sequence[int]) -> Placements | None:
     Each cut divides the middle one of three factors of the tensor's flattening, ``(outer, size, inner)``; they are looked
     for in one dim of the view.
     """
-    placements = tuple(
-        _in_shape(p, tuple(spec.shape), tuple(shape), spec.mesh.size(axis)) for axis, p in enumerate(spec.placements)
-    )
-    found = tuple(p for p in placements if p is not None)
-    if len(found) < len(placements):
-        return None
-    return found if not _share_a_dim(spec.placements, found) or _hold_the_same(spec, shape, found) else None
+    for together in (False, True):
+        placements = tuple(
+            _in_shape(p, tuple(spec.shape), tuple(shape), spec.mesh.size(axis), together)
+            for axis, p in enumerate(spec.placements)
+        )
+        found = tuple(p for p in placements if p is not None)
+        if len(found) < len(placements):
+            return None
+        if not _share_a_dim(spec.placements, found) or _hold_the_same(spec, shape, found):
+            return found
+    return None
 
 
 def _in_shape(
-    placement: Placement, shape: tuple[int, ...], new_shape: tuple[int, ...], num_ranks: int
+    placement: Placement, shape: tuple[int, ...], new_shape: tuple[int, ...], num_ranks: int, together: bool
 ) -> Placement | None:
+    """``together``: with other cuts of the same dim, which have to be independent of each other."""
     if not is_sharded(placement):
         return placement
-    if type(placement) is Shard:
-        size, inner = shape[placement.dim], 1
+    if isinstance(placement, Shard | StridedShard | InterleavedShard):
+        size, rest = divmod(shape[placement.dim], split_factor(placement))
+        inner = 1
+        if rest:
+            return None
     elif isinstance(placement, FlattenedShard):
         size, inner = placement.size, placement.inner
     else:
@@ -68,10 +84,12 @@ def _in_shape(
         if rest or not outer:
             continue
         if not is_even and behind % after == 0:
-            at_once = outer == 1 and behind == after
+            at_once = outer == 1 and behind == after and not together
             return Shard(d) if at_once else FlattenedShard(d, size, behind // after)
         if is_even and period // num_ranks % after == 0:  # equal parts may be counted in indices of any size
-            return Shard(d) if outer == 1 else FlattenedShard(d, period // after, 1)
+            if together:
+                return FlattenedShard(d, period // after, 1)
+            return Shard(d) if outer == 1 else InterleavedShard(d, outer)
     return None
 
 

@@ -32,10 +32,10 @@ from vescale.placements import (
     split_factor,
 )
 
-__all__ = ["view_rule"]
+__all__ = ["VIEWS", "view_rule"]
 
 _VIEWS = "view _unsafe_view reshape view_copy unsqueeze squeeze expand flatten"
-_NAMES = names(_VIEWS + " slice")
+VIEWS = names(_VIEWS + " slice")
 _SIZED = names("view _unsafe_view")  # with a tensor and sizes as arguments
 
 # Placements of a view are found by trial; the check enumerates contiguous runs and gives up beyond this many.
@@ -47,7 +47,7 @@ def view_rule(call: OpCall) -> Decision | None:
 
     No communication. None when no placement describes the local elements in the new shape.
     """
-    if call.name not in _NAMES or call.mutated or isinstance(call.argument("dtype"), torch.dtype):
+    if call.name not in VIEWS or call.mutated or isinstance(call.argument("dtype"), torch.dtype):
         return None
     spec, shape = call.operands[0], tuple(call.meta.shape)
     if call.name == "expand" and shape != tuple(spec.shape):

@@ -1,9 +1,9 @@
 """The elements of a global tensor that one coordinate of a mesh holds, for every placement: pure index arithmetic.
 
 A local tensor is described by a :class:`Region`. The shard-like placements (``Shard``, stock ``_StridedShard``,
-``InterleavedShard``, ``FlattenedShard``) act on one dim each, left to right over the mesh axes, and leave a *product* of per-dim
-interval lists. A ragged placement, whatever its axis, then takes one contiguous run of the row-major flattening of that
-product. Everything else in this package (redistribution, checkpoint boxes, random numbers) is derived from this value.
+``InterleavedShard``, ``FlattenedShard``) act on one dim each, left to right over the mesh axes, and leave a *product* of
+per-dim interval lists. A ragged placement, whatever its axis, then takes one contiguous run of the row-major flattening of
+that product. Everything else in this package (redistribution, checkpoint boxes, random numbers) is derived from this value.
 """
 
 from __future__ import annotations
