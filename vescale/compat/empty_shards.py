@@ -45,9 +45,9 @@ def with_empty_shards() -> Iterator[None]:
 
 
 def has_empty_shards(spec: DTensorSpec) -> bool:
-    """Whether an axis shards a dim that has fewer elements than the axis has ranks."""
-    return any(
-        type(placement) is Shard and spec.shape[placement.dim] < spec.mesh.size(axis)
-        for axis, placement in enumerate(spec.placements)
-        if not isinstance(placement, Shard) or placement.dim < len(spec.shape)
-    )
+    """Whether a dim has fewer elements than the axes that shard it have ranks."""
+    parts: dict[int, int] = {}
+    for axis, placement in enumerate(spec.placements):
+        if type(placement) is Shard:
+            parts[placement.dim] = parts.get(placement.dim, 1) * spec.mesh.size(axis)
+    return any(dim < len(spec.shape) and spec.shape[dim] < number for dim, number in parts.items())

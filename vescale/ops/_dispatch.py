@@ -88,9 +88,13 @@ def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
     regroups = decision.local is not None
     inputs = []
     for index, (spec, wanted) in enumerate(zip(call.operands, decision.inputs)):
-        moves = [(a, b) for a, b in zip(spec.placements, wanted) if a != b and not _is_same_cut(a, b)]
+        moves = [
+            (a, b)
+            for axis, (a, b) in enumerate(zip(spec.placements, wanted))
+            if a != b and not _is_same_cut(a, b) and call.mesh.size(axis) > 1
+        ]
         # Whole operands may be cut, which is local.
-        if moves and (index in call.mutated or not all(a.is_replicate() and is_sharded(b) for a, b in moves)):
+        if moves and (index in call.mutated or not all(a.is_replicate() and not b.is_partial() for a, b in moves)):
             return None
         inputs.append((stock(wanted) if moves else None) or spec.placements)
     outputs = decision.outputs and tuple(map(stock, decision.outputs))

@@ -30,7 +30,8 @@ __all__ = ["is_cut_unevenly", "regrouped"]
 def is_cut_unevenly(spec: DTensorSpec) -> bool:
     """Whether an axis shards a dim that its ranks do not divide."""
     return any(
-        type(p) is FlattenedShard or (type(p) is Shard and spec.shape[p.dim] % spec.mesh.size(axis) != 0)
+        isinstance(p, FlattenedShard)
+        or ((dim := shard_dim(p)) is not None and spec.shape[dim] % (split_factor(p) * spec.mesh.size(axis)) != 0)
         for axis, p in enumerate(spec.placements)
     )
 
@@ -49,7 +50,7 @@ def regrouped(spec: DTensorSpec, shape: Sequence[int]) -> Placements | None:
         found = tuple(p for p in placements if p is not None)
         if len(found) < len(placements):
             return None
-        if not _share_a_dim(spec.placements, found) or _hold_the_same(spec, shape, found):
+        if not _share_a_dim(spec, found) or _hold_the_same(spec, shape, found):
             return found
     return None
 
@@ -93,9 +94,11 @@ def _in_shape(
     return None
 
 
-def _share_a_dim(*placements: Placements) -> bool:
-    for some in placements:
-        dims = [dim for p in some if (dim := shard_dim(p)) is not None]
+def _share_a_dim(spec: DTensorSpec, found: Placements) -> bool:
+    """Whether several axes cut one dim, before the view or after it."""
+    for placements in (spec.placements, found):
+        wide = [p for axis, p in enumerate(placements) if spec.mesh.size(axis) > 1]
+        dims = [dim for p in wide if (dim := shard_dim(p)) is not None]
         if len(dims) > len(set(dims)):
             return True
     return False
