@@ -16,6 +16,7 @@ from vescale.comm import record_comms
 from vescale.plans import Plan
 from vescale.runtime import ImplicitCommunicationError, parallelize
 
+
 def product_in_place(y: Any) -> Any:
     """What is written to is the caller's tensor, not a reduced copy of it."""
     mean = y.mean(0)
