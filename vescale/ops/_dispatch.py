@@ -23,7 +23,7 @@ from vescale.ops._execute import assigning, execute
 from vescale.ops._regrouped_dims import is_cut_unevenly
 from vescale.ops.interleaved import interleaved_rule, treats_indices_alike
 from vescale.ops.views import VIEWS, view_rule
-from vescale.placements import is_sharded, shard_dim, split_factor
+from vescale.placements import shard_dim, split_factor
 
 __all__ = ["keeps_operands", "run_interleaved", "run_op", "set_item", "view_of_uneven_shards"]
 

@@ -13,8 +13,8 @@ class FlattenedShard(CustomPlacement):
 
     Views make it where the ranks do not divide ``size``: a batch of 5 sentences of 7 tokens over 2 ranks is, as tokens,
     ``FlattenedShard(0, 5, 7)``: 21 tokens and 14, which no ``Shard`` of 35 gives. Over a cut sequence, it is
-    ``FlattenedShard(0, 7, 1)``: tokens 0 to 3 of each sentence, and tokens 4 to 6. A view back gives ``Shard`` again; neither
-    communicates. ``outer`` follows from the size of the dim.
+    ``FlattenedShard(0, 7, 1)``: tokens 0 to 3 of each sentence, and tokens 4 to 6. A view back gives ``Shard`` again;
+    neither communicates. ``outer`` follows from the size of the dim.
 
     Which indices a rank holds does not depend on the placements of other axes: where two axes cut one dim, a rank holds what
     both leave to it.
