@@ -16,6 +16,14 @@ from vescale.comm import record_comms
 from vescale.plans import Plan
 from vescale.runtime import ImplicitCommunicationError, parallelize
 
+
+def product_in_place(y: Any) -> Any:
+    """What is written to is the caller's tensor, not a reduced copy of it."""
+    mean = y.mean(0)
+    mean.mul_(y.square().mean(0))
+    return mean
+
+
 # What is computed of y, whose rows are cut, and how many sums are reduced on the way (a pending result of one number is
 # reduced as the model's output, on top of that).
 FUNCTIONS: dict[str, tuple[Callable[[Any], Any], int]] = {
@@ -25,6 +33,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "a number on the left": (lambda y: 3 - y.sum(0), 1),
     "torch.add with alpha": (lambda y: torch.add(y.mean(), y.sum(), alpha=2), 0),
     "a product of two": (lambda y: y.mean() * y.square().mean(), 2),
+    "a product in place": (product_in_place, 1),
     "a product with a number": (lambda y: 0.01 * y.mean(), 0),
     "a quotient": (lambda y: y.sum() / y.square().sum(), 1),
     "a function": (lambda y: y.square().sum(0).sqrt(), 1),

@@ -27,6 +27,7 @@ try:
     from vescale.compat.dispatch import no_torch_function, stock_dispatch, with_torch_function
     from vescale.compat.dtensor import *
     from vescale.compat.dtensor_methods import DTensorHooks, stock
+    from vescale.compat.empty_shards import has_empty_shards, with_empty_shards
     from vescale.compat.foreach import *
     from vescale.compat.fsdp2 import *
     from vescale.compat.gradient_rows import *
@@ -80,6 +81,7 @@ __all__ = [
     "dispatch_counts",
     "filter_functions",
     "group_description",
+    "has_empty_shards",
     "intern_spec",
     "is_native",
     "native_conversions",
@@ -98,6 +100,7 @@ __all__ = [
     "tell_move",
     "tell_plain_value",
     "tell_read",
+    "with_empty_shards",
     "with_torch_function",
     "without_modes",
 ]

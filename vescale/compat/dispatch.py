@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_map_only
 
 from vescale.compat.dtensor import StridedShard, make_dtensor, make_spec
+from vescale.compat.empty_shards import has_empty_shards
 from vescale.compat.model_hooks import DispatchListener, ModelHooks, OpHandler, model_hooks, telling
 from vescale.compat.op_info import (
     OutputSharding,
@@ -230,6 +231,7 @@ def _decided(
     for."""
     # The C++ caller takes anything that is no OutputSharding as the op's own result.
     has_strided = _has_strided(op_info.schema)
+    may_keep = has_strided or _has_empty(op_info.schema)
     if has_strided and op_info.compute_mesh.ndim >= _LONG_SEARCH:
         kept = listener.interleaved(op_call, args, kwargs, op_info.schema)
         if kept is not None:
@@ -239,7 +241,9 @@ def _decided(
     except RuntimeError as error:
         if not _lacks_rule(error, op_info.schema):
             raise
-        if has_strided and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
+        if may_keep and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
+            return kept
+        if (kept := listener.view_of_uneven_shards(args, kwargs, op_info.schema)) is not None:
             return kept
         if handler is not None:
             return telling(op_call, handler.run)(op_call, args, kwargs)
@@ -248,10 +252,14 @@ def _decided(
             raise
         return result
     if getattr(sharding, "needs_redistribute", False):
-        if has_strided and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
+        if may_keep and (kept := listener.interleaved(op_call, args, kwargs, op_info.schema)) is not None:
             return kept
         if (kept := listener.moves_nothing(op_call, op_info.schema, sharding)) is not None:
             return kept
+        if not sharding.use_val_from_redistribute_schema:
+            kept = listener.view_of_uneven_shards(args, kwargs, op_info.schema)
+            if kept is not None:
+                return kept
     if op_call._schema.is_mutable and _moves_written(sharding, op_info.schema):
         result = listener.no_strategy(op_call, args, kwargs)
         # A decision that is returned is cached, and the listener not asked again, where it may answer otherwise.
@@ -295,11 +303,17 @@ def keeps_operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     if any(spec.mesh is not specs[0].mesh for spec in specs):
         return schema, None
     with no_torch_function():
-        sharding = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
-    if not isinstance(sharding, OutputSharding) or (
-        sharding.needs_redistribute and not sharding.use_val_from_redistribute_schema
-    ):
-        return schema, None
+        try:
+            sharding = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
+        except RuntimeError:
+            sharding = None if models is None else models.listener.view_of_uneven_shards(None, kwargs, schema)
+            if sharding is None:
+                raise
+            return schema, sharding
+        if not isinstance(sharding, OutputSharding):
+            return schema, None
+        if sharding.needs_redistribute and not sharding.use_val_from_redistribute_schema:
+            return schema, None if models is None else models.listener.view_of_uneven_shards(None, kwargs, schema)
     return schema, sharding
 
 
@@ -315,6 +329,10 @@ def stock_dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _has_strided(schema: Any) -> bool:
     specs = iterate_specs((*schema.args_schema, *schema.kwargs_schema.values()))
     return any(isinstance(placement, StridedShard) for spec in specs for placement in spec.placements)
+
+
+def _has_empty(schema: Any) -> bool:
+    return any(map(has_empty_shards, iterate_specs((*schema.args_schema, *schema.kwargs_schema.values()))))
 
 
 def _moves_written(sharding: Any, schema: Any) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from vescale.compat.empty_shards import let_shards_be_empty
 from vescale.compat.patching import Changes
 
 try:
@@ -31,7 +32,8 @@ _STOCK = (Replicate, Shard, _StridedShard, Partial)
 
 
 def search_only_mismatches(changes: Changes, _: Any) -> None:
-    """Let PyTorch search only where :func:`exact_match` finds nothing."""
+    """Let PyTorch search only where :func:`exact_match` finds nothing, and shard dims with fewer elements than ranks where
+    it is asked to (:mod:`vescale.compat.empty_shards`)."""
     expand: Callable[..., Any] = sharding_propagation._expand_single_dim_strategy_to_mesh
 
     @functools.wraps(expand)
@@ -42,6 +44,7 @@ def search_only_mismatches(changes: Changes, _: Any) -> None:
         return lambda op, args, kwargs: match
 
     changes.function(expand, expand_single_dim_strategy_to_mesh)
+    let_shards_be_empty(changes)
 
 
 def exact_match(mesh: Any, schema: OpSchema, rule: Any, output_meta: Any) -> OpStrategy | None:

@@ -61,8 +61,14 @@ class DispatchListener:
         return NotImplemented
 
     def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
-        """Stock DTensor would move operands of ``op``, of which one is a ``_StridedShard``: return a sharding decision
-        that does not, for it to cache, or the op's result, or None."""
+        """Stock DTensor would move operands of ``op``, of which one is a ``_StridedShard``, or has empty shards: return a
+        sharding decision that does not, for it to cache, or the op's result, or None."""
+        return None
+
+    def view_of_uneven_shards(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any) -> Any:
+        """Stock DTensor would move the operand of ``schema.op``, or refuses it: for a view that flattens or splits a dim of
+        uneven shards, return a sharding decision that moves nothing, or the op's result, or None. Without ``args``, only
+        a decision."""
         return None
 
     def moves_nothing(self, op: Any, schema: Any, sharding: Any) -> Any:

@@ -142,6 +142,7 @@ OPTIONAL = (
         """
 torch.distributed.tensor._sharding_prop: _expand_single_dim_strategy_to_mesh(mesh, op_schema, output_tensor_meta)
 torch.distributed.tensor._ops.single_dim_strategy: _PreparedSingleDimStrategy.try_propagate
+torch.distributed.tensor._ops.utils: is_tensor_shardable(shape, spec)
 """,
         EXACT_MATCHES,
     ),

@@ -47,7 +47,7 @@ from vescale.ops._conversion import (
     wrap_global,
 )
 from vescale.ops._decision import Decision, Rule
-from vescale.ops._dispatch import run_interleaved
+from vescale.ops._dispatch import run_interleaved, view_of_uneven_shards
 from vescale.ops._fallback import PlacementFallbackError, PlacementFallbackWarning, strict_placements
 from vescale.ops._install import install
 from vescale.ops._links import require_current, settle
@@ -107,6 +107,7 @@ __all__ = [
     "running_module",
     "settle",
     "strict_placements",
+    "view_of_uneven_shards",
     "wrap_global",
     "write_through",
 ]

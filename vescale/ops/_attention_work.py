@@ -62,7 +62,7 @@ class AttentionWork:
         placements: list[Placement] = []
         rows = sequence_axes(query)
         for axis, own in enumerate(query.placements):
-            split = next((d for x in (query, *others) if (d := _leading_shard(x, axis)) is not None), None)
+            split = next((d for x in (query, *others) if (d := _leading_shard(x, axis, query)) is not None), None)
             if axis in rows:
                 split = ROWS
             splits.append(split)
@@ -82,7 +82,9 @@ class AttentionWork:
             for axis, (split, own) in enumerate(zip(self.splits, wanted))
         )
         cuts = []
-        for split in {split for split in self.splits if split is not None and _size(x, split) > 1}:
+        for split in {
+            s for s in self.splits if s is not None and (_size(x, s) > 1 or self.shape[s] == 1 <= _size(x, s))
+        }:
             if split == ROWS and name in ("key", "value"):
                 continue  # any row may attend to any key
             axes = [axis for axis, other in enumerate(self.splits) if other == split]
@@ -205,12 +207,16 @@ def _covers(
     return True
 
 
-def _leading_shard(x: DTensor | DTensorSpec | None, axis: int) -> int | None:
-    """The leading dim, counted from the back, that an operand is sharded on along a mesh axis."""
+def _leading_shard(x: DTensor | DTensorSpec | None, axis: int, query: DTensor | DTensorSpec) -> int | None:
+    """The leading dim, counted from the back, that an operand is sharded on along a mesh axis. One of size 1 is broadcast,
+    except where the query's has this size, too."""
     if x is None:
         return None
     dim = shard_dim(x.placements[axis])
-    return dim - x.ndim if dim is not None and dim - x.ndim < -2 and x.shape[dim] > 1 else None
+    if dim is None or dim - x.ndim >= -2:
+        return None
+    is_broadcast = x.shape[dim] == 1 and (dim - x.ndim < -query.ndim or query.shape[dim - x.ndim] > 1)
+    return None if is_broadcast else dim - x.ndim
 
 
 def _size(x: DTensor | DTensorSpec, split: int) -> int:

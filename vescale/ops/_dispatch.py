@@ -20,11 +20,12 @@ from vescale.ops._call import OpCall
 from vescale.ops._decide import cached, cached_sharding, decide
 from vescale.ops._decision import Decision
 from vescale.ops._execute import assigning, execute
+from vescale.ops._regrouped_dims import is_cut_unevenly
 from vescale.ops.interleaved import interleaved_rule, treats_indices_alike
-from vescale.ops.views import view_rule
-from vescale.placements import is_sharded, shard_dim, split_factor
+from vescale.ops.views import VIEWS, view_rule
+from vescale.placements import shard_dim, split_factor
 
-__all__ = ["keeps_operands", "run_interleaved", "run_op", "set_item"]
+__all__ = ["keeps_operands", "run_interleaved", "run_op", "set_item", "view_of_uneven_shards"]
 
 
 def run_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
@@ -56,7 +57,7 @@ def keeps_operands(op: Any, schema: Any) -> OutputSharding | None:
 
 
 def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
-    """The result of an op on stock placements with a ``_StridedShard`` among them, or a sharding decision.
+    """The result of an op on stock placements with a ``_StridedShard``, or empty shards, among them, or a sharding decision.
 
     No communication; None where the op would need some. PyTorch makes a ``_StridedShard`` of a sharded dim that is flattened
     behind another one (tokens of a sharded sequence), and has few strategies that keep it. For ops that treat indices alike
@@ -87,9 +88,13 @@ def run_interleaved(args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) 
     regroups = decision.local is not None
     inputs = []
     for index, (spec, wanted) in enumerate(zip(call.operands, decision.inputs)):
-        moves = [(a, b) for a, b in zip(spec.placements, wanted) if a != b and not _is_same_cut(a, b)]
+        moves = [
+            (a, b)
+            for axis, (a, b) in enumerate(zip(spec.placements, wanted))
+            if a != b and not _is_same_cut(a, b) and call.mesh.size(axis) > 1
+        ]
         # Whole operands may be cut, which is local.
-        if moves and (index in call.mutated or not all(a.is_replicate() and is_sharded(b) for a, b in moves)):
+        if moves and (index in call.mutated or not all(a.is_replicate() and not b.is_partial() for a, b in moves)):
             return None
         inputs.append((stock(wanted) if moves else None) or spec.placements)
     outputs = decision.outputs and tuple(map(stock, decision.outputs))
@@ -113,6 +118,27 @@ def _is_cut_twice(spec: DTensorSpec) -> bool:
 
 def _is_same_cut(a: Placement, b: Placement) -> bool:
     return shard_dim(a) is not None and (shard_dim(a), split_factor(a)) == (shard_dim(b), split_factor(b))
+
+
+def view_of_uneven_shards(args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any) -> Any:
+    """The result of a view of stock placements that flattens or splits a dim which the ranks do not divide, or a sharding
+    decision. No communication.
+
+    None where no placement describes what each rank holds; also where there is no decision and ``args`` is None.
+    """
+    if schema.op.overloadpacket.__name__ not in VIEWS:
+        return None
+    call = OpCall(schema.op, schema.args_schema, schema.kwargs_schema, schema.schema_info)
+    decision: Decision | None = cached(_decide_uneven, call)
+    if decision is None:
+        return None
+    found = cached_sharding(call, decision)
+    return found if found is not None or args is None else execute(call, decision, args, kwargs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _decide_uneven(call: OpCall) -> Decision | None:
+    return view_rule(call) if is_cut_unevenly(call.operands[0]) else None
 
 
 def set_item(original: Callable[..., None], dtensor: DTensor, index: Any, value: Any) -> None:

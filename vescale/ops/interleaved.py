@@ -15,12 +15,12 @@ from typing import Any
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, MaskPartial, StridedShard
-from vescale.ops._call import OpCall, Placements, names
+from vescale.compat import DTensorSpec, MaskPartial, StridedShard, has_empty_shards, with_empty_shards
+from vescale.ops._call import OpCall, Placements, names, with_placements
 from vescale.ops._decision import Decision
 from vescale.ops._registry import register_family
 from vescale.ops.elementwise import is_elementwise
-from vescale.placements import InterleavedShard, ragged_axis, split_factor
+from vescale.placements import FlattenedShard, InterleavedShard, at_dim, ragged_axis, split_factor
 
 __all__ = ["interleaved_rule", "treats_indices_alike"]
 
@@ -50,7 +50,7 @@ def interleaved_rule(call: OpCall) -> Decision | None:
     if call.name in _REDUCTIONS or call.name in _SUMS:
         call.try_out()
     plain = [tuple(map(_plain_shard, spec.placements)) for spec in call.operands]
-    native = call.native(plain)
+    native = _native(call, plain)
     if native is None or native.use_val_from_redistribute_schema:
         return None
     wanted = list(plain)
@@ -70,17 +70,32 @@ def interleaved_rule(call: OpCall) -> Decision | None:
             continue
         if call.name in _REDUCTIONS and any(out is not None and out[axis].is_partial() for out in outputs):
             return None
-        pieces = split_factor(leader)
-        wanted = [_translated(placements, axis, pieces) for placements in wanted]
-        outputs = [None if out is None else _translated(out, axis, pieces) for out in outputs]
+        wanted = [_translated(placements, axis, leader) for placements in wanted]
+        outputs = [None if out is None else _translated(out, axis, leader) for out in outputs]
     inputs = [
         _own_where_equal(spec.placements, placements) for spec, placements in zip(call.operands, wanted, strict=True)
     ]
     return Decision(tuple(inputs), None if native.output_spec is None else tuple(outputs))
 
 
+_NOT_PLAIN = (InterleavedShard, FlattenedShard, StridedShard)
+
+
 def _plain_shard(placement: Placement) -> Placement:
-    return Shard(placement.dim) if isinstance(placement, InterleavedShard | StridedShard) else placement
+    return Shard(placement.dim) if isinstance(placement, _NOT_PLAIN) else placement
+
+
+def _native(call: OpCall, placements: Sequence[Placements]) -> Any:
+    """PyTorch's decision; where ranks hold nothing of a dim, that for larger dims."""
+    if any(has_empty_shards(spec) for spec in map(with_placements, call.operands, placements)):
+        with with_empty_shards():
+            found = call.native(placements)
+        shares = call.name in _REDUCTIONS and any(
+            placement.is_partial() for out in _outputs(found and found.output_spec) for placement in out or ()
+        )
+        if found is not None and not shares:
+            return found
+    return call.native(placements)
 
 
 def _outputs(specs: object) -> list[Placements | None]:
@@ -106,12 +121,18 @@ def _leader(call: OpCall, axis: int, plain: Sequence[Placements], wanted: Sequen
     return call.operands[(written or interleaved)[0]].placements[axis]
 
 
-def _translated(placements: Placements, axis: int, pieces: int) -> Placements:
-    """The placements with a shard on the axis as one in ``pieces`` pieces, as the leader's."""
+def _translated(placements: Placements, axis: int, leader: Placement) -> Placements:
+    """The placements with a shard on the axis as one with the leader's indices."""
     own = placements[axis]
-    if pieces == 1 or not isinstance(own, Shard):
+    if not isinstance(own, Shard):
         return placements
-    return (*placements[:axis], InterleavedShard(own.dim, pieces), *placements[axis + 1 :])
+    if isinstance(leader, FlattenedShard):
+        translated = at_dim(leader, own.dim)
+    elif split_factor(leader) > 1:
+        translated = InterleavedShard(own.dim, split_factor(leader))
+    else:
+        return placements
+    return (*placements[:axis], translated, *placements[axis + 1 :])
 
 
 def _own_where_equal(own: Placements, wanted: Placements) -> Placements:

@@ -42,6 +42,7 @@ _NONLINEAR = _overloads(
     """
 )
 _PRODUCTS = _overloads("mul multiply dot mul_ __mul__ __rmul__ __imul__")
+_PRODUCTS_IN_PLACE = (torch.Tensor.mul_, torch.Tensor.__imul__)
 _QUOTIENTS = _overloads("div divide true_divide div_ __truediv__ __div__ __itruediv__")
 _OFFSETS = _overloads("add sub __add__ __radd__ __sub__ __rsub__") + [torch.subtract, torch.rsub]
 # In place: the left operand keeps its placement.
@@ -62,7 +63,9 @@ def _nonlinear(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dic
 @replaces(*_PRODUCTS, when=When.PARTIAL, communicates=("all_reduce",))
 def _product(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if sum(_is_pending(x) for x in args) > 1:
-        args = tuple(_reduced(x, func) for x in args)
+        # What is written to stays what it is: a product is linear in the one factor that is left.
+        kept = 1 if func in _PRODUCTS_IN_PLACE else 0
+        args = (*args[:kept], *(_reduced(x, func) for x in args[kept:]))
     return func(*args, **kwargs)
 
 

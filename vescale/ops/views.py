@@ -18,6 +18,7 @@ from vescale.ops._call import OpCall, Placements, names, with_placements
 from vescale.ops._decision import Decision
 from vescale.ops._refit import refit_ragged, runs_of
 from vescale.ops._registry import register_aten
+from vescale.ops._regrouped_dims import is_cut_unevenly, regrouped
 from vescale.placements import (
     InterleavedShard,
     RaggedShard,
@@ -31,10 +32,10 @@ from vescale.placements import (
     split_factor,
 )
 
-__all__ = ["view_rule"]
+__all__ = ["VIEWS", "view_rule"]
 
 _VIEWS = "view _unsafe_view reshape view_copy unsqueeze squeeze expand flatten"
-_NAMES = names(_VIEWS + " slice")
+VIEWS = names(_VIEWS + " slice")
 _SIZED = names("view _unsafe_view")  # with a tensor and sizes as arguments
 
 # Placements of a view are found by trial; the check enumerates contiguous runs and gives up beyond this many.
@@ -46,7 +47,7 @@ def view_rule(call: OpCall) -> Decision | None:
 
     No communication. None when no placement describes the local elements in the new shape.
     """
-    if call.name not in _NAMES or call.mutated or isinstance(call.argument("dtype"), torch.dtype):
+    if call.name not in VIEWS or call.mutated or isinstance(call.argument("dtype"), torch.dtype):
         return None
     spec, shape = call.operands[0], tuple(call.meta.shape)
     if call.name == "expand" and shape != tuple(spec.shape):
@@ -57,7 +58,9 @@ def view_rule(call: OpCall) -> Decision | None:
         outputs = _ragged_view(spec, shape)
         flat_size = (-1,) if call.name in _SIZED else None
         return None if outputs is None else Decision((spec.placements,), (outputs,), _flat, local_sizes=flat_size)
-    viewed = next((p for p in _viewed(spec, shape) if _holds_the_same(spec, shape, p)), None)
+    viewed = regrouped(spec, shape) if is_cut_unevenly(spec) else None
+    if viewed is None:
+        viewed = next((p for p in _viewed(spec, shape) if _holds_the_same(spec, shape, p)), None)
     if viewed is None:
         return None
     region = own_region(shape, viewed, spec.mesh)

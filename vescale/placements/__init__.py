@@ -3,8 +3,10 @@
 from vescale.placements._custom_placement import CustomPlacement, has_custom
 from vescale.placements._distribute import distribute_tensor
 from vescale.placements._exchange_plan import Exchange, Piece, plan_exchange, unpack
+from vescale.placements._flattened import FlattenedShard
 from vescale.placements._hooks import dtensor_hooks
 from vescale.placements._interleaved import InterleavedShard
+from vescale.placements._intervals import Interval
 from vescale.placements._local_conversion import from_local, to_local
 from vescale.placements._local_redistribution import move_local
 from vescale.placements._native_moves import NativeMove, native_move
@@ -20,7 +22,7 @@ from vescale.placements._placement_kinds import (
 )
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
 from vescale.placements._redistribute import full_tensor, redistribute
-from vescale.placements._region import Box, Interval, Region, coordinates, largest_shape, local_region, own_region
+from vescale.placements._region import Box, Region, coordinates, largest_shape, local_region, own_region
 from vescale.placements._serialization import allow_safe_load
 from vescale.placements._strides import contiguous_stride, stride_like
 
@@ -28,6 +30,7 @@ __all__ = [
     "Box",
     "CustomPlacement",
     "Exchange",
+    "FlattenedShard",
     "InterleavedShard",
     "Interval",
     "NativeMove",

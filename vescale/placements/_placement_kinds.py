@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import StridedShard
+from vescale.placements._flattened import FlattenedShard
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._ragged import RaggedShard
 
@@ -15,8 +16,9 @@ __all__ = ["at_dim", "is_sharded", "ragged_axis", "shard_dim", "shift_dim", "spl
 
 
 def shard_dim(placement: Placement) -> int | None:
-    """The tensor dim that a shard-like placement (``Shard``, ``_StridedShard``, ``InterleavedShard``) shards, or None."""
-    if isinstance(placement, Shard | StridedShard | InterleavedShard):
+    """The tensor dim that a shard-like placement (``Shard``, ``_StridedShard``, ``InterleavedShard``, ``FlattenedShard``)
+    shards, or None."""
+    if isinstance(placement, Shard | StridedShard | InterleavedShard | FlattenedShard):
         return int(placement.dim)
     return None
 
@@ -27,6 +29,8 @@ def at_dim(placement: Placement, dim: int) -> Placement:
         return StridedShard(dim, split_factor=placement.split_factor)
     if isinstance(placement, InterleavedShard):
         return InterleavedShard(dim, placement.num_chunks)
+    if isinstance(placement, FlattenedShard):
+        return FlattenedShard(dim, placement.size, placement.inner)
     return Shard(dim)
 
 
@@ -37,7 +41,8 @@ def shift_dim(placement: Placement, by: int, *, start: int = 0) -> Placement:
 
 
 def split_factor(placement: Placement) -> int:
-    """The number of pieces into which a shard-like placement divides its dim before it chunks each over the ranks."""
+    """The number of pieces into which a shard-like placement divides its dim before it chunks each over the ranks; 1 for
+    :class:`FlattenedShard`, whose pieces follow from the size of the dim."""
     if isinstance(placement, InterleavedShard):
         return placement.num_chunks
     return int(placement.split_factor) if isinstance(placement, StridedShard) else 1

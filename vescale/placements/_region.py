@@ -1,9 +1,9 @@
 """The elements of a global tensor that one coordinate of a mesh holds, for every placement: pure index arithmetic.
 
 A local tensor is described by a :class:`Region`. The shard-like placements (``Shard``, stock ``_StridedShard``,
-``InterleavedShard``) act on one dim each, left to right over the mesh axes, and leave a *product* of per-dim interval
-lists. A ragged placement, whatever its axis, then takes one contiguous run of the row-major flattening of that product.
-Everything else in this package (redistribution, checkpoint boxes, random numbers) is derived from this value.
+``InterleavedShard``, ``FlattenedShard``) act on one dim each, left to right over the mesh axes, and leave a *product* of
+per-dim interval lists. A ragged placement, whatever its axis, then takes one contiguous run of the row-major flattening of
+that product. Everything else in this package (redistribution, checkpoint boxes, random numbers) is derived from this value.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.placements._flattened import FlattenedShard
+from vescale.placements._intervals import (
+    Interval,
+    clip,
+    common,
+    global_index,
+    middle_chunks,
+    strided_chunks,
+)
 from vescale.placements._placement_kinds import is_sharded, ragged_axis, shard_dim, split_factor
 from vescale.placements._ragged import RaggedShard
 from vescale.placements._strides import contiguous_stride
 
 __all__ = ["Box", "Interval", "Region", "coordinates", "largest_shape", "local_region", "own_region", "same_regions"]
-
-Interval = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,7 @@ class Region:
 
     def _split(self, start: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int, ...] | None) -> list[Box]:
         """A block of the product (local indices) cut along the interval borders into blocks of the global tensor."""
-        pieces = [_clip(ranges, lo, lo + n) for ranges, lo, n in zip(self.intervals, start, sizes)]
+        pieces = [clip(ranges, lo, lo + n) for ranges, lo, n in zip(self.intervals, start, sizes)]
         found = []
         for combination in itertools.product(*pieces):
             local_start = tuple(local for _, local, _ in combination)
@@ -142,7 +149,7 @@ class Region:
         offset, stride = 0, 1
         for ranges, size, held in zip(reversed(self.intervals), reversed(self.global_shape), reversed(self.shape)):
             rest, place = divmod(rest, held)
-            offset += _global_index(ranges, place) * stride
+            offset += global_index(ranges, place) * stride
             stride *= size
         return offset
 
@@ -183,7 +190,7 @@ class Region:
             base, rest = 0, outer
             for dim in range(cut - 1, -1, -1):
                 rest, index = divmod(rest, self.shape[dim])
-                base += _global_index(self.intervals[dim], index) * strides[dim]
+                base += global_index(self.intervals[dim], index) * strides[dim]
             low, high = max(begin - outer * line, 0), min(end - outer * line, line)
             for (start, stop), first in zip(self.intervals[cut], segment_starts):
                 lo, hi = max(low, first * row), min(high, (first + stop - start) * row)
@@ -246,7 +253,8 @@ def largest_shape(
     shape = list(_shard_product(global_shape, placements, mesh_shape, origin).shape)
     for dim in range(len(shape)):
         axes = [axis for axis, placement in enumerate(placements) if shard_dim(placement) == dim]
-        if all(split_factor(placements[axis]) == 1 for axis in axes[1:]):
+        flattened = any(isinstance(placements[axis], FlattenedShard) for axis in axes)
+        if not flattened and all(split_factor(placements[axis]) == 1 for axis in axes[1:]):
             continue
         for indices in itertools.product(*(range(mesh_shape[axis]) for axis in axes)):
             along = dict(zip(axes, indices))
@@ -286,53 +294,19 @@ def _shard_product(
                 f"{placement!r} names tensor dim {dim}, but the tensor of shape {global_shape} has "
                 f"{len(global_shape)} dims; use a dim in [0, {len(global_shape)})"
             )
+        if isinstance(placement, FlattenedShard):
+            intervals[dim] = common(intervals[dim], middle_chunks(global_shape, placement, num_ranks, index))
+            continue
         size = sum(stop - start for start, stop in intervals[dim])
         picked: list[Interval] = []
-        for low, high in _strided_chunks(size, split_factor(placement), num_ranks, index):
-            for global_start, _, length in _clip(intervals[dim], low, high):
+        for low, high in strided_chunks(size, split_factor(placement), num_ranks, index):
+            for global_start, _, length in clip(intervals[dim], low, high):
                 if picked and picked[-1][1] == global_start:  # neighbours merge: one interval, fewer copies
                     picked[-1] = (picked[-1][0], global_start + length)
                 else:
                     picked.append((global_start, global_start + length))
         intervals[dim] = tuple(picked)
     return Region(global_shape, tuple(intervals))
-
-
-def _chunk(size: int, num_chunks: int, index: int) -> Interval:
-    """``torch.chunk`` semantics, with empty chunks at the end."""
-    step = -(-size // num_chunks)
-    return min(size, step * index), min(size, step * (index + 1))
-
-
-def _strided_chunks(size: int, num_pieces: int, num_ranks: int, index: int) -> list[Interval]:
-    """The dim is chunked into pieces, each piece over the ranks; rank ``index`` holds its chunk of every piece."""
-    found = []
-    for piece in range(num_pieces):
-        start, stop = _chunk(size, num_pieces, piece)
-        low, high = _chunk(stop - start, num_ranks, index)
-        if low < high:
-            found.append((start + low, start + high))
-    return found
-
-
-def _clip(ranges: tuple[Interval, ...], low: int, high: int) -> list[tuple[int, int, int]]:
-    """Local indices ``[low, high)`` of a concatenation of ranges as ``(global start, local start, length)`` pieces."""
-    found = []
-    first = 0
-    for start, stop in ranges:
-        lo, hi = max(low, first), min(high, first + stop - start)
-        if lo < hi:
-            found.append((start + lo - first, lo, hi - lo))
-        first += stop - start
-    return found
-
-
-def _global_index(ranges: tuple[Interval, ...], index: int) -> int:
-    for start, stop in ranges:
-        if index < stop - start:
-            return start + index
-        index -= stop - start
-    raise IndexError(index)
 
 
 def _run_blocks(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vescale.placements._flattened import FlattenedShard
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard, rebuild_strided
 
@@ -16,4 +17,6 @@ def allow_safe_load() -> None:
     Called on import, so that a process that has made no placement yet can load one. Each constructor validates its
     arguments, whatever a file contains.
     """
-    torch.serialization.add_safe_globals([RaggedShard, StridedRaggedShard, InterleavedShard, rebuild_strided])
+    torch.serialization.add_safe_globals(
+        [RaggedShard, StridedRaggedShard, InterleavedShard, FlattenedShard, rebuild_strided]
+    )

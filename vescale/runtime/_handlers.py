@@ -34,6 +34,7 @@ from vescale.ops import (
     report_implicit_move,
     run_interleaved,
     running_module,
+    view_of_uneven_shards,
     wrap_global,
     write_through,
 )
@@ -167,6 +168,9 @@ class _Listener(DispatchListener):
 
     def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
         return run_interleaved(args, kwargs, schema)
+
+    def view_of_uneven_shards(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any], schema: Any) -> Any:
+        return view_of_uneven_shards(args, kwargs, schema)
 
     def moves_nothing(self, op: Any, schema: Any, sharding: Any) -> Any:
         return derivative(op, schema, sharding)

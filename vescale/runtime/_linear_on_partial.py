@@ -120,7 +120,7 @@ def _of_operand(x: torch.Tensor, out: Placement, shape: Sequence[int], summed: b
         return out if summed else Replicate()
     if isinstance(out, Shard):
         dim = out.dim - len(shape) + x.ndim
-        return Shard(dim) if dim >= 0 and x.shape[dim] == shape[out.dim] > 1 else Replicate()
+        return Shard(dim) if dim >= 0 and x.shape[dim] == shape[out.dim] else Replicate()
     return out
 
 
@@ -156,7 +156,8 @@ def accumulated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTens
         found: list[Placement] = []
         for own in values.placements:
             dim = own.dim - num_leading + index.ndim if type(own) is Shard and own.dim < num_leading else -1
-            found.append(Shard(dim) if dim >= 0 and index.shape[dim] > 1 else Replicate())
+            is_cut = dim >= 0 and type(own) is Shard and index.shape[dim] == values.shape[own.dim]
+            found.append(Shard(dim) if is_cut else Replicate())
         return found
 
     with no_torch_function():

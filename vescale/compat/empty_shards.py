@@ -1,0 +1,53 @@
+"""PyTorch's sharding decisions for dims with fewer elements than ranks: a batch of 1 over 2.
+
+PyTorch's rules do not shard a dim of which ranks would hold nothing, although they are the same for any size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._ops import utils
+
+from vescale.compat.patching import Changes
+
+__all__ = ["has_empty_shards", "let_shards_be_empty", "with_empty_shards"]
+
+_DECIDING = threading.local()
+
+
+def let_shards_be_empty(changes: Changes) -> None:
+    """Within :func:`with_empty_shards`, PyTorch's rules shard any dim."""
+    original = utils.is_tensor_shardable
+
+    @functools.wraps(original)
+    def is_tensor_shardable(*args: Any, **kwargs: Any) -> bool:
+        return getattr(_DECIDING, "now", False) or original(*args, **kwargs)
+
+    changes.function(original, is_tensor_shardable)
+
+
+@contextlib.contextmanager
+def with_empty_shards() -> Iterator[None]:
+    """Decide on this thread as if each sharded dim had an element for each rank. The caller has to see that the op takes
+    empty local tensors, and that nothing is computed from a rank's share of elements."""
+    _DECIDING.now = True
+    try:
+        yield
+    finally:
+        _DECIDING.now = False
+
+
+def has_empty_shards(spec: DTensorSpec) -> bool:
+    """Whether a dim has fewer elements than the axes that shard it have ranks."""
+    parts: dict[int, int] = {}
+    for axis, placement in enumerate(spec.placements):
+        if type(placement) is Shard:
+            parts[placement.dim] = parts.get(placement.dim, 1) * spec.mesh.size(axis)
+    return any(dim < len(spec.shape) and spec.shape[dim] < number for dim, number in parts.items())

@@ -1,0 +1,113 @@
+"""Placements of views that flatten and split dims which the ranks do not divide.
+
+PyTorch describes the shards of a flattened dim with ``Shard`` and ``_StridedShard``, which it can where shards are equal,
+and gathers or refuses otherwise. :class:`FlattenedShard` describes all others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import DTensorSpec, StridedShard
+from vescale.ops._call import Placements
+from vescale.placements import (
+    FlattenedShard,
+    InterleavedShard,
+    coordinates,
+    is_sharded,
+    local_region,
+    shard_dim,
+    split_factor,
+)
+
+__all__ = ["is_cut_unevenly", "regrouped"]
+
+
+def is_cut_unevenly(spec: DTensorSpec) -> bool:
+    """Whether an axis shards a dim that its ranks do not divide."""
+    return any(
+        isinstance(p, FlattenedShard)
+        or ((dim := shard_dim(p)) is not None and spec.shape[dim] % (split_factor(p) * spec.mesh.size(axis)) != 0)
+        for axis, p in enumerate(spec.placements)
+    )
+
+
+def regrouped(spec: DTensorSpec, shape: Sequence[int]) -> Placements | None:
+    """The placements with which each rank holds the same elements of a row-major view of ``shape``; None if there are none.
+
+    Each cut divides the middle one of three factors of the tensor's flattening, ``(outer, size, inner)``; they are looked
+    for in one dim of the view.
+    """
+    for together in (False, True):
+        placements = tuple(
+            _in_shape(p, tuple(spec.shape), tuple(shape), spec.mesh.size(axis), together)
+            for axis, p in enumerate(spec.placements)
+        )
+        found = tuple(p for p in placements if p is not None)
+        if len(found) < len(placements):
+            return None
+        if not _share_a_dim(spec, found) or _hold_the_same(spec, shape, found):
+            return found
+    return None
+
+
+def _in_shape(
+    placement: Placement, shape: tuple[int, ...], new_shape: tuple[int, ...], num_ranks: int, together: bool
+) -> Placement | None:
+    """``together``: with other cuts of the same dim, which have to be independent of each other."""
+    if not is_sharded(placement):
+        return placement
+    if isinstance(placement, Shard | StridedShard | InterleavedShard):
+        size, rest = divmod(shape[placement.dim], split_factor(placement))
+        inner = 1
+        if rest:
+            return None
+    elif isinstance(placement, FlattenedShard):
+        size, inner = placement.size, placement.inner
+    else:
+        return None
+    dim = shard_dim(placement)
+    assert dim is not None
+    behind = inner * math.prod(shape[dim + 1 :])
+    period = size * behind
+    if not math.prod(new_shape) or not period:
+        return None
+    is_even = size % num_ranks == 0
+    for d in [dim, *range(len(new_shape))]:  # the dim's own number first: there may be dims of size 1
+        if d >= len(new_shape):
+            continue
+        after = math.prod(new_shape[d + 1 :])
+        outer, rest = divmod(new_shape[d] * after, period)
+        if rest or not outer:
+            continue
+        if not is_even and behind % after == 0:
+            at_once = outer == 1 and behind == after and not together
+            return Shard(d) if at_once else FlattenedShard(d, size, behind // after)
+        if is_even and period // num_ranks % after == 0:  # equal parts may be counted in indices of any size
+            if together:
+                return FlattenedShard(d, period // after, 1)
+            return Shard(d) if outer == 1 else InterleavedShard(d, outer)
+    return None
+
+
+def _share_a_dim(spec: DTensorSpec, found: Placements) -> bool:
+    """Whether several axes cut one dim, before the view or after it."""
+    for placements in (spec.placements, found):
+        wide = [p for axis, p in enumerate(placements) if spec.mesh.size(axis) > 1]
+        dims = [dim for p in wide if (dim := shard_dim(p)) is not None]
+        if len(dims) > len(set(dims)):
+            return True
+    return False
+
+
+def _hold_the_same(spec: DTensorSpec, shape: Sequence[int], placements: Placements) -> bool:
+    mesh_shape = tuple(spec.mesh.shape)
+    return all(
+        list(local_region(spec.shape, spec.placements, mesh_shape, where).runs())
+        == list(local_region(shape, placements, mesh_shape, where).runs())
+        for where in coordinates(mesh_shape)
+    )
