@@ -82,7 +82,10 @@ def load_yaml(file: str | os.PathLike[str]) -> Document:
 
 def _text_of(path: Path) -> str:
     try:
-        with path.open("rb") as opened:  # a device or a pipe may have no end
+        if path.exists() and not path.is_file():  # a pipe, whose writer may never come; a device, which has no end
+            kind = "a folder" if path.is_dir() else "a pipe or device"
+            raise PlanError(f"cannot read the plan {str(path)!r}: {kind}, no file; give the path of a YAML file")
+        with path.open("rb") as opened:
             data = opened.read(MAX_BYTES + 1)
     except OSError as error:
         raise PlanError(f"cannot read the plan {str(path)!r}: {error.strerror}; give the path of a YAML file") from None
