@@ -53,7 +53,7 @@ def page(study: Study, limit: float) -> str:
 <p class="muted">Padding of the planned communication buffers by the size of all parameters.
 {escape(study.model.source)}; shards are multiples of {study.alignment} elements; row blocks on {len(study.matched):,}
 parameters of the units below, the others may be cut anywhere.</p>
-<div class="scroll"><table><thead><tr><th class=name>unit</th><th>of them</th><th>parameters</th><th>elements</th></tr></thead>
+<div class='scroll'><table><thead><tr><th class=name>unit</th><th>of them</th><th>parameters</th><th>elements</th></tr></thead>
 <tbody>{units}</tbody></table></div>
 <div class="key"><span><i style="border-color: var(--one)"></i>one buffer for each unit</span>
 <span><i style="border-color: var(--two); border-top-style: dashed"></i>two buffers</span>
@@ -75,7 +75,7 @@ def _section(advice: Advice, limit: float) -> str:
         everything = _table(list(advice.sizes), best, limit)
         rest = f"<details><summary>all {len(advice.sizes)} sizes</summary>{everything}</details>"
     return (
-        f"{title}<p>{escape(verdict(advice, limit))}</p><div class="scroll">{_chart(advice, limit)}</div>"
+        f"{title}<p>{escape(verdict(advice, limit))}</p><div class='scroll'>{_chart(advice, limit)}</div>"
         f"{_table(shown_sizes(advice), best, limit)}{rest}"
     )
 
@@ -90,7 +90,7 @@ def _table(sizes: list[Size], best: set[int], limit: float) -> str:
         for size in sizes
     )
     return (
-        '<div class="scroll"><table><thead><tr><th>ranks</th><th>one buffer</th><th>inherent</th><th>two buffers</th>'
+        "<div class='scroll'><table><thead><tr><th>ranks</th><th>one buffer</th><th>inherent</th><th>two buffers</th>"
         f"<th>unit that wastes most</th></tr></thead><tbody>{rows}</tbody></table></div>"
     )
 

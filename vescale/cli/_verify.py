@@ -82,4 +82,3 @@ def run(args: argparse.Namespace) -> int:
         for mesh in found.meshes:
             console.print(mesh.text(), style="green" if mesh.is_equal else "bold red")
     return 0 if found else 1
-

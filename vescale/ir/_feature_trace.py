@@ -185,7 +185,9 @@ class FeatureTrace:
 
     def _new(self, path: str, weight: str, bias: Any, out_dim: int, in_dim: int) -> Product:
         known = self._weights.get(bias) if isinstance(bias, torch.Tensor) else None
-        return Product(path, weight, known[0] if known is not None else "", out_dim, in_dim, [self._boundary(path, weight)])
+        return Product(
+            path, weight, known[0] if known is not None else "", out_dim, in_dim, [self._boundary(path, weight)]
+        )
 
     def _boundary(self, path: str, weight: str) -> str | None:
         """The running module, if it does nothing but the product."""
@@ -228,7 +230,11 @@ class FeatureTrace:
     def _use(self, features: _Features, tensor: torch.Tensor) -> None:
         """The cut must fit here: parts have been taken apart, and ranks divide the outermost dim."""
         group, size = self.groups.of(features.weight), tensor.shape[features.dims[0]] // features.before
-        if group.num_parts > 1 and not features.is_part and group.members[self.groups.of(features.weight).producers[0].weight][1]:
+        if (
+            group.num_parts > 1
+            and not features.is_part
+            and group.members[self.groups.of(features.weight).producers[0].weight][1]
+        ):
             size //= group.num_parts
         if size % self.num_ranks:
             what = "heads" if len(features.dims) > 1 else "features"
@@ -267,14 +273,20 @@ class FeatureTrace:
         is_part = any(features.is_part for _, _, features in moved)
         for tensor, own, features in moved:
             self._use(features, tensor)
-            if own[0] != dims[0] or features.before != first.before or tensor.shape[features.dims[0]] != result.shape[dims[0]]:
+            if (
+                own[0] != dims[0]
+                or features.before != first.before
+                or tensor.shape[features.dims[0]] != result.shape[dims[0]]
+            ):
                 for _, _, each in moved:
                     self._keep_whole(each, f"{name} meets features along different dims")
                 return
             self.groups.join(first.weight, features.weight, first.is_part, features.is_part)
         for tensor in tensors:
             if self._of(tensor) is None and not self._fits(tensor, dims, result, first, is_part):
-                self._keep_whole(first, f"{name} adds what is whole" if "add" in name else f"{name} meets what is whole")
+                self._keep_whole(
+                    first, f"{name} adds what is whole" if "add" in name else f"{name} meets what is whole"
+                )
         self._features[result] = replace(first, dims=dims, is_part=is_part)
 
     def _fits(
@@ -355,7 +367,9 @@ class FeatureTrace:
             if removes:
                 dims = tuple(d - (d > dim) for d in dims if d != dim)
             if dims:
-                self._features[part] = replace(features, dims=dims, is_part=features.is_part or (outermost and len(parts) > 1))
+                self._features[part] = replace(
+                    features, dims=dims, is_part=features.is_part or (outermost and len(parts) > 1)
+                )
 
     def _item(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         x = args[0]
@@ -368,7 +382,9 @@ class FeatureTrace:
             self._features[result] = _Features(known[0], (result.ndim - 1,))
             return
         if isinstance(x, torch.Tensor) and (spread := self._spread.get(x)):
-            found = {before: after for before, item, after in indexed_dims(args[1], x.ndim) if not isinstance(item, int)}
+            found = {
+                before: after for before, item, after in indexed_dims(args[1], x.ndim) if not isinstance(item, int)
+            }
             self._spread[result] = tuple(found[d] for d in spread if d in found)
         if features is None:
             self._unknown(name, args, kwargs, result)
@@ -387,7 +403,12 @@ class FeatureTrace:
                 return self._keep_whole(features, "the code takes some of batch and heads")
             if before == features.dims[0] and length != size:
                 start = item % size if isinstance(item, int) else item.indices(size)[0]
-                equal = length and size % length == 0 and start % length == 0 and (isinstance(item, int) or item.step in (None, 1))
+                equal = (
+                    length
+                    and size % length == 0
+                    and start % length == 0
+                    and (isinstance(item, int) or item.step in (None, 1))
+                )
                 alone = isinstance(item, int) and len(features.dims) == 1
                 if not equal or alone or is_part or not self.groups.take_apart(features.weight, size // length):
                     self._keep_whole(features, "the code takes some of them")
@@ -409,7 +430,11 @@ class FeatureTrace:
             return
         if "norm" in name:
             shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else x.shape)
-            along = set(range(x.ndim - len(shape), x.ndim)) if isinstance(shape, tuple | list | torch.Size) else set(range(x.ndim))
+            along = (
+                set(range(x.ndim - len(shape), x.ndim))
+                if isinstance(shape, tuple | list | torch.Size)
+                else set(range(x.ndim))
+            )
         else:
             dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
             dims = (dims,) if isinstance(dims, int) else dims
@@ -531,7 +556,8 @@ _Handler = Callable[[FeatureTrace, str, tuple[Any, ...], dict[str, Any], Any], N
 _HANDLERS: dict[str, _Handler] = {
     **dict.fromkeys(("view", "reshape", "reshape_as", "flatten", "unflatten"), FeatureTrace._view),
     **dict.fromkeys(
-        ("transpose", "swapaxes", "swapdims", "permute", "unsqueeze", "squeeze", "movedim", "t", "T", "mT"), FeatureTrace._move
+        ("transpose", "swapaxes", "swapdims", "permute", "unsqueeze", "squeeze", "movedim", "t", "T", "mT"),
+        FeatureTrace._move,
     ),
     **dict.fromkeys(("chunk", "split", "split_with_sizes", "tensor_split", "unbind", "iter"), FeatureTrace._split),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), FeatureTrace._expand),

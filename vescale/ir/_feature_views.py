@@ -79,7 +79,9 @@ def moved_dims(
         return tuple(list(marked.shape).index(d + 2) for d in dims)
     if name == "squeeze":
         given = (*args[1:], *kwargs.values())
-        chosen = {int(d) % ndim for d in (given[0] if isinstance(given[0], tuple | list) else given[:1])} if given else None
+        chosen = (
+            {int(d) % ndim for d in (given[0] if isinstance(given[0], tuple | list) else given[:1])} if given else None
+        )
         gone = {d for d in range(ndim) if x.shape[d] == 1 and (chosen is None or d in chosen)}
         return tuple(d - sum(g < d for g in gone) for d in dims if d not in gone)
     return ()

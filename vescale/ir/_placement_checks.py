@@ -57,7 +57,9 @@ def check_boundaries(resolution: Resolution, findings: Findings) -> None:
 
 def _terms(placement: Partial) -> str:
     """What each rank has of a pending value."""
-    return {"sum": "summands", "avg": "terms of a mean"}.get(placement.reduce_op, f"candidates for a {placement.reduce_op}")
+    return {"sum": "summands", "avg": "terms of a mean"}.get(
+        placement.reduce_op, f"candidates for a {placement.reduce_op}"
+    )
 
 
 def _check_phases(planned: PlannedState, state: StateTensor, axes: MeshAxes, findings: Findings) -> None:

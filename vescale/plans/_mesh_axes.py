@@ -41,7 +41,9 @@ class MeshAxes:
         if isinstance(mesh, Mapping):
             wrong = next((f"{name!r}: {size!r}" for name, size in mesh.items() if not _is_size(name, size)), None)
             if wrong is not None:
-                raise ValueError(f"mesh {{{wrong}}} is no axis and size; give names and whole numbers, as {{'dp': 2, 'tp': 4}}")
+                raise ValueError(
+                    f"mesh {{{wrong}}} is no axis and size; give names and whole numbers, as {{'dp': 2, 'tp': 4}}"
+                )
             return cls(tuple(mesh), tuple(int(size) for size in mesh.values()))
         if not isinstance(mesh, DeviceMesh):
             raise ValueError(

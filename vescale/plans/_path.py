@@ -60,7 +60,9 @@ class Path:
     def parse(cls, text: str) -> Path:
         """Raises ValueError for an empty path, a bad ``<...>``, or an expression that does not compile."""
         if not isinstance(text, str):
-            raise ValueError(f"the path is {text!r}, a {type(text).__name__}; write a parameter name, or <in> for the inputs")
+            raise ValueError(
+                f"the path is {text!r}, a {type(text).__name__}; write a parameter name, or <in> for the inputs"
+            )
         if len(text) > MAX_EXPRESSION:
             raise ValueError(
                 f"the path {text[:40]!r}... has {len(text)} characters; at most {MAX_EXPRESSION} are read: write several "

@@ -120,7 +120,9 @@ class _Reader:
                 return self._counted(self._values[name], place)
             if name in self._expanding:
                 circle = " -> ".join((*self._expanding[self._expanding.index(name) :], name))
-                raise PlanError(f"variables contain each other: {circle}; write one of them out", self.document.at(place))
+                raise PlanError(
+                    f"variables contain each other: {circle}; write one of them out", self.document.at(place)
+                )
             if name not in self.variables:
                 known = ", ".join(itertools.islice(self.variables, 20)) or "none are defined"
                 raise PlanError(
