@@ -26,7 +26,12 @@ def new_console(*, fits: bool = False) -> Console:
     terminal, or to ``COLUMNS``; a pipe gets them whole."""
     known = fits and (sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal())
     width = shutil.get_terminal_size().columns if known else _UNWRAPPED
-    return Console(width=width, markup=False, highlight=False, emoji=False)
+    return _Output(width=width, markup=False, highlight=False, emoji=False)
+
+
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would end the process with exit code 1
 
 
 def new_table(*columns: str, right: tuple[str, ...] = (), wrapped: tuple[str, ...] = ()) -> Table:

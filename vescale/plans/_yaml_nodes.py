@@ -6,6 +6,7 @@ before anything traverses the result: an alias bomb is small until it is expande
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,10 +82,12 @@ def load_yaml(file: str | os.PathLike[str]) -> Document:
 
 
 def _text_of(path: Path) -> str:
+    is_special = False
+    with contextlib.suppress(OSError, ValueError):  # the error is raised below
+        is_special = path.exists() and not path.is_file() and not path.is_dir()
+    if is_special:  # a pipe's writer may never come, and a device has no end
+        raise PlanError(f"cannot read the plan {str(path)!r}: a pipe or device; give the path of a YAML file")
     try:
-        if path.exists() and not path.is_file():  # a pipe, whose writer may never come; a device, which has no end
-            kind = "a folder" if path.is_dir() else "a pipe or device"
-            raise PlanError(f"cannot read the plan {str(path)!r}: {kind}, no file; give the path of a YAML file")
         with path.open("rb") as opened:
             data = opened.read(MAX_BYTES + 1)
     except OSError as error:

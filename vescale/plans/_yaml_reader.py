@@ -56,6 +56,11 @@ def read_plan(
 ) -> _P:
     """See :meth:`Plan.from_yaml`; ``new_plan`` makes an empty plan for a mesh."""
     files = read_files(file, _checked)
+    if files[-1].document.data is None:
+        raise PlanError(
+            f"the plan is empty; write its sections ({', '.join(_SECTIONS)}), as `vescale zoo show llama` prints them",
+            files[-1].document.at(()),
+        )
     plan = new_plan(_mesh(files, mesh))
     for each in files:
         _add_entries(plan, each)
@@ -63,12 +68,7 @@ def read_plan(
 
 
 def _checked(document: Document) -> Mapping[str, Any]:
-    data = document.data
-    if data is None:
-        raise PlanError(
-            f"the plan is empty; write its sections ({', '.join(_SECTIONS)}), as `vescale zoo show llama` prints them",
-            document.at(()),
-        )
+    data = document.data if document.data is not None else {}
     if not isinstance(data, dict):
         raise PlanError(f"a plan is a mapping of sections ({', '.join(_SECTIONS)}), not {_kind(data)}", document.at(()))
     _check_schema(data, document)

@@ -68,9 +68,8 @@ class RuntimeObserver:
         if runtime.strict:
             raise ImplicitCommunicationError(_with_line(site).message(runtime.axes))
         count = runtime.sites.get(site, 0)
-        if count == 0:
-            if runtime.is_first_rank and _is_new(site, runtime.reported_edits):
-                _warn(_with_line(site), runtime.axes)
+        if count == 0 and runtime.is_first_rank and _is_new(site, runtime.reported_edits):
+            _warn(_with_line(site), runtime.axes)
         runtime.sites[site] = count + 1
 
 
@@ -99,8 +98,9 @@ def _edit_of_keys(
         return None
     planned = zip(running.runtime.axes, running.runtime.attention_methods(running.path), source, target)
     moved = ", ".join(f"{axis}: R" for axis, method, own, wanted in planned if method is not None and own != wanted)
+    pattern = running.runtime.pattern(running.path)
     return moved and (
-        f"write `{running.runtime.pattern(running.path)}.(k|v)_proj.<out>: {{{moved}}}`, or of whatever makes keys and values, in the plan's shard "
+        f"write `{pattern}.(k|v)_proj.<out>: {{{moved}}}`, or of whatever makes keys and values, in the plan's shard "
         "section: attention is the model's own code here, to which no method of an attention entry applies"
     )
 
