@@ -59,7 +59,8 @@ def test_the_zoo_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch
 
 @pytest.mark.parametrize("command", [["--help"], ["zoo"], ["zoo", "show", "llama"], ["--version"]])
 def test_commands_that_do_not_load_torch(command: list[str]) -> None:
-    code = f"import sys\nfrom vescale.cli import main\ntry:\n main({command})\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    code = f"import sys\nfrom vescale.cli import main\ntry:\n main({command})\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 

@@ -19,7 +19,8 @@ _STYLE = """
   --one: #1f6feb; --two: #d9730d; --bound: #8896a544; --good: #1a7f37; --bad: #c62828; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --muted: #9aa5b1; --line: #3a434d; --paper: #14181d;
   --card: #1c2229; --one: #6cb0ff; --two: #ffa657; --bound: #9aa5b140; --good: #57d07b; --bad: #ff7b72; } }
-body { overflow-wrap: anywhere; font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 960px;
+body { overflow-wrap: anywhere; font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 960px;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; }
 p { margin: .3rem 0 .8rem; } .muted { color: var(--muted); } .bad { color: var(--bad); } .good { color: var(--good); }
@@ -53,7 +54,8 @@ def page(study: Study, limit: float) -> str:
 <p class="muted">Padding of the planned communication buffers by the size of all parameters.
 {escape(study.model.source)}; shards are multiples of {study.alignment} elements; row blocks on {len(study.matched):,}
 parameters of the units below, the others may be cut anywhere.</p>
-<div class='scroll'><table><thead><tr><th class=name>unit</th><th>of them</th><th>parameters</th><th>elements</th></tr></thead>
+<div class='scroll'><table>
+<thead><tr><th class=name>unit</th><th>of them</th><th>parameters</th><th>elements</th></tr></thead>
 <tbody>{units}</tbody></table></div>
 <div class="key"><span><i style="border-color: var(--one)"></i>one buffer for each unit</span>
 <span><i style="border-color: var(--two); border-top-style: dashed"></i>two buffers</span>

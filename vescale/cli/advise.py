@@ -26,7 +26,7 @@ MODEL is a Hugging Face config.json (hf:FILE or FILE), a JSON file with shapes
 advise list shows them). Repeated blocks are planned once.
 
 examples:
-  vescale advise gpt-oss-120b --granularity 1,16,120 --ranks 8..2048 --html x.html
+  vescale advise gpt-oss-120b --granularity 1,16,120 --ranks 8..64 --html x.html
   vescale advise hf:config.json --ranks 64,128,256 --json
 """
 

@@ -164,7 +164,7 @@ class FeatureFlow:
             return
         given = args[1:] if name in ("unbind", "iter") else args[2:]
         dim = kwargs.get("dim", given[0] if given else 0) % x.ndim
-        parts = [part for part in tensors_of(result)]
+        parts = list(tensors_of(result))
         removes = name in ("unbind", "iter")
         if name == "iter":
             return self._keep_whole(features, "the code iterates over them")

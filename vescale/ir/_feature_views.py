@@ -36,7 +36,7 @@ def viewed_dims(
     dims: tuple[int, ...], merged: int, before: Sequence[int], after: Sequence[int]
 ) -> tuple[tuple[int, ...], int] | None:
     """(The dims that run over features after a view, outermost first; elements of other dims that are merged with the
-    outermost one, before it). ``merged``: how many were before the view. None if a cut of the features is no cut of a dim."""
+    outermost one, before it). ``merged``: how many were before the view. None where a cut of them is no cut of a dim."""
     outermost: list[int] = []
     others: list[int] = []
     for left, right in _dim_groups(before, after):

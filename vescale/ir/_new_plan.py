@@ -192,7 +192,7 @@ def _written(
     kinds: dict[tuple[str, str], list[Cut]] = {}
     for cut in cuts:
         kinds.setdefault((cut.title, cut.why), []).append(cut)
-    for (title, why), alike in kinds.items():
+    for (_, why), alike in kinds.items():
         tensors = {key: placement for cut in alike for key, placement in cut.tensors.items()}
         for number, (path, placement) in enumerate(merged_paths(tensors, index.modules)):
             plan.shard(path, placement, mesh=axis, source=_SOURCE)

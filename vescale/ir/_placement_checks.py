@@ -84,7 +84,8 @@ def _check_partial(planned: PlannedState, state: StateTensor, findings: Findings
                 findings.error(
                     "partial",
                     f"'{choice.entry.path}' makes {{names}} {placement_text(choice.placement)} on {axis}: parameters and "
-                    f"buffers hold values, not {_terms(choice.placement)}; use R or S(dim); for a gradient, annotate name.grad",
+                    f"buffers hold values, not {_terms(choice.placement)}; use R or S(dim); for a gradient, annotate "
+                    "name.grad",
                     choice.entry.source,
                     shown_name(state),
                 )

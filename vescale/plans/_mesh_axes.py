@@ -47,7 +47,8 @@ class MeshAxes:
             return cls(tuple(mesh), tuple(int(size) for size in mesh.values()))
         if not isinstance(mesh, DeviceMesh):
             raise ValueError(
-                f"mesh is {mesh!r}, a {type(mesh).__name__}; give a DeviceMesh with axis names, or sizes, as {{'dp': 2, 'tp': 4}}"
+                f"mesh is {mesh!r}, a {type(mesh).__name__}; give a DeviceMesh with axis names, or sizes, as "
+                "{'dp': 2, 'tp': 4}"
             )
         if mesh.mesh_dim_names is None:
             raise ValueError(
