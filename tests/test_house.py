@@ -111,6 +111,7 @@ STANDARD_USES = {
     "docs/testing.md": {"lane", "lanes"},  # tests/lanes.py
     "vescale/cli/_env.py": {"words"},  # of textwrap
     "vescale/cli/_zoo.py": {"words"},
+    "vescale/plans/_yaml_writer.py": {"words"},
 }
 
 

@@ -1,8 +1,6 @@
 """``python -m vescale`` is the ``vescale`` command."""
 
-import sys
-
-from vescale.cli import main
+from vescale.cli import run_and_exit
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit()

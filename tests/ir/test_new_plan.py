@@ -70,7 +70,10 @@ PLAIN = ("(q|k|v).(weight|bias): {tp: S(0)}", "(q|k|v).<in>: {tp: R}", "o.weight
         (lambda: Attention(), PLAIN),
         (lambda: Attention(norm=True), PLAIN),
         (lambda: Attention(num_keys=2), PLAIN),
-        (lambda: Attention(num_keys=1), ("q.(weight|bias): {tp: S(0)}", "(q|k|v).<in>: {tp: R}", "o.weight: {tp: S(1)}")),
+        (
+            lambda: Attention(num_keys=1),
+            ("q.(weight|bias): {tp: S(0)}", "(q|k|v).<in>: {tp: R}", "o.weight: {tp: S(1)}"),
+        ),
         (lambda: Attention(fused="parts"), ('qkv.(weight|bias): {tp: "Interleaved(0, 3)"}', "o.weight: {tp: S(1)}")),
         (lambda: Attention(fused="select"), ('qkv.(weight|bias): {tp: "Interleaved(0, 3)"}', "o.weight: {tp: S(1)}")),
         (lambda: Attention(fused="heads"), ("qkv.(weight|bias): {tp: S(0)}", "o.weight: {tp: S(1)}")),
@@ -177,7 +180,11 @@ def test_a_language_model() -> None:
 
 def test_the_sequence() -> None:
     text = lines(Small(), torch.zeros(4, 6, dtype=torch.int64), sequence=True)
-    for entry in (r"${layer}.<in:input>: {tp: S(1)}", "layers.1.<out:0>: {tp: R}", r"${layer}.\d+.down.<out>: {tp: S(1)}"):
+    for entry in (
+        r"${layer}.<in:input>: {tp: S(1)}",
+        "layers.1.<out:0>: {tp: R}",
+        r"${layer}.\d+.down.<out>: {tp: S(1)}",
+    ):
         assert f"  {entry}\n" in text, text
 
 

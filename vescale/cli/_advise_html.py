@@ -19,7 +19,8 @@ _STYLE = """
   --one: #1f6feb; --two: #d9730d; --bound: #8896a544; --good: #1a7f37; --bad: #c62828; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --muted: #9aa5b1; --line: #3a434d; --paper: #14181d;
   --card: #1c2229; --one: #6cb0ff; --two: #ffa657; --bound: #9aa5b140; --good: #57d07b; --bad: #ff7b72; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 960px;
+body { overflow-wrap: anywhere; font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 960px;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; }
 p { margin: .3rem 0 .8rem; } .muted { color: var(--muted); } .bad { color: var(--bad); } .good { color: var(--good); }
@@ -32,6 +33,9 @@ summary { cursor: pointer; color: var(--muted); }
 .key { display: flex; gap: 1.4rem; flex-wrap: wrap; color: var(--muted); margin: .5rem 0; }
 .key i { display: inline-block; width: 1.5rem; height: 0; border-top: 3px solid; vertical-align: middle;
   margin-right: .4rem; }
+.scroll { overflow-x: auto; }
+@media (max-width: 600px) { body { margin: 1rem auto; padding: 0 .6rem; } th, td { padding-right: .6rem; }
+  svg { min-width: 620px; } td:last-child { min-width: 9rem; } }
 .key i.area { height: .8rem; border: 0; background: var(--bound); }
 """
 
@@ -50,8 +54,9 @@ def page(study: Study, limit: float) -> str:
 <p class="muted">Padding of the planned communication buffers by the size of all parameters.
 {escape(study.model.source)}; shards are multiples of {study.alignment} elements; row blocks on {len(study.matched):,}
 parameters of the units below, the others may be cut anywhere.</p>
-<table><thead><tr><th class=name>unit</th><th>of them</th><th>parameters</th><th>elements</th></tr></thead>
-<tbody>{units}</tbody></table>
+<div class='scroll'><table>
+<thead><tr><th class=name>unit</th><th>of them</th><th>parameters</th><th>elements</th></tr></thead>
+<tbody>{units}</tbody></table></div>
 <div class="key"><span><i style="border-color: var(--one)"></i>one buffer for each unit</span>
 <span><i style="border-color: var(--two); border-top-style: dashed"></i>two buffers</span>
 <span><i class="area"></i>inherent: proven for one buffer</span>
@@ -72,7 +77,7 @@ def _section(advice: Advice, limit: float) -> str:
         everything = _table(list(advice.sizes), best, limit)
         rest = f"<details><summary>all {len(advice.sizes)} sizes</summary>{everything}</details>"
     return (
-        f"{title}<p>{escape(verdict(advice, limit))}</p>{_chart(advice, limit)}"
+        f"{title}<p>{escape(verdict(advice, limit))}</p><div class='scroll'>{_chart(advice, limit)}</div>"
         f"{_table(shown_sizes(advice), best, limit)}{rest}"
     )
 
@@ -87,8 +92,8 @@ def _table(sizes: list[Size], best: set[int], limit: float) -> str:
         for size in sizes
     )
     return (
-        "<table><thead><tr><th>ranks</th><th>one buffer</th><th>inherent</th><th>two buffers</th>"
-        f"<th>unit that wastes most</th></tr></thead><tbody>{rows}</tbody></table>"
+        "<div class='scroll'><table><thead><tr><th>ranks</th><th>one buffer</th><th>inherent</th><th>two buffers</th>"
+        f"<th>unit that wastes most</th></tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
 

@@ -2,29 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["bytes_text", "new_console", "new_table", "print_json"]
+__all__ = ["bytes_text", "new_console", "new_table", "print_json", "working"]
 
 _UNWRAPPED = 100_000  # columns: names are never cut, and only a terminal itself wraps lines
 
-
-def new_console() -> Console:
-    """Standard output; names such as ``<in>`` and ``[0]`` are printed as they are."""
-    return Console(width=_UNWRAPPED, markup=False, highlight=False, emoji=False)
+_PATIENCE = 1.0  # seconds
 
 
-def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A table without lines between rows; the columns named in ``right`` hold numbers."""
+def new_console(*, fits: bool = False) -> Console:
+    """Standard output; names such as ``<in>`` and ``[0]`` are printed as they are. ``fits``: lines are wrapped to the
+    terminal, or to ``COLUMNS``; a pipe gets them whole."""
+    known = fits and (sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal())
+    width = shutil.get_terminal_size().columns if known else _UNWRAPPED
+    return _Output(width=width, markup=False, highlight=False, emoji=False)
+
+
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would end the process with exit code 1
+
+
+def new_table(*columns: str, right: tuple[str, ...] = (), wrapped: tuple[str, ...] = ()) -> Table:
+    """A table without lines between rows; the columns named in ``right`` hold numbers, those in ``wrapped`` sentences."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=column not in wrapped)
     return table
+
+
+@contextlib.contextmanager
+def working(text: str) -> Iterator[None]:
+    """Inside, a spinner with ``text`` turns on a terminal's standard error, from the first second on. Print afterwards."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    status = Console(stderr=True).status(text)
+    timer = threading.Timer(_PATIENCE, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
 
 
 def print_json(data: Any) -> None:

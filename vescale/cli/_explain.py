@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from vescale.cli._console import bytes_text, new_console, new_table, print_json
+from vescale.cli._console import bytes_text, new_console, new_table, print_json, working
 from vescale.cli._inputs import (
     MODEL_HELP,
     PLAN_HELP,
@@ -45,8 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0: explained; 1: the plan does not fit the model."""
-    from vescale.ir import lower, predict
-    from vescale.plans import PlanError
+    with working("loading torch"):
+        from vescale.ir import lower, predict
+        from vescale.plans import PlanError
 
     model, mesh = load_model(args.model), parse_mesh(args.mesh)
     try:
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     except PlanError as error:
         return _refused(error, args.json)
     inputs = inputs_of(model, args)
-    prediction = predict(program, model, inputs) if inputs else None
+    with working("tracing the forward"):
+        prediction = predict(program, model, inputs) if inputs else None
     if args.json:
         print_json(_as_dict(plan, program, model, prediction))
         return 0

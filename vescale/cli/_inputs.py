@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vescale.cli._console import working
 from vescale.cli._main import UsageError
 
 if TYPE_CHECKING:
@@ -102,10 +103,11 @@ def _zoo() -> str:
 
 def load_model(text: str, device: str = "meta") -> nn.Module:
     """Build the model that ``text`` names, by default on the meta device: names and shapes, no memory. Raises UsageError."""
-    import torch
+    with working(f"building {text}"):
+        import torch
 
-    with torch.device(device):
-        return _from_config(text[len("hf:") :]) if text.startswith("hf:") else _from_factory(text)
+        with torch.device(device):
+            return _from_config(text[len("hf:") :]) if text.startswith("hf:") else _from_factory(text)
 
 
 def _from_config(file: str) -> nn.Module:

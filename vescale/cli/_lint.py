@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from vescale.cli._console import new_console, print_json
+from vescale.cli._console import new_console, print_json, working
 from vescale.cli._inputs import (
     MODEL_HELP,
     PLAN_HELP,
@@ -39,14 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0: nothing found; 1: findings."""
-    from vescale.ir import Finding, check
-    from vescale.plans import PlanError
+    with working("loading torch"):
+        from vescale.ir import Finding, check
+        from vescale.plans import PlanError
 
     model, mesh = load_model(args.model), parse_mesh(args.mesh)
     rule = parse_optimizer(args.optimizer)
     try:
         plan = load_plan(args.plan, mesh)
-        found = check(plan, model, inputs_of(model, args))
+        with working("tracing the forward"):
+            found = check(plan, model, inputs_of(model, args))
         if rule is not None and not any(finding.severity == "error" for finding in found):
             found = (*block_findings(plan, model, rule), *found)
     except PlanError as error:  # the plan cannot even be read

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from vescale import __version__
 
-__all__ = ["COMMANDS", "UsageError", "main"]
+__all__ = ["COMMANDS", "UsageError", "main", "run_and_exit"]
 
 # sub-command -> (module with ``add_arguments(parser)`` and ``run(args) -> exit code``, one line of help).
 # Modules are imported only when their command is called, so that ``vescale --help`` stays instant.
@@ -57,7 +61,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"vescale {arguments[0]}", description=text)
     module.add_arguments(parser)
     try:
-        return int(module.run(parser.parse_args(arguments[1:])))
+        code = int(module.run(parser.parse_args(arguments[1:])))
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         print(f"vescale {arguments[0]}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads has enough: `vescale zoo | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain while it ends
+        return 0
+
+
+# Commands that start no process: they may end without tearing down torch, which takes a third of a second.
+_ENDS_AT_ONCE = ("advise", "diff", "env", "explain", "lint", "plan", "zoo")
+
+
+def run_and_exit() -> NoReturn:
+    """The ``vescale`` command: :func:`main` in a process of its own, which is never searched for garbage."""
+    gc.disable()
+    code = main()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+    sys.stderr.flush()
+    if sys.argv[1:2] and sys.argv[1] in _ENDS_AT_ONCE:
+        os._exit(code)
+    sys.exit(code)

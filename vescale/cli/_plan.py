@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from vescale.cli._console import print_json
+from vescale.cli._console import print_json, working
 from vescale.cli._inputs import MODEL_HELP, add_inputs, add_json, given_inputs, load_model, parse_mesh
 from vescale.cli._main import UsageError
 
@@ -27,17 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0: written; 2: the model cannot be traced, or the mesh does not fit."""
-    from vescale.ir import coverage, example_inputs, new_plan
-    from vescale.plans import PlanError
+    with working("loading torch"):
+        from vescale.ir import coverage, example_inputs, new_plan
+        from vescale.plans import PlanError
 
     mesh = parse_mesh(args.mesh)
     assert mesh is not None
     model = load_model(args.model)
     try:
         inputs = given_inputs(args) or example_inputs(model, args.batch, args.seq)
-        plan = new_plan(
-            model, mesh, inputs, sequence=args.sequence, zero=args.zero, axis=args.axis, batch_axes=args.batch_axis
-        )
+        with working("tracing the forward"):
+            plan = new_plan(
+                model, mesh, inputs, sequence=args.sequence, zero=args.zero, axis=args.axis, batch_axes=args.batch_axis
+            )
     except PlanError as error:
         raise UsageError(str(error)) from None
     text = plan.to_yaml()

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vescale.cli._console import new_console, print_json
+from vescale.cli._console import new_console, print_json, working
 from vescale.cli._inputs import MODEL_HELP, PLAN_HELP, add_json, load_model, load_plan, parse_mesh
 from vescale.cli._main import UsageError
 
@@ -63,15 +63,16 @@ def run(args: argparse.Namespace) -> int:
         batch = random_inputs(inputs_of(model, args), model, args.seed)
         if not batch:
             raise UsageError("the model takes no input_ids; give its inputs, as --input x=8x16")
-        found = verify(
-            ModelFactory(args.model),
-            plan,
-            batch,
-            [mesh for mesh in meshes if mesh is not None] or None,
-            steps=args.steps,
-            seed=args.seed,
-            timeout=args.timeout,
-        )
+        with working("training on one device and on the meshes"):
+            found = verify(
+                ModelFactory(args.model),
+                plan,
+                batch,
+                [mesh for mesh in meshes if mesh is not None] or None,
+                steps=args.steps,
+                seed=args.seed,
+                timeout=args.timeout,
+            )
     except (PlanError, ValueError) as error:
         raise UsageError(str(error)) from None
     if args.json:
@@ -81,4 +82,3 @@ def run(args: argparse.Namespace) -> int:
         for mesh in found.meshes:
             console.print(mesh.text(), style="green" if mesh.is_equal else "bold red")
     return 0 if found else 1
-

@@ -31,12 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from vescale import plan_zoo
-    from vescale.plans import PlanError
 
     if args.action == "show":
         try:
             text = plan_zoo.path_of(args.name).read_text(encoding="utf-8")
-        except PlanError as error:
+        except ValueError as error:  # a PlanError, whose class needs torch
             raise UsageError(str(error)) from None
         if args.json:
             print_json({"name": args.name, "yaml": text})
@@ -49,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json([{"name": one.name, "axes": list(one.axes), "description": one.description} for one in about])
         return 0
-    table = new_table("plan", "axes", "description")
+    table = new_table("plan", "axes", "description", wrapped=("description",))
     for one in about:
         table.add_row(one.name, ", ".join(one.axes), one.description)
-    new_console().print(table)
+    new_console(fits=True).print(table)
     return 0
 
 

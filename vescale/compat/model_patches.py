@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _dispatch as tensor_dispatch
@@ -21,7 +23,16 @@ from vescale.compat.patching import Changes
 __all__ = ["accept_plain_operands", "observe_redistributions", "observe_writes", "wrap_checkpointed_functions"]
 
 
+def _on_first_rank(record: logging.LogRecord) -> bool:
+    """PyTorch says once a process that gloo gathers where an all-to-all would do: once a job is enough."""
+    is_repeated = "does not support alltoall yet" in str(record.msg)
+    return not is_repeated or not dist.is_initialized() or dist.get_rank() == 0
+
+
 def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
+    logger = logging.getLogger("torch.distributed.tensor._collective_utils")
+    logger.addFilter(_on_first_rank)
+    changes.on_undo(lambda: logger.removeFilter(_on_first_rank))
     dispatcher, listener = DTensor._op_dispatcher, hooks.listener
     original = dispatcher.redistribute_local_args
 

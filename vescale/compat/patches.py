@@ -129,7 +129,9 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
           "finds shapes with meta kernels", "PyTorch makes a FakeTensorMode for each op and shape, 0.5 to 1.5 ms", "ops",
           run_on_meta),
-    Patch(f"{_DISPATCHER}.redistribute_local_args", "reports implicit communication, then PyTorch's own",
+    Patch(f"{_DISPATCHER}.redistribute_local_args",
+          "reports implicit communication, then PyTorch's own (whose warning of "
+          "gloo's missing all-to-all is logged by the first rank alone)",
           "PyTorch moves operands without telling anybody", "models", model_patches.observe_redistributions,
           issue="pytorch#166593"),
     Patch(f"torch.distributed.tensor._dispatch.get_active_debug_mode; {_DTENSOR}.to_local, full_tensor, redistribute",

@@ -22,6 +22,8 @@ from vescale.compat import own_connection
 from vescale.debug._diagnosis import RankReport, StartedCollective, diagnose
 from vescale.debug._job_processes import ProcessIdentity
 from vescale.debug._locations import Place, main_thread_stack, main_thread_waits, place_of_traceback, running_place
+from vescale.plans import PlanError
+from vescale.runtime import ImplicitCommunicationError
 
 __all__ = ["EXIT_CODE", "HangWatch"]
 
@@ -30,6 +32,9 @@ EXIT_CODE = 70  # of every rank that a report ends: EX_SOFTWARE
 # Collectives of a watched job have no timeout of their own: the watchdog ends the job, and suspends it at breakpoints.
 _NO_TIMEOUT = 7 * 24 * 3600.0
 _STACK_BYTES = 20_000
+# Errors that are raised on every rank, and how long a rank that has raised one waits for the others to do so, too.
+_ON_EVERY_RANK = (PlanError, ImplicitCommunicationError)
+_GRACE = 5.0
 
 
 class HangWatch(Observer):
@@ -103,9 +108,13 @@ class HangWatch(Observer):
         self._excepthook(kind, error, trace)
         self._place = place_of_traceback(trace)
         summary = str(error).strip().partition("\n")[0][:500]
-        self._ending = f"with {kind.__name__}: {summary} (at {self._place.text()})"
+        ending = f"with {kind.__name__}: {summary} (at {self._place.text()})"
         sys.stdout.flush()
         sys.stderr.flush()
+        if isinstance(error, _ON_EVERY_RANK) and self._channel is not None and self._channel.all_end(_GRACE):
+            self._stops.set()  # each rank has raised the error itself
+            return
+        self._ending = ending
         if self._channel is not None and not self._stops.is_set():  # the watchdog's thread will end the process
             self._stops.wait(self._beat * 4 + 10.0)
 
@@ -200,8 +209,6 @@ class HangWatch(Observer):
         if not self._exits:
             self._stops.set()
             return
-        if channel.rank != channel.alarmed_by:
-            print(f"vescale: rank {channel.rank} ends: {sentence}", file=sys.stderr, flush=True)
         for report in silent.values():
             if report is not None and report.rank != channel.rank:
                 report.process.kill()
@@ -229,6 +236,15 @@ class _Channel:
     def read(self, kind: str, rank: int) -> RankReport | None:
         key = f"vescale watch {kind} {rank}"
         return RankReport.from_json(json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def all_end(self, seconds: float) -> bool:
+        """Whether all ranks come here within this time."""
+        self._store.set(f"vescale watch raised {self.rank}", "1")
+        deadline = time.monotonic() + seconds
+        keys = [f"vescale watch raised {rank}" for rank in range(self.size)]
+        while not (found := self._store.check(keys)) and time.monotonic() < deadline and self.alarmed_by is None:
+            time.sleep(0.02)
+        return bool(found)
 
     def is_paused(self) -> bool:
         return self._store.add("vescale paused", 0) > 0

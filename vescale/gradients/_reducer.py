@@ -157,11 +157,13 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Complete the gradients of this step on a rank whose backward reached no parameter, and those accumulated under
-        :meth:`no_sync`. Does nothing if a backward has done so since the last call.
+        :meth:`no_sync`. Does nothing if a backward has done so since the last call, nor inside of :meth:`no_sync`.
 
         If the backward of some rank may reach no parameter, call this in every step on every rank. A call that is made in
         some steps only counts as the end of the step before, and the other ranks hang.
         """
+        if not self._syncs:
+            return
         self.before_finish()
         with torch.no_grad(), no_torch_function():
             self._break_off()

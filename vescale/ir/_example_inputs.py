@@ -111,7 +111,11 @@ def _labels(model: nn.Module, names: Mapping[str, Any], tokens: torch.Tensor) ->
 
 
 def _is_main(model: nn.Module, name: str, names: Mapping[str, Any]) -> bool:
-    return "input_ids" not in names or getattr(model, "main_input_name", name) == name or names[name].default is inspect.Parameter.empty
+    return (
+        "input_ids" not in names
+        or getattr(model, "main_input_name", name) == name
+        or names[name].default is inspect.Parameter.empty
+    )
 
 
 def _number(config: Any, names: tuple[str, ...]) -> int | None:

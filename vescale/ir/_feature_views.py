@@ -36,7 +36,7 @@ def viewed_dims(
     dims: tuple[int, ...], merged: int, before: Sequence[int], after: Sequence[int]
 ) -> tuple[tuple[int, ...], int] | None:
     """(The dims that run over features after a view, outermost first; elements of other dims that are merged with the
-    outermost one, before it). ``merged``: how many were before the view. None if a cut of the features is no cut of a dim."""
+    outermost one, before it). ``merged``: how many were before the view. None where a cut of them is no cut of a dim."""
     outermost: list[int] = []
     others: list[int] = []
     for left, right in _dim_groups(before, after):
@@ -79,7 +79,9 @@ def moved_dims(
         return tuple(list(marked.shape).index(d + 2) for d in dims)
     if name == "squeeze":
         given = (*args[1:], *kwargs.values())
-        chosen = {int(d) % ndim for d in (given[0] if isinstance(given[0], tuple | list) else given[:1])} if given else None
+        chosen = (
+            {int(d) % ndim for d in (given[0] if isinstance(given[0], tuple | list) else given[:1])} if given else None
+        )
         gone = {d for d in range(ndim) if x.shape[d] == 1 and (chosen is None or d in chosen)}
         return tuple(d - sum(g < d for g in gone) for d in dims if d not in gone)
     return ()

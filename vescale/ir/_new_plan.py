@@ -20,7 +20,19 @@ from vescale.ir._model_index import ModelIndex
 from vescale.ir._tensor_cuts import Cut, choose_cuts
 from vescale.ir._token_trace import shard_tokens
 from vescale.placements import RaggedShard
-from vescale.plans import BATCHED_INPUTS, INIT, RUN, MeshAxes, Plan, PlanError, Source, expressions, merged_paths, plan_text, wildcard
+from vescale.plans import (
+    BATCHED_INPUTS,
+    INIT,
+    RUN,
+    MeshAxes,
+    Plan,
+    PlanError,
+    Source,
+    expressions,
+    merged_paths,
+    plan_text,
+    wildcard,
+)
 
 __all__ = ["NewPlan", "new_plan"]
 
@@ -83,7 +95,9 @@ def new_plan(
     if zero not in (0, 1, 2, 3):
         raise PlanError(f"new_plan: zero={zero!r}; stages are 0 (nothing sharded), 1, 2 and 3")
     if zero and not data:
-        raise PlanError(f"new_plan: zero={zero} shards over the batch's axes, and the mesh ({plan.axes}) has none; add dp=")
+        raise PlanError(
+            f"new_plan: zero={zero} shards over the batch's axes, and the mesh ({plan.axes}) has none; add dp="
+        )
     meta = on_meta(model)
     given = _named(meta, inputs) if inputs is not None else example_inputs(meta)
     num_ranks = plan.axes.size(axis) if axis in plan.axes else 1
@@ -156,7 +170,10 @@ def _batched(model: nn.Module, given: Mapping[str, Any]) -> list[str]:
     names = [
         name
         for name, x in given.items()
-        if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == sizes[0] and not name.endswith(("_mask", "position_ids"))
+        if isinstance(x, torch.Tensor)
+        and x.ndim
+        and x.shape[0] == sizes[0]
+        and not name.endswith(("_mask", "position_ids"))
     ]
     signature = inspect.signature(model.forward).parameters
     return list(dict.fromkeys([*names, *(name for name in BATCHED_INPUTS if name in signature)]))
@@ -175,7 +192,7 @@ def _written(
     kinds: dict[tuple[str, str], list[Cut]] = {}
     for cut in cuts:
         kinds.setdefault((cut.title, cut.why), []).append(cut)
-    for (title, why), alike in kinds.items():
+    for (_, why), alike in kinds.items():
         tensors = {key: placement for cut in alike for key, placement in cut.tensors.items()}
         for number, (path, placement) in enumerate(merged_paths(tensors, index.modules)):
             plan.shard(path, placement, mesh=axis, source=_SOURCE)
@@ -190,7 +207,10 @@ def _written(
         if zero < 3:
             for path in _units(index):
                 plan.unit(
-                    path, reshard_after_forward=False, reshard_after_backward=None if zero == 2 else False, source=_SOURCE
+                    path,
+                    reshard_after_forward=False,
+                    reshard_after_backward=None if zero == 2 else False,
+                    source=_SOURCE,
                 )
     return plan
 

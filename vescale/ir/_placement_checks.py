@@ -50,9 +50,16 @@ def check_boundaries(resolution: Resolution, findings: Findings) -> None:
                 findings.error(
                     "partial",
                     f"'{choice.entry.path}' gives an input of the model as {placement_text(choice.placement)} on {axis}: a "
-                    "tensor that the caller passes holds values, not summands; use R, or S(dim)",
+                    f"tensor that the caller passes holds values, not {_terms(choice.placement)}; use R, or S(dim)",
                     choice.entry.source,
                 )
+
+
+def _terms(placement: Partial) -> str:
+    """What each rank has of a pending value."""
+    return {"sum": "summands", "avg": "terms of a mean"}.get(
+        placement.reduce_op, f"candidates for a {placement.reduce_op}"
+    )
 
 
 def _check_phases(planned: PlannedState, state: StateTensor, axes: MeshAxes, findings: Findings) -> None:
@@ -77,7 +84,8 @@ def _check_partial(planned: PlannedState, state: StateTensor, findings: Findings
                 findings.error(
                     "partial",
                     f"'{choice.entry.path}' makes {{names}} {placement_text(choice.placement)} on {axis}: parameters and "
-                    "buffers hold values, not summands; use R or S(dim); for a gradient, annotate name.grad",
+                    f"buffers hold values, not {_terms(choice.placement)}; use R or S(dim); for a gradient, annotate "
+                    "name.grad",
                     choice.entry.source,
                     shown_name(state),
                 )

@@ -146,7 +146,9 @@ class _Chooser:
             return "a table makes its features"
         if not all(p.is_layer for p in (*products, *group.consumers)):
             return "it is no layer of its own"
-        if any(None in p.inputs or len({self.trace.groups.root(w) for w in p.inputs if w}) > 1 for p in group.consumers):
+        if any(
+            None in p.inputs or len({self.trace.groups.root(w) for w in p.inputs if w}) > 1 for p in group.consumers
+        ):
             return "its layer that sums also runs on other features"
         own = {p.weight for p in group.producers}
         if any(p.weight in own for p in group.consumers):
@@ -194,8 +196,10 @@ class _Chooser:
             spread = len(numbers) == 1 and all(
                 p.shape[0] in numbers and p.shape[0] % self.size == 0 for _, p in module.named_parameters()
             )
-            why = f"Experts: whole ones on each rank, {next(iter(numbers)) // self.size} of {next(iter(numbers))}." if spread else (
-                f"Experts stay whole: {self.size} ranks do not divide them."
+            why = (
+                f"Experts: whole ones on each rank, {next(iter(numbers)) // self.size} of {next(iter(numbers))}."
+                if spread
+                else (f"Experts stay whole: {self.size} ranks do not divide them.")
             )
             cut = Cut(wildcard(path), why, experts=[path])
             for name, _ in module.named_parameters():
@@ -251,4 +255,3 @@ def _why(group: FeatureGroup) -> str:
     if len([p for p in group.producers if p.in_dim >= 0]) > 1:
         return f"A gated pair: output features are cut{packed}, and the next layer sums over them."
     return f"A pair: output features of the first are cut{packed}, and the second sums over them."
-

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn.attention.bias import causal_lower_right
 
 from vescale.comm import axis_group
 from vescale.compat import DTensorSpec, no_torch_function
@@ -191,6 +190,8 @@ def attend_to_prefixes(
         if start == 0:
             results.append(func(rows, keys, values, is_causal=True, **options))
         elif query.device.type in _WITH_LOWER_RIGHT and stop <= key.shape[-2] and not options["enable_gqa"]:
+            from torch.nn.attention.bias import causal_lower_right  # loads torch._dynamo, a second for every process
+
             results.append(func(rows, keys, values, attn_mask=causal_lower_right(stop - start, stop), **options))
         else:
             mask = causal_rows([(start, stop)], keys.shape[-2], query.device)

@@ -1,19 +1,24 @@
-"""Finds and reads the YAML files beside this one."""
+"""Finds and reads the YAML files beside this one. Names and descriptions are read without torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
-from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.plans import MeshAxes, Plan, PlanError, did_you_mean
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from vescale.plans import MeshAxes, Plan
 
 __all__ = ["About", "about", "load", "names", "path_of"]
 
 _FOLDER = Path(__file__).parent
+_ENTRIES = re.compile(r"^(?:vars|shard|local):", re.MULTILINE)  # a description and a mesh stand before them
 
 
 @dataclass(frozen=True)
@@ -33,13 +38,16 @@ def names() -> tuple[str, ...]:
 def path_of(name: str) -> Path:
     """The YAML file of a plan, to read or to copy. Raises PlanError naming the plans there are."""
     if name not in names():
+        from vescale.plans import PlanError, did_you_mean
+
         raise PlanError(f"the plan zoo has no plan {name!r} (plans: {', '.join(names())}){did_you_mean(name, names())}")
     return _FOLDER / f"{name}.yaml"
 
 
 def about(name: str) -> About:
     """The axes and description in the plan's file."""
-    data = yaml.safe_load(path_of(name).read_text(encoding="utf-8"))
+    text = path_of(name).read_text(encoding="utf-8")
+    data = yaml.safe_load(_ENTRIES.split(text, 1)[0])
     return About(name, tuple(data.get("mesh", {})), str(data.get("description", "")))
 
 
@@ -48,4 +56,6 @@ def load(name: str, mesh: DeviceMesh | Mapping[str, int] | MeshAxes) -> Plan:
 
     Raises PlanError for an unknown name, or a mesh that lacks an axis of the plan.
     """
+    from vescale.plans import Plan
+
     return Plan.from_yaml(path_of(name), mesh)

@@ -39,7 +39,17 @@ class MeshAxes:
         if isinstance(mesh, MeshAxes):
             return mesh
         if isinstance(mesh, Mapping):
+            wrong = next((f"{name!r}: {size!r}" for name, size in mesh.items() if not _is_size(name, size)), None)
+            if wrong is not None:
+                raise ValueError(
+                    f"mesh {{{wrong}}} is no axis and size; give names and whole numbers, as {{'dp': 2, 'tp': 4}}"
+                )
             return cls(tuple(mesh), tuple(int(size) for size in mesh.values()))
+        if not isinstance(mesh, DeviceMesh):
+            raise ValueError(
+                f"mesh is {mesh!r}, a {type(mesh).__name__}; give a DeviceMesh with axis names, or sizes, as "
+                "{'dp': 2, 'tp': 4}"
+            )
         if mesh.mesh_dim_names is None:
             raise ValueError(
                 f"{mesh} has no axis names, and a plan names axes; pass mesh_dim_names= to init_device_mesh, for example "
@@ -79,3 +89,7 @@ class MeshAxes:
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes))
+
+
+def _is_size(name: object, size: object) -> bool:
+    return isinstance(name, str) and not isinstance(size, bool) and hasattr(size, "__index__")

@@ -59,6 +59,10 @@ class Path:
     @classmethod
     def parse(cls, text: str) -> Path:
         """Raises ValueError for an empty path, a bad ``<...>``, or an expression that does not compile."""
+        if not isinstance(text, str):
+            raise ValueError(
+                f"the path is {text!r}, a {type(text).__name__}; write a parameter name, or <in> for the inputs"
+            )
         if len(text) > MAX_EXPRESSION:
             raise ValueError(
                 f"the path {text[:40]!r}... has {len(text)} characters; at most {MAX_EXPRESSION} are read: write several "

@@ -6,6 +6,7 @@ before anything traverses the result: an alias bomb is small until it is expande
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,8 +82,13 @@ def load_yaml(file: str | os.PathLike[str]) -> Document:
 
 
 def _text_of(path: Path) -> str:
+    is_special = False
+    with contextlib.suppress(OSError, ValueError):  # the error is raised below
+        is_special = path.exists() and not path.is_file() and not path.is_dir()
+    if is_special:  # a pipe's writer may never come, and a device has no end
+        raise PlanError(f"cannot read the plan {str(path)!r}: a pipe or device; give the path of a YAML file")
     try:
-        with path.open("rb") as opened:  # a device or a pipe may have no end
+        with path.open("rb") as opened:
             data = opened.read(MAX_BYTES + 1)
     except OSError as error:
         raise PlanError(f"cannot read the plan {str(path)!r}: {error.strerror}; give the path of a YAML file") from None

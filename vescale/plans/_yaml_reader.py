@@ -57,6 +57,11 @@ def read_plan(
 ) -> _P:
     """See :meth:`Plan.from_yaml`; ``new_plan`` makes an empty plan for a mesh."""
     files = read_files(file, _checked)
+    if files[-1].document.data is None:
+        raise PlanError(
+            f"the plan is empty; write its sections ({', '.join(_SECTIONS)}), as `vescale zoo show llama` prints them",
+            files[-1].document.at(()),
+        )
     plan = new_plan(_mesh(files, mesh))
     for each in files:
         _add_entries(plan, each)
@@ -106,28 +111,46 @@ class _Reader:
 
     def __init__(self, plan: PlanEntries, document: Document, variables: Mapping[str, str]) -> None:
         self.plan, self.document, self.variables = plan, document, variables
+        self._values: dict[str, str] = {}  # of variables, with the variables in them
+        self._expanding: list[str] = []
+        self._num_characters = 0
 
     def expand(self, text: str, place: Place) -> str:
         """Replace every ``${name}``."""
 
         def value(found: regex.Match[str]) -> str:
             name = found[1]
+            if name in self._values:
+                return self._counted(self._values[name], place)
+            if name in self._expanding:
+                circle = " -> ".join((*self._expanding[self._expanding.index(name) :], name))
+                raise PlanError(
+                    f"variables contain each other: {circle}; write one of them out", self.document.at(place)
+                )
             if name not in self.variables:
                 known = ", ".join(itertools.islice(self.variables, 20)) or "none are defined"
                 raise PlanError(
                     f"${{{name}}} is not defined under vars: ({known}){did_you_mean(name, self.variables)}",
                     self.document.at(place),
                 )
-            return self.variables[name]
+            self._expanding.append(name)
+            self._values[name] = self.expand(str(self.variables[name]), place)
+            self._expanding.pop()
+            return self._counted(self._values[name], place)
 
-        expanded = _VARIABLE.sub(value, text)
-        if len(expanded) > MAX_EXPRESSION:
+        if not self._expanding:
+            self._num_characters = 0
+        return self._counted(_VARIABLE.sub(value, text), place)
+
+    def _counted(self, text: str, place: Place) -> str:
+        """The text, if what a path has become so far is not too long: variables may contain variables."""
+        self._num_characters += len(text)
+        if len(text) > MAX_EXPRESSION or self._num_characters > 20 * MAX_EXPRESSION:
             raise PlanError(
-                f"the path has {len(expanded)} characters with its variables; at most {MAX_EXPRESSION} are read: write "
-                "several entries",
+                f"the path has more than {MAX_EXPRESSION} characters with its variables: write several entries",
                 self.document.at(place),
             )
-        return expanded
+        return text
 
     def placement(self, text: str, place: Place) -> Placement:
         try:
@@ -225,9 +248,13 @@ def _mesh(files: Sequence[PlanFile], mesh: DeviceMesh | Mapping[str, int] | Mesh
     for file in with_mesh:
         for axis in file.data["mesh"]:
             if axis not in axes:
+                added = MeshAxes.of({**dict.fromkeys(file.data["mesh"], 1), **dict(zip(axes.names, axes.sizes))})
+                is_part = all(name in file.data["mesh"] for name in axes)
+                hint = f"give the missing axis one rank, as {str(added).replace(' ', '')}" if is_part else ""
+                hint = hint or f"rename the axis in one of the two{did_you_mean(axis, axes.names)}"
                 raise PlanError(
-                    f"the plan is for axes {', '.join(file.data['mesh'])}, but the mesh given has {', '.join(axes.names)}"
-                    f"{did_you_mean(axis, axes.names)}; rename the axis in one of the two",
+                    f"the plan is for axes {', '.join(file.data['mesh'])}, but the mesh given has {', '.join(axes.names)}; "
+                    f"{hint}",
                     file.document.at(("mesh", axis)),
                 )
     return mesh if isinstance(mesh, DeviceMesh) else axes

@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
+import regex
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, tensors_in
@@ -23,6 +24,7 @@ from vescale.runtime._implicit_site import (
     calling_line,
     communicates,
     one_placement_text,
+    sent_bytes,
 )
 
 __all__ = ["RuntimeObserver"]
@@ -58,15 +60,34 @@ class RuntimeObserver:
         runtime = running.runtime
         operand, usual_edit = _name_operand(running, operand, local, source, target)
         edit = edit or _edit_of_keys(running, op, source, target) or usual_edit
-        site = ImplicitSite(running.path, running.phase, op, operand, tuple(source), tuple(target), edit)
+        sizes = tuple(runtime.mesh.shape)
+        moved = sent_bytes(local.numel() * local.element_size(), source, target, sizes) if local is not None else 0
+        site = ImplicitSite(
+            running.path, running.phase, op, operand, tuple(source), tuple(target), edit, num_bytes=moved
+        )
         if runtime.strict:
             raise ImplicitCommunicationError(_with_line(site).message(runtime.axes))
         count = runtime.sites.get(site, 0)
-        if count == 0:
-            site = _with_line(site)
-            if runtime.is_first_rank:
-                _warn(site, runtime.axes)
+        if count == 0 and runtime.is_first_rank and _is_new(site, runtime.reported_edits):
+            _warn(_with_line(site), runtime.axes)
         runtime.sites[site] = count + 1
+
+
+_EDIT_TARGET = regex.compile(r"`(?:units: )?(.*?)(?:<(in|out).*?)?(?:: \{.*|\])`", regex.DOTALL)
+
+
+def _is_new(site: ImplicitSite, known: set[tuple[str, str]]) -> bool:
+    """Whether no entry has been proposed yet for the tensors that the site's would place. Backward follows from forward: an
+    entry for either side of a module places the gradients of both."""
+    found = _EDIT_TARGET.search(site.edit)
+    path, side = (found[1], found[2] or "") if found is not None else (site.edit, "")
+    key = (path, "" if site.phase == "forward" else "backward")
+    if (path, "") in known and (site.phase == "backward" or (path, side) in known):
+        return False
+    if site.phase == "backward" and key in known:
+        return False
+    known |= {key, (path, side)}
+    return True
 
 
 def _edit_of_keys(
@@ -77,8 +98,9 @@ def _edit_of_keys(
         return None
     planned = zip(running.runtime.axes, running.runtime.attention_methods(running.path), source, target)
     moved = ", ".join(f"{axis}: R" for axis, method, own, wanted in planned if method is not None and own != wanted)
+    pattern = running.runtime.pattern(running.path)
     return moved and (
-        f"write `{running.path}.(k|v)_proj.<out>: {{{moved}}}`, or of whatever makes keys and values, in the plan's shard "
+        f"write `{pattern}.(k|v)_proj.<out>: {{{moved}}}`, or of whatever makes keys and values, in the plan's shard "
         "section: attention is the model's own code here, to which no method of an attention entry applies"
     )
 
@@ -94,8 +116,10 @@ def _name_operand(
     changes = [(a, t) for a, s, t in zip(running.runtime.axes, source, target) if s != t]
     moving = (a for a, s, t in zip(running.runtime.axes, source, target) if s != t and not s.is_replicate())
     axis = next(moving, changes[0][0])
-    placement = one_placement_text(dict(changes)[axis])
-    prefix = f"{running.path}." if running.path else ""
+    wanted = dict(changes)[axis]
+    placement = one_placement_text(wanted)
+    pattern = running.runtime.pattern(running.path)
+    prefix = f"{pattern}." if pattern else ""
     # A gradient that arrives in backward is that of the module's output.
     name, key = f"its operand '{operand}'", f"{prefix}<{'out' if operand.startswith('grad') else 'in'}>"
     frame = running.frame
@@ -112,10 +136,12 @@ def _name_operand(
                     )
         for child, result in frame.results:
             if result == pointer:
-                name, key = f"the output of '{child}'", f"{child}.<out>"
+                name, key = f"the output of '{child}'", f"{running.runtime.pattern(child)}.<out>"
         for index, value in enumerate((*frame.args, *frame.kwargs.values())):
             if any(isinstance(t, DTensor) and local_of(t).data_ptr() == pointer for t in tensors_in(value)):
                 name, key = f"its input {index}", f"{prefix}<in:{index}>"
+    if isinstance(wanted, Shard) and wanted.dim == 0 and "<" in key:  # DTensor's choice; it would cut the batch
+        placement = "R"
     return name, f"write `{key}: {{{axis}: {placement}}}` in the plan's shard section"
 
 

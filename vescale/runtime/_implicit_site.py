@@ -7,11 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.plans import MeshAxes, placement_text
 
-__all__ = ["ImplicitCommunicationError", "ImplicitCommunicationWarning", "ImplicitSite", "calling_line", "communicates"]
+__all__ = [
+    "ImplicitCommunicationError",
+    "ImplicitCommunicationWarning",
+    "ImplicitSite",
+    "calling_line",
+    "communicates",
+    "sent_bytes",
+]
 
 _PACKAGE = str(Path(__file__).parent.parent)
 
@@ -21,7 +29,8 @@ class ImplicitCommunicationError(RuntimeError):
 
 
 class ImplicitCommunicationWarning(UserWarning):
-    """An op needed communication that no plan entry requests; issued once for each site."""
+    """An op needed communication that no plan entry requests; issued once for each entry that would request it, repeated
+    layers as one."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class ImplicitSite:
         target: the placements that the op needs.
         edit: the plan entry that would make the communication explicit.
         line: of the model's source; not part of the identity of the site.
+        num_bytes: what a rank sends in one call, about; likewise.
     """
 
     module: str
@@ -47,15 +57,52 @@ class ImplicitSite:
     target: tuple[Placement, ...]
     edit: str
     line: str = field(default="", compare=False)
+    num_bytes: int = field(default=0, compare=False)
 
     def message(self, axes: MeshAxes) -> str:
         """What was found, what the op needs, and the edit."""
         where = f"{self.module or 'the model'} ({self.phase}{', ' + self.line if self.line else ''})"
         return (
             f"{where}: {self.op} got {self.operand} as {placements_text(self.source, axes)} and needs "
-            f"{placements_text(self.target, axes)}, which communicates; no plan entry asks for it. To make it explicit: "
-            f"{self.edit}"
+            f"{placements_text(self.target, axes)}, which communicates{self._cost()}; no plan entry asks for it."
+            f"{_pending_text(self.source, self.target, axes)} To make it explicit: {self.edit}"
         )
+
+    def _cost(self) -> str:
+        return f" (about {_bytes_text(self.num_bytes)} from each rank and call)" if self.num_bytes else ""
+
+
+def _pending_text(source: Sequence[Placement], target: Sequence[Placement], axes: MeshAxes) -> str:
+    """What a pending value is, where it is completed."""
+    for axis, before, after in zip(axes, source, target):
+        if isinstance(before, Partial) and before != after:
+            kind = {"sum": "sum", "avg": "mean"}.get(before.reduce_op, before.reduce_op)
+            return f" {one_placement_text(before)} is a pending {kind}: each rank along '{axis}' has one of its terms."
+    return ""
+
+
+def sent_bytes(num_bytes: int, source: Sequence[Placement], target: Sequence[Placement], sizes: Sequence[int]) -> int:
+    """What a rank sends, about, to bring a local tensor of so many bytes from one placement to another, axis by axis."""
+    total = 0.0
+    for before, after, size in zip(source, target, sizes):
+        if size == 1 or before == after or before.is_replicate():
+            continue
+        if before.is_partial():
+            total += num_bytes * (size - 1) / size * (2 if after.is_replicate() else 1)
+        else:
+            total += num_bytes * (size - 1) / (1 if after.is_replicate() else size)
+        if not before.is_partial() and after.is_replicate():
+            num_bytes *= size
+    return round(total)
+
+
+def _bytes_text(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def placements_text(placements: Sequence[Placement], axes: MeshAxes) -> str:

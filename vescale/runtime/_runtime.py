@@ -44,6 +44,7 @@ class Runtime:
         program: the lowered plan that was installed.
         strict: whether the first implicit communication raises.
         sites: how often each implicit site communicated.
+        reported_edits: the tensors for which a warning has proposed an entry: (path of a parameter or module, side).
         gradients: the hooks of its parameters, and their reducer.
         replicated: Replicate on every axis of the mesh.
         native: the module of the forward hooks in C++; None: they are in Python.
@@ -62,6 +63,8 @@ class Runtime:
         self.strict = strict
         self.gradients = gradients
         self.sites: dict[ImplicitSite, int] = {}
+        self.reported_edits: set[tuple[str, str]] = set()
+        self._lists: set[str] = set()
         self.replicated: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
         self.native = native
         self.timeline = _timeline(native)
@@ -104,6 +107,11 @@ class Runtime:
     def where(self, path: str) -> Where:
         return self._wheres.setdefault(path, Where(self, path))
 
+    def pattern(self, path: str) -> str:
+        """An expression for a module and those at its place in the other layers of lists."""
+        parts = path.split(".")
+        return ".".join(r"\d+" if ".".join(parts[:i]) in self._lists else part for i, part in enumerate(parts))
+
     # Modules
 
     def adopt(self, module: nn.Module, path: str) -> None:
@@ -113,6 +121,7 @@ class Runtime:
         if not path:
             _BY_MODEL[module] = self
             self._root = weakref.ref(module)
+            self._lists = {name for name, child in module.named_modules() if isinstance(child, nn.ModuleList)}
         self.gradients.adopt(module, path)
         self.gradients.attach()
 

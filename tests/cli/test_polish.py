@@ -1,0 +1,124 @@
+"""Commands at a terminal's edges: pipes that close, narrow screens, imports, and help."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vescale.cli import main
+from vescale.cli._console import working
+
+COMMANDS = ("", "advise", "attach", "demo", "diff", "env", "explain", "lint", "plan new", "verify", "zoo", "zoo import")
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+"""
+
+
+def vescale(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vescale", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+
+
+def test_the_zoo_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["zoo"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and any(line.startswith("llama ") for line in lines)
+    monkeypatch.delenv("COLUMNS")
+    assert main(["zoo"]) == 0  # a pipe gets one line for each plan
+    assert len(capsys.readouterr().out.splitlines()) < len(lines)
+
+
+@pytest.mark.parametrize("command", [["--help"], ["zoo"], ["zoo", "show", "llama"], ["--version"]])
+def test_commands_that_do_not_load_torch(command: list[str]) -> None:
+    code = f"import sys\nfrom vescale.cli import main\ntry:\n main({command})\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m vescale zoo; echo code $? >&2"
+    process = subprocess.Popen(["bash", "-c", f"({command}) | true"], stderr=subprocess.PIPE, text=True)
+    assert process.communicate(timeout=60)[1] == "code 0\n"
+
+
+def test_the_exit_code_and_all_output_arrive() -> None:
+    done = vescale("zoo", "show", "nothing")
+    assert done.returncode == 2 and "the plan zoo has no plan 'nothing'" in done.stderr
+    done = vescale("zoo")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("whisper")
+
+
+def test_a_spinner_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("vescale.cli._console._PATIENCE", 0.1)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    with working("at work"):
+        pass
+    assert screen.getvalue() == ""
+    with working("at work"):
+        time.sleep(0.5)
+    assert "at work" in screen.getvalue()
+
+
+def test_a_new_plan_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my_net.py").write_text(MODEL)
+    model, plan = f"{tmp_path}/my_net.py:Net", str(tmp_path / "plan.yaml")
+    assert main(["plan", "new", model, "--mesh", "dp=2,tp=2", "--zero", "3", "-o", plan]) == 0
+    assert main(["lint", plan, "--model", model, "--input", "x=4x8"]) == 0
+    assert "no findings" in capsys.readouterr().out
+    assert "up.(weight|bias): {tp: S(0)}" in Path(plan).read_text()
+    assert main(["plan", "new", model, "--mesh", "pp=2"]) == 2
+    assert "axis 'pp' of the mesh (pp=2) has no part" in capsys.readouterr().err
+    assert main(["plan", "new", f"{tmp_path}/other.py:Net", "--mesh", "tp=2"]) == 2
+    assert "there is no file" in capsys.readouterr().err
+
+
+def test_the_axis_that_a_plan_wants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a_net.py").write_text(MODEL)
+    assert main(["lint", "llama", "--model", f"{tmp_path}/a_net.py:Net", "--mesh", "tp=2"]) == 1
+    assert "give the missing axis one rank, as dp=1,tp=2" in capsys.readouterr().out
+    assert main(["lint", "llama", "--model", f"{tmp_path}/a_net.py:Net", "--mesh", "ddp=2,tp=2"]) == 1
+    assert "rename the axis in one of the two; did you mean 'ddp'?" in capsys.readouterr().out
+
+
+def test_the_page_of_advise_scrolls_inside_of_a_narrow_screen(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main(["advise", "gpt-oss-120b", "--ranks", "8,16", "--html", str(page)]) in (0, 1)
+    text = page.read_text()
+    assert "@media (max-width: 600px)" in text and 'content="width=device-width"' in text
+    for wide in re.findall(r"<table>|<svg ", text):
+        assert f"<div class='scroll'>{wide}" in text
+    assert text.count("<div class='scroll'>") == len(re.findall(r"<table>|<svg ", text))
