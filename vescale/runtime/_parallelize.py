@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -41,12 +42,12 @@ from vescale.runtime._implicit_site import ImplicitSite
 from vescale.runtime._local_region import LocalRegion
 from vescale.runtime._modes import install_mode
 from vescale.runtime._module_hooks import add_hooks
-from vescale.runtime._plan_units import Units
+from vescale.runtime._plan_units import Units, states_in
 from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._tensor_placement import TensorSlots, load_plain, place_tensor
 
-__all__ = ["gradient_reducer", "implicit_communication", "install", "no_sync", "parallelize"]
+__all__ = ["finish_gradients", "gradient_reducer", "implicit_communication", "install", "no_sync", "parallelize"]
 
 
 def parallelize(
@@ -82,11 +83,17 @@ def parallelize(
         PlanError: everything that ``lower`` finds, when every rank finds it; a model parallelized before.
     """
     make_mode = install_mode(mode)
+    pipelined = isinstance(plan, Plan) and plan.pipeline_entry is not None
     if isinstance(model, nn.Module) and Runtime.of(model) is not None:
         raise PlanError(
             f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
             "parallelize"
         )
+    if pipelined:  # by its name, for it stands on a higher floor
+        staged: nn.Module = importlib.import_module("vescale.pipeline").parallelize(
+            model, plan, mesh=mesh, strict=strict, mode=mode
+        )
+        return staged
     known = mesh if mesh is not None or not isinstance(plan, Plan) else plan.mesh
     try:
         program = _lowered(plan, model, mesh)
@@ -165,6 +172,20 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     with gradient_reducer(model).no_sync():
         yield
+
+
+def finish_gradients(model: nn.Module) -> None:
+    """Complete what backwards under :func:`no_sync` have accumulated, without another backward; on every rank of the mesh.
+
+    Communication: that of a backward's end: one reduction for each unit and each bucket.
+    """
+    states = states_in(model)
+    with torch.no_grad():
+        for state in reversed(states):
+            state.reduce_accumulated()
+        if states:
+            states[0].conclude_accumulation()
+    gradient_reducer(model).finish()
 
 
 def _lowered(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> Program:
