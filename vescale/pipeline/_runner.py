@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale.compat import local_of, make_dtensor, make_spec
+from vescale.compat import make_dtensor, make_spec, no_torch_function
 from vescale.compat.random_ops import without_native_fills
 from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
 from vescale.pipeline._cut import Cut
@@ -229,6 +229,18 @@ class _StageRun:
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.depth:
             return proceed(*args, **kwargs)
+        with no_torch_function():  # what happens here is no part of the model
+            args, kwargs, answer = self._answer(gate, args, kwargs)
+        if answer is not None:
+            return answer[0]
+        self.depth += 1
+        try:
+            return proceed(*args, **kwargs)
+        finally:
+            self.depth -= 1
+
+    def _answer(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any] | None]:
+        """Arguments for the module's call, and what it returns where it does not run."""
         if gate.begins == self.stage + 1 and self.begun:
             self.made = self._leaves(gate, args, kwargs)
             raise StageEnd
@@ -238,13 +250,7 @@ class _StageRun:
         elif self.replaced:
             args, kwargs = self._replace(args, kwargs)
         call = self._next_call(gate)
-        if not self.begun:
-            return self._stand_in(call)
-        self.depth += 1
-        try:
-            return proceed(*args, **kwargs)
-        finally:
-            self.depth -= 1
+        return args, kwargs, None if self.begun else (self._stand_in(call),)
 
     def _next_call(self, gate: Gate) -> TracedCall:
         calls = self.known.part.calls

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of, make_group
+from vescale.comm import group_of_ranks
+from vescale.compat import local_of
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._schedule import Schedule
 
@@ -27,7 +28,8 @@ class Ties:
         for name, stages in cut.owners.items():
             ranks = sorted({schedule.rank_of[stage] for stage in stages})
             if len(ranks) > 1 and rank in ranks:
-                self.tied.append((name, make_group([dist.get_global_rank(group, r) for r in ranks])))
+                members = tuple(sorted(dist.get_global_rank(group, r) for r in ranks))
+                self.tied.append((name, group_of_ranks(members, "tied parameters")))
 
     def _parameters(self) -> Sequence[tuple[nn.Parameter, dist.ProcessGroup]]:
         """Those that have gradients. (They are looked up in every step: parameters of units are replaced.)"""
