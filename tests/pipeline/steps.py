@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.whole import whole
-from vescale import parallelize
+from vescale import optim, parallelize
 from vescale.plans import Plan
 
 __all__ = ["Net", "make_gpt2", "mesh_of", "rel", "same_steps", "token_batch"]
@@ -55,12 +55,12 @@ class Net(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), "logits": logits}
 
 
-def make_gpt2(dropout: float = 0.1, layers: int = 4) -> nn.Module:
+def make_gpt2(dropout: float = 0.1, layers: int = 4, attention: float = 0.1) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(
-        n_embd=16, n_layer=layers, n_head=2, vocab_size=32, n_positions=16, attn_pdrop=dropout, embd_pdrop=dropout,
+        n_embd=16, n_layer=layers, n_head=2, vocab_size=32, n_positions=16, attn_pdrop=attention, embd_pdrop=dropout,
         resid_pdrop=dropout,
     )  # fmt: skip
     return GPT2LMHeadModel(config).double()
@@ -70,7 +70,9 @@ def mesh_of(**sizes: int) -> Any:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def token_batch(step: int, rows: int = 8, length: int = 6, names: tuple[str, str] = ("input_ids", "labels")) -> dict[str, Any]:
+def token_batch(
+    step: int, rows: int = 8, length: int = 6, names: tuple[str, str] = ("input_ids", "labels")
+) -> dict[str, Any]:
     """Labels are valid for a different number of tokens in each row; the first two rows have none."""
     draws = torch.Generator().manual_seed(step)
     ids = torch.randint(1, 32, (rows, length), generator=draws)
@@ -98,7 +100,7 @@ def same_steps(
     reference = make()
     model = parallelize(copy.deepcopy(reference), plan(), strict=strict)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (reference, model)]
-    found = {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
+    found = {"loss": 0.0, "gradient": 0.0, "parameter": 0.0, "norm": 0.0}
     names = dict(reference.named_parameters())
     for step, batch in enumerate(batches):
         torch.manual_seed(100 + step)
@@ -124,6 +126,9 @@ def same_steps(
             found["gradient"] = max(found["gradient"], rel(whole(parameter.grad), wanted))
         if accumulate and step % 2 == 0:
             continue
+        clips = (nn.utils.clip_grad_norm_, optim.clip_grad_norm_)
+        norms = [clip(m.parameters(), 0.5) for clip, m in zip(clips, (reference, model))]
+        found["norm"] = max(found["norm"], rel(norms[1], norms[0]))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -35,7 +35,9 @@ def schedule_order(schedule: Any) -> dict[int, list[Any]]:
     }
 
 
-def schedule_with_comms(order: Mapping[int, Sequence[Any]], stage_to_rank: Callable[[int], int], num_stages: int) -> Any:
+def schedule_with_comms(
+    order: Mapping[int, Sequence[Any]], stage_to_rank: Callable[[int], int], num_stages: int
+) -> Any:
     """The order with sends and receives added. Raises AssertionError or RuntimeError where they cannot be."""
     compute = {rank: [a for a in actions if a is not None] for rank, actions in order.items()}
     return schedules._add_send_recv(compute, stage_to_rank=stage_to_rank, num_stages=num_stages)

@@ -19,7 +19,8 @@ def balanced_splits(model: nn.Module, entry: PipelineEntry, num_ranks: int) -> l
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) >= num_stages]
     if not lists:
         raise PlanError(
-            f"pipeline: balance='cost' found no ModuleList of at least {num_stages} blocks; give split_before=", entry.source
+            f"pipeline: balance='cost' found no ModuleList of at least {num_stages} blocks; give split_before=",
+            entry.source,
         )
     name, blocks = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
     costs = [_cost(block) for block in blocks]

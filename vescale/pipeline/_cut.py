@@ -42,7 +42,9 @@ class Cut:
             for stage, names in enumerate(listed):
                 for name in names:
                     if explicit.setdefault(name, stage) != stage:
-                        raise PlanError(f"pipeline: {name!r} is listed in stages {explicit[name]} and {stage}", entry.source)
+                        raise PlanError(
+                            f"pipeline: {name!r} is listed in stages {explicit[name]} and {stage}", entry.source
+                        )
             splits = [min(names, key=order.__getitem__) for names in listed[1:]]
         elif entry.split_before:
             splits = sorted({n for path in entry.split_before for n in _matching(path, order, entry)}, key=order.get)  # type: ignore[arg-type]
@@ -56,22 +58,33 @@ class Cut:
     ) -> Cut:
         for outer in ("", *splits):
             inside = [name for name in splits if name != outer and name.startswith(f"{outer}.")] if outer else []
-            if inside or outer in splits and outer == "":
-                raise PlanError(f"pipeline: {inside[0]!r} is a part of {outer!r}; split before one of the two", entry.source)
+            if inside or (outer in splits and outer == ""):
+                raise PlanError(
+                    f"pipeline: {inside[0]!r} is a part of {outer!r}; split before one of the two", entry.source
+                )
         if "" in splits:
-            raise PlanError("pipeline: a stage cannot begin before the model itself; name one of its modules", entry.source)
+            raise PlanError(
+                "pipeline: a stage cannot begin before the model itself; name one of its modules", entry.source
+            )
         stage_of: dict[str, int] = {}
         current = 0
         for name, module in model.named_modules(remove_duplicate=False):
             current += name in splits and name not in stage_of
             around = name.rpartition(".")[0]
             stage = explicit.get(name)
-            if stage is None and around and around in stage_of and any(around == e or around.startswith(f"{e}.") for e in explicit):
+            if (
+                stage is None
+                and around
+                and around in stage_of
+                and any(around == e or around.startswith(f"{e}.") for e in explicit)
+            ):
                 stage = stage_of[around]
             stage_of[name] = current if stage is None else stage
             del module
         if list(splits) != sorted(splits, key=lambda name: list(stage_of).index(name)):
-            raise PlanError(f"pipeline: the stages begin before {', '.join(splits)}, which are not in order", entry.source)
+            raise PlanError(
+                f"pipeline: the stages begin before {', '.join(splits)}, which are not in order", entry.source
+            )
         # Modules that contain the beginning of a stage run in several; their own parameters are used in the first.
         parts = {name.rpartition(".")[0] for name in splits}
         containers = {""} | {".".join(p.split(".")[:i]) for p in parts if p for i in range(1, p.count(".") + 2)}
@@ -83,7 +96,9 @@ class Cut:
 
         def visit(name: str, module: nn.Module) -> None:
             if name not in containers:
-                inside = {stage_of[f"{name}.{n}" if n else name] for n, _ in module.named_modules(remove_duplicate=False)}
+                inside = {
+                    stage_of[f"{name}.{n}" if n else name] for n, _ in module.named_modules(remove_duplicate=False)
+                }
                 if len(inside) == 1 and next(module.parameters(), None) is not None:
                     bound[name] = stage_of[name]
                     return

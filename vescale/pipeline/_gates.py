@@ -17,7 +17,7 @@ __all__ = ["Gate", "Run", "StageEnd", "add_gates", "current_run", "running"]
 _THREAD = threading.local()
 
 
-class StageEnd(Exception):  # noqa: N818  not an error; an Exception, so that torch calls the hooks of modules it leaves
+class StageEnd(Exception):
     """Ends the model's forward where the next stage begins."""
 
 
@@ -41,7 +41,7 @@ def add_gates(model: nn.Module, cut: Cut) -> None:
     for path, stage in cut.bound.items():
         module = model.get_submodule(path)
         module.__dict__["_pipeline_gate"] = Gate(path, stage, begins.get(path))
-        module.__class__ = _gated(type(module))
+        module.__class__ = _gated(type(module))  # type: ignore[arg-type]
 
 
 @functools.cache

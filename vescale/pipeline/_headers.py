@@ -65,14 +65,14 @@ class HeaderExchange:
         told = self.known.get(stage)
         if told is None:
             self.known[stage] = tuple(headers)
-            default_store().set(f"{self._place}/{stage}", pickle.dumps(tuple(headers)))
+            default_store().set(f"{self._place}/{stage}", pickle.dumps(tuple(headers)).hex())
         elif told != tuple(headers):
             raise RuntimeError(
-                f"pipeline: what enters stage {stage} is {headers} for this micro-batch, and was {told} for another one of the "
-                "same shapes; between stages, shapes and placements must not depend on values"
+                f"pipeline: what enters stage {stage} is {headers} for this micro-batch, and was {told} for another one of "
+                "the same shapes; between stages, shapes and placements must not depend on values"
             )
 
     def get(self, stage: int) -> tuple[Header, ...]:
         if stage not in self.known:
-            self.known[stage] = pickle.loads(default_store().get(f"{self._place}/{stage}"))
+            self.known[stage] = pickle.loads(bytes.fromhex(default_store().get(f"{self._place}/{stage}").decode()))
         return self.known[stage]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from vescale.ir import Instruction, Program, Unit, lower
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
-from vescale.pipeline._runner import Runner, end_forward
+from vescale.pipeline._runner import Runner
 from vescale.pipeline._schedule import Schedule, make_schedule
+from vescale.pipeline._stage_run import end_forward
 from vescale.pipeline._trace import skeleton_of
 from vescale.plans import MeshAxes, PipelineEntry, Plan, PlanError
 from vescale.runtime import install, preflight
@@ -73,7 +73,9 @@ def parallelize(
         if mode != "eager":
             raise PlanError(f"pipeline: mode={mode!r} does not run stages; leave it out", entry.source)
         if known is not None and MeshAxes.of(known) != plan.axes:
-            raise PlanError(f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(known)}; give the plan's mesh")
+            raise PlanError(
+                f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(known)}; give the plan's mesh"
+            )
         num_ranks = plan.axes.size(entry.mesh)
         program = lower(plan, model)
         cut = Cut.of(model, entry, num_ranks)
@@ -111,7 +113,7 @@ def _install(
     place = f"vescale/pipeline/{number}/{column}"
     runner = Runner(model, skeleton, cut, entry, schedule, inner, group, place)
     model.__dict__["_pipeline_runner"] = runner
-    model.__class__ = _with_steps(type(model))
+    model.__class__ = _with_steps(type(model))  # type: ignore[arg-type]
     model.__dict__["forward"] = end_forward(model, model.forward)
     return model
 

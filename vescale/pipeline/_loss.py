@@ -54,8 +54,8 @@ class BatchLoss:
             return
         if sums and means:
             raise PlanError(
-                f"pipeline: loss={entry.loss!r} has {len(means)} means over labels and {len(sums)} sums; how micro-batches add "
-                "up is not known: give a callable loss=f(out, batch) -> (sum, count)",
+                f"pipeline: loss={entry.loss!r} has {len(means)} means over labels and {len(sums)} sums; how micro-batches "
+                "add up is not known: give a callable loss=f(out, batch) -> (sum, count)",
                 entry.source,
             )
         if sums:

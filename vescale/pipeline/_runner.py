@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,31 +12,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale.compat import make_dtensor, make_spec, no_torch_function
 from vescale.compat.random_ops import without_native_fills
-from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
+from vescale.gradients import StageShare, set_share
+from vescale.pipeline._batches import Signature, like, microbatches_of
 from vescale.pipeline._cut import Cut
-from vescale.pipeline._gates import Gate, StageEnd, current_run, running
+from vescale.pipeline._gates import running
 from vescale.pipeline._headers import Header, HeaderExchange
 from vescale.pipeline._loss import BatchLoss
 from vescale.pipeline._schedule import Schedule, build
 from vescale.pipeline._stage import ModelStage
+from vescale.pipeline._stage_run import StageRun
 from vescale.pipeline._ties import Ties
-from vescale.pipeline._trace import TensorLike, Trace, TracedCall, trace
-from vescale.placements import contiguous_stride
+from vescale.pipeline._trace import trace
 from vescale.plans import PipelineEntry, PlanError
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
 from vescale.runtime import finish_gradients, no_sync
 
-__all__ = ["Runner", "microbatches_of"]
-
-
-class _Signature:
-    """What is known of batches of one signature: traces, headers and the rows of random numbers."""
-
-    def __init__(self, whole: Trace, part: Trace, headers: HeaderExchange, entry: PipelineEntry) -> None:
-        self.whole, self.part, self.headers = whole, part, headers
-        self.dims = _batch_dims(whole, part, entry)
+__all__ = ["Runner"]
 
 
 class Runner:
@@ -59,19 +51,28 @@ class Runner:
         self.rank = dist.get_rank(group)
         own = schedule.stages_of(self.rank)
         self.stages = [
-            ModelStage(self, model, index, cut.num_stages, self.device, group, mesh) for index in own  # type: ignore[arg-type]
+            ModelStage(self, model, index, cut.num_stages, self.device, group, mesh)
+            for index in own
         ]
         self._torch_schedule = build(entry, list(self.stages), lambda output, number: number.new_zeros(()))
         for stage in self.stages:
             stage.stage_index_to_group_rank = dict(enumerate(schedule.rank_of))
         self.ties = Ties(model, cut, schedule, group, self.rank)
-        self._signatures: dict[Any, _Signature] = {}
-        self._known: _Signature | None = None
+        self._share_out()
+        self._signatures: dict[Any, Signature] = {}
+        self._known: Signature | None = None
         self._batches: list[dict[str, Any]] = []
         self._loss: BatchLoss | None = None
         self._totals: list[torch.Tensor] = []
         self._counts: list[Any] = []
-        self._states: dict[int, torch.Tensor] = {}
+        self.states: dict[int, torch.Tensor] = {}
+
+    def _share_out(self) -> None:
+        """Tell norms of gradients that these parameters are a part of a larger model."""
+        for name, stages in self.cut.owners.items():
+            owners = {self.schedule.rank_of[stage] for stage in stages}
+            if self.rank in owners:
+                set_share(self.model.get_parameter(name), StageShare(self.group, self.rank == min(owners)))
 
     # A step
 
@@ -147,7 +148,7 @@ class Runner:
         self._batches = microbatches_of(batch, self.entry)
         known = self._known = self._signature(batch, self.model.training)
         self._loss = BatchLoss(self.entry, known.whole.losses, batch)
-        self._totals, self._counts, self._states = [], [], {}
+        self._totals, self._counts, self.states = [], [], {}
         generator = default_generator(self.device)
         before = generator.get_state()
         self._start_state = before
@@ -159,10 +160,10 @@ class Runner:
             for draw in known.whole.draws:
                 draw.skip(generator)
         finally:
-            self._batches, self._states = [], {}
+            self._batches, self.states = [], {}
 
-    def _signature(self, batch: Mapping[str, Any], training: bool) -> _Signature:
-        key = (training, *sorted((name, _like(value)) for name, value in batch.items()))
+    def _signature(self, batch: Mapping[str, Any], training: bool) -> Signature:
+        key = (training, *sorted((name, like(value)) for name, value in batch.items()))
         found = self._signatures.get(key)
         if found is None:
             self.skeleton.train(training)
@@ -171,7 +172,7 @@ class Runner:
             whole = trace(self.skeleton, self.cut, batch, self.entry.source)
             part = trace(self.skeleton, self.cut, self._batches[0], self.entry.source)
             headers = HeaderExchange(f"{self._place}/{len(self._signatures)}")
-            found = self._signatures[key] = _Signature(whole, part, headers, self.entry)
+            found = self._signatures[key] = Signature(whole, part, headers, self.entry)
         return found
 
     # What stages ask for
@@ -191,7 +192,7 @@ class Runner:
     def forward(self, stage: int, microbatch: int, received: Sequence[DTensor]) -> tuple[list[DTensor], Any]:
         known = self._known
         assert known is not None and self._loss is not None
-        run = _StageRun(self, known, stage, received)
+        run = StageRun(self, known, stage, received)
         generator = default_generator(self.device)
         generator.set_state(self._start_state)
         batch = self._batches[microbatch]
@@ -212,192 +213,6 @@ class Runner:
             total = total.redistribute(total.device_mesh, [Replicate()] * total.device_mesh.ndim)
         self._totals.append(_number(total.detach()))
         return [], total
-
-
-class _StageRun:
-    """One forward of one stage: earlier modules answer with placeholders, and the forward ends where the next begins."""
-
-    def __init__(self, runner: Runner, known: _Signature, stage: int, received: Sequence[DTensor]) -> None:
-        self.runner, self.known, self.stage, self.received = runner, known, stage, received
-        self.begun = stage == 0
-        self.number = 0  # of the next call of a gated module
-        self.replaced: dict[int, tuple[Any, DTensor]] = {}
-        self.made: list[DTensor] | None = None
-        self.depth = 0
-        self.loss_mode: Callable[[], Any] | None = None
-
-    def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.depth:
-            return proceed(*args, **kwargs)
-        with no_torch_function():  # what happens here is no part of the model
-            args, kwargs, answer = self._answer(gate, args, kwargs)
-        if answer is not None:
-            return answer[0]
-        self.depth += 1
-        try:
-            return proceed(*args, **kwargs)
-        finally:
-            self.depth -= 1
-
-    def _answer(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any] | None]:
-        """Arguments for the module's call, and what it returns where it does not run."""
-        if gate.begins == self.stage + 1 and self.begun:
-            self.made = self._leaves(gate, args, kwargs)
-            raise StageEnd
-        if gate.begins == self.stage and not self.begun:
-            self.begun = True
-            args, kwargs = self._receive(args, kwargs)
-        elif self.replaced:
-            args, kwargs = self._replace(args, kwargs)
-        call = self._next_call(gate)
-        return args, kwargs, None if self.begun else (self._stand_in(call),)
-
-    def _next_call(self, gate: Gate) -> TracedCall:
-        calls = self.known.part.calls
-        call = calls[self.number] if self.number < len(calls) else None
-        self.number += 1
-        if call is None or call.path != gate.path:
-            raise PlanError(
-                f"pipeline: the forward calls {gate.path!r} where the trace of a batch of the same shapes called "
-                f"{call.path if call is not None else 'nothing'!r}; the calls of modules must not depend on values",
-                self.runner.entry.source,
-            )
-        return call
-
-    def _leaves(self, gate: Gate, args: Any, kwargs: Any) -> list[DTensor]:
-        boundary = self.known.part.boundaries[self.stage + 1]
-        leaves, _ = tree_flatten((args, kwargs))
-        if len(leaves) != boundary.num_leaves:
-            raise PlanError(
-                f"pipeline: {gate.path!r} is called with {len(leaves)} values, and was with {boundary.num_leaves} in the trace",
-                self.runner.entry.source,
-            )
-        return [self._as_dtensor(leaves[n]) for n in boundary.leaves]
-
-    def _as_dtensor(self, leaf: Any) -> DTensor:
-        if isinstance(leaf, DTensor):
-            return leaf
-        return DTensor.from_local(leaf, self.runner.mesh, [Replicate()] * self.runner.mesh.ndim, run_check=False)
-
-    def _receive(self, args: Any, kwargs: Any) -> Any:
-        leaves, tree = tree_flatten((args, kwargs))
-        for n, received in zip(self.known.part.boundaries[self.stage].leaves, self.received, strict=True):
-            self.replaced[id(leaves[n])] = (leaves[n], received)
-            leaves[n] = received
-        return tree_unflatten(leaves, tree)
-
-    def _replace(self, args: Any, kwargs: Any) -> Any:
-        leaves, tree = tree_flatten((args, kwargs))
-        return tree_unflatten([self.replaced[id(v)][1] if id(v) in self.replaced else v for v in leaves], tree)
-
-    def _stand_in(self, call: TracedCall) -> Any:
-        runner = self.runner
-        whole = self.known.whole.calls[self.number - 1]
-        if whole.draws:
-            generator = default_generator(runner.device)
-            state = runner._states.get(self.number)
-            if state is None:
-                for draw in whole.draws:
-                    draw.skip(generator)
-                runner._states[self.number] = generator.get_state()
-            else:
-                generator.set_state(state)
-        leaves = [self._placeholder(leaf) if isinstance(leaf, TensorLike) else leaf for leaf in call.leaves]
-        return tree_unflatten(leaves, call.tree)
-
-    def _placeholder(self, like: TensorLike) -> DTensor:
-        """A tensor that takes no memory, and whose values would be seen where they are used: nan."""
-        mesh = self.runner.mesh
-        value = float("nan") if like.dtype.is_floating_point else 0
-        local = torch.full((), value, dtype=like.dtype, device=self.runner.device).expand(like.shape)
-        spec = make_spec(mesh, [Replicate()] * mesh.ndim, like.shape, contiguous_stride(like.shape), like.dtype)
-        return make_dtensor(local, spec)
-
-
-def end_forward(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of the model itself: it ends with the stage that runs."""
-
-    def run_stage(*args: Any, **kwargs: Any) -> Any:
-        run = current_run()
-        if run is None:
-            raise RuntimeError(
-                f"this {type(model).__name__} runs in stages, none of which is the model; call .step(**batch) or "
-                ".evaluate(**batch) in place of its forward"
-            )
-        mode = run.loss_mode() if run.loss_mode is not None else None  # type: ignore[attr-defined]
-        try:
-            with mode if mode is not None else contextlib.nullcontext():
-                return forward(*args, **kwargs)
-        except StageEnd:
-            return tuple(run.made)  # type: ignore[attr-defined]
-
-    return run_stage
-
-
-def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry) -> list[dict[str, Any]]:
-    """The micro-batches of a batch: equal parts of each tensor along dim 0.
-
-    Tensors without dims, tensors of one row beside others of several, and other values go to every micro-batch as they
-    are. Raises PlanError for sizes that cannot be cut.
-    """
-    m = entry.microbatches
-    rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
-    size = max(rows.values(), default=0)
-    other = {name: n for name, n in rows.items() if n not in (1, size)}
-    if not rows or other:
-        raise PlanError(
-            f"pipeline: the batch has {'no tensors' if not rows else f'tensors of different sizes in dim 0: {rows}'}; give "
-            ".step() tensors that all have the batch in dim 0",
-            entry.source,
-        )
-    if size % m:
-        raise PlanError(
-            f"pipeline: a batch of {size} rows cannot be cut into {m} equal micro-batches; give a multiple of {m} rows, or "
-            "another microbatches=",
-            entry.source,
-        )
-    part = size // m
-
-    def cut(name: str, value: Any, index: int) -> Any:
-        return value[index * part : (index + 1) * part] if name in rows and rows[name] == size else value
-
-    return [{name: cut(name, value, index) for name, value in batch.items()} for index in range(m)]
-
-
-def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[int, ...], int | None]:
-    """For each shape that is drawn in a micro-batch, its dim that is cut. Raises PlanError where that is ambiguous."""
-    m = entry.microbatches
-    if [d.op for d in whole.draws] != [d.op for d in part.draws]:
-        raise PlanError(
-            f"pipeline: the forward draws {len(whole.draws)} times for the whole batch, and {len(part.draws)} times for a "
-            "micro-batch; its random numbers cannot be those of one device",
-            entry.source,
-        )
-    found: dict[tuple[int, ...], int | None] = {}
-    for big, small in zip(whole.draws, part.draws):
-        different = [d for d, (a, b) in enumerate(zip(big.shape, small.shape)) if a != b]
-        fits = len(big.shape) == len(small.shape) and len(different) <= 1
-        if not fits or any(big.shape[d] != m * small.shape[d] for d in different):
-            raise PlanError(
-                f"pipeline: {small.op.name} draws for a tensor of shape {big.shape} of the whole batch, and {small.shape} of a "
-                f"micro-batch, which is not one of {m} parts of it along a dim; its random numbers cannot be those of one "
-                "device",
-                entry.source,
-            )
-        dim = different[0] if different else None
-        if found.setdefault(small.shape, dim) != dim:
-            raise PlanError(
-                f"pipeline: tensors of shape {small.shape} are drawn that depend on the batch, and others that do not; give "
-                "one of them another shape",
-                entry.source,
-            )
-    return found
-
-
-def _like(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {value.dtype}"
-    return f"{type(value).__name__} {value!r}"[:200]
 
 
 def _number(value: Any) -> Any:

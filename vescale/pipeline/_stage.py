@@ -80,7 +80,9 @@ class ModelStage(PipelineStage):
         if not self.is_first:
             headers = self.work.header(self.stage_index)
             for local, header in zip(self.arrived.pop(fwd_chunk_id), headers, strict=True):
-                received.append(header.dtensor(local, self.mesh, requires_grad=header.requires_grad and self.has_backward))
+                received.append(
+                    header.dtensor(local, self.mesh, requires_grad=header.requires_grad and self.has_backward)
+                )
         made, loss = self.work.forward(self.stage_index, fwd_chunk_id, received)
         if not self.is_last:
             self.work.tell_header(self.stage_index + 1, [Header.of(one) for one in made])
@@ -104,7 +106,9 @@ class ModelStage(PipelineStage):
         if self.is_last or not self.has_backward:
             return []
         made = self.made[bwd_chunk_id]
-        buffers = [torch.empty(local_of(one).shape, dtype=one.dtype, device=self.device) for one in made if one.requires_grad]
+        buffers = [
+            torch.empty(local_of(one).shape, dtype=one.dtype, device=self.device) for one in made if one.requires_grad
+        ]
         self.gradients[bwd_chunk_id] = buffers
         return self._messages(dist.irecv, buffers, self.stage_index + 1)
 

@@ -1,4 +1,4 @@
-"""``Trace``: one forward of the whole model without its parameters' values, from which stages learn what passes between them.
+"""``Trace``: one forward of the whole model without its parameters' values, from which stages learn what they send.
 
 Parameters are on the meta device, and so is whatever depends on them. All else (masks, positions, labels) is computed, so
 that branches on its values are taken as they will be.
@@ -126,7 +126,9 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
             buffer.copy_(before)
     missing = [path for stage, path in enumerate(cut.splits, 1) if stage not in recorder.boundaries]
     if missing:
-        raise PlanError(f"pipeline: the forward does not call {missing[0]!r}, before which a stage begins", entry_source)
+        raise PlanError(
+            f"pipeline: the forward does not call {missing[0]!r}, before which a stage begins", entry_source
+        )
     return Trace(recorder.boundaries, recorder.calls, recorder.draws, recorder.losses, output)
 
 
@@ -243,9 +245,9 @@ class _Recorder(TorchDispatchMode):
             if made is not None and made < self.stage and not (id(tensor) in self.carried and self.inside is not None):
                 where = self.inside or "the forward around the stages' modules"
                 raise PlanError(
-                    f"pipeline: {func} in {where}, in stage {self.stage}, reads a tensor of shape {tuple(tensor.shape)} that "
-                    f"stage {made} has made, and that is no argument of {self.cut.splits[self.stage - 1]!r}, before which "
-                    f"stage {self.stage} begins; only its arguments are sent. Begin the stage before another module",
+                    f"pipeline: {func} in {where}, in stage {self.stage}, reads a tensor of shape {tuple(tensor.shape)} "
+                    f"that stage {made} has made, and that is no argument of {self.cut.splits[self.stage - 1]!r}, before "
+                    f"which stage {self.stage} begins; only its arguments are sent. Begin the stage before another module",
                     self.source,
                 )
             owner = self.owners.get(id(tensor))
@@ -267,9 +269,9 @@ class _Recorder(TorchDispatchMode):
         draw = Draw.of_call(func, args, kwargs)
         if draw is None:
             raise PlanError(
-                f"pipeline: the forward calls {func}, whose numbers cannot be cut by micro-batches; draw with an in-place op "
-                "on a tensor that has the batch in one dim (torch.empty_like(x).uniform_()), or give it a generator of its "
-                "own",
+                f"pipeline: the forward calls {func}, whose numbers cannot be cut by micro-batches; draw with an in-place "
+                "op on a tensor that has the batch in one dim (torch.empty_like(x).uniform_()), or give it a "
+                "generator of its own",
                 self.source,
             )
         self.draws.append(draw)

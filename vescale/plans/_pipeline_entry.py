@@ -13,7 +13,15 @@ from vescale.plans._path import Path, Target
 __all__ = ["PIPELINE_SCHEDULES", "PipelineEntry", "pipeline_entry"]
 
 # The names of torch.distributed.pipelining, and short forms of theirs.
-PIPELINE_SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+PIPELINE_SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
 _SHORT = {"zbv": "ZBVZeroBubble", "zb1p": "InterleavedZeroBubble"}
 _REDUCE = ("step", "microbatch")
 
@@ -52,7 +60,7 @@ class PipelineEntry:
     def text(self) -> str:
         """The same on every rank; for comparisons of plans."""
         loss = self.loss if isinstance(self.loss, str) else getattr(self.loss, "__qualname__", type(self.loss).__name__)
-        cut = [str(path) for path in self.split_before] or [[str(p) for p in s] for s in self.stages] or self.balance
+        cut: object = [str(path) for path in self.split_before] or [[str(p) for p in s] for s in self.stages] or self.balance
         return (
             f"mesh={self.mesh}, cut={cut}, schedule={self.schedule}, microbatches={self.microbatches}, loss={loss}, "
             f"reduce={self.reduce}, stages_per_rank={self.stages_per_rank}"
@@ -99,7 +107,9 @@ def pipeline_entry(
     if stages_per_rank is not None and (not isinstance(stages_per_rank, int) or stages_per_rank < 1 or balance is None):
         raise refuse(f"stages_per_rank={stages_per_rank!r}; it is a number of at least 1, beside balance=")
     if not callable(loss) and not (isinstance(loss, str) and loss.split(".")[0] == "out"):
-        raise refuse(f"loss={loss!r}; use a path that begins with the output, such as 'out.loss' or 'out', or a callable")
+        raise refuse(
+            f"loss={loss!r}; use a path that begins with the output, such as 'out.loss' or 'out', or a callable"
+        )
     return PipelineEntry(
         mesh,
         tuple(_module(path, refuse) for path in _texts(split_before, "split_before", refuse)),

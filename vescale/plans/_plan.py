@@ -54,7 +54,7 @@ class Plan(PlanEntries):
         stages_per_rank: int | None = None,
         source: Source | None = None,
     ) -> Self:
-        """Cut the model into stages, which ranks along the axis ``mesh`` run; once in a plan. No other entry names that axis.
+        """Cut the model into stages, which ranks along the axis ``mesh`` run; once in a plan. No other entry names it.
 
         Args:
             split_before: modules before whose call a stage begins: ``["model.layers.8", "model.layers.16"]`` makes three.

@@ -25,8 +25,8 @@ from vescale.plans._entries import (
 from vescale.plans._errors import PlanError, Source, calling_line, did_you_mean
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
-from vescale.plans._pipeline_entry import PipelineEntry
 from vescale.plans._phase import ALL, Phase, parse_phase
+from vescale.plans._pipeline_entry import PipelineEntry
 from vescale.plans._unit_policies import mp_policy_of, pins_memory
 
 __all__ = ["PlanEntries"]

@@ -13,7 +13,6 @@ import torch
 from vescale.placements import Region, contiguous_stride
 from vescale.rng._engine import advance
 from vescale.rng._random_ops import RandomOp, inplace_overloads
-from vescale.rng._stream_spans import stream_order
 
 __all__ = ["Draw", "MicrobatchRows", "drawing_rows", "rows_of_batch"]
 
@@ -111,7 +110,8 @@ def rows_of_batch(region: Region, strides: Sequence[int]) -> tuple[Region, tuple
         tuple((start + shift, stop + shift) for start, stop in ranges) if index == dim else ranges
         for index, ranges in enumerate(region.intervals)
     )
-    order = stream_order(shape, strides)
+    # Not stream_order(): a dim of one row has a place among the others in the whole batch's tensor.
+    order = sorted(range(len(shape)), key=lambda d: -strides[d])
     dense = contiguous_stride([whole[d] for d in order])
     by_dim = dict(zip(order, dense))
     return Region(whole, intervals, region.flat), tuple(by_dim[d] for d in range(len(whole)))
