@@ -50,10 +50,7 @@ class Runner:
         self.device = torch.device(mesh.device_type)
         self.rank = dist.get_rank(group)
         own = schedule.stages_of(self.rank)
-        self.stages = [
-            ModelStage(self, model, index, cut.num_stages, self.device, group, mesh)
-            for index in own
-        ]
+        self.stages = [ModelStage(self, model, index, cut.num_stages, self.device, group, mesh) for index in own]
         self._torch_schedule = build(entry, list(self.stages), lambda output, number: number.new_zeros(()))
         for stage in self.stages:
             stage.stage_index_to_group_rank = dict(enumerate(schedule.rank_of))

@@ -60,7 +60,9 @@ class PipelineEntry:
     def text(self) -> str:
         """The same on every rank; for comparisons of plans."""
         loss = self.loss if isinstance(self.loss, str) else getattr(self.loss, "__qualname__", type(self.loss).__name__)
-        cut: object = [str(path) for path in self.split_before] or [[str(p) for p in s] for s in self.stages] or self.balance
+        cut: object = (
+            [str(path) for path in self.split_before] or [[str(p) for p in s] for s in self.stages] or self.balance
+        )
         return (
             f"mesh={self.mesh}, cut={cut}, schedule={self.schedule}, microbatches={self.microbatches}, loss={loss}, "
             f"reduce={self.reduce}, stages_per_rank={self.stages_per_rank}"

@@ -178,7 +178,7 @@ class _Reader:
             options["split_before"] = [self.expand(path, place) for path in options["split_before"]]
         if "stages" in options:
             options["stages"] = [[self.expand(path, place) for path in stage] for stage in options["stages"]]
-        self.plan.pipeline(**options, source=self.document.at(place))
+        self.plan.pipeline(**options, source=self.document.at(place))  # type: ignore[attr-defined]  # of Plan
 
     def redistribute(self, path: str, value: Any) -> None:
         place: Place = ("redistribute", path)

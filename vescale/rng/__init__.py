@@ -21,7 +21,7 @@ from vescale.rng._materialize import (
     materialize_part,
     materialize_tensor,
 )
-from vescale.rng._microbatch_rows import Draw, MicrobatchRows, drawing_rows
+from vescale.rng._microbatch_rows import Draw, MicrobatchRows, drawing_rows, draws_rows
 from vescale.rng._op_handlers import handlers
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "disable",
     "drawing_part_of",
     "drawing_rows",
+    "draws_rows",
     "enable",
     "fingerprint",
     "handlers",

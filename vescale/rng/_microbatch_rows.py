@@ -14,7 +14,7 @@ from vescale.placements import Region, contiguous_stride
 from vescale.rng._engine import advance
 from vescale.rng._random_ops import RandomOp, inplace_overloads
 
-__all__ = ["Draw", "MicrobatchRows", "drawing_rows", "rows_of_batch"]
+__all__ = ["Draw", "MicrobatchRows", "drawing_rows", "draws_rows", "rows_of_batch"]
 
 aten = torch.ops.aten
 _STATE = threading.local()
@@ -92,6 +92,11 @@ def drawing_rows(rows: MicrobatchRows) -> Iterator[None]:
         yield
     finally:
         _STATE.rows = before
+
+
+def draws_rows() -> bool:
+    """Whether this thread runs a micro-batch, so that random ops must not draw on plain local tensors."""
+    return getattr(_STATE, "rows", None) is not None
 
 
 def rows_of_batch(region: Region, strides: Sequence[int]) -> tuple[Region, tuple[int, ...]] | None:
