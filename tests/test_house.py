@@ -31,6 +31,7 @@ FLOORS = {
     "fsdp": 4,
     "runtime": 5,
     "static": 6,
+    "pipeline": 6,
     "checkpoint": 6,
     "optim": 6,
     "debug": 7,

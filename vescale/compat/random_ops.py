@@ -31,6 +31,7 @@ __all__ = [
     "is_symbolic",
     "key_by_memory_format",
     "seeded_ops",
+    "without_native_fills",
     "wrap_initial_values",
     "wrap_random_ops",
 ]
@@ -65,6 +66,13 @@ def wrap_random_ops(changes: Changes, hooks: RandomHooks) -> None:
         slots = (DTensor.__dict__[name] for name in ("_spec", "_local_tensor"))
         kernels.install(DTensor, *slots, hooks.native_part, list(hooks.exponents))
         changes.on_undo(kernels.uninstall)
+
+
+def without_native_fills() -> None:
+    """Random ops on DTensors run in Python from now on, in this process: the kernels in C++ do not know of micro-batches."""
+    kernels = csrc.load_module("random_fills")
+    if kernels is not None:
+        kernels.uninstall()
 
 
 def key_by_memory_format(changes: Changes, _: Any) -> None:

@@ -15,6 +15,7 @@ from vescale.gradients._hooked_parameters import refuse_reducers_of
 from vescale.gradients._local_contribution import LocalContribution
 from vescale.gradients._parameter import GradientRule
 from vescale.gradients._pending import reduce_pending
+from vescale.gradients._pipeline_shares import StageShare, set_share, shares_of
 from vescale.gradients._reducer import GradientReducer
 from vescale.gradients._sharded_gradients import ShardedGradients
 from vescale.gradients._sharded_reduction import ReductionOptions, ShardedReduction, reduce_unused
@@ -37,9 +38,12 @@ __all__ = [
     "ReductionOptions",
     "ShardedGradients",
     "ShardedReduction",
+    "StageShare",
     "UnreducedGradients",
     "local_part",
     "reduce_pending",
     "reduce_unused",
     "refuse_reducers_of",
+    "set_share",
+    "shares_of",
 ]

@@ -61,6 +61,8 @@ def lower(plan: Plan, model: nn.Module) -> Program:
             communicated then.
     """
     index = _index(plan, model)
+    if plan.pipeline_entry is not None:
+        plan = plan.stage_plan()
     findings = Findings()
     analysis = _analyze(plan, index, findings)
     errors = [finding for finding in findings.collect() if finding.severity == "error"]
@@ -75,6 +77,8 @@ def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None)
     With ``inputs``, and a model on the meta device, its forward is traced, too, for dims that it splits.
     """
     index = _index(plan, model)
+    if plan.pipeline_entry is not None:
+        plan = plan.stage_plan()
     findings = Findings()
     try:
         analysis = _analyze(plan, index, findings)

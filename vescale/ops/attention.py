@@ -46,7 +46,7 @@ from vescale.ops._conversion import convert, enter_together, leave_local
 from vescale.ops._registration import replaces
 from vescale.ops._ring_attention import ring_attention
 from vescale.placements import shard_dim
-from vescale.rng import drawing_part_of
+from vescale.rng import drawing_part_of, draws_rows
 
 __all__: list[str] = []
 
@@ -183,7 +183,7 @@ def _attend(
     with no_torch_function():
         if runs is not None:  # the mask of dropout, and a given one, have a number for every key
             m, options["is_causal"] = causal_mask(causal_rows(runs, k.shape[-2], k.device), m), False
-        if options["dropout_p"] > 0 and is_split:
+        if options["dropout_p"] > 0 and (is_split or draws_rows()):
             weights = (*query.shape[:-1], key.shape[-2])
             with drawing_part_of(context.mesh, work.placements, weights) as draws:
                 out = func(q, k, v, attn_mask=m, **options)

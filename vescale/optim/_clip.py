@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from vescale.comm import AxisGroup
 from vescale.compat import AsyncCollectiveTensor, foreach_mul_, has_foreach, local_of
-from vescale.gradients import reduce_pending
+from vescale.gradients import reduce_pending, shares_of
 from vescale.optim._total_norm import parts_of, result_dtype, total_norm
 
 __all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
@@ -39,6 +41,8 @@ def clip_grad_norm_(
     sharded in any way    one reduction of one number for each distinct set of ranks that hold different parts
     Partial               is reduced first, all over the same ranks with the same op and dtype in one all-reduce, and
                           ``grad`` is then the reduced gradient, Replicate where it was Partial
+    of a pipeline         one number more, over the ranks of all stages, all of which call this; a parameter that
+                          several stages have counts once
     ====================  =======================================================================================
 
     The host waits for the device once with ``error_if_nonfinite``, and never without.
@@ -66,9 +70,30 @@ def clip_grad_norm_(
         if before is not gradient:
             parameter.grad = gradient
     locals_, groups = parts_of(gradients)
-    norm = _norm(locals_, groups, norm_type, error_if_nonfinite, foreach)
+    shares = shares_of(listed)
+    stages = next((share.group for share in shares if share is not None), None)
+    if stages is None:
+        norm = _norm(locals_, groups, norm_type, error_if_nonfinite, foreach)
+    else:
+        copies = {id(p) for p, share in zip(listed, shares) if share is not None and not share.counts}
+        counted = [n for n, (parameter, _) in enumerate(owned) if id(parameter) not in copies]
+        own = _norm([locals_[n] for n in counted], [groups[n] for n in counted], norm_type, False, foreach)
+        norm = _over_stages(own, stages, float(norm_type))
+        _refuse_nonfinite(norm, float(norm_type), error_if_nonfinite)
     _scale(locals_, max_norm, norm, foreach)
     return norm.to(result_dtype(locals_))
+
+
+def _over_stages(norm: torch.Tensor, group: dist.ProcessGroup, order: float) -> torch.Tensor:
+    """The norm of a model from those of the stages of each rank. Communication: one number."""
+    number = norm.double() if math.isinf(order) or order == 0 else norm.double().pow(order)
+    gathered = [torch.empty_like(number) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, number, group=group)  # a maximum that is reduced may lose nan
+    every = torch.stack(gathered)
+    if math.isinf(order):
+        return (every.amax() if order > 0 else every.amin()).to(norm.dtype)
+    total = every.sum()
+    return (total if order == 0 else total.pow(1 / order)).to(norm.dtype)
 
 
 @torch.no_grad()
@@ -133,12 +158,16 @@ def _norm(
     order = float(norm_type)
     _check_foreach(locals_, foreach)
     norm = total_norm(locals_, groups, order, foreach)
+    _refuse_nonfinite(norm, order, error_if_nonfinite)
+    return norm
+
+
+def _refuse_nonfinite(norm: torch.Tensor, order: float, error_if_nonfinite: bool) -> None:
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. To "
             "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    return norm
 
 
 def _scale(locals_: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor, foreach: bool | None) -> None:

@@ -20,6 +20,7 @@ from vescale.plans._hf_paths import expressions, merged_paths, wildcard
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, BWD, FWD, INIT, RUN, Phase, phase_text
+from vescale.plans._pipeline_entry import PIPELINE_SCHEDULES, PipelineEntry
 from vescale.plans._placement_text import parse_placement, placement_text
 from vescale.plans._plan import Plan, VescalePlan
 from vescale.plans._unit_policies import dtype_name, float_dtype_of, mp_options, mp_policy_of
@@ -32,6 +33,7 @@ __all__ = [
     "BWD",
     "FWD",
     "INIT",
+    "PIPELINE_SCHEDULES",
     "RUN",
     "AnnotateEntry",
     "AttentionEntry",
@@ -45,6 +47,7 @@ __all__ = [
     "MissingMeshError",
     "Path",
     "Phase",
+    "PipelineEntry",
     "Plan",
     "PlanError",
     "PlanMismatchError",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.plans._errors import PlanError, calling_line, did_you_mean
+from vescale.plans._errors import PlanError, Source, calling_line, did_you_mean
 from vescale.plans._hf_import import add_hf_entries
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._parallel_plan_import import add_parallel_plan
+from vescale.plans._pipeline_entry import pipeline_entry
 from vescale.plans._plan_entries import PlanEntries
 from vescale.plans._yaml_reader import read_plan
 from vescale.plans._yaml_writer import plan_text
@@ -38,6 +39,53 @@ class Plan(PlanEntries):
     Raises:
         PlanError: from every method, with the line of the call.
     """
+
+    def pipeline(
+        self,
+        *,
+        split_before: Sequence[str] | None = None,
+        stages: Sequence[Sequence[str]] | None = None,
+        balance: Literal["cost"] | None = None,
+        mesh: str = "pp",
+        schedule: str = "1F1B",
+        microbatches: int = 8,
+        loss: str | Callable[[Any, Mapping[str, Any]], tuple[Any, Any]] = "out.loss",
+        reduce: Literal["step", "microbatch"] = "step",
+        stages_per_rank: int | None = None,
+        source: Source | None = None,
+    ) -> Self:
+        """Cut the model into stages, which ranks along the axis ``mesh`` run; once in a plan. No other entry names it.
+
+        Args:
+            split_before: modules before whose call a stage begins: ``["model.layers.8", "model.layers.16"]`` makes three.
+            stages: for each stage, modules that belong to it; it begins before the first.
+            balance: ``"cost"`` cuts the model's repeated blocks so that the slowest stage is as fast as possible.
+            schedule: a name of ``torch.distributed.pipelining`` (case does not matter; also ``"ZBV"``), or CSV text.
+            microbatches: equal parts of the batch, cut along dim 0.
+            loss: a path into the model's output; or ``f(out, batch) -> (sum, count)`` of a micro-batch.
+            reduce: gradients are reduced once a step, which keeps unreduced ones for all micro-batches, or after each
+                micro-batch's backward.
+            stages_per_rank: beside ``balance``.
+
+        See docs/pipeline.md. Returns the plan.
+        """
+        source = source or calling_line()
+        if self._pipeline is not None:
+            raise PlanError(f"pipeline: the plan has one already, from {self._pipeline.source}; keep one", source)
+        self._pipeline = pipeline_entry(
+            self.axes,
+            split_before=split_before,
+            stages=stages,
+            balance=balance,
+            mesh=mesh,
+            schedule=schedule,
+            microbatches=microbatches,
+            loss=loss,
+            reduce=reduce,
+            stages_per_rank=stages_per_rank,
+            source=source,
+        )
+        return self
 
     @classmethod
     def from_yaml(

@@ -28,6 +28,7 @@ from vescale.plans._errors import PlanError, Source, calling_line, did_you_mean
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, Phase, parse_phase
+from vescale.plans._pipeline_entry import PipelineEntry
 from vescale.plans._unit_policies import float_dtype_of, mp_policy_of, pins_memory
 
 __all__ = ["PlanEntries"]
@@ -49,6 +50,7 @@ class PlanEntries:
             raise PlanError(str(error), calling_line()) from None
         self._mesh = mesh if isinstance(mesh, DeviceMesh) else None
         self._entries: list[Entry] = []
+        self._pipeline: PipelineEntry | None = None
 
     @property
     def axes(self) -> MeshAxes:
@@ -62,6 +64,11 @@ class PlanEntries:
     @property
     def entries(self) -> tuple[Entry, ...]:
         return tuple(self._entries)
+
+    @property
+    def pipeline_entry(self) -> PipelineEntry | None:
+        """How the model is cut into stages, or None."""
+        return self._pipeline
 
     def shard(
         self,
@@ -294,6 +301,18 @@ class PlanEntries:
                     raise PlanError(f"'{entry.path}' names axis {axis!r}, but the axes are {self._axes}", entry.source)
         return self._add(entry)
 
+    def stage_plan(self) -> Self:
+        """The entries without the pipeline, over the other axes (``replica=1`` where there are none): the plan of a stage.
+
+        Raises PlanError for an entry that names the pipeline's axis.
+        """
+        assert self._pipeline is not None
+        sizes = {name: size for name, size in zip(self._axes.names, self._axes.sizes) if name != self._pipeline.mesh}
+        plan = type(self)(sizes or {"replica": 1})
+        for entry in self._entries:
+            plan.add(entry)
+        return plan
+
     # Validation
 
     def _add(self, entry: Entry) -> Self:
@@ -377,7 +396,8 @@ class PlanEntries:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlanEntries):
             return NotImplemented
-        return self._axes == other._axes and self._by_path() == other._by_path()
+        mine, theirs = (self._axes, self._pipeline, self._by_path()), (other._axes, other._pipeline, other._by_path())
+        return mine == theirs
 
     __hash__ = None  # type: ignore[assignment]
 

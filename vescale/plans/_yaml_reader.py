@@ -41,6 +41,7 @@ _SECTIONS = (
     "local",
     "units",
     "precision",
+    "pipeline",
 )
 
 
@@ -104,6 +105,8 @@ def _add_entries(plan: PlanEntries, file: PlanFile) -> None:
             (unit, {}) if isinstance(unit, str) else (unit["path"], {k: unit[k] for k in unit if k != "path"})
         )
         plan.unit(reader.expand(path, ("units", index)), **options, source=document.at(("units", index)))
+    if data.get("pipeline"):
+        reader.pipeline(data["pipeline"])
 
 
 class _Reader:
@@ -194,6 +197,15 @@ class _Reader:
                 raise PlanError("no axis is given; write {axis: placement}", self.document.at(where))
             for name, placements in by_phase.items():
                 self.plan.shard(expanded, placements, phase=name, given=given, source=self.document.at(where))
+
+    def pipeline(self, value: Mapping[str, Any]) -> None:
+        place: Place = ("pipeline",)
+        options = dict(value)
+        if "split_before" in options:
+            options["split_before"] = [self.expand(path, place) for path in options["split_before"]]
+        if "stages" in options:
+            options["stages"] = [[self.expand(path, place) for path in stage] for stage in options["stages"]]
+        self.plan.pipeline(**options, source=self.document.at(place))  # type: ignore[attr-defined]  # of Plan
 
     def redistribute(self, path: str, value: Any) -> None:
         place: Place = ("redistribute", path)

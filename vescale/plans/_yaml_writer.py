@@ -20,7 +20,9 @@ from vescale.plans._entries import (
     ShardEntry,
     UnitEntry,
 )
+from vescale.plans._errors import PlanError
 from vescale.plans._phase import ALL, phase_text
+from vescale.plans._pipeline_entry import PipelineEntry
 from vescale.plans._placement_text import placement_text
 from vescale.plans._plan_entries import PlanEntries
 from vescale.plans._unit_policies import dtype_name, mp_options
@@ -55,6 +57,8 @@ def plan_text(plan: PlanEntries, comments: Mapping[str, str] | None = None, head
             lines += [f"{section}:", *_section(kinds[section], written if section == "shard" else {})]
     if units:
         lines += ["units:", *units]
+    if plan.pipeline_entry is not None:
+        lines.append(f"pipeline: {_pipeline(plan.pipeline_entry)}")
     return "\n".join(lines) + "\n"
 
 
@@ -130,6 +134,21 @@ def _unit(entry: UnitEntry) -> str:
         options.append(f"offload_policy: {{pin_memory: {json.dumps(entry.offload_pinned)}}}")
     path = _scalar(entry.path.text)
     return _braces([f"path: {json.dumps(entry.path.text)}", *options]) if options else path
+
+
+def _pipeline(entry: PipelineEntry) -> str:
+    if not isinstance(entry.loss, str):
+        raise PlanError("pipeline: a loss that is a function cannot be written as YAML; use a path such as 'out.loss'")
+    cut: dict[str, object] = {
+        "split_before": [path.text for path in entry.split_before],
+        "stages": [[path.text for path in stage] for stage in entry.stages],
+        "balance": entry.balance,
+        "stages_per_rank": entry.stages_per_rank,
+    }
+    named = {name: value for name, value in cut.items() if value} | {
+        name: getattr(entry, name) for name in ("mesh", "schedule", "microbatches", "loss", "reduce")
+    }
+    return _braces(f"{name}: {json.dumps(value)}" for name, value in named.items())
 
 
 def _axes(placements: AxisPlacements, options: Iterable[str] = ()) -> str:

@@ -8,6 +8,7 @@ same for a model's initialization, without ever holding the whole model. Ops, ru
 from vescale.rng._data_order import SampleSeeds, ShardedBatchSampler
 from vescale.rng._deferred_tensor import DeferredTensor, DeferredValueError, is_deferred
 from vescale.rng._enable import deferred_init, disable, enable, is_enabled
+from vescale.rng._engine import default_generator
 from vescale.rng._indexed_bits import indexed_bits
 from vescale.rng._initializers import rand, randint, randn
 from vescale.rng._local_random_ops import drawing_part_of
@@ -20,18 +21,24 @@ from vescale.rng._materialize import (
     materialize_part,
     materialize_tensor,
 )
+from vescale.rng._microbatch_rows import Draw, MicrobatchRows, drawing_rows, draws_rows
 from vescale.rng._op_handlers import handlers
 
 __all__ = [
     "DeferredTensor",
     "DeferredValueError",
+    "Draw",
+    "MicrobatchRows",
     "PlacementFn",
     "SampleSeeds",
     "ShardedBatchSampler",
     "check_recorded_alike",
+    "default_generator",
     "deferred_init",
     "disable",
     "drawing_part_of",
+    "drawing_rows",
+    "draws_rows",
     "enable",
     "fingerprint",
     "handlers",

@@ -15,6 +15,7 @@ from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, spec_
 from vescale.placements import Region, contiguous_stride, local_region
 from vescale.rng._engine import fill_region
 from vescale.rng._fill_request import Fill
+from vescale.rng._microbatch_rows import rows_of_batch
 from vescale.rng._random_ops import RandomOp
 from vescale.rng._stream_spans import stream_order
 
@@ -80,6 +81,9 @@ def fill(
             f"tensor has shape {tuple(local.shape)}, expected {region.local_shape}; build DTensors of uneven shards with "
             "distribute_tensor, or shard as torch.chunk does"
         )
+    of_batch = rows_of_batch(region, strides)
+    if of_batch is not None:
+        region, strides = of_batch
     if local.numel() == math.prod(region.global_shape) and region.flat is None and local.stride() == strides:
         op.fill(local, generator, terms)  # this rank holds everything, laid out as on one device
         return

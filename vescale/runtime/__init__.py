@@ -5,8 +5,16 @@ from vescale.runtime._attribution import locate, module_of_node
 from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
 from vescale.runtime._missing_values import MissingValuesWarning
 from vescale.runtime._modes import register_mode
-from vescale.runtime._parallelize import gradient_reducer, implicit_communication, install, no_sync, parallelize
+from vescale.runtime._parallelize import (
+    finish_gradients,
+    gradient_reducer,
+    implicit_communication,
+    install,
+    no_sync,
+    parallelize,
+)
 from vescale.runtime._placing import Placing
+from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._shard_batch import shard_batch
 from vescale.runtime._shared_conversion import Stages
@@ -22,6 +30,7 @@ __all__ = [
     "Runtime",
     "Stages",
     "current_activation",
+    "finish_gradients",
     "gradient_reducer",
     "implicit_communication",
     "install",
@@ -29,6 +38,7 @@ __all__ = [
     "module_of_node",
     "no_sync",
     "parallelize",
+    "preflight",
     "register_mode",
     "shard_batch",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -48,13 +49,13 @@ from vescale.runtime._local_region import LocalRegion
 from vescale.runtime._missing_values import MissingValues
 from vescale.runtime._modes import install_mode
 from vescale.runtime._module_hooks import add_hooks
-from vescale.runtime._plan_units import Units
+from vescale.runtime._plan_units import Units, states_in
 from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._saving import add_save_pretrained
 from vescale.runtime._tensor_placement import TensorSlots, load_plain, place_tensor
 
-__all__ = ["gradient_reducer", "implicit_communication", "install", "no_sync", "parallelize"]
+__all__ = ["finish_gradients", "gradient_reducer", "implicit_communication", "install", "no_sync", "parallelize"]
 
 
 def parallelize(
@@ -103,11 +104,19 @@ def parallelize(
     """
     make_mode = install_mode(mode)
     optimizers = listed_optimizers(optimizer, "parallelize")
+    pipelined = isinstance(plan, Plan) and plan.pipeline_entry is not None
     if isinstance(model, nn.Module) and Runtime.of(model) is not None:
         raise PlanError(
             f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
             "parallelize"
         )
+    if pipelined and optimizers:
+        raise PlanError("a pipeline leaves each rank its stages' parameters: make the optimizer after parallelize, of model.parameters()")
+    if pipelined:  # by its name, for it stands on a higher floor
+        staged: nn.Module = importlib.import_module("vescale.pipeline").parallelize(
+            model, plan, mesh=mesh, strict=strict, mode=mode
+        )
+        return staged
     missing = MissingValues(model) if isinstance(model, nn.Module) else None
     if missing is not None:
         missing.warn()
@@ -202,6 +211,20 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     with gradient_reducer(model).no_sync():
         yield
+
+
+def finish_gradients(model: nn.Module) -> None:
+    """Complete what backwards under :func:`no_sync` have accumulated, without another backward; on every rank of the mesh.
+
+    Communication: that of a backward's end: one reduction for each unit and each bucket.
+    """
+    states = states_in(model)
+    with torch.no_grad():
+        for state in reversed(states):
+            state.reduce_accumulated()
+        if states:
+            states[0].conclude_accumulation()
+    gradient_reducer(model).finish()
 
 
 def _lowered(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> Program:

@@ -102,6 +102,8 @@ def _axes_text(mesh: DeviceMesh | None, plan: Plan | None, program: Program | No
 
 def _plan_entries(plan: Plan) -> Iterator[tuple[str, str]]:
     """Entries by kind and path; numbered where a path has several."""
+    if plan.pipeline_entry is not None:
+        yield "pipeline", plan.pipeline_entry.text()
     seen: Counter[str] = Counter()
     for entry in plan.entries:
         name = f"{type(entry).__name__.removesuffix('Entry').lower()} {entry.path}"

@@ -1,0 +1,112 @@
+"""Training in stages equals one device: losses, gradients, parameters and random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+from tests.pipeline.steps import Net, make_gpt2, mesh_of, same_steps, token_batch
+from tests.ranks import RankPools
+from tests.runtime.llama import make_llama, tensor_parallel
+from vescale.plans import Plan
+
+NAMES = ("ids", "labels")
+
+
+def make_net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def net_case(schedule: str, microbatches: int, splits: list[int], **options: Any) -> dict[str, float]:
+    def plan() -> Plan:
+        return Plan(mesh_of(pp=2)).pipeline(
+            split_before=[f"blocks.{n}" for n in splits],
+            schedule=schedule,
+            microbatches=microbatches,
+            loss="out.loss",
+            reduce=options.get("reduce", "step"),
+        )
+
+    batches = [token_batch(step, names=NAMES) for step in range(3)]
+    return same_steps(make_net, plan, batches, accumulate=options.get("accumulate", False))
+
+
+def assert_exact(results: list[dict[str, float]], loss: float = 1e-12) -> None:
+    """``loss``: Hugging Face computes losses in float32, on one device as well; their gradients are exact."""
+    for found in results:
+        assert max(found[name] for name in ("gradient", "parameter", "norm")) <= 1e-12, found
+        assert max(found[name] for name in ("loss", "evaluate")) <= loss, found
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("GPipe", 1), ("gpipe", 4), ("1F1B", 4), ("1F1B", 8)])
+def test_net_in_two_stages(ranks: RankPools, schedule: str, microbatches: int) -> None:
+    assert_exact(ranks.run(net_case, schedule, microbatches, [2], world_size=2))
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV", "LoopedBFS"])
+def test_two_stages_on_each_rank(ranks: RankPools, schedule: str) -> None:
+    assert_exact(ranks.run(net_case, schedule, 4, [1, 2, 3], world_size=2))
+
+
+def test_gradients_accumulate_over_steps(ranks: RankPools) -> None:
+    assert_exact(ranks.run(net_case, "1F1B", 2, [2], accumulate=True, world_size=2))
+
+
+def test_reduction_after_each_microbatch(ranks: RankPools) -> None:
+    assert_exact(ranks.run(net_case, "1F1B", 4, [2], reduce="microbatch", accumulate=True, world_size=2))
+
+
+CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+def test_schedule_as_text(ranks: RankPools) -> None:
+    assert_exact(ranks.run(net_case, CSV, 2, [2], world_size=2))
+
+
+def sum_and_count(out: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = batch["labels"].flatten()
+    logits = out["logits"].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"), (labels != -100).sum()
+
+
+def callable_case() -> dict[str, float]:
+    def plan() -> Plan:
+        return Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4, loss=sum_and_count)
+
+    return same_steps(make_net, plan, [token_batch(step, names=NAMES) for step in range(3)], loss=sum_and_count)
+
+
+def test_loss_is_a_callable(ranks: RankPools) -> None:
+    assert_exact(ranks.run(callable_case, world_size=2))
+
+
+def gpt2_case(schedule: str, attention: float) -> dict[str, float]:
+    def plan() -> Plan:
+        return Plan(mesh_of(pp=2)).pipeline(split_before=["transformer.h.2"], schedule=schedule, microbatches=4)
+
+    return same_steps(lambda: make_gpt2(attention=attention), plan, [token_batch(step) for step in range(2)])
+
+
+@pytest.mark.parametrize("attention", [0.0, 0.1])
+def test_gpt2_with_dropout_and_tied_head(ranks: RankPools, attention: float) -> None:
+    assert_exact(ranks.run(gpt2_case, "1F1B", attention, world_size=2), loss=1e-6)
+
+
+def llama_case(sizes: dict[str, int], tied: bool) -> dict[str, float]:
+    def plan() -> Plan:
+        mesh = mesh_of(**sizes)
+        made = tensor_parallel(mesh) if "tp" in sizes else Plan(mesh)
+        if "tp" not in sizes and "dp" in sizes:
+            made.shard("<in:(input_ids|labels)>", Shard(0), mesh="dp")
+        return made.pipeline(split_before=["model.layers.1"], schedule="1F1B", microbatches=4)
+
+    return same_steps(lambda: make_llama(tie_word_embeddings=tied), plan, [token_batch(step) for step in range(2)])
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 1, "tp": 2}, {"pp": 2, "dp": 2, "tp": 1}], ids=str)
+def test_llama(ranks: RankPools, sizes: dict[str, int]) -> None:
+    assert_exact(ranks.run(llama_case, sizes, True, world_size=2 if sizes == {"pp": 2} else 4), loss=1e-6)

@@ -1,0 +1,9 @@
+"""Pipelines: a model in stages, which ranks along one axis of the mesh run, by a schedule of
+``torch.distributed.pipelining``. See docs/pipeline.md."""
+
+from vescale.pipeline._balance import partition
+from vescale.pipeline._cut import Cut
+from vescale.pipeline._install import PipelineModule, parallelize
+from vescale.pipeline._schedule import Action, Schedule, make_schedule
+
+__all__ = ["Action", "Cut", "PipelineModule", "Schedule", "make_schedule", "parallelize", "partition"]

@@ -1,0 +1,123 @@
+"""``Cut``: which modules and parameters of a model belong to which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from vescale.pipeline._balance import balanced_splits
+from vescale.plans import Path, PipelineEntry, PlanError
+
+__all__ = ["Cut"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model in stages.
+
+    Attributes:
+        splits: the module before whose call stage 1, 2, ... begins.
+        bound: stage of each module that runs inside of one stage, outermost ones only, with at least one parameter.
+        owners: stages of each parameter, by first name: all stages that one of its names belongs to.
+        num_stages: one more than there are splits.
+    """
+
+    splits: tuple[str, ...]
+    bound: Mapping[str, int]
+    owners: Mapping[str, frozenset[int]]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.splits) + 1
+
+    @classmethod
+    def of(cls, model: nn.Module, entry: PipelineEntry, num_ranks: int) -> Cut:
+        """The cut of an entry. Raises PlanError for paths that match nothing, or that cannot begin a stage."""
+        order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+        explicit: dict[str, int] = {}
+        if entry.stages:
+            listed = [[n for path in stage for n in _matching(path, order, entry)] for stage in entry.stages]
+            for stage, names in enumerate(listed):
+                for name in names:
+                    if explicit.setdefault(name, stage) != stage:
+                        raise PlanError(
+                            f"pipeline: {name!r} is listed in stages {explicit[name]} and {stage}", entry.source
+                        )
+            splits = [min(names, key=order.__getitem__) for names in listed[1:]]
+        elif entry.split_before:
+            splits = sorted({n for path in entry.split_before for n in _matching(path, order, entry)}, key=order.get)  # type: ignore[arg-type]
+        else:
+            splits = balanced_splits(model, entry, num_ranks)
+        return cls._of_splits(model, entry, tuple(splits), explicit)
+
+    @classmethod
+    def _of_splits(
+        cls, model: nn.Module, entry: PipelineEntry, splits: tuple[str, ...], explicit: Mapping[str, int]
+    ) -> Cut:
+        for outer in ("", *splits):
+            inside = [name for name in splits if name != outer and name.startswith(f"{outer}.")] if outer else []
+            if inside or (outer in splits and outer == ""):
+                raise PlanError(
+                    f"pipeline: {inside[0]!r} is a part of {outer!r}; split before one of the two", entry.source
+                )
+        if "" in splits:
+            raise PlanError(
+                "pipeline: a stage cannot begin before the model itself; name one of its modules", entry.source
+            )
+        stage_of: dict[str, int] = {}
+        current = 0
+        for name, module in model.named_modules(remove_duplicate=False):
+            current += name in splits and name not in stage_of
+            around = name.rpartition(".")[0]
+            stage = explicit.get(name)
+            if (
+                stage is None
+                and around
+                and around in stage_of
+                and any(around == e or around.startswith(f"{e}.") for e in explicit)
+            ):
+                stage = stage_of[around]
+            stage_of[name] = current if stage is None else stage
+            del module
+        if list(splits) != sorted(splits, key=lambda name: list(stage_of).index(name)):
+            raise PlanError(
+                f"pipeline: the stages begin before {', '.join(splits)}, which are not in order", entry.source
+            )
+        # Modules that contain the beginning of a stage run in several; their own parameters are used in the first.
+        parts = {name.rpartition(".")[0] for name in splits}
+        containers = {""} | {".".join(p.split(".")[:i]) for p in parts if p for i in range(1, p.count(".") + 2)}
+        for name in containers - explicit.keys():
+            stage_of[name] = 0
+        bound: dict[str, int] = {}
+        owners: dict[int, set[int]] = {}
+        names: dict[int, str] = {}
+
+        def visit(name: str, module: nn.Module) -> None:
+            if name not in containers:
+                inside = {
+                    stage_of[f"{name}.{n}" if n else name] for n, _ in module.named_modules(remove_duplicate=False)
+                }
+                if len(inside) == 1 and next(module.parameters(), None) is not None:
+                    bound[name] = stage_of[name]
+                    return
+            for child, inner in module.named_children():
+                visit(f"{name}.{child}" if name else child, inner)
+
+        visit("", model)
+        for split in splits:
+            bound.setdefault(split, stage_of[split])
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), name)
+            owners.setdefault(id(parameter), set()).add(stage_of[name.rpartition(".")[0]])
+        return cls(splits, bound, {names[key]: frozenset(stages) for key, stages in owners.items()})
+
+
+def _matching(path: Path, order: Mapping[str, int], entry: PipelineEntry) -> Sequence[str]:
+    found = [name for name in order if name and path.matches(name, timeout=1.0)]
+    if not found:
+        blocks = [name for name in order if name.rpartition(".")[2].isdigit()][:3]
+        hint = f", for example {', '.join(map(repr, blocks))}" if blocks else ""
+        raise PlanError(f"pipeline: {str(path)!r} matches no module of the model; name modules{hint}", entry.source)
+    return found

@@ -1,0 +1,70 @@
+"""Gates: calls of a model's modules that the running stage may answer itself, before any hook of the module."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torch import nn
+
+from vescale.pipeline._cut import Cut
+
+__all__ = ["Gate", "Run", "StageEnd", "add_gates", "current_run", "running"]
+
+_THREAD = threading.local()
+
+
+class StageEnd(Exception):
+    """Ends the model's forward where the next stage begins."""
+
+
+class Run(Protocol):
+    """A forward of the model."""
+
+    def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In place of the module's call, hooks and all; ``proceed(*args, **kwargs)`` is that call."""
+
+
+class Gate:
+    """What a gated module knows: its path, its stage, and the stage that begins before it (None)."""
+
+    def __init__(self, path: str, stage: int, begins: int | None) -> None:
+        self.path, self.stage, self.begins = path, stage, begins
+
+
+def add_gates(model: nn.Module, cut: Cut) -> None:
+    """Give the modules of ``cut`` gates. Their classes become subclasses of what they were, with the same name."""
+    begins = {name: number + 1 for number, name in enumerate(cut.splits)}
+    for path, stage in cut.bound.items():
+        module = model.get_submodule(path)
+        module.__dict__["_pipeline_gate"] = Gate(path, stage, begins.get(path))
+        module.__class__ = _gated(type(module))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _gated(cls: type[nn.Module]) -> type[nn.Module]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = getattr(_THREAD, "run", None)
+        proceed = functools.partial(cls.__call__, self)
+        return proceed(*args, **kwargs) if run is None else run.call(self._pipeline_gate, proceed, args, kwargs)
+
+    named = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), named)
+
+
+@contextlib.contextmanager
+def running(run: Run | None) -> Iterator[None]:
+    """The forward that this thread runs, for gates."""
+    before = getattr(_THREAD, "run", None)
+    _THREAD.run = run
+    try:
+        yield
+    finally:
+        _THREAD.run = before
+
+
+def current_run() -> Run | None:
+    return getattr(_THREAD, "run", None)

@@ -1,0 +1,173 @@
+"""``parallelize`` for a plan with a pipeline: each rank keeps the model with the parameters of its stages."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from vescale.ir import Instruction, Program, Unit, lower
+from vescale.pipeline._cut import Cut
+from vescale.pipeline._gates import add_gates
+from vescale.pipeline._runner import Runner
+from vescale.pipeline._schedule import Schedule, make_schedule
+from vescale.pipeline._stage_run import end_forward
+from vescale.pipeline._trace import skeleton_of
+from vescale.plans import MeshAxes, PipelineEntry, Plan, PlanError
+from vescale.runtime import install, preflight
+
+__all__ = ["PipelineModule", "parallelize"]
+
+_NUMBERS = itertools.count()
+
+
+class PipelineModule(nn.Module):
+    """What a parallelized model with a pipeline is, beside its own class. Its forward is that of a stage, and is not called;
+    its parameters, and ``state_dict()``, are those of this rank's stages, under their names in the whole model."""
+
+    def step(self, **batch: Any) -> torch.Tensor:
+        """Forward and backward of the whole batch in all stages, by the plan's schedule.
+
+        Args:
+            batch: arguments of the model's forward: the global batch, the same on every rank. Tensors are cut into
+                micro-batches along dim 0.
+
+        Gradients are complete afterwards, and added to what ``.grad`` had: call ``zero_grad()`` where they shall not
+        accumulate. Random numbers are those of one device that runs the whole batch.
+
+        Returns the loss of the whole batch, a plain tensor without a graph, the same on every rank.
+
+        Raises PlanError, on every rank and before any communication, for a batch that cannot be cut, or a forward that the
+        plan's stages do not fit.
+        """
+        return self._pipeline.step(batch)
+
+    def evaluate(self, **batch: Any) -> torch.Tensor:
+        """The loss of the whole batch, without gradients, in evaluation mode; the modes of modules are restored."""
+        return self._pipeline.evaluate(batch)
+
+    @property
+    def _pipeline(self) -> Runner:
+        found: Runner = self.__dict__["_pipeline_runner"]
+        return found
+
+
+@functools.cache
+def _with_steps(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (PipelineModule, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def parallelize(
+    model: nn.Module, plan: Plan, *, mesh: DeviceMesh | None = None, strict: bool = False, mode: str = "eager"
+) -> nn.Module:
+    """See :func:`vescale.parallelize`; the model, in place, as a :class:`PipelineModule`."""
+    entry = plan.pipeline_entry
+    assert entry is not None
+    known = mesh if mesh is not None else plan.mesh
+    try:
+        if mode != "eager":
+            raise PlanError(f"pipeline: mode={mode!r} does not run stages; leave it out", entry.source)
+        if known is not None and MeshAxes.of(known) != plan.axes:
+            raise PlanError(
+                f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(known)}; give the plan's mesh"
+            )
+        num_ranks = plan.axes.size(entry.mesh)
+        program = lower(plan, model)
+        cut = Cut.of(model, entry, num_ranks)
+        schedule = make_schedule(entry, num_ranks, cut.num_stages)
+    except PlanError as problem:
+        preflight(model, known, plan=plan, problem=problem)
+        raise
+    preflight(model, known, plan=plan, program=program)
+    if known is None:
+        devices = [p.device.type for p in model.parameters() if p.device.type != "meta"]
+        known = init_device_mesh(devices[0] if devices else "cpu", plan.axes.sizes, mesh_dim_names=plan.axes.names)
+    return _install(model, program, cut, entry, schedule, known, strict=strict)
+
+
+def _install(
+    model: nn.Module,
+    program: Program,
+    cut: Cut,
+    entry: PipelineEntry,
+    schedule: Schedule,
+    mesh: DeviceMesh,
+    *,
+    strict: bool,
+) -> nn.Module:
+    number = next(_NUMBERS)
+    inner = _stage_mesh(mesh, entry.mesh, program.axes)
+    group = mesh.get_group(entry.mesh)
+    rank = mesh.get_local_rank(entry.mesh)
+    skeleton = skeleton_of(model)
+    _keep_stages(model, cut, frozenset(schedule.stages_of(rank)))
+    add_gates(model, cut)
+    add_gates(skeleton, cut)
+    install(model, _of_stages(model, program, cut, frozenset(schedule.stages_of(rank))), inner, strict=strict)
+    column = "-".join(map(str, inner.get_coordinate() or ()))
+    place = f"vescale/pipeline/{number}/{column}"
+    runner = Runner(model, skeleton, cut, entry, schedule, inner, group, place)
+    model.__dict__["_pipeline_runner"] = runner
+    model.__class__ = _with_steps(type(model))  # type: ignore[arg-type]
+    model.__dict__["forward"] = end_forward(model, model.forward)
+    return model
+
+
+def _stage_mesh(mesh: DeviceMesh, axis: str, axes: MeshAxes) -> DeviceMesh:
+    """The mesh of the ranks that run one stage. Communication: none, except that a mesh without other axes gets one of size
+    1, whose groups every rank makes."""
+    if mesh.ndim > 1:
+        return mesh[axes.names] if len(axes.names) > 1 else mesh[axes.names[0]]
+    wider = DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(-1), mesh_dim_names=(axis, *axes.names))
+    return wider[axes.names[0]]
+
+
+def _keep_stages(model: nn.Module, cut: Cut, own: frozenset[int]) -> None:
+    """Replace parameters and buffers of other stages by placeholders that are no part of the model."""
+    others = {name for name, stages in cut.owners.items() if not stages & own}
+    by_id = {id(p): name for name, p in model.named_parameters()}
+    foreign = tuple(f"{path}." for path, stage in cut.bound.items() if stage not in own)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and by_id.get(id(parameter)) in others:
+                _hide(module, module._parameters, name, parameter)
+        if f"{path}.".startswith(foreign) and foreign:
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    _hide(module, module._buffers, name, buffer)
+
+
+def _hide(module: nn.Module, table: Any, name: str, tensor: torch.Tensor) -> None:
+    del table[name]
+    value = float("nan") if tensor.is_floating_point() else 0
+    device = tensor.device
+    module.__dict__[name] = torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def _of_stages(model: nn.Module, program: Program, cut: Cut, own: frozenset[int]) -> Program:
+    """The instructions for what this rank has."""
+    foreign = tuple(f"{path}." for path, stage in cut.bound.items() if stage not in own)
+    tensors = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    found: list[Instruction] = []
+    for instruction in program:
+        path = instruction.path
+        if isinstance(instruction.op, Unit):
+            names = tuple(n for n in instruction.op.names if (f"{path}.{n}" if path else n) in tensors)
+            if names:
+                found.append(replace(instruction, op=replace(instruction.op, names=names)))
+            continue
+        is_state = not instruction.target.startswith("<")
+        name = f"{path}.{instruction.target}" if path else instruction.target
+        if is_state and name not in tensors:
+            # A tied tensor may be placed under a name of another stage: its own stage has it under the same name.
+            continue
+        if not is_state and foreign and f"{path}.".startswith(foreign):
+            continue
+        found.append(instruction)
+    return Program(program.axes, tuple(found))

@@ -1,0 +1,227 @@
+"""``Runner``: runs the stages of this rank, by a schedule, on the micro-batches of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from vescale.compat.random_ops import without_native_fills
+from vescale.gradients import StageShare, set_share
+from vescale.pipeline._batches import Signature, like, microbatches_of
+from vescale.pipeline._cut import Cut
+from vescale.pipeline._gates import running
+from vescale.pipeline._headers import Header, HeaderExchange
+from vescale.pipeline._loss import BatchLoss
+from vescale.pipeline._schedule import Schedule, build
+from vescale.pipeline._stage import ModelStage
+from vescale.pipeline._stage_run import StageRun
+from vescale.pipeline._ties import Ties
+from vescale.pipeline._trace import trace
+from vescale.plans import PipelineEntry, PlanError
+from vescale.rng import MicrobatchRows, default_generator, drawing_rows
+from vescale.runtime import finish_gradients, no_sync
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Runs steps. ``model`` is parallelized over ``mesh``, the mesh of one stage's ranks; ``group`` connects the stages."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        skeleton: nn.Module,
+        cut: Cut,
+        entry: PipelineEntry,
+        schedule: Schedule,
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
+        place: str,
+    ) -> None:
+        self.model, self.skeleton, self.cut, self.entry, self.schedule = model, skeleton, cut, entry, schedule
+        self.mesh, self.group, self._place = mesh, group, place
+        self.device = torch.device(mesh.device_type)
+        self.rank = dist.get_rank(group)
+        own = schedule.stages_of(self.rank)
+        self.stages = [ModelStage(self, model, index, cut.num_stages, self.device, group, mesh) for index in own]
+        self._torch_schedule = build(entry, list(self.stages), lambda output, number: number.new_zeros(()))
+        for stage in self.stages:
+            stage.stage_index_to_group_rank = dict(enumerate(schedule.rank_of))
+        self.ties = Ties(model, cut, schedule, group, self.rank)
+        self._share_out()
+        self._signatures: dict[Any, Signature] = {}
+        self._known: Signature | None = None
+        self._batches: list[dict[str, Any]] = []
+        self._loss: BatchLoss | None = None
+        self._totals: list[torch.Tensor] = []
+        self._counts: list[Any] = []
+        self.states: dict[int, torch.Tensor] = {}
+
+    def _share_out(self) -> None:
+        """Tell norms of gradients that these parameters are a part of a larger model."""
+        for name, stages in self.cut.owners.items():
+            owners = {self.schedule.rank_of[stage] for stage in stages}
+            if self.rank in owners:
+                set_share(self.model.get_parameter(name), StageShare(self.group, self.rank == min(owners)))
+
+    # A step
+
+    def step(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            raise RuntimeError("pipeline: .step() under torch.no_grad() has no gradients; call .evaluate()")
+        with self._on(batch):
+            once = self.entry.reduce == "step"
+            kept = self.ties.set_aside() if not callable(self.entry.loss) else self.ties.set_aside(everything=True)
+            with no_sync(self.model) if once else contextlib.nullcontext():
+                numbers = torch.arange(self.entry.microbatches)
+                self._torch_schedule.step(target=numbers, return_outputs=False)
+            if once:
+                finish_gradients(self.model)
+            loss, count = self._global_loss()
+            self.ties.add_up()
+            self.ties.put_back(kept, 1.0 if count is None else 1.0 / count)
+        return loss
+
+    def evaluate(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad(), self._on(batch):
+                self._forward_only()
+                return self._global_loss()[0]
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def _forward_only(self) -> None:
+        """Every stage's forward of every micro-batch; a rank's stages in order, so that nobody waits in a circle."""
+        by_index = {stage.stage_index: stage for stage in self.stages}
+        pending: list[Any] = []
+        for stage in self.stages:
+            stage.has_backward = False
+            stage.clear_runtime_states()
+        for mb in range(self.entry.microbatches):
+            for stage in self.stages:
+                index = stage.stage_index
+                if index - 1 not in by_index:
+                    _wait(_start(stage.get_fwd_recv_ops(mb)))
+                made = stage.forward_one_chunk(mb, (), {})
+                if index + 1 in by_index:
+                    by_index[index + 1].set_local_fwd_input(made, mb)
+                else:
+                    pending += _start(stage.get_fwd_send_ops(mb))
+        _wait(pending)
+        for stage in self.stages:
+            stage.clear_runtime_states()
+
+    def _global_loss(self) -> tuple[torch.Tensor, float | None]:
+        """The loss of the whole batch on every rank, and the count of a callable loss. Communication: one broadcast."""
+        last = self.schedule.rank_of[-1]
+        both = torch.zeros(2, dtype=torch.float64)
+        if self.rank == last:
+            both[0] = sum(float(total) for total in self._totals)
+            both[1] = sum(float(count) for count in self._counts) if self._counts else -1.0
+        both = both.to(self.device)
+        dist.broadcast(both, dist.get_global_rank(self.group, last), group=self.group)
+        value, count = both.tolist()
+        dtype = self._loss_dtype()
+        if not callable(self.entry.loss):
+            return torch.tensor(value, dtype=dtype, device=self.device), None
+        return torch.tensor(value / count if count else float("nan"), dtype=dtype, device=self.device), count or 1.0
+
+    def _loss_dtype(self) -> torch.dtype:
+        return next((p.dtype for p in self.skeleton.parameters() if p.dtype.is_floating_point), torch.float32)
+
+    @contextlib.contextmanager
+    def _on(self, batch: Mapping[str, Any]) -> Iterator[None]:
+        """The batch whose micro-batches stages run. The generator is afterwards where one device leaves it."""
+        self._batches = microbatches_of(batch, self.entry)
+        known = self._known = self._signature(batch, self.model.training)
+        self._loss = BatchLoss(self.entry, known.whole.losses, batch)
+        self._totals, self._counts, self.states = [], [], {}
+        generator = default_generator(self.device)
+        before = generator.get_state()
+        self._start_state = before
+        if known.whole.draws:
+            without_native_fills()
+        try:
+            yield
+            generator.set_state(before)
+            for draw in known.whole.draws:
+                draw.skip(generator)
+        finally:
+            self._batches, self.states = [], {}
+
+    def _signature(self, batch: Mapping[str, Any], training: bool) -> Signature:
+        key = (training, *sorted((name, like(value)) for name, value in batch.items()))
+        found = self._signatures.get(key)
+        if found is None:
+            self.skeleton.train(training)
+            for module, twin in zip(self.model.modules(), self.skeleton.modules()):
+                twin.training = module.training
+            whole = trace(self.skeleton, self.cut, batch, self.entry.source)
+            part = trace(self.skeleton, self.cut, self._batches[0], self.entry.source)
+            headers = HeaderExchange(f"{self._place}/{len(self._signatures)}")
+            found = self._signatures[key] = Signature(whole, part, headers, self.entry)
+        return found
+
+    # What stages ask for
+
+    def header(self, stage: int) -> Sequence[Header]:
+        assert self._known is not None
+        return self._known.headers.get(stage)
+
+    def tell_header(self, stage: int, headers: Sequence[Header]) -> None:
+        assert self._known is not None
+        self._known.headers.tell(stage, headers)
+
+    def around_backward(self, microbatch: int) -> Any:
+        assert self._known is not None
+        return drawing_rows(MicrobatchRows(self.entry.microbatches, microbatch, self._known.dims))
+
+    def forward(self, stage: int, microbatch: int, received: Sequence[DTensor]) -> tuple[list[DTensor], Any]:
+        known = self._known
+        assert known is not None and self._loss is not None
+        run = StageRun(self, known, stage, received)
+        generator = default_generator(self.device)
+        generator.set_state(self._start_state)
+        batch = self._batches[microbatch]
+        rows = MicrobatchRows(self.entry.microbatches, microbatch, known.dims)
+        with drawing_rows(rows), running(run):
+            run.loss_mode = self._loss.around_forward if stage == self.cut.num_stages - 1 else None
+            out = self.model(**batch)
+        if stage < self.cut.num_stages - 1:
+            if run.made is None:
+                raise PlanError(f"pipeline: stage {stage} ran to the end of the model's forward", self.entry.source)
+            return run.made, None
+        if callable(self.entry.loss):
+            total, count = self.entry.loss(out, batch)
+            self._counts.append(_number(count))
+        else:
+            total = self._loss.share(out, batch)
+        if isinstance(total, DTensor) and any(p.is_partial() for p in total.placements):
+            total = total.redistribute(total.device_mesh, [Replicate()] * total.device_mesh.ndim)
+        self._totals.append(_number(total.detach()))
+        return [], total
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _start(ops: list[dist.P2POp]) -> list[Any]:
+    return dist.batch_isend_irecv(ops) if ops else []
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,245 @@
+"""``Schedule``: the order of computations of all ranks, as data, checked by a dry run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vescale.compat.pipelining import dry_run, schedule_class, schedule_from_text, schedule_order, schedule_with_comms
+from vescale.plans import PipelineEntry, PlanError
+
+__all__ = ["Action", "Schedule", "make_schedule"]
+
+# Time of a computation, with a forward as 1: a full backward, the gradient of inputs, that of weights.
+DURATIONS = {"F": 1, "B": 2, "I": 1, "W": 1}
+_KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+
+
+class Action(NamedTuple):
+    """``2F0``: the forward of stage 2 for micro-batch 0. Kinds: F forward, B backward, I and W its halves."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class _PaperStage:
+    """What schedules read of a stage, without a process group."""
+
+    def __init__(self, index: int, num_stages: int, rank: int, num_ranks: int) -> None:
+        self.stage_index, self.num_stages = index, num_stages
+        self.group_rank, self.group_size = rank, num_ranks
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.submod = None
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The computations of each rank along the pipeline's axis, in order.
+
+    Attributes:
+        actions: by rank.
+        starts: when each begins, on paper: a forward takes 1, a backward 2, half a backward 1, a message 0.
+        rank_of: of each stage.
+    """
+
+    name: str
+    num_microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+    starts: tuple[tuple[int, ...], ...]
+    rank_of: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+
+    @property
+    def length(self) -> int:
+        """The time of a step."""
+        return max(s[-1] + DURATIONS[a[-1].kind] for s, a in zip(self.starts, self.actions))
+
+    @property
+    def bubble(self) -> float:
+        """The part of the step's time in which a rank waits, on average."""
+        busy = sum(DURATIONS[action.kind] for actions in self.actions for action in actions)
+        return 1.0 - busy / (self.length * len(self.actions))
+
+    @property
+    def peak(self) -> tuple[int, ...]:
+        """For each rank, the most forwards whose backward has not ended."""
+        found = []
+        for actions in self.actions:
+            alive = most = 0
+            for action in actions:
+                alive += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+                most = max(most, alive)
+            found.append(most)
+        return tuple(found)
+
+    def messages(self) -> dict[int, Counter[str]]:
+        """For each stage, the messages of a step: ``sends`` and ``receives`` of one tensor each, to another rank."""
+        counts: dict[int, Counter[str]] = {stage: Counter() for stage in range(self.num_stages)}
+        for actions in self.actions:
+            for stage, kind, _ in actions:
+                if kind == "W":
+                    continue
+                source, target = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
+                for other, what in ((source, "receives"), (target, "sends")):
+                    if 0 <= other < self.num_stages and self.rank_of[other] != self.rank_of[stage]:
+                        counts[stage][f"{'forward' if kind == 'F' else 'backward'}_{what}"] += 1
+        return counts
+
+    def to_csv(self) -> str:
+        """The form that ``schedule=`` of a plan takes."""
+        return "".join(",".join(map(str, actions)) + "\n" for actions in self.actions)
+
+    def draw(self) -> str:
+        """A line for each rank, a column for each unit of time; dots where it waits."""
+        width = max(len(str(action)) for actions in self.actions for action in actions) + 1
+        lines = []
+        for rank, (actions, starts) in enumerate(zip(self.actions, self.starts)):
+            cells = ["."] * self.length
+            for action, start in zip(actions, starts):
+                cells[start] = str(action)
+                for more in range(1, DURATIONS[action.kind]):
+                    cells[start + more] = "-"
+            lines.append(f"rank {rank}: " + "".join(cell.ljust(width) for cell in cells).rstrip())
+        return "\n".join(lines) + "\n"
+
+
+def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Schedule:
+    """The schedule of an entry, for ``num_stages`` stages on ``num_ranks`` ranks. No process group is needed.
+
+    Raises PlanError for numbers that the schedule does not take, and for one that deadlocks.
+    """
+    m, name = entry.microbatches, "CSV" if entry.schedule_is_text else entry.schedule
+
+    def refuse(problem: str) -> PlanError:
+        return PlanError(f"pipeline: schedule {name}: {problem}", entry.source)
+
+    if num_stages % num_ranks or num_stages < num_ranks:
+        raise refuse(
+            f"{num_stages} stages for {num_ranks} ranks along {entry.mesh!r}; cut the model into a multiple of {num_ranks}"
+        )
+    per_rank = num_stages // num_ranks
+    if name in ("GPipe", "1F1B") and per_rank != 1:
+        raise refuse(
+            f"it runs one stage on each rank, and the model is cut into {num_stages} for {num_ranks} ranks; cut it into "
+            f"{num_ranks}, or use Interleaved1F1B"
+        )
+    if name in ("ZBVZeroBubble", "DualPipeV") and per_rank != 2:
+        raise refuse(f"it runs exactly 2 stages on each rank; cut the model into {2 * num_ranks}, not {num_stages}")
+    least = {"1F1B": num_stages, "DualPipeV": num_stages}.get(name, 1)
+    if m < least:
+        raise refuse(f"{m} micro-batches for {num_stages} stages; give microbatches={least} or more, or use GPipe")
+    rounds = max(1, m // num_ranks)
+    if name in ("Interleaved1F1B", "InterleavedZeroBubble") and m % rounds:
+        raise refuse(
+            f"{m} micro-batches on {num_ranks} ranks; their number must be a multiple of {rounds} rounds "
+            f"({num_ranks} ranks go into it {rounds} times): give a multiple of {num_ranks}"
+        )
+    if name in ("GPipe", "1F1B"):
+        one_each = {stage: stage for stage in range(num_stages)}
+        order_of = _gpipe if name == "GPipe" else _one_forward_one_backward
+        actions = tuple(tuple(order_of(stage, num_stages, m)) for stage in range(num_stages))
+        return Schedule(name, m, actions, _timed(actions, one_each, refuse), tuple(one_each))
+    stages: list[Any] = [_PaperStage(rank, num_stages, 0, num_ranks) for rank in range(per_rank)]
+    try:
+        made = build(entry, stages, loss=None)
+        order = schedule_order(made)
+        rank_of = _ranks_of(order, num_stages)
+        with contextlib.redirect_stdout(io.StringIO()):
+            dry_run(schedule_with_comms(order, rank_of.__getitem__, num_stages), rank_of.__getitem__, num_stages)
+    except (AssertionError, ValueError, RuntimeError, KeyError, IndexError) as error:
+        raise refuse(f"it cannot run: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+    actions = tuple(tuple(_flat(order[rank])) for rank in range(num_ranks))
+    starts = _timed(actions, rank_of, refuse)
+    return Schedule(name, m, actions, starts, tuple(rank_of[stage] for stage in range(num_stages)))
+
+
+def _gpipe(stage: int, num_stages: int, m: int) -> list[Action]:
+    """What ``ScheduleGPipe`` runs."""
+    return [Action(stage, kind, mb) for kind in "FB" for mb in range(m)]
+
+
+def _one_forward_one_backward(stage: int, num_stages: int, m: int) -> list[Action]:
+    """What ``Schedule1F1B`` runs. (The order that it returns for drawings begins with another micro-batch on the last
+    stage in torch 2.13.)"""
+    warmup = min(m, num_stages - stage)
+    found = [Action(stage, "F", mb) for mb in range(warmup)]
+    for mb in range(m):
+        found.append(Action(stage, "B", mb))
+        if warmup + mb < m:
+            found.append(Action(stage, "F", warmup + mb))
+    return found
+
+
+def build(entry: PipelineEntry, stages: list[Any], loss: Any) -> Any:
+    """The schedule object of ``torch.distributed.pipelining`` for the stages of one rank."""
+    if entry.schedule_is_text:
+        return schedule_from_text(entry.schedule.strip() + "\n", stages, entry.microbatches, loss)
+    cls = schedule_class(entry.schedule)
+    given = stages[0] if entry.schedule in ("GPipe", "1F1B") else stages
+    return cls(given, entry.microbatches, loss_fn=loss, scale_grads=False)
+
+
+def _flat(actions: Any) -> Any:
+    for action in actions:
+        if action is None:
+            continue
+        for each in action.sub_actions or (action,):
+            yield Action(each.stage_index, _KINDS[each.computation_type.name], each.microbatch_index)
+
+
+def _ranks_of(order: Mapping[int, Any], num_stages: int) -> dict[int, int]:
+    found = {action.stage: rank for rank, actions in order.items() for action in _flat(actions)}
+    missing = [stage for stage in range(num_stages) if stage not in found]
+    if missing or len(found) != num_stages:
+        raise ValueError(f"it has stages {sorted(found)}, and the model stages 0 to {num_stages - 1}")
+    return found
+
+
+def _timed(actions: Any, rank_of: Mapping[int, int], refuse: Any) -> tuple[tuple[int, ...], ...]:
+    """When each action begins. Raises for actions that wait for each other for ever."""
+    last = len(rank_of) - 1
+    ends: dict[tuple[int, str, int], int] = {}
+    positions, clocks = [0] * len(actions), [0] * len(actions)
+    starts: list[list[int]] = [[] for _ in actions]
+    progress = True
+    while progress:
+        progress = False
+        for rank, own in enumerate(actions):
+            while positions[rank] < len(own):
+                stage, kind, mb = own[positions[rank]]
+                needs = []
+                if kind == "F" and stage > 0:
+                    needs.append((stage - 1, "F", mb))
+                elif kind in "BI":
+                    needs.append((stage, "F", mb))
+                    if stage < last:
+                        needs.append((stage + 1, "I", mb))
+                elif kind == "W":
+                    needs.append((stage, "I", mb))
+                if any(need not in ends for need in needs):
+                    break
+                begin = max([clocks[rank], *(ends[need] for need in needs)])
+                clocks[rank] = begin + DURATIONS[kind]
+                ends[stage, "I" if kind == "B" else kind, mb] = clocks[rank]
+                starts[rank].append(begin)
+                positions[rank] += 1
+                progress = True
+    waiting = [f"rank {r} before {own[p]}" for r, (own, p) in enumerate(zip(actions, positions)) if p < len(own)]
+    if waiting:
+        raise refuse(f"it deadlocks: {', '.join(waiting)} wait for each other")
+    return tuple(map(tuple, starts))

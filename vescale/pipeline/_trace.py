@@ -1,0 +1,317 @@
+"""``Trace``: one forward of the whole model without its parameters' values, from which stages learn what they send.
+
+Parameters are on the meta device, and so is whatever depends on them. All else (masks, positions, labels) is computed, so
+that branches on its values are taken as they will be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_flatten, tree_unflatten
+from vescale.pipeline._cut import Cut
+from vescale.pipeline._gates import Gate, running
+from vescale.plans import PlanError
+from vescale.rng import Draw, is_deferred
+
+__all__ = ["Boundary", "LossTerm", "TensorLike", "Trace", "TracedCall", "skeleton_of", "trace"]
+
+aten = torch.ops.aten
+# Ops that read the shape of their operand, and no value.
+_SHAPE_ONLY = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_full.default,
+}
+_LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What enters a stage: ``leaves`` are the positions, among the leaves of the arguments of its first module's call, of
+    the tensors that earlier stages have made; ``shapes`` and ``dtypes`` are those of a whole forward's."""
+
+    leaves: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    num_leaves: int
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """A call of a gated module: its result as (leaves with (shape, dtype) in place of tensors, tree), and what it draws."""
+
+    path: str
+    leaves: tuple[Any, ...]
+    tree: Any
+    draws: tuple[Draw, ...]
+
+
+@dataclass(frozen=True)
+class TensorLike:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class LossTerm:
+    """A call of ``nll_loss``: what counts its labels in another batch, and how it adds them up."""
+
+    reduction: int
+    ignore_index: int
+    has_weight: bool
+    target: Callable[[Mapping[str, Any]], torch.Tensor] | None
+
+
+@dataclass
+class Trace:
+    boundaries: dict[int, Boundary]
+    calls: list[TracedCall]
+    draws: list[Draw]
+    losses: list[LossTerm]
+    output: Any
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """A copy of the model whose parameters are on the meta device; buffers have their values, if there are any."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        tensors = {**module._parameters, **module._buffers, **module.__dict__}
+        for tensor in tensors.values():
+            if not isinstance(tensor, torch.Tensor) or id(tensor) in memo:
+                continue
+            if isinstance(tensor, nn.Parameter):
+                meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                memo[id(tensor)] = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+            elif is_deferred(tensor) or tensor.is_meta:
+                memo[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            else:
+                memo[id(tensor)] = tensor.detach().clone()
+    return copy.deepcopy(model, memo)
+
+
+def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source: Any = None) -> Trace:
+    """Run the forward of a gated skeleton on a batch; its generators and buffers are left as they were.
+
+    Raises PlanError for a forward that the cut does not fit: a module that runs in another stage than it belongs to, or a
+    value that a stage would need from an earlier one and does not get.
+    """
+    recorder = _Recorder(skeleton, cut, batch, entry_source)
+    buffers = [(b, b.detach().clone()) for b in skeleton.buffers() if not b.is_meta]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(running(recorder))
+        stack.enter_context(recorder)
+        output = skeleton(**batch)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    missing = [path for stage, path in enumerate(cut.splits, 1) if stage not in recorder.boundaries]
+    if missing:
+        raise PlanError(
+            f"pipeline: the forward does not call {missing[0]!r}, before which a stage begins", entry_source
+        )
+    return Trace(recorder.boundaries, recorder.calls, recorder.draws, recorder.losses, output)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every op below autograd, and every call of a gated module.
+
+    ``made``: for a tensor (by ``id``), the stage that alone can make it. ``stage``: whose part of the forward runs.
+    ``inside``: the gated module that runs.
+    """
+
+    def __init__(self, skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], source: Any) -> None:
+        super().__init__()
+        self.cut, self.source = cut, source
+        self.owners = {id(p): (n, cut.owners[n]) for n, p in skeleton.named_parameters()}
+        self.stage, self.inside = 0, None
+        self.made: dict[int, int] = {}
+        self.values: set[int] = set()  # of tensors that depend on parameters
+        self.keep: list[Any] = list(batch.values())
+        self.carried: set[int] = set()
+        self.recipes: dict[int, Any] = {id(v): ("batch", k) for k, v in batch.items() if isinstance(v, torch.Tensor)}
+        self.boundaries: dict[int, Boundary] = {}
+        self.calls: list[TracedCall] = []
+        self.draws: list[Draw] = []
+        self.losses: list[LossTerm] = []
+
+    # Calls of modules
+
+    def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.inside is not None:  # a module of a gated one
+            return proceed(*args, **kwargs)
+        if gate.begins is not None and gate.begins not in self.boundaries:
+            self._begin(gate, (args, kwargs))
+        if gate.stage != self.stage:
+            raise PlanError(
+                f"pipeline: the forward calls {gate.path!r} in stage {self.stage}, but by the order of the model's modules "
+                f"it belongs to stage {gate.stage}; give stages=[[paths], ...], with {gate.path!r} in that of stage "
+                f"{self.stage}",
+                self.source,
+            )
+        before = len(self.draws)
+        self.inside = gate.path  # type: ignore[assignment]
+        try:
+            result = proceed(*args, **kwargs)
+        finally:
+            self.inside = None
+        leaves, tree = tree_flatten(result)
+        shapes = [TensorLike(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves]
+        self.calls.append(TracedCall(gate.path, tuple(shapes), tree, tuple(self.draws[before:])))
+        return result
+
+    def _begin(self, gate: Gate, arguments: Any) -> None:
+        assert gate.begins is not None
+        if gate.begins != self.stage + 1:
+            raise PlanError(
+                f"pipeline: the forward calls {gate.path!r} after stage {self.stage}, but stage {gate.begins} begins there; "
+                "give the beginnings of stages in the order in which the forward calls them",
+                self.source,
+            )
+        self.stage = gate.begins
+        leaves, _ = tree_flatten(arguments)
+        found = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and id(leaf) in self.made]
+        self.carried = {id(leaves[n]) for n in found}
+        shapes = tuple(tuple(leaves[n].shape) for n in found)
+        self.boundaries[self.stage] = Boundary(tuple(found), shapes, tuple(leaves[n].dtype for n in found), len(leaves))
+
+    # Ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        flat, tree = tree_flatten((args, kwargs))
+        tensors = [v for v in flat if isinstance(v, torch.Tensor)]
+        reads_values = func not in _SHAPE_ONLY
+        depends = reads_values and any(id(t) in self.owners or id(t) in self.values for t in tensors)
+        only_here = reads_values and any(id(t) in self.owners or id(t) in self.made for t in tensors)
+        if reads_values:
+            self._check(func, tensors)
+        self._note_draw(func, args, kwargs)
+        out, is_replayable = self._run(func, flat, tree, args, kwargs, tensors)
+        self._note_loss(func, args, kwargs, depends)
+        outs = [v for v in tree_flatten(out)[0] if isinstance(v, torch.Tensor)]
+        self.keep.extend(outs)
+        for number, result in enumerate(outs):
+            if depends:
+                self.values.add(id(result))
+            elif is_replayable:
+                self.recipes[id(result)] = (func, args, kwargs, number)
+            else:
+                self.recipes.pop(id(result), None)
+            if only_here or self.inside is not None:
+                self.made[id(result)] = self.stage
+        return out
+
+    def _run(
+        self, func: Any, flat: list[Any], tree: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]
+    ) -> tuple[Any, bool]:
+        is_mutation = func._schema.is_mutable
+        if any(t.is_meta for t in tensors):
+            if is_mutation and not tensors[0].is_meta and isinstance(args[0], torch.Tensor):
+                self.values.add(id(args[0]))  # a computed tensor gets values that are not known
+                return args[0], False
+            # Computed values beside unknown ones.
+            moved = [v.to("meta") if isinstance(v, torch.Tensor) and not v.is_meta else v for v in flat]
+            args, kwargs = tree_unflatten(moved, tree)
+            if kwargs.get("device") is not None:
+                kwargs = {**kwargs, "device": torch.device("meta")}
+            return func(*args, **kwargs), False
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs), not is_mutation
+
+    def _check(self, func: Any, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            made = self.made.get(id(tensor))
+            if made is not None and made < self.stage and not (id(tensor) in self.carried and self.inside is not None):
+                where = self.inside or "the forward around the stages' modules"
+                raise PlanError(
+                    f"pipeline: {func} in {where}, in stage {self.stage}, reads a tensor of shape {tuple(tensor.shape)} "
+                    f"that stage {made} has made, and that is no argument of {self.cut.splits[self.stage - 1]!r}, before "
+                    f"which stage {self.stage} begins; only its arguments are sent. Begin the stage before another module",
+                    self.source,
+                )
+            owner = self.owners.get(id(tensor))
+            if owner is not None and self.stage not in owner[1]:
+                raise PlanError(
+                    f"pipeline: stage {self.stage} reads the parameter {owner[0]!r}, which belongs to stage "
+                    f"{min(owner[1])} by the order of the model's modules; give stages=[[paths], ...], with the module of "
+                    f"{owner[0]!r} in that of stage {self.stage}",
+                    self.source,
+                )
+
+    def _note_draw(self, func: Any, args: Any, kwargs: Any) -> None:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return
+        if "dropout_p" in kwargs or "scaled_dot_product" in str(func):
+            return  # without dropout; with dropout, the math kernel is traced
+        if kwargs.get("generator") is not None:
+            return
+        draw = Draw.of_call(func, args, kwargs)
+        if draw is None:
+            raise PlanError(
+                f"pipeline: the forward calls {func}, whose numbers cannot be cut by micro-batches; draw with an in-place "
+                "op on a tensor that has the batch in one dim (torch.empty_like(x).uniform_()), or give it a "
+                "generator of its own",
+                self.source,
+            )
+        self.draws.append(draw)
+
+    def _note_loss(self, func: Any, args: Any, kwargs: Any, depends: bool) -> None:
+        if func not in _LOSSES:
+            return
+        _, target, weight, reduction, ignore_index = args
+        recipe = self._replay_of(target) if depends else None
+        self.losses.append(LossTerm(reduction, ignore_index, weight is not None, recipe))
+
+    def _replay_of(self, tensor: torch.Tensor) -> Callable[[Mapping[str, Any]], torch.Tensor] | None:
+        """What computes the tensor from another batch of the same shapes; None for one that depends on parameters."""
+        if id(tensor) in self.values or id(tensor) not in self.recipes:
+            return None
+        recipes, keep = self.recipes, self.keep
+
+        def compute(batch: Mapping[str, Any]) -> torch.Tensor:
+            done: dict[int, Any] = {}
+
+            def value(x: Any) -> Any:
+                if not isinstance(x, torch.Tensor) or id(x) not in recipes:
+                    return x
+                if id(x) not in done:
+                    recipe = recipes[id(x)]
+                    if recipe[0] == "batch":
+                        done[id(x)] = batch[recipe[1]]
+                    else:
+                        func, args, kwargs, number = recipe
+                        flat, tree = tree_flatten((args, kwargs))
+                        a, k = tree_unflatten([value(v) for v in flat], tree)
+                        if k.get("device") is not None and torch.device(k["device"]).type == "meta":
+                            k = {**k, "device": torch.device("cpu")}
+                        outs = [v for v in tree_flatten(func(*a, **k))[0] if isinstance(v, torch.Tensor)]
+                        done[id(x)] = outs[number]
+                return done[id(x)]
+
+            assert keep is not None
+            with torch.no_grad():
+                found: torch.Tensor = value(tensor)
+            return found
+
+        return compute

@@ -1,0 +1,158 @@
+"""``PipelineEntry``: how a model is cut into stages, and in which order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vescale.plans._errors import PlanError, Source, did_you_mean
+from vescale.plans._mesh_axes import MeshAxes
+from vescale.plans._path import Path, Target
+
+__all__ = ["PIPELINE_SCHEDULES", "PipelineEntry", "pipeline_entry"]
+
+# The names of torch.distributed.pipelining, and short forms of theirs.
+PIPELINE_SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+_SHORT = {"zbv": "ZBVZeroBubble", "zb1p": "InterleavedZeroBubble"}
+_REDUCE = ("step", "microbatch")
+
+
+@dataclass(frozen=True)
+class PipelineEntry:
+    """The one pipeline of a plan.
+
+    Attributes:
+        mesh: the axis of the mesh whose ranks run different stages.
+        split_before: paths of the modules before which a stage begins.
+        stages: for each stage, paths of modules that belong to it.
+        balance: ``"cost"``: stages are chosen so that the slowest one is fast. Exactly one of these three is given.
+        schedule: a name of ``torch.distributed.pipelining``, or the schedule itself as CSV text, one rank a line.
+        microbatches: into how many equal parts the batch is cut.
+        loss: a path into the model's output, ``"out.loss"``, or ``f(out, batch) -> (sum, count)``.
+        reduce: gradients are reduced once a step, or after every micro-batch's backward.
+        stages_per_rank: with ``balance``; None: what the schedule needs.
+    """
+
+    mesh: str
+    split_before: tuple[Path, ...] = ()
+    stages: tuple[tuple[Path, ...], ...] = ()
+    balance: str | None = None
+    schedule: str = "1F1B"
+    microbatches: int = 8
+    loss: str | Callable[[Any, Mapping[str, Any]], tuple[Any, Any]] = "out.loss"
+    reduce: str = "step"
+    stages_per_rank: int | None = None
+    source: Source | None = field(default=None, compare=False)
+
+    @property
+    def schedule_is_text(self) -> bool:
+        return is_schedule_text(self.schedule)
+
+    def text(self) -> str:
+        """The same on every rank; for comparisons of plans."""
+        loss = self.loss if isinstance(self.loss, str) else getattr(self.loss, "__qualname__", type(self.loss).__name__)
+        cut: object = (
+            [str(path) for path in self.split_before] or [[str(p) for p in s] for s in self.stages] or self.balance
+        )
+        return (
+            f"mesh={self.mesh}, cut={cut}, schedule={self.schedule}, microbatches={self.microbatches}, loss={loss}, "
+            f"reduce={self.reduce}, stages_per_rank={self.stages_per_rank}"
+        )
+
+
+def is_schedule_text(schedule: str) -> bool:
+    return "," in schedule or "\n" in schedule
+
+
+def pipeline_entry(
+    axes: MeshAxes,
+    *,
+    split_before: Sequence[str] | None,
+    stages: Sequence[Sequence[str]] | None,
+    balance: str | None,
+    mesh: str,
+    schedule: str,
+    microbatches: int,
+    loss: Any,
+    reduce: str,
+    stages_per_rank: int | None,
+    source: Source | None,
+) -> PipelineEntry:
+    """A checked entry. Raises PlanError."""
+
+    def refuse(problem: str) -> PlanError:
+        return PlanError(f"pipeline: {problem}", source)
+
+    given = [n for n, v in (("split_before", split_before), ("stages", stages), ("balance", balance)) if v is not None]
+    if len(given) != 1:
+        raise refuse(
+            f"{' and '.join(given) or 'nothing'} says where the model is cut; give exactly one of split_before=[paths], "
+            'stages=[[paths], ...] and balance="cost"'
+        )
+    if mesh not in axes:
+        raise refuse(f"no axis {mesh!r}; the axes are {axes}{did_you_mean(mesh, axes)}")
+    if balance not in (None, "cost"):
+        raise refuse(f'balance={balance!r}; use "cost"')
+    if reduce not in _REDUCE:
+        raise refuse(f"reduce={reduce!r}; use 'step' or 'microbatch'{did_you_mean(str(reduce), _REDUCE)}")
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise refuse(f"microbatches={microbatches!r}; use a number of at least 1")
+    if stages_per_rank is not None and (not isinstance(stages_per_rank, int) or stages_per_rank < 1 or balance is None):
+        raise refuse(f"stages_per_rank={stages_per_rank!r}; it is a number of at least 1, beside balance=")
+    if not callable(loss) and not (isinstance(loss, str) and loss.split(".")[0] == "out"):
+        raise refuse(
+            f"loss={loss!r}; use a path that begins with the output, such as 'out.loss' or 'out', or a callable"
+        )
+    return PipelineEntry(
+        mesh,
+        tuple(_module(path, refuse) for path in _texts(split_before, "split_before", refuse)),
+        tuple(tuple(_module(path, refuse) for path in _texts(stage, "stages", refuse)) for stage in stages or ()),
+        balance,
+        _schedule(schedule, refuse),
+        microbatches,
+        loss,
+        reduce,
+        stages_per_rank,
+        source,
+    )
+
+
+def _texts(paths: Any, name: str, refuse: Callable[[str], PlanError]) -> Sequence[str]:
+    if paths is None:
+        return ()
+    if isinstance(paths, str) or not all(isinstance(path, str) for path in paths):
+        raise refuse(f"{name}={paths!r}; use a list of paths{' for each stage' if name == 'stages' else ''}")
+    return tuple(paths)
+
+
+def _module(text: str, refuse: Callable[[str], PlanError]) -> Path:
+    try:
+        path = Path.parse(text)
+    except ValueError as error:
+        raise refuse(str(error)) from None
+    if path.target is not Target.STATE:
+        raise refuse(f"{text!r} takes a module path; leave out <...> and .grad")
+    return path
+
+
+def _schedule(schedule: Any, refuse: Callable[[str], PlanError]) -> str:
+    if not isinstance(schedule, str):
+        raise refuse(f"schedule={schedule!r}; use a name ({', '.join(PIPELINE_SCHEDULES)}), or CSV text")
+    if is_schedule_text(schedule):
+        return schedule
+    names = {name.lower(): name for name in PIPELINE_SCHEDULES} | _SHORT
+    if schedule.lower() not in names:
+        raise refuse(
+            f"schedule={schedule!r} is none of {', '.join(PIPELINE_SCHEDULES)}{did_you_mean(schedule, PIPELINE_SCHEDULES)}; "
+            "or give the actions of each rank as CSV text, one rank a line"
+        )
+    return names[schedule.lower()]
