@@ -9,7 +9,19 @@ from vescale.ir._joint_sharding import join_placements, ragged_positions
 from vescale.ir._lower import check, lower
 from vescale.ir._merged_names import merge_repeats, name_list
 from vescale.ir._move_collectives import Collective
-from vescale.ir._operations import Annotate, Attention, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._operations import (
+    Annotate,
+    Attention,
+    Checkpoint,
+    Factory,
+    Local,
+    Op,
+    Place,
+    Redistribute,
+    Stage,
+    Unit,
+    Wrap,
+)
 from vescale.ir._packed_weights import Packing, packed_dims
 from vescale.ir._predict import Prediction, predict
 from vescale.ir._program import Program
@@ -21,6 +33,7 @@ __all__ = [
     "Annotate",
     "Attention",
     "Change",
+    "Checkpoint",
     "Collective",
     "Coverage",
     "Factory",

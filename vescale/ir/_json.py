@@ -11,12 +11,27 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ir._instruction import Hook, Instruction
-from vescale.ir._operations import Annotate, Attention, Factory, Local, Op, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._operations import (
+    Annotate,
+    Attention,
+    Checkpoint,
+    Factory,
+    Local,
+    Op,
+    Place,
+    Redistribute,
+    Stage,
+    Unit,
+    Wrap,
+)
 from vescale.plans import (
     ATTENTION_METHODS,
     AttentionMethod,
+    CheckpointPolicy,
     MeshAxes,
     Source,
+    checkpoint_budget,
+    checkpoint_policy,
     mp_options,
     mp_policy_of,
     parse_placement,
@@ -35,6 +50,7 @@ _KINDS: dict[str, type[Op]] = {
     "attention": Attention,
     "local": Local,
     "unit": Unit,
+    "checkpoint": Checkpoint,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 # Fields of instructions that hold one placement for each axis.
@@ -81,6 +97,8 @@ def _op(op: Op, axes: MeshAxes) -> dict[str, Any]:
         value = getattr(op, field.name)
         if isinstance(value, MixedPrecisionPolicy):
             data[field.name] = mp_options(value)
+        elif isinstance(value, CheckpointPolicy):
+            data[field.name] = value.form()
         elif value is not None:
             data[field.name] = _stage(value, axes) if field.name in _STAGES else value
     if isinstance(op, Attention):
@@ -128,6 +146,11 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
             raise ValueError(f"offload_pinned is {values['offload_pinned']!r}, not true or false")
     if kind is Attention:
         values["methods"] = _read_methods(data["methods"], axes)
+    if kind is Checkpoint:
+        values["policy"] = checkpoint_policy(data["policy"])
+        values["budget_gib"] = checkpoint_budget(values.get("budget_gib"), values["policy"])
+        if isinstance(values.get("budget"), bool) or not isinstance(values.get("budget", 0), int):
+            raise ValueError(f"budget is {values['budget']!r}, not the number of an entry")
     if kind is Local:
         values = {"kind": None, "dispatch": None, **values}
         for key in ("experts", "features", "biases"):

@@ -1,11 +1,13 @@
 """Plans: how each tensor of a model is placed on a mesh, as data, in Python or YAML."""
 
+from vescale.plans._checkpoint_policy import CheckpointPolicy, checkpoint_budget, checkpoint_policy, split_selector
 from vescale.plans._entries import (
     ATTENTION_METHODS,
     AnnotateEntry,
     AttentionEntry,
     AttentionMethod,
     AxisPlacements,
+    CheckpointEntry,
     Entry,
     FactoryEntry,
     LocalEntry,
@@ -33,6 +35,8 @@ __all__ = [
     "AttentionEntry",
     "AttentionMethod",
     "AxisPlacements",
+    "CheckpointEntry",
+    "CheckpointPolicy",
     "Entry",
     "FactoryEntry",
     "HfImportWarning",
@@ -50,10 +54,13 @@ __all__ = [
     "Target",
     "UnitEntry",
     "VescalePlan",
+    "checkpoint_budget",
+    "checkpoint_policy",
     "did_you_mean",
     "mp_options",
     "mp_policy_of",
     "parse_placement",
     "phase_text",
     "placement_text",
+    "split_selector",
 ]

@@ -12,6 +12,7 @@ from vescale.plans._entries import (
     AnnotateEntry,
     AttentionEntry,
     AxisPlacements,
+    CheckpointEntry,
     FactoryEntry,
     LocalEntry,
     RedistributeEntry,
@@ -45,7 +46,7 @@ def plan_text(plan: PlanEntries) -> str:
             continue
         section, value = _section_value(entry)
         kinds.setdefault(section, {}).setdefault(_with_variables(entry.path.text, variables), []).append(value)
-    for section in ("shard", "redistribute", "annotate", "factory", "attention", "local"):
+    for section in ("shard", "redistribute", "annotate", "factory", "attention", "local", "checkpoint"):
         if section in kinds:
             lines += [f"{section}:", *_section(kinds[section])]
     if units:
@@ -83,7 +84,13 @@ def _section(values: dict[str, list[str]]) -> Iterable[str]:
 
 
 def _section_value(
-    entry: ShardEntry | RedistributeEntry | AnnotateEntry | FactoryEntry | AttentionEntry | LocalEntry,
+    entry: ShardEntry
+    | RedistributeEntry
+    | AnnotateEntry
+    | FactoryEntry
+    | AttentionEntry
+    | LocalEntry
+    | CheckpointEntry,
 ) -> tuple[str, str]:
     if isinstance(entry, ShardEntry):
         options = [] if entry.phase == ALL else [f"phase: {phase_text(entry.phase)}"]
@@ -98,6 +105,8 @@ def _section_value(
         return "factory", _axes(entry.placements)
     if isinstance(entry, AttentionEntry):
         return "attention", _braces(f"{axis}: {method}" for axis, method in entry.methods)
+    if isinstance(entry, CheckpointEntry):
+        return "checkpoint", _checkpoint(entry)
     parts = [f"{name}: {value}" for name, value in (("kind", entry.kind), ("dispatch", entry.dispatch)) if value]
     parts += [f"{name}: {_axes(axes)}" for name, axes in (("in", entry.inputs), ("out", entry.outputs)) if axes]
     return "local", _braces(parts)
@@ -116,6 +125,16 @@ def _unit(entry: UnitEntry) -> str:
         options.append(f"offload_policy: {{pin_memory: {json.dumps(entry.offload_pinned)}}}")
     path = _scalar(entry.path.text)
     return _braces([f"path: {json.dumps(entry.path.text)}", *options]) if options else path
+
+
+def _checkpoint(entry: CheckpointEntry) -> str:
+    form = entry.policy.form()
+    if isinstance(form, str) and entry.budget_gib is None:
+        return form
+    options = {"save": form} if isinstance(form, str) else form
+    if entry.budget_gib is not None:
+        options["budget_gib"] = entry.budget_gib
+    return _braces(f"{name}: {json.dumps(value)}" for name, value in options.items())
 
 
 def _axes(placements: AxisPlacements, options: Iterable[str] = ()) -> str:

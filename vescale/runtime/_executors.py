@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import enum
 
-from vescale.ir import Annotate, Attention, Factory, Hook, Instruction, Local, Op, Place, Redistribute, Unit, Wrap
+from vescale.ir import (
+    Annotate,
+    Attention,
+    Checkpoint,
+    Factory,
+    Hook,
+    Instruction,
+    Local,
+    Op,
+    Place,
+    Redistribute,
+    Unit,
+    Wrap,
+)
 from vescale.plans import PlanError
 
 __all__ = ["Executor", "executor_of"]
@@ -21,6 +34,7 @@ class Executor(enum.Enum):
     GRADIENT = "placing gradients"  # vescale.runtime._gradient_hooks
     SETTING = "settings of a module"  # vescale.runtime._runtime
     REGION = "running a module on local tensors"  # vescale.runtime._local_region, _expert_region
+    CHECKPOINT = "computing a forward again in backward"  # vescale.runtime._checkpointed_forward
 
 
 # (hook, kind of target) -> ops -> executor. Kinds of target: "<in>", "<out>", "<self>"; "name" of a parameter or buffer.
@@ -29,7 +43,7 @@ _TABLE: dict[tuple[Hook, str], dict[type[Op], Executor]] = {
     (Hook.INIT, "<self>"): {Unit: Executor.UNIT},
     (Hook.FORWARD_PRE, "<in>"): dict.fromkeys((Wrap, Annotate, Redistribute), Executor.INPUT),
     (Hook.FORWARD_PRE, "name"): {Redistribute: Executor.PARAMETER},
-    (Hook.FORWARD, "<self>"): {Factory: Executor.SETTING, Attention: Executor.SETTING, Local: Executor.REGION},
+    (Hook.FORWARD, "<self>"): {Factory: Executor.SETTING, Attention: Executor.SETTING, Local: Executor.REGION, Checkpoint: Executor.CHECKPOINT},
     (Hook.FORWARD_POST, "<out>"): {Annotate: Executor.OUTPUT, Redistribute: Executor.OUTPUT},
     (Hook.BACKWARD, "name"): {Annotate: Executor.GRADIENT, Redistribute: Executor.GRADIENT},
 }
