@@ -30,6 +30,7 @@ _PUBLIC: dict[str, str] = {
     "parallelize": "vescale.static",
     "implicit_communication": "vescale.runtime",
     "no_sync": "vescale.runtime",
+    "report": "vescale.runtime",
     "ImplicitCommunicationError": "vescale.runtime",
     "ImplicitCommunicationWarning": "vescale.runtime",
     "ALL": "vescale.plans",

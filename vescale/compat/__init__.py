@@ -30,6 +30,7 @@ try:
     from vescale.compat.foreach import *
     from vescale.compat.fsdp2 import *
     from vescale.compat.gradient_rows import *
+    from vescale.compat.held_tensors import held_tensors, weak_node
     from vescale.compat.hook_gate import *
     from vescale.compat.layouts import Layout
     from vescale.compat.meshes import *
@@ -75,6 +76,7 @@ __all__ = [
     "group_description",
     "intern_spec",
     "is_native",
+    "held_tensors",
     "native_conversions",
     "native_hooks",
     "native_require_current",

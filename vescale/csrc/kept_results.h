@@ -21,6 +21,14 @@ inline void release(std::vector<py::object>& objects) {
     objects.clear();
 }
 
+// Adds what a saved variable holds, if no hooks have packed it.
+inline void add_held(const torch::autograd::SavedVariable& saved, std::vector<at::Tensor>& found) {
+    const auto data = saved.get_raw_data();
+    if (data.has_value() && data->defined()) {
+        found.push_back(*data);
+    }
+}
+
 // Saved by an autograd node. Where the forward ran on local tensors they are local tensors, and need their specs only if the
 // backward does not.
 class KeptResults {
@@ -38,6 +46,12 @@ class KeptResults {
     KeptResults() = default;
     KeptResults(const KeptResults&) = delete;
     KeptResults& operator=(const KeptResults&) = delete;
+
+    void add_held(std::vector<at::Tensor>& found) const {
+        for (const auto& saved : saved_) {
+            vescale::add_held(saved, found);
+        }
+    }
 
     std::vector<at::Tensor> unpack() const {
         std::vector<at::Tensor> found;

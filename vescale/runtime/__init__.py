@@ -7,6 +7,7 @@ from vescale.runtime._modes import register_mode
 from vescale.runtime._parallelize import gradient_reducer, implicit_communication, install, no_sync, parallelize
 from vescale.runtime._placing import Placing
 from vescale.runtime._runtime import Runtime
+from vescale.runtime._saved_report import SavedReport, report
 from vescale.runtime._shared_conversion import Stages
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ImplicitSite",
     "Placing",
     "Runtime",
+    "SavedReport",
     "Stages",
     "current_activation",
     "gradient_reducer",
@@ -27,4 +29,5 @@ __all__ = [
     "no_sync",
     "parallelize",
     "register_mode",
+    "report",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from vescale.compat import map_tensors, no_torch_function
 from vescale.ir import Instruction, Redistribute
 from vescale.ops import convert
+from vescale.runtime._attribution import module_of_node
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._module_calls import module_hooks
 from vescale.runtime._placing import Placing
@@ -52,6 +54,7 @@ class _Instructions:
         self.runtime = runtime
         self.path = path
         self.is_root = path == ""
+        self._module = weakref.ref(module)
         self.inputs = [Placing(runtime, i) for i in instructions if executor_of(i) is Executor.INPUT]
         self.parameters = [i for i in instructions if executor_of(i) is Executor.PARAMETER]
         self.outputs = [Placing(runtime, i) for i in instructions if executor_of(i) is Executor.OUTPUT]
@@ -127,7 +130,13 @@ class _Instructions:
                 key = index if isinstance(index, str) else list(output)[index]
                 if output.get(key) is not None:
                     output = _with_item(output, key, placing(output[key]))
-        return map_tensors(self._finished, output) if self.is_root else output
+        if not self.is_root:
+            return output
+        output = map_tensors(self._finished, output)
+        model = self._module()
+        if model is not None:
+            self.runtime.saved.end(output, model, module_of_node)
+        return output
 
     def _finished(self, x: torch.Tensor) -> torch.Tensor:
         """An output of the model: reduced if it is a Partial scalar (a loss), so that it is printed correctly."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ from vescale.ir import Attention, Factory, Program
 from vescale.plans import AttentionMethod, MeshAxes
 from vescale.runtime._gradient_hooks import GradientHooks
 from vescale.runtime._implicit_site import ImplicitSite
+from vescale.runtime._saved_account import SavedAccount
 from vescale.runtime._timeline import MAX_LENGTH, ModuleTimeline
 
 __all__ = ["Runtime", "Where", "timelines"]
@@ -47,6 +49,10 @@ class Runtime:
         native: the module of the forward hooks in C++; None: they are in Python.
         timeline: attributes autograd nodes to modules; all models of a process share it.
         instructions: of each module, by path (:mod:`vescale.runtime._module_hooks`).
+        saved: what the last forward held for its backward.
+        num_forwards: how many forwards with gradients have begun.
+        last_offloaded: the forward that offloaded last, if it is still there.
+        budgets: by the number of their entry in the plan.
         warned_of_compiler: whether the user was told that torch.compile has no effect.
     """
 
@@ -63,6 +69,10 @@ class Runtime:
         self.timeline = _timeline(native)
         self.warned_of_compiler = False
         self.instructions: dict[str, Any] = {}
+        self.saved = SavedAccount()
+        self.num_forwards = 0
+        self.last_offloaded: weakref.ref[Any] | None = None
+        self.budgets: dict[int, Any] = {}
         self._factories = {i.path: tuple(i.op.placements) for i in program if isinstance(i.op, Factory)}
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
         self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -102,7 +112,10 @@ class Runtime:
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """A copied model has a runtime of its own; its modules are adopted when they are first called."""
         runtime = Runtime(self.program, self.mesh, self.gradients.of_copy(), strict=self.strict, native=self.native)
-        return memo.setdefault(id(self), runtime)
+        memo[id(self)] = runtime
+        runtime.saved.reads_graph = self.saved.reads_graph
+        runtime.budgets = copy.deepcopy(self.budgets, memo)
+        return runtime
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
