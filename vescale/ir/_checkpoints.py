@@ -150,6 +150,16 @@ class _Selectors:
                 "them, 'aten.mm' or 'aten.mm.default'",
                 entry.source,
             )
+        if known and entry is not None:
+            overloads = [getattr(packet, name) for name in overload or packet.overloads()]
+            if all(one._schema.is_mutable for one in overloads):
+                self.findings.error(
+                    "checkpoint-write",
+                    f"checkpoint '{entry.path}': {op!r} writes to its argument, so that its result cannot be kept apart; name "
+                    "the op that makes what is written to, or one behind it",
+                    entry.source,
+                )
+                return False
         return known
 
     def _is_run(self, path: str, op: str) -> bool:

@@ -18,6 +18,7 @@ It is :func:`torch.utils.checkpoint.checkpoint` around the module's own forward,
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -28,10 +29,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale.comm import KeptResults
-from vescale.compat import map_tensors, no_torch_function, tensors_in
+from vescale.compat import hides_tensors, map_tensors, no_torch_function, tensors_in
 from vescale.ir import Checkpoint, Instruction
 from vescale.plans import CheckpointPolicy
 from vescale.runtime._activation import current_activation
+from vescale.runtime._argument_state import copy_state, held_objects
 from vescale.runtime._checkpoint_budget import Budget
 from vescale.runtime._generator_states import GeneratorStates
 from vescale.runtime._offloaded_tensors import OffloadedForward
@@ -98,6 +100,7 @@ class _Call:
         self._numbers: dict[int, int] = {}  # of the inputs, by id of what stands for them
         with no_torch_function():
             self._given = map_tensors(self._take_out, [args, kwargs])
+        self._has_state = hides_tensors([args, kwargs])
         self.kept = KeptResults(
             keeps=not policy.recompute_communication,
             on_kept=lambda tensors: self._note(tensors, owner.path, "communication"),
@@ -105,7 +108,7 @@ class _Call:
         self.held: dict[int, int] = {}  # bytes by address, for a budget
         self.draws: GeneratorStates | None = None
         self.shown: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
-        self.has_run = False
+        self.has_run = self._is_again = False
 
     def _take_out(self, tensor: torch.Tensor) -> torch.Tensor:
         stands_for_it = torch.empty(0, device="meta")
@@ -158,21 +161,39 @@ class _Call:
         self.has_run = True
         with no_torch_function():
             before = GeneratorStates(self.device_type)
+            untouched = copy_state(self._given) if self._has_state else self._given
         with self.kept.keeping():
             result = self._forward(inputs)
         with no_torch_function():
             if before.have_moved():
                 self.draws = before
+            if self._has_state:
+                self._warn_of_state(untouched)
+        self._given = untouched
         return result
+
+    def _warn_of_state(self, untouched: Any) -> None:
+        runtime = self.owner.runtime
+        kept = {key for key, x in held_objects(self._given).items() if isinstance(x, torch.Tensor)}
+        if runtime.warned_of_state or not runtime.is_first_rank or kept <= held_objects(untouched).keys():
+            return
+        runtime.warned_of_state = True
+        warnings.warn(
+            f"the checkpointed module {self.owner.path!r} writes tensors to an object among its arguments, which keeps them; "
+            "numbers are right, but their memory is not saved: turn key/value caches off (use_cache=False)",
+            stacklevel=2,
+        )
 
     def _forward(self, inputs: Sequence[torch.Tensor]) -> Any:
         numbers = self._numbers
         with no_torch_function():
-            args, kwargs = map_tensors(lambda x: inputs[numbers[id(x)]], self._given)
+            given = copy_state(self._given) if self._has_state and self._is_again else self._given
+            args, kwargs = map_tensors(lambda x: inputs[numbers[id(x)]] if id(x) in numbers else x, given)
         return self.owner._forward(*args, **kwargs)
 
     def _again(self, inputs: Sequence[torch.Tensor]) -> Any:
         budget, owner = self.owner.budget, self.owner
+        self._is_again = True
         draws = self.draws.again() if self.draws is not None else contextlib.nullcontext()
         with draws, _showing(self.shown), self.kept.taking():
             if budget is None or budget.is_decided:

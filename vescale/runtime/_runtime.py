@@ -53,6 +53,7 @@ class Runtime:
         num_forwards: how many forwards with gradients have begun.
         last_offloaded: the forward that offloaded last, if it is still there.
         budgets: by the number of their entry in the plan.
+        warned_of_state: whether the user was told that a checkpointed module writes to an argument that keeps tensors.
         warned_of_compiler: whether the user was told that torch.compile has no effect.
     """
 
@@ -73,6 +74,7 @@ class Runtime:
         self.num_forwards = 0
         self.last_offloaded: weakref.ref[Any] | None = None
         self.budgets: dict[int, Any] = {}
+        self.warned_of_state = False
         self._factories = {i.path: tuple(i.op.placements) for i in program if isinstance(i.op, Factory)}
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
         self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
