@@ -133,18 +133,186 @@ def ring() -> None:
     compared(lambda: make_llama().train(), plan, LLAMA, policies, llama_loss)
 
 
-def experts() -> None:
-    model = MODELS["mixtral"]
-    print(model)
+def zoo_loss(name: str) -> Callable[[nn.Module], torch.Tensor]:
+    inputs = MODELS[name].inputs()
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        return model(**inputs, use_cache=False).loss
+
+    return loss_of
 
 
-def test_llama(ranks: RankPools) -> None:
-    ranks.run(llama, world_size=2)
+def zoo(name: str, path: str, policies: tuple[str, ...], **config: Any) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return MODELS[name].build().double().train()
+
+    plan = plan_zoo.load(name, mesh_of({"dp": 1, "tp": 2}))
+    compared(build, plan, path, {policy: POLICIES[policy] for policy in policies}, zoo_loss(name))
+
+
+class Net(nn.Module):
+    """Dropout, plain random numbers, a write in place to what has been received, a module that is called twice."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Mlp(width) for _ in range(4))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, scale={"of": x.detach().abs().mean()})
+        return self.head(self.layers[0](x, scale={"of": 1.0}))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.4)
+
+    def forward(self, x: torch.Tensor, *, scale: dict[str, Any]) -> torch.Tensor:
+        y = self.down(self.dropout(F.gelu(self.up(x))))
+        y += 0.1 * torch.randn_like(y) / (1 + scale["of"])  # y was received by <out>
+        return x + self.dropout(y)
+
+
+def net_plan(axes: Any) -> Plan:
+    plan = Plan(axes)
+    plan.shard("<in:x>", Shard(0), mesh="dp")
+    plan.shard(r"layers\.\d+\.up\.(weight|bias)", Shard(0), mesh="tp")
+    plan.shard(r"layers\.\d+\.down\.weight", Shard(1), mesh="tp")
+    plan.shard(r"layers\.\d+\.<in>", vescale.plans.parse_placement("R"), mesh="tp")
+    plan.shard(r"layers\.\d+\.down\.<out>", vescale.plans.parse_placement("R"), mesh="tp")
+    return plan
+
+
+def make_net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def net_loss(model: nn.Module) -> torch.Tensor:
+    x = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return model(x).square().mean()
+
+
+NET: dict[str, Any] = {
+    "full": "full",
+    "selective": "selective",
+    "ops": {"save": ["aten.gelu", "aten.randn_like"]},
+    "selector": {"save": [r"layers\.\d+\.up :: aten.addmm"]},
+    "offload": "offload",
+}
+
+
+def net() -> None:
+    """The result of ``<out>`` is written to in place, so that it is received again; that is the only difference."""
+    warnings.simplefilter("ignore")
+    plan = net_plan(mesh_of({"dp": 1, "tp": 2}))
+    steps = {}
+    for name, policy in {"": None, **NET}.items():
+        model = make_net()
+        parallelize(model, plan if policy is None else with_checkpoints(plan, r"layers\.\d+", policy))
+        steps[name] = run(model, net_loss)
+        assert_same_bits(steps[name], steps[""])
+
+
+def again() -> None:
+    """Collectives run again where that is asked for, with the same bits."""
+    mesh = mesh_of({"dp": 1, "tp": 2})
+    plan, counts, steps, saved = plan_zoo.load("llama", mesh), {}, {}, {}
+    for again in (False, True):
+        model = make_llama(use_cache=False)
+        policy = {"save": [], "recompute_communication": again}
+        parallelize(model, with_checkpoints(plan, LLAMA, policy))
+        with record_comms() as ledger:
+            steps[again] = run(model, llama_loss, 1)
+        counts[again] = ledger.count()
+        saved[again] = vescale.report(model).saved_bytes
+    assert_same_bits(steps[True], steps[False])
+    assert counts[True] == counts[False] + 2 * 4  # two all-gathers and two reduce-scatters a layer
+    assert saved[True] < saved[False]
+
+
+def twice() -> None:
+    """Two backwards of one forward, and a forward that never gets one."""
+    plan = plan_zoo.load("llama", mesh_of({"dp": 1, "tp": 2}))
+    found = []
+    for checkpointed in (False, True):
+        model = make_llama(use_cache=False)
+        parallelize(model, with_checkpoints(plan, LLAMA, "full") if checkpointed else plan)
+        llama_loss(model)
+        loss = llama_loss(model)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append([local(p.grad) for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def gathers() -> None:
+    """ZeRO-3: a unit is gathered once for its forward, and once for recomputation and backward, also where a region holds
+    several units."""
+    counts, steps = {}, {}
+    mesh = mesh_of({"dp": 2})
+    for name, path in {"": "", "unit": r"layers\.\d+", "parts": r"layers\.\d+"}.items():
+        model = make_net()
+        plan = sharded_at_rest(Plan(mesh).shard("<in:x>", Shard(0), mesh="dp"))
+        if name == "parts" or not name:
+            plan.unit(r"layers\.\d+\.(up|down)")
+        parallelize(model, plan.checkpoint(path, "full") if path else plan)
+        with record_comms() as ledger:
+            steps[name] = run(model, net_loss)
+        counts[name] = ledger.count("all_gather_v")
+    assert_same_bits(steps["parts"], steps[""])
+    assert_same_bits(steps["unit"], steps[""])
+    assert counts["parts"] == counts[""], counts
+
+
+def deep_copy() -> None:
+    plan = with_checkpoints(net_plan(mesh_of({"dp": 1, "tp": 2})), r"layers\.\d+", "full")
+    model = parallelize(make_net(), plan)
+    twin = copy.deepcopy(model)
+    assert_same_bits(run(twin, net_loss), run(model, net_loss))
+    assert all(p.grad is None for p in model.parameters())
+    with torch.no_grad():
+        model(torch.zeros(2, 3, 8, dtype=torch.float64))
+
+
+def budgets() -> None:
+    """Nothing is checkpointed under a large budget, everything under a small one, and what is held is within it."""
+    mesh = mesh_of({"dp": 1, "tp": 2})
+    warnings.simplefilter("ignore")
+    bytes_of, found = {}, {}
+    for gib in (1.0, 3e-5, 1e-9):
+        model = parallelize(
+            make_llama(num_hidden_layers=4, use_cache=False),
+            with_checkpoints(plan_zoo.load("llama", mesh), LLAMA, "full", gib),
+        )
+        steps = run(model, llama_loss, 3)
+        if not found:
+            first = steps
+        assert_same_bits(steps, first)
+        report = vescale.report(model)
+        found[gib] = Counter(report.policies.values())
+        bytes_of[gib] = sum(sum(ops.values()) for path, ops in report.saved.items() if path.startswith("model.layers"))
+    assert found[1.0] == {"none": 4} and found[1e-9] == {"full": 4}
+    assert len(found[3e-5]) > 1 and bytes_of[1e-9] < bytes_of[3e-5] <= 3e-5 * 2**30 < bytes_of[1.0], (found, bytes_of)
+
+
+def test_ranks_of_two(ranks: RankPools) -> None:
+    for case in (llama, ring, net, again, twice, gathers, deep_copy, budgets):
+        ranks.run(case, world_size=2)
 
 
 def test_units(ranks: RankPools) -> None:
     ranks.run(zero, world_size=4)
 
 
-def test_ring(ranks: RankPools) -> None:
-    ranks.run(ring, world_size=2)
+@pytest.mark.parametrize(
+    ("name", "path"), [("mixtral", LLAMA), ("gpt2", r"transformer\.h\.\d+")], ids=lambda value: str(value)[:7]
+)
+def test_zoo(ranks: RankPools, name: str, path: str) -> None:
+    ranks.run(zoo, name, path, ("full", "selective", "offload"), world_size=2)

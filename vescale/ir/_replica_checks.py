@@ -11,7 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.compat import root_mesh
 from vescale.ir._findings import Findings
 from vescale.ir._units import GatheredUnit
-from vescale.plans import AttentionEntry, Entry, LocalEntry, Plan, PlanError, RedistributeEntry, UnitEntry
+from vescale.plans import (
+    AttentionEntry,
+    CheckpointEntry,
+    Entry,
+    LocalEntry,
+    Plan,
+    PlanError,
+    RedistributeEntry,
+    UnitEntry,
+)
 
 __all__ = ["axes_named", "check_replicas", "refuse_part_of_replicas"]
 
@@ -74,7 +83,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 def axes_named(entry: Entry) -> set[str]:
     """The axes that an entry names."""
-    if isinstance(entry, UnitEntry):
+    if isinstance(entry, UnitEntry | CheckpointEntry):
         return set()
     if isinstance(entry, AttentionEntry):
         return {axis for axis, _ in entry.methods}
