@@ -137,7 +137,8 @@ def zoo_loss(name: str) -> Callable[[nn.Module], torch.Tensor]:
     inputs = MODELS[name].inputs()
 
     def loss_of(model: nn.Module) -> torch.Tensor:
-        return model(**inputs, use_cache=False).loss
+        labels = inputs["input_ids"].roll(1, 0)
+        return double_loss(model(**inputs, use_cache=False).logits, labels)
 
     return loss_of
 
@@ -184,8 +185,8 @@ def net_plan(axes: Any) -> Plan:
     plan.shard("<in:x>", Shard(0), mesh="dp")
     plan.shard(r"layers\.\d+\.up\.(weight|bias)", Shard(0), mesh="tp")
     plan.shard(r"layers\.\d+\.down\.weight", Shard(1), mesh="tp")
-    plan.shard(r"layers\.\d+\.<in>", vescale.plans.parse_placement("R"), mesh="tp")
-    plan.shard(r"layers\.\d+\.down\.<out>", vescale.plans.parse_placement("R"), mesh="tp")
+    plan.shard(r"layers\.\d+.<in>", vescale.plans.parse_placement("R"), mesh="tp")
+    plan.shard(r"layers\.\d+\.down.<out>", vescale.plans.parse_placement("R"), mesh="tp")
     return plan
 
 

@@ -19,7 +19,7 @@ import torch
 
 from vescale.comm._pending import Pending
 
-__all__ = ["KEEPERS", "KeptResults", "keep_tensors", "keeps_result", "note_communication", "outside_of_kept"]
+__all__ = ["KEEPERS", "KeptResults", "keep_tensors", "keeps_result", "note_communication", "outside_of_kept", "watch_holder"]
 
 _P = ParamSpec("_P")
 
@@ -40,14 +40,22 @@ class _Result:
     """Tensors that a collective gave, with their versions; none while it has not ended."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors, self._versions = tuple(tensors), tuple[int, ...]()
+        self.tensors = tuple(tensors)
+        self._versions: list[tuple[torch.Tensor, int]] = []
 
     def ended(self) -> None:
-        self._versions = tuple(tensor._version for tensor in self.tensors)
+        self._versions += [(tensor, tensor._version) for tensor in self.tensors]
+
+    def watch(self, holder: torch.Tensor) -> None:
+        self._versions.append((holder, holder._version))
+
+    def is_in(self, tensor: torch.Tensor) -> bool:
+        memory = tensor.untyped_storage()._cdata
+        return any(own.untyped_storage()._cdata == memory for own in self.tensors)
 
     @property
     def is_unwritten(self) -> bool:
-        return self._versions == tuple(tensor._version for tensor in self.tensors)
+        return bool(self._versions) and all(tensor._version == version for tensor, version in self._versions)
 
 
 class KeptResults:
@@ -139,6 +147,11 @@ class KeptResults:
             self._on_kept(tensors)
         return kept
 
+    def watch(self, local: torch.Tensor, holder: torch.Tensor) -> None:
+        found = self._results[-1] if self._next is None and self._results else None
+        if found is not None and found.is_in(local):
+            found.watch(holder.detach())  # which has the version of the holder, and not its graph
+
     def note_communication(self, num_ranks: int) -> None:
         self._moves = self._moves or num_ranks > 1
 
@@ -167,6 +180,13 @@ def keep_tensors(call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Te
     """What ``call()`` returns, of which several collectives and the work between them are a part."""
     kept = _THREAD.kept
     return call() if kept is None else kept.tensors(call)
+
+
+def watch_holder(local: torch.Tensor, holder: torch.Tensor) -> None:
+    """The tensor subclass ``holder`` is around ``local``, which was received just before: what is written to one of them is
+    written to both, but may count in the version of the holder only."""
+    if _THREAD.kept is not None:
+        _THREAD.kept.watch(local, holder)
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ try:
     from vescale.compat.patches import *
     from vescale.compat.process_groups import *
     from vescale.compat.sharding_caches import clear_sharding_caches
-    from vescale.compat.tensor_subclasses import TorchDispatchMode, without_modes
+    from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_leaves, tree_map, without_modes
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
     raise
@@ -75,8 +75,8 @@ __all__ = [
     "filter_functions",
     "group_description",
     "intern_spec",
-    "is_native",
     "held_tensors",
+    "is_native",
     "native_conversions",
     "native_hooks",
     "native_require_current",
@@ -91,6 +91,9 @@ __all__ = [
     "stock_dispatch",
     "take_moves",
     "tell_move",
+    "tree_leaves",
+    "tree_map",
+    "weak_node",
     "with_torch_function",
     "without_modes",
 ]

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import LISTENERS, requested_by
+from vescale.comm import LISTENERS, requested_by, watch_holder
 from vescale.compat import (
     DTensorSpec,
     local_of,
@@ -172,7 +172,13 @@ def convert(
             passed: DTensor = _Pass.apply(x, stages, requester)
             permit_writes(passed)
             return passed
-        return _Convert.apply(x, complete, stages, requester)
+        return _converted(x, complete, stages, requester)
+
+
+def _converted(x: DTensor, complete: Placements, stages: tuple[Stage, ...], requester: str) -> DTensor:
+    result: DTensor = _Convert.apply(x, complete, stages, requester)
+    watch_holder(local_of(result), result)
+    return result
 
 
 def prepare_conversion(
@@ -184,7 +190,7 @@ def prepare_conversion(
 
     def run(x: DTensor) -> DTensor:
         made: DTensor | None = _native.convert(x, stage, stages, requester, None)
-        return made if made is not None else _Convert.apply(x, complete, stages, requester)
+        return made if made is not None else _converted(x, complete, stages, requester)
 
     return run
 

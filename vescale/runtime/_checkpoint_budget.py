@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from vescale.comm import all_reduce, axis_group
 from vescale.compat import TorchDispatchMode, held_tensors, no_torch_function, tensors_in
 from vescale.plans import CheckpointPolicy, checkpoint_policy
-from vescale.runtime._op_saving import HEAVY, PRODUCTS, op_name
+from vescale.runtime._op_saving import PRODUCTS, is_heavy, op_name
 from vescale.runtime._saved_account import storage_of
 
 __all__ = ["Budget", "Choice", "choose"]
@@ -183,8 +183,7 @@ class _Work(TorchDispatchMode):
         self.total += work
         name = op_name(func)
         self._calls[name] += 1
-        is_product = name in PRODUCTS
-        if (is_product and self._calls[name] % 2 == 1) or (not is_product and (name in HEAVY or "_scaled_dot_product" in name)):
+        if is_heavy(name) and (name not in PRODUCTS or self._calls[name] % 2 == 1):
             self.selected += work
             self.selected_bytes += sum(s.nbytes() for x in tensors if (s := storage_of(x)) is not None)
         return result

@@ -1,4 +1,4 @@
-"""Which results of ops a checkpointed forward saves: policies for ``create_selective_checkpoint_contexts``."""
+"""Which results of ops a checkpointed forward saves, and where the recomputation finds them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy as Decision
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
 from vescale.comm import KeptResults
-from vescale.compat import TorchDispatchMode
+from vescale.compat import TorchDispatchMode, tree_leaves, tree_map, versions
 from vescale.plans import CheckpointPolicy, split_selector
 from vescale.runtime._generator_states import GeneratorStates
 
-__all__ = ["HEAVY", "PRODUCTS", "op_name", "saving_contexts"]
+__all__ = ["PRODUCTS", "is_heavy", "op_name", "saving_contexts"]
 
 PRODUCTS = frozenset(
     "aten.mm aten.addmm aten.bmm aten.baddbmm aten.linear aten._scaled_mm aten._grouped_mm aten._scaled_grouped_mm".split()
@@ -41,93 +38,135 @@ def saving_contexts(
     on_saved: Callable[[str, Any], None],
     device_type: str,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of a forward and of its recomputation. ``running``: the path of the innermost running module."""
-    rule = _Rule(policy, path, running, on_saved)
-    states: dict[tuple[Any, int], GeneratorStates] = {}
-    forward, again = create_selective_checkpoint_contexts(rule)
-    return (
-        _OfModel(forward, kept, states, rule, device_type),
-        _OfModel(again, kept, states, None, device_type),
-    )
+    """The contexts of a forward and of its recomputation, for ``context_fn`` of :func:`torch.utils.checkpoint.checkpoint`.
+
+    They differ from those of ``create_selective_checkpoint_contexts`` in three points. Results that are written to later
+    (``x = linear(x); x.relu_()``) are computed again, which is an error there. Random ops whose results are saved leave the
+    generators behind as the first time. Backwards may run twice (``retain_graph``).
+
+    Args:
+        kept: whose collectives, and the local steps around them, are no ops of the model.
+        running: returns the path of the innermost running module.
+        on_saved: gets the name of an op, and its result.
+    """
+    results: dict[tuple[Any, int], _Saved] = {}
+    return _Saving(_Rule(policy, path), kept, results, running, on_saved, device_type), _Restoring(kept, results)
 
 
 class _Rule:
-    """Asked about each op of a forward, after it. It is not asked in the recomputation: decisions are kept."""
+    """Says which calls of ops are saved. It is asked in the forward only: the recomputation looks up what was saved."""
 
-    def __init__(
-        self, policy: CheckpointPolicy, path: str, running: Callable[[], str], on_saved: Callable[[str, Any], None]
-    ) -> None:
-        self._policy, self._running, self._on_saved = policy, running, on_saved
+    def __init__(self, policy: CheckpointPolicy, path: str) -> None:
+        self._policy = policy
         self._calls: Counter[Any] = Counter()
-        self.last = False  # whether the last op was saved
-        self._selectors: dict[str, set[str]] = defaultdict(set)
+        self._modules: dict[str, set[str | None]] = defaultdict(set)  # of an op; None: all of them
         for text in policy.save:
             where, op = split_selector(text)
-            full = "*" if where is None else f"{path}.{where}"
-            self._selectors[op].add(full)
+            self._modules[_family(op)].add(None if where is None else f"{path}.{where}")
 
-    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> Decision:
-        self.last = self._saves(op)
-        if self.last:
-            self._on_saved(op_name(op), context.op_output)
-        return Decision.MUST_SAVE if self.last else Decision.PREFER_RECOMPUTE
-
-    def _saves(self, op: Any) -> bool:
+    def saves(self, op: Any, running: Callable[[], str]) -> bool:
         name = op_name(op)
         if self._policy.kind == "selective":
-            if name.startswith(_ATTENTION) or name in HEAVY - PRODUCTS:
-                return True
-            return name in PRODUCTS and self._counts(name)
-        return self._is_named(name, str(op)) and self._counts(name)
+            return is_heavy(name) and (name not in PRODUCTS or self._counts(name))
+        return self._is_named(name, str(op), running) and self._counts(name)
 
     def _counts(self, name: str) -> bool:
         self._calls[name] += 1
         return (self._calls[name] - 1) % self._policy.every == 0
 
-    def _is_named(self, name: str, overload: str) -> bool:
-        modules = self._selectors.get(name, set()) | self._selectors.get(overload, set())
-        if name.startswith(_ATTENTION):
-            modules = modules.union(*(found for op, found in self._selectors.items() if "scaled_dot_product" in op))
-        if not modules or "*" in modules:
+    def _is_named(self, name: str, overload: str, running: Callable[[], str]) -> bool:
+        modules = self._modules.get(_family(name), set()) | self._modules.get(overload, set())
+        if not modules or None in modules:
             return bool(modules)
-        path = self._running()
-        return any(path == module or path.startswith(f"{module}.") for module in modules)
+        path = running()
+        return any(module is not None and (path == module or path.startswith(f"{module}.")) for module in modules)
 
 
-class _OfModel(TorchDispatchMode):
-    """A dispatch mode that sees the ops of the model only, and none of those around a collective, which do not run again.
+def is_heavy(name: str) -> bool:
+    """Whether ``selective`` saves results of the op, all or every second one."""
+    return name in HEAVY or _family(name) == _ATTENTION
 
-    Random ops whose results are saved draw nothing the second time, so that the generators are moved on by hand.
-    """
 
-    def __init__(
-        self,
-        inner: Any,
-        kept: KeptResults,
-        states: dict[tuple[Any, int], GeneratorStates],
-        rule: _Rule | None,
-        device_type: str,
-    ) -> None:
+def _family(op: str) -> str:
+    """Kernels of attention are one op: which of them runs depends on the device."""
+    return _ATTENTION if op.partition(".")[2].lstrip("_").startswith("scaled_dot_product") else op
+
+
+class _Saved:
+    """The result of an op, and where it left the generators if it is a random one."""
+
+    def __init__(self, result: Any, states: GeneratorStates | None) -> None:
+        self._result = tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, result)
+        self._versions = self._now()
+        self.states = states
+
+    def _now(self) -> list[int]:
+        return [versions(x) for x in tree_leaves(self._result) if isinstance(x, torch.Tensor)]
+
+    @property
+    def is_unwritten(self) -> bool:
+        return self._now() == self._versions
+
+    def result(self) -> Any:
+        return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, self._result)
+
+
+class _Counting(TorchDispatchMode):
+    """A dispatch mode that numbers the calls of each op of the model."""
+
+    def __init__(self, kept: KeptResults, results: dict[tuple[Any, int], _Saved]) -> None:
         super().__init__()
-        self._inner, self._kept, self._states, self._rule = inner, kept, states, rule
-        self._device_type = device_type
-        self._draws: Counter[Any] = Counter()
+        self._kept, self._results = kept, results
+        self._calls: Counter[Any] = Counter()
 
     def __enter__(self) -> Any:
-        self._draws.clear()
-        with self._inner:  # which forgets what it has counted
-            pass
+        self._calls.clear()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._kept.is_communicating:
+        if self._kept.is_communicating or func in _UNCOUNTED:
             return func(*args, **(kwargs or {}))
-        result = self._inner.__torch_dispatch__(func, types, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            number = self._draws[func]
-            self._draws[func] += 1
-            if self._rule is not None and self._rule.last:
-                self._states[func, number] = GeneratorStates(self._device_type)
-            elif self._rule is None and (func, number) in self._states:
-                self._states[func, number].restore()
+        key = func, self._calls[func]
+        self._calls[func] += 1
+        return self.run(key, args, kwargs or {})
+
+    def run(self, key: tuple[Any, int], args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+# Checkpointing itself calls it, and not as often in the recomputation.
+_UNCOUNTED = frozenset((torch.ops.aten.detach.default,))
+
+
+class _Saving(_Counting):
+    def __init__(
+        self,
+        rule: _Rule,
+        kept: KeptResults,
+        results: dict[tuple[Any, int], _Saved],
+        running: Callable[[], str],
+        on_saved: Callable[[str, Any], None],
+        device_type: str,
+    ) -> None:
+        super().__init__(kept, results)
+        self._rule, self._running, self._on_saved = rule, running, on_saved
+        self._device_type = device_type
+
+    def run(self, key: tuple[Any, int], args: Any, kwargs: Any) -> Any:
+        func = key[0]
+        result = func(*args, **kwargs)
+        if not func._schema.is_mutable and self._rule.saves(func, self._running):
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            self._results[key] = _Saved(result, GeneratorStates(self._device_type) if draws else None)
+            self._on_saved(op_name(func), result)
         return result
+
+
+class _Restoring(_Counting):
+    def run(self, key: tuple[Any, int], args: Any, kwargs: Any) -> Any:
+        saved = self._results.get(key)
+        if saved is None or not saved.is_unwritten:
+            return key[0](*args, **kwargs)
+        if saved.states is not None:
+            saved.states.restore()
+        return saved.result()
