@@ -47,4 +47,6 @@ def print_checkpoints(console: Console, program: Program) -> None:
         table.add_row(row["module"], saved, row["communication"], budget, str(row["modules"]))
     console.print(table)
     if any(row["budget_gib"] is not None for row in rows):
-        console.print("modules with a budget save more where it allows that: decided after the first step, vescale.report(model)")
+        console.print(
+            "modules with a budget save more where it allows that: decided after the first step, vescale.report(model)"
+        )

@@ -19,7 +19,15 @@ import torch
 
 from vescale.comm._pending import Pending
 
-__all__ = ["KEEPERS", "KeptResults", "keep_tensors", "keeps_result", "note_communication", "outside_of_kept", "watch_holder"]
+__all__ = [
+    "KEEPERS",
+    "KeptResults",
+    "keep_tensors",
+    "keeps_result",
+    "note_communication",
+    "outside_of_kept",
+    "watch_holder",
+]
 
 _P = ParamSpec("_P")
 

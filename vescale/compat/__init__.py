@@ -54,7 +54,13 @@ try:
     from vescale.compat.patches import *
     from vescale.compat.process_groups import *
     from vescale.compat.sharding_caches import clear_sharding_caches
-    from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_leaves, tree_map, without_modes
+    from vescale.compat.tensor_subclasses import (
+        TorchDispatchMode,
+        detached_below_autograd,
+        tree_leaves,
+        tree_map,
+        without_modes,
+    )
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
     raise
@@ -71,6 +77,7 @@ __all__ = [
     "UnsupportedTorchError",
     "clear_sharding_caches",
     "counts_local_writes",
+    "detached_below_autograd",
     "dispatch_counts",
     "filter_functions",
     "group_description",

@@ -15,7 +15,18 @@ from vescale.ir._expert_warnings import lint_experts
 from vescale.ir._findings import Finding, Findings, LoweringError
 from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._model_index import ModelIndex
-from vescale.ir._operations import Annotate, Attention, Checkpoint, Factory, Local, Place, Redistribute, Stage, Unit, Wrap
+from vescale.ir._operations import (
+    Annotate,
+    Attention,
+    Checkpoint,
+    Factory,
+    Local,
+    Place,
+    Redistribute,
+    Stage,
+    Unit,
+    Wrap,
+)
 from vescale.ir._packed_weights import lint_packed
 from vescale.ir._placement_checks import check_boundaries, check_states
 from vescale.ir._planned_placements import PlannedAxes, PlannedBoundary, PlannedState

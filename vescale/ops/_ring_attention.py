@@ -165,9 +165,7 @@ class _RingAttention(torch.autograd.Function):
         return None, *differentiable_once(found, (grad, query, own_block, mask), once), None
 
     @staticmethod
-    def _gradients(
-        ctx: Any, grad: torch.Tensor, saved: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor | None, ...]:
+    def _gradients(ctx: Any, grad: torch.Tensor, saved: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the query, the block and the mask."""
         call: _Call = ctx.call
         query, own_block, mask, kept, out, log_sum = saved

@@ -75,12 +75,12 @@ def checkpoint_policy(given: str | Mapping[str, Any] | CheckpointPolicy) -> Chec
             )
         return CheckpointPolicy(given, every=_EVERY.get(given, 1))  # type: ignore[arg-type]
     if not isinstance(given, Mapping):
-        raise ValueError(f"policy={given!r}; use {', '.join(map(repr, _NAMES))}, or {{'save': ['aten.mm'], 'every': 2}}")
+        raise ValueError(
+            f"policy={given!r}; use {', '.join(map(repr, _NAMES))}, or {{'save': ['aten.mm'], 'every': 2}}"
+        )
     unknown = sorted(set(map(str, given)) - set(_OPTIONS))
     if unknown:
-        raise ValueError(
-            f"policy has no {unknown[0]!r}; use {', '.join(_OPTIONS)}{did_you_mean(unknown[0], _OPTIONS)}"
-        )
+        raise ValueError(f"policy has no {unknown[0]!r}; use {', '.join(_OPTIONS)}{did_you_mean(unknown[0], _OPTIONS)}")
     if "save" not in given:
         raise ValueError("policy lacks 'save': a list of ops such as ['aten.mm'], or 'selective'")
     kind, save = _saved(given["save"])
@@ -135,4 +135,3 @@ def split_selector(text: str) -> tuple[str | None, str]:
     """(path, op) of ``path :: op``; None for an op of any module."""
     path, colons, op = text.rpartition("::")
     return (path.strip() if colons else None), op.strip().removeprefix("torch.ops.")
-

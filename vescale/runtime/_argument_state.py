@@ -11,7 +11,15 @@ from torch import nn
 
 __all__ = ["copy_state", "held_objects"]
 
-_KEPT = (torch.Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
+_KEPT = (
+    torch.Tensor,
+    nn.Module,
+    type,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+)
 
 
 def held_objects(value: Any) -> dict[int, Any]:

@@ -28,7 +28,7 @@ from vescale.plans import CheckpointPolicy, checkpoint_policy
 from vescale.runtime._op_saving import PRODUCTS, is_heavy, op_name
 from vescale.runtime._saved_account import storage_of
 
-__all__ = ["Budget", "Choice", "choose"]
+__all__ = ["Budget", "Choice", "Work", "choose"]
 
 _WORK_OF_A_BYTE = 100.0
 """Floating-point operations in the time that a byte of a result takes; of the order of current accelerators."""
@@ -101,11 +101,11 @@ class Budget:
         module: nn.Module,
         inputs: Sequence[torch.Tensor],
         saved_bytes: float,
+        work: Work,
         forward: Callable[[Sequence[torch.Tensor]], Any],
     ) -> Any:
-        """Run a forward again, and measure it."""
-        work = _Work()
-        with work:
+        """Run a forward again, and measure it; ``work`` is that of its first run, which had a dispatch mode, too."""
+        with Work():  # ops meet the same kernels as the first time
             result = forward(inputs)
         with no_torch_function():
             roots = [x.grad_fn for x in tensors_in(result) if isinstance(x, torch.Tensor)]
@@ -162,7 +162,7 @@ def _choices(policy: CheckpointPolicy | None, row: Sequence[float]) -> list[Choi
     return found
 
 
-class _Work(TorchDispatchMode):
+class Work(TorchDispatchMode):
     """Adds up the work of ops, in floating-point operations; of those that ``selective`` saves, also apart."""
 
     def __init__(self) -> None:
@@ -175,7 +175,9 @@ class _Work(TorchDispatchMode):
         result = func(*args, **kwargs)
         if getattr(func, "is_view", False):
             return result
-        tensors = [x for x in (result if isinstance(result, tuple | list) else (result,)) if isinstance(x, torch.Tensor)]
+        tensors = [
+            x for x in (result if isinstance(result, tuple | list) else (result,)) if isinstance(x, torch.Tensor)
+        ]
         work = _WORK_OF_A_BYTE * sum(x.numel() * x.element_size() for x in tensors)
         counted = flop_registry.get(getattr(func, "overloadpacket", func))
         if counted is not None:

@@ -34,7 +34,7 @@ from vescale.ir import Checkpoint, Instruction
 from vescale.plans import CheckpointPolicy
 from vescale.runtime._activation import current_activation
 from vescale.runtime._argument_state import copy_state, held_objects
-from vescale.runtime._checkpoint_budget import Budget
+from vescale.runtime._checkpoint_budget import Budget, Work
 from vescale.runtime._generator_states import GeneratorStates
 from vescale.runtime._offloaded_tensors import OffloadedForward
 from vescale.runtime._op_saving import saving_contexts
@@ -106,6 +106,8 @@ class _Call:
             on_kept=lambda tensors: self._note(tensors, owner.path, "communication"),
         )
         self.held: dict[int, int] = {}  # bytes by address, for a budget
+        is_measured = owner.budget is not None and not owner.budget.is_decided
+        self.work = Work() if is_measured else None
         self.draws: GeneratorStates | None = None
         self.shown: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
         self.has_run = self._is_again = False
@@ -131,14 +133,12 @@ class _Call:
         options: dict[str, Any] = {}
         if self.policy.kind != "full":
             options["context_fn"] = self._contexts
-        budget = self.owner.budget
-        is_measured = budget is not None and not budget.is_decided
         return checkpoint(
             self._computed,
             *inputs,
             use_reentrant=False,
             preserve_rng_state=False,  # GeneratorStates
-            early_stop=not (self.policy.recompute_communication or is_measured),  # ranks may save others last
+            early_stop=not (self.policy.recompute_communication or self.work),  # ranks may save others last
             **options,
         )
 
@@ -162,7 +162,7 @@ class _Call:
         with no_torch_function():
             before = GeneratorStates(self.device_type)
             untouched = copy_state(self._given) if self._has_state else self._given
-        with self.kept.keeping():
+        with self.kept.keeping(), self.work if self.work is not None else contextlib.nullcontext():
             result = self._forward(inputs)
         with no_torch_function():
             if before.have_moved():
@@ -196,9 +196,10 @@ class _Call:
         self._is_again = True
         draws = self.draws.again() if self.draws is not None else contextlib.nullcontext()
         with draws, _showing(self.shown), self.kept.taking():
-            if budget is None or budget.is_decided:
+            if budget is None or self.work is None:
                 return self._forward(inputs)
-            return budget.measured(owner.path, owner.module, inputs, sum(self.held.values()), self._forward)
+            num_bytes = sum(self.held.values())
+            return budget.measured(owner.path, owner.module, inputs, num_bytes, self.work, self._forward)
 
 
 def _shown(module: nn.Module) -> list[tuple[nn.Module, dict[str, torch.Tensor]]]:

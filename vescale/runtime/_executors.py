@@ -43,7 +43,12 @@ _TABLE: dict[tuple[Hook, str], dict[type[Op], Executor]] = {
     (Hook.INIT, "<self>"): {Unit: Executor.UNIT},
     (Hook.FORWARD_PRE, "<in>"): dict.fromkeys((Wrap, Annotate, Redistribute), Executor.INPUT),
     (Hook.FORWARD_PRE, "name"): {Redistribute: Executor.PARAMETER},
-    (Hook.FORWARD, "<self>"): {Factory: Executor.SETTING, Attention: Executor.SETTING, Local: Executor.REGION, Checkpoint: Executor.CHECKPOINT},
+    (Hook.FORWARD, "<self>"): {
+        Factory: Executor.SETTING,
+        Attention: Executor.SETTING,
+        Local: Executor.REGION,
+        Checkpoint: Executor.CHECKPOINT,
+    },
     (Hook.FORWARD_POST, "<out>"): {Annotate: Executor.OUTPUT, Redistribute: Executor.OUTPUT},
     (Hook.BACKWARD, "name"): {Annotate: Executor.GRADIENT, Redistribute: Executor.GRADIENT},
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from vescale.comm import KeptResults
-from vescale.compat import TorchDispatchMode, tree_leaves, tree_map, versions
+from vescale.compat import TorchDispatchMode, detached_below_autograd, tree_leaves, tree_map, versions
 from vescale.plans import CheckpointPolicy, split_selector
 from vescale.runtime._generator_states import GeneratorStates
 
@@ -96,11 +96,11 @@ class _Saved:
     """The result of an op, and where it left the generators if it is a random one."""
 
     def __init__(self, result: Any, states: GeneratorStates | None) -> None:
-        self._result = tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, result)
+        self._result = tree_map(_alias, result)
         self._versions = self._now()
         self.states = states
 
-    def _now(self) -> list[int]:
+    def _now(self) -> list[tuple[int, ...]]:
         return [versions(x) for x in tree_leaves(self._result) if isinstance(x, torch.Tensor)]
 
     @property
@@ -108,7 +108,12 @@ class _Saved:
         return self._now() == self._versions
 
     def result(self) -> Any:
-        return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, self._result)
+        return tree_map(_alias, self._result)
+
+
+def _alias(x: Any) -> Any:
+    """The same memory with the same version, apart from the graph that the result gets."""
+    return detached_below_autograd(x) if isinstance(x, torch.Tensor) else x
 
 
 class _Counting(TorchDispatchMode):

@@ -94,7 +94,9 @@ class SavedAccount:
         roots = [node for root in self._roots if (node := root()) is not None]
         if self._roots and not roots:
             return False
-        own = {storage._cdata for x in (*model.parameters(), *model.buffers()) if (storage := storage_of(x)) is not None}
+        own = {
+            storage._cdata for x in (*model.parameters(), *model.buffers()) if (storage := storage_of(x)) is not None
+        }
         found = dict(self.noted)
         has_any = not self._roots
         for node, tensor in held_tensors(roots):
