@@ -12,19 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import vescale
 from tests.plan_zoo.models import MODELS
 from tests.ranks import RankPools
-from tests.runtime.llama import batch, counted, double_loss, make_llama
+from tests.runtime.llama import batch, double_loss, make_llama
 from tests.runtime.zero import llama_plan, mesh_of, sharded_at_rest
 from vescale import Plan, plan_zoo
 from vescale.comm import record_comms
-from vescale.fsdp import report as fsdp_report
-from vescale.placements import RaggedShard
 from vescale.runtime import parallelize
 
 LLAMA = r"model\.layers\.\d+"
@@ -297,7 +293,10 @@ def budgets() -> None:
         found[gib] = Counter(report.policies.values())
         bytes_of[gib] = sum(sum(ops.values()) for path, ops in report.saved.items() if path.startswith("model.layers"))
     assert found[1.0] == {"none": 4} and found[1e-9] == {"full": 4}
-    assert len(found[2.6e-4]) > 1 and bytes_of[1e-9] < bytes_of[2.6e-4] <= 2.6e-4 * 2**30 < bytes_of[1.0], (found, bytes_of)
+    assert len(found[2.6e-4]) > 1 and bytes_of[1e-9] < bytes_of[2.6e-4] <= 2.6e-4 * 2**30 < bytes_of[1.0], (
+        found,
+        bytes_of,
+    )
 
 
 TWO = (llama, ring, net, again, twice, gathers, deep_copy, budgets)

@@ -100,7 +100,8 @@ def current_requester() -> str:
 
 
 LISTENERS: tuple[list[Any], ...] = (_OPEN, OBSERVERS, KEEPERS)
-"""Somebody sees collectives, or keeps their results, while one of these lists has members. They stay the same lists: C++ looks at them, too."""
+"""Somebody sees collectives, or keeps their results, while one of these lists has members. They stay the same lists: C++
+looks at them, too."""
 
 
 def record(

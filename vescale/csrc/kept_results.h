@@ -21,11 +21,22 @@ inline void release(std::vector<py::object>& objects) {
     objects.clear();
 }
 
-// Adds what a saved variable holds, if no hooks have packed it.
+// Adds what a saved variable holds: nothing where hooks have packed it into something else than a tensor. The interpreter's
+// lock is held.
 inline void add_held(const torch::autograd::SavedVariable& saved, std::vector<at::Tensor>& found) {
-    const auto data = saved.get_raw_data();
-    if (data.has_value() && data->defined()) {
-        found.push_back(*data);
+    if (!saved.has_hooks()) {
+        const auto data = saved.get_raw_data();
+        if (data.has_value() && data->defined()) {
+            found.push_back(*data);
+        }
+        return;
+    }
+    const auto packed = saved.retrieve_unpack_hook_data();
+    if (packed.has_value()) {
+        PyObject* data = packed->second.ptr(getPyInterpreter());
+        if (THPVariable_Check(data)) {
+            found.push_back(THPVariable_Unpack(data));
+        }
     }
 }
 

@@ -106,13 +106,13 @@ class _Selectors:
         for entry in self._entries.values():
             for text in entry.policy.save:
                 where, op = split_selector(text)
-                if where is not None and (id(entry), text) not in self._used and self._exists(op, None):
-                    if self._modules.get((id(entry), where)):  # else the path itself has been reported
-                        problem = (
-                            f"checkpoint '{entry.path}': no module that '{where}' matches is in one that the entry names; "
-                            "write paths from the model on, as the entry's own"
-                        )
-                        self.findings.error("no-match", problem, entry.source)
+                is_unused = (id(entry), text) not in self._used and self._exists(op, None)
+                if where is not None and is_unused and self._modules.get((id(entry), where)):
+                    problem = (
+                        f"checkpoint '{entry.path}': no module that '{where}' matches is in one that the entry names; write "
+                        "paths from the model on, as the entry's own"
+                    )
+                    self.findings.error("no-match", problem, entry.source)
 
     def _problem(self, text: str, entry: CheckpointEntry) -> str:
         where, op = split_selector(text)
@@ -155,8 +155,8 @@ class _Selectors:
             if all(one._schema.is_mutable for one in overloads):
                 self.findings.error(
                     "checkpoint-write",
-                    f"checkpoint '{entry.path}': {op!r} writes to its argument, so that its result cannot be kept apart; name "
-                    "the op that makes what is written to, or one behind it",
+                    f"checkpoint '{entry.path}': {op!r} writes to its argument, so that its result cannot be kept apart; "
+                    "name the op that makes what is written to, or one behind it",
                     entry.source,
                 )
                 return False

@@ -146,7 +146,8 @@ def _made_up_inputs(module: nn.Module) -> Iterator[dict[str, Any]]:
 def _first_inputs(module: nn.Module) -> Iterator[torch.Tensor]:
     """What the first layers of a module take, which may be what the module takes."""
     for layer in module.modules():
-        dtype = next((p.dtype for p in layer.parameters(recurse=False)), None)
+        own = next(layer.parameters(recurse=False), None)
+        dtype = own.dtype if own is not None else None
         if isinstance(layer, nn.Embedding):
             yield torch.empty(_BATCH, _LENGTH, dtype=torch.int64)
         elif isinstance(layer, nn.Linear):
@@ -154,6 +155,5 @@ def _first_inputs(module: nn.Module) -> Iterator[torch.Tensor]:
             yield torch.empty(_BATCH, layer.in_features, dtype=dtype)
         elif isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             yield torch.empty(_BATCH, layer.in_channels, *[32] * len(layer.kernel_size), dtype=dtype)
-        elif dtype is not None and len(tuple(layer.parameters(recurse=False))[0].shape) == 1:  # a norm
-            size = tuple(layer.parameters(recurse=False))[0].shape[0]
-            yield torch.empty(_BATCH, _LENGTH, size, dtype=dtype)
+        elif own is not None and own.ndim == 1:  # a norm
+            yield torch.empty(_BATCH, _LENGTH, own.shape[0], dtype=dtype)

@@ -106,7 +106,9 @@ class _Convert(torch.autograd.Function):
         ctx.grad_stages, ctx.requester = grad_stages, requester
         ctx.set_materialize_grads(False)
         result = _moved(x, target, requester)
-        return make_dtensor(local_of(result), spec_of(result), requires_grad=x.requires_grad)
+        made = make_dtensor(local_of(result), spec_of(result), requires_grad=x.requires_grad)
+        watch_holder(local_of(made), made)
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
@@ -172,13 +174,7 @@ def convert(
             passed: DTensor = _Pass.apply(x, stages, requester)
             permit_writes(passed)
             return passed
-        return _converted(x, complete, stages, requester)
-
-
-def _converted(x: DTensor, complete: Placements, stages: tuple[Stage, ...], requester: str) -> DTensor:
-    result: DTensor = _Convert.apply(x, complete, stages, requester)
-    watch_holder(local_of(result), result)
-    return result
+        return _Convert.apply(x, complete, stages, requester)
 
 
 def prepare_conversion(
@@ -190,7 +186,7 @@ def prepare_conversion(
 
     def run(x: DTensor) -> DTensor:
         made: DTensor | None = _native.convert(x, stage, stages, requester, None)
-        return made if made is not None else _converted(x, complete, stages, requester)
+        return made if made is not None else _Convert.apply(x, complete, stages, requester)
 
     return run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from decimal import Decimal
 
 import regex
 import yaml
@@ -132,9 +133,10 @@ def _checkpoint(entry: CheckpointEntry) -> str:
     if isinstance(form, str) and entry.budget_gib is None:
         return form
     options = {"save": form} if isinstance(form, str) else form
+    parts = [f"{name}: {json.dumps(value)}" for name, value in options.items()]
     if entry.budget_gib is not None:
-        options["budget_gib"] = entry.budget_gib
-    return _braces(f"{name}: {json.dumps(value)}" for name, value in options.items())
+        parts.append(f"budget_gib: {Decimal(repr(entry.budget_gib)):f}")  # without an exponent
+    return _braces(parts)
 
 
 def _axes(placements: AxisPlacements, options: Iterable[str] = ()) -> str:

@@ -18,6 +18,7 @@ It is :func:`torch.utils.checkpoint.checkpoint` around the module's own forward,
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -95,6 +96,9 @@ class _Call:
         self, owner: CheckpointedForward, policy: CheckpointPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.owner, self.policy = owner, policy
+        self.held: dict[int, int] = {}  # bytes by address, for a budget
+        # No method: what holds it is held by this object.
+        self._note = functools.partial(_note, owner, self.held)
         self.device_type = owner.runtime.mesh.device_type
         self.inputs: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}  # of the inputs, by id of what stands for them
@@ -103,9 +107,8 @@ class _Call:
         self._has_state = hides_tensors([args, kwargs])
         self.kept = KeptResults(
             keeps=not policy.recompute_communication,
-            on_kept=lambda tensors: self._note(tensors, owner.path, "communication"),
+            on_kept=functools.partial(self._note, op="communication", path=owner.path),
         )
-        self.held: dict[int, int] = {}  # bytes by address, for a budget
         is_measured = owner.budget is not None and not owner.budget.is_decided
         self.work = Work() if is_measured else None
         self.draws: GeneratorStates | None = None
@@ -117,13 +120,6 @@ class _Call:
         self._numbers[id(stands_for_it)] = len(self.inputs)
         self.inputs.append(tensor)
         return stands_for_it
-
-    def _note(self, tensors: Iterable[torch.Tensor], path: str, op: str) -> None:
-        found = list(tensors)
-        self.owner.runtime.saved.note(found, path, op)
-        if self.owner.budget is not None:
-            for storage in filter(None, map(storage_of, found)):
-                self.held[storage._cdata] = storage.nbytes()
 
     def run(self) -> Any:
         with no_torch_function():
@@ -200,6 +196,17 @@ class _Call:
                 return self._forward(inputs)
             num_bytes = sum(self.held.values())
             return budget.measured(owner.path, owner.module, inputs, num_bytes, self.work, self._forward)
+
+
+def _note(
+    owner: CheckpointedForward, held: dict[int, int], tensors: Iterable[torch.Tensor], path: str, op: str
+) -> None:
+    """The tensors are held for backward."""
+    found = list(tensors)
+    owner.runtime.saved.note(found, path, op)
+    if owner.budget is not None:
+        for storage in filter(None, map(storage_of, found)):
+            held[storage._cdata] = storage.nbytes()
 
 
 def _shown(module: nn.Module) -> list[tuple[nn.Module, dict[str, torch.Tensor]]]:

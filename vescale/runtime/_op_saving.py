@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
 from vescale.comm import KeptResults
 from vescale.compat import TorchDispatchMode, detached_below_autograd, tree_leaves, tree_map, versions
 from vescale.plans import CheckpointPolicy, split_selector
@@ -16,10 +17,19 @@ from vescale.runtime._generator_states import GeneratorStates
 __all__ = ["PRODUCTS", "is_heavy", "op_name", "saving_contexts"]
 
 PRODUCTS = frozenset(
-    "aten.mm aten.addmm aten.bmm aten.baddbmm aten.linear aten._scaled_mm aten._grouped_mm aten._scaled_grouped_mm".split()
+    [
+        "aten.mm",
+        "aten.addmm",
+        "aten.bmm",
+        "aten.baddbmm",
+        "aten.linear",
+        "aten._scaled_mm",
+        "aten._grouped_mm",
+        "aten._scaled_grouped_mm",
+    ]
 )
 """Of ``selective`` every second one of these is saved, ..."""
-HEAVY = PRODUCTS | frozenset("aten.convolution aten._convolution aten.topk aten.sort".split())
+HEAVY = PRODUCTS | frozenset(["aten.convolution", "aten._convolution", "aten.topk", "aten.sort"])
 """... and the others, and attention, always."""
 _ATTENTION = "aten._scaled_dot_product"
 
