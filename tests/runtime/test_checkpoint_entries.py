@@ -1,4 +1,4 @@
-"""Entries that checkpoint: their forms, what ``lower`` refuses, offload, saved memory by an independent count; one process."""
+"""Entries that checkpoint: their forms, what ``lower`` refuses, and saved memory by an independent count. One process."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_entries_that_differ_or_are_local() -> None:
     with pytest.raises(PlanError, match=r"layers.0: checkpoint .* both match, and differ"), torch.device("meta"):
         lower(plan, Net())
     local = Plan({"dp": 1}).local("layers.1").checkpoint("layers.1.up")
-    with pytest.raises(PlanError, match="is inside of the local region 'layers.1'"), torch.device("meta"):
+    with pytest.raises(PlanError, match=r"is inside of the local region 'layers.1'"), torch.device("meta"):
         lower(local, Net())
 
 

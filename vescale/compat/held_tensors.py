@@ -30,8 +30,8 @@ def weak_node(tensor: torch.Tensor) -> Callable[[], Any]:
 
 
 def held_tensors(roots: Iterable[Any], stop: Iterable[Any] = ()) -> Iterator[tuple[Any, torch.Tensor]]:
-    """(node, tensor) for all that the graph from the nodes ``roots`` to those of ``stop`` has saved. What hooks have packed into
-    something else than a tensor is left out, and so is what a backward has released."""
+    """(node, tensor) for all that the graph from the nodes ``roots`` to those of ``stop`` has saved. What hooks have packed
+    into something else than a tensor is left out, and so is what a backward has released."""
     module: Any = csrc.load_module("dispatch")
     stack, seen = [node for node in roots if node is not None], {node for node in stop if node is not None}
     while stack:

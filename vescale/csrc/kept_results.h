@@ -33,7 +33,7 @@ inline void add_held(const torch::autograd::SavedVariable& saved, std::vector<at
     }
     const auto packed = saved.retrieve_unpack_hook_data();
     if (packed.has_value()) {
-        PyObject* data = packed->second.ptr(getPyInterpreter());
+        PyObject* data = packed->second.ptr(&packed->second.pyinterpreter());
         if (THPVariable_Check(data)) {
             found.push_back(THPVariable_Unpack(data));
         }

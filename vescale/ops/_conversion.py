@@ -52,12 +52,7 @@ from vescale.ops._conversion_plans import (
     whole_spec,
 )
 from vescale.ops._observer import report_implicit_move
-from vescale.placements import (
-    contiguous_stride,
-    move_local,
-    stride_like,
-    without_partials,
-)
+from vescale.placements import contiguous_stride, move_local, stride_like, without_partials
 
 __all__ = [
     "NATIVE",

@@ -201,7 +201,7 @@ class _Reader:
     def checkpoint(self, path: str, value: Any) -> None:
         place: Place = ("checkpoint", path)
         options = {"save": value} if isinstance(value, str) else dict(value)
-        budget = options.pop("budget_gib", None)
+        budget: Any = options.pop("budget_gib", None)
         policy: Any = options.get("save", "full")
         if isinstance(policy, list):
             policy = [self.expand(name, place) for name in policy]
