@@ -236,7 +236,9 @@ def test_policies_keep_bits_and_the_report_counts(tied: bool) -> None:
         assert sum(n for ops in report.saved.values() for n in ops.values()) == report.saved_bytes
         held[str(policy)] = report.saved_bytes
         if policy in (None, "full", "offload"):  # what ops save is held beside autograd
-            assert report.saved_bytes == by_hooks, (policy, str(report))
+            # Statistics of norms are too small to be worth a copy; hooks inside hide them from those around.
+            small = (4 if tied else 3) * 2 * 4 * 8 * 4 if policy == "offload" else 0
+            assert report.saved_bytes == by_hooks + small, (policy, str(report))
         del out
     assert held["offload"] < held["full"] < held["selective"] < held["None"]
     saved = vescale.report(model)

@@ -83,8 +83,8 @@ class Budget:
         self.policies[path] = policy
 
     def policy(self, path: str) -> CheckpointPolicy | None:
-        """The policy of a module whose forward begins. Communication: up to the decision, in the first module of each forward
-        but the first one, an all-reduce of six numbers for each module."""
+        """The policy of a module whose forward begins. Communication: up to the decision, in the first module of each
+        forward but the first one, an all-reduce of six numbers for each module."""
         if not self.is_decided:
             now = self._runtime.num_forwards
             if self._asked_in is None:

@@ -175,8 +175,8 @@ class _Call:
             return
         runtime.warned_of_state = True
         warnings.warn(
-            f"the checkpointed module {self.owner.path!r} writes tensors to an object among its arguments, which keeps them; "
-            "numbers are right, but their memory is not saved: turn key/value caches off (use_cache=False)",
+            f"the checkpointed module {self.owner.path!r} writes tensors to an object among its arguments, which keeps "
+            "them; numbers are right, but their memory is not saved: turn key/value caches off (use_cache=False)",
             stacklevel=2,
         )
 
@@ -210,7 +210,7 @@ def _note(
 
 
 def _shown(module: nn.Module) -> list[tuple[nn.Module, dict[str, torch.Tensor]]]:
-    """Parameters that the plan has shown with other placements for this forward: attributes that hide the registered ones."""
+    """Parameters that the plan has shown with other placements for this forward: attributes that hide registered ones."""
     found = []
     for owner in module.modules():
         attributes = vars(owner)
