@@ -77,15 +77,29 @@ def _ops_of(module: nn.Module, path: str) -> Mapping[str, Counter[str]] | None:
     for inputs in _made_up_inputs(module):
         counter = _Counter(path)
         with contextlib.suppress(Exception), counter.hooks(module), FlowMode(counter), torch.no_grad():
-            with counter:
-                torch.func.functional_call(module, _meta_state(module), (), inputs, strict=False)
+            with _on_meta(module), counter:
+                module(**inputs)
             return counter.ops
     return None
 
 
-def _meta_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in named}
+@contextlib.contextmanager
+def _on_meta(module: nn.Module) -> Iterator[None]:
+    """Parameters and buffers are meta tensors; tied ones, also those of tied modules, stay tied, and all come back."""
+    before = [
+        (table, name, x) for m in module.modules() for table in (m._parameters, m._buffers) for name, x in table.items()
+    ]
+    made: dict[int, torch.Tensor] = {}
+    for table, name, x in before:
+        if x is not None:
+            held: Any = table
+            held[name] = made.setdefault(id(x), torch.empty(x.shape, dtype=x.dtype, device="meta"))
+    try:
+        yield
+    finally:
+        for table, name, x in before:
+            held = table
+            held[name] = x
 
 
 class _Counter(TorchDispatchMode):
