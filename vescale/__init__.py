@@ -35,6 +35,7 @@ _PUBLIC: dict[str, str] = {
     "InputMismatchError": "vescale.checks",
     "StepMismatchError": "vescale.checks",
     "unchecked": "vescale.checks",
+    "report": "vescale.runtime",
     "ImplicitCommunicationError": "vescale.runtime",
     "ImplicitCommunicationWarning": "vescale.runtime",
     "ALL": "vescale.plans",

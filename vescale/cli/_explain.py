@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from vescale.cli._checkpoint_table import checkpoint_rows, print_checkpoints
 from vescale.cli._console import bytes_text, new_console, new_table, print_json, working
 from vescale.cli._inputs import (
     MODEL_HELP,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 _PHASES = {"forward": "fwd", "backward": "bwd"}
-_SECTIONS = ("plan", "ir", "hooks", "units", "memory", "collectives")
+_SECTIONS = ("plan", "ir", "hooks", "units", "checkpoints", "memory", "collectives")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         "ir": lambda: print(program.to_text(merge_layers=True), end=""),
         "hooks": lambda: _print_hooks(console, program),
         "units": lambda: _print_units(console, program, model),
+        "checkpoints": lambda: print_checkpoints(console, program),
         "memory": lambda: _print_memory(console, program, model),
         "collectives": lambda: _print_collectives(console, prediction, inputs),
     }
@@ -92,6 +94,7 @@ def _title(section: str, plan: Plan, args: argparse.Namespace) -> str:
         "ir": "Instructions (path.hook:target:index:op; repeated layers merged)",
         "hooks": "Hooks (modules that get one, and how many instructions each runs)",
         "units": "Units (gathered around a forward and backward; bytes of a rank, exchanged with others in one collective)",
+        "checkpoints": "Forwards that run again in backward (repeated layers merged)",
         "memory": "Parameters and buffers",
         "collectives": "Predicted collectives of one step (bytes that a rank exchanges with others)",
     }[section]
@@ -121,6 +124,8 @@ def _entry_text(entry: Any) -> str:
     def text(placements: Iterable[tuple[str, Any]]) -> str:
         return ", ".join(f"{axis}={placement_text(placement)}" for axis, placement in placements)
 
+    if hasattr(entry, "budget_gib"):
+        return entry.policy.text() + ("" if entry.budget_gib is None else f", budget {entry.budget_gib:g} GiB")
     if hasattr(entry, "methods"):
         return ", ".join(f"{axis}={method}" for axis, method in entry.methods)
     if hasattr(entry, "placements"):
@@ -346,6 +351,7 @@ def _as_dict(plan: Plan, program: Program, model: nn.Module, prediction: Predict
             }
             for path, bucket, count in _units(program, model)
         ],
+        "checkpoints": checkpoint_rows(program),
         "memory": _memory(program, model),
         "uneven_cuts": [row._asdict() for row in uneven_rows(program, model)],
         "collectives": None,

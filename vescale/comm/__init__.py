@@ -14,6 +14,7 @@ from vescale.comm._consensus import Consensus, ConsensusError, LateRanksWarning,
 from vescale.comm._flat_collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from vescale.comm._groups import AxisGroup, axis_group, group_of_ranks
 from vescale.comm._joined_axes import join_axes
+from vescale.comm._kept_results import KeptResults, keep_tensors, keeps_result, outside_of_kept, watch_holder
 from vescale.comm._ledger import LISTENERS, CommRecord, Ledger, current_requester, record, record_comms, requested_by
 from vescale.comm._observation import Observer, Operation, axes_of, name_group, observe
 from vescale.comm._pending import REDUCE_OPS, Pending, one_reduction, uses_nccl
@@ -44,6 +45,7 @@ __all__ = [
     "ConsensusError",
     "Description",
     "Difference",
+    "KeptResults",
     "LateRanksWarning",
     "Ledger",
     "Link",
@@ -68,10 +70,13 @@ __all__ = [
     "gathered_size",
     "group_of_ranks",
     "join_axes",
+    "keep_tensors",
+    "keeps_result",
     "link_of",
     "name_group",
     "observe",
     "one_reduction",
+    "outside_of_kept",
     "per_axis_bytes",
     "plan_buckets",
     "record",
@@ -84,4 +89,5 @@ __all__ = [
     "ring_seconds",
     "uses_nccl",
     "wait_limit",
+    "watch_holder",
 ]

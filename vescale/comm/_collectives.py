@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from vescale.comm._kept_results import keeps_result
 from vescale.comm._ledger import record
 from vescale.comm._pending import REDUCE_OPS, Pending, as_bytes, is_nccl, one_reduction, reduce_rows
 from vescale.compat import all_gather_single, is_traced, reduce_scatter_single, traced_all_to_all
@@ -38,6 +39,7 @@ __all__ = ["MAX_PADDING", "all_gather_v", "all_reduce", "all_to_all_v", "gathere
 MAX_PADDING = 0.25
 
 
+@keeps_result
 def all_to_all_v(
     send: torch.Tensor,
     send_sizes: Sequence[int],
@@ -83,6 +85,7 @@ def _exchange(
     return Pending(out, [work])
 
 
+@keeps_result
 def all_gather_v(
     local: torch.Tensor,
     sizes: Sequence[int],
@@ -141,6 +144,7 @@ def _gather_skewed(local: torch.Tensor, sizes: Sequence[int], group: dist.Proces
     return _exchange(local.repeat(num_ranks), [local.numel()] * num_ranks, sizes, group, out)
 
 
+@keeps_result
 def reduce_scatter_v(
     send: torch.Tensor,
     sizes: Sequence[int],
@@ -172,6 +176,7 @@ def reduce_scatter_v(
     return Pending(out, [pending], lambda: reduce_rows(pending.out.view(num_ranks, own).unbind(), op, out))
 
 
+@keeps_result
 def all_reduce(local: torch.Tensor, op: str, group: dist.ProcessGroup, *, requester: str = "") -> Pending:
     """The reduction of the ranks' tensors (any shape) on every rank; ``local`` is not changed."""
     num_ranks = dist.get_world_size(group)

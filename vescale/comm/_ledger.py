@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from vescale.comm._kept_results import KEEPERS, note_communication
 from vescale.comm._observation import AS_PART, OBSERVERS, Part, axes_of
 
 __all__ = [
@@ -98,8 +99,9 @@ def current_requester() -> str:
     return str(getattr(_ASKING, "who", ""))
 
 
-LISTENERS: tuple[list[Any], ...] = (_OPEN, OBSERVERS)
-"""Somebody sees collectives while one of these lists has members. They stay the same lists: C++ looks at them, too."""
+LISTENERS: tuple[list[Any], ...] = (_OPEN, OBSERVERS, KEEPERS)
+"""Somebody sees collectives, or keeps their results, while one of these lists has members. They stay the same lists: C++
+looks at them, too."""
 
 
 def record(
@@ -114,6 +116,10 @@ def record(
     """Enter a collective in the open ledgers of this rank. To observers, collectives that start inside of the returned
     context are this one. Costs nothing if no ledger is open and there is no observer."""
     if not any(LISTENERS):
+        return AS_PART
+    if KEEPERS:
+        note_communication(num_ranks)
+    if not (_OPEN or OBSERVERS):
         return AS_PART
     who = ": ".join(part for part in (current_requester(), requester) if part)
     if _OPEN:

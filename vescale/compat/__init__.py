@@ -31,6 +31,7 @@ try:
     from vescale.compat.foreach import *
     from vescale.compat.fsdp2 import *
     from vescale.compat.gradient_rows import *
+    from vescale.compat.held_tensors import held_tensors, weak_node
     from vescale.compat.hook_gate import *
     from vescale.compat.layouts import Layout
     from vescale.compat.meshes import *
@@ -61,7 +62,13 @@ try:
     from vescale.compat.patches import *
     from vescale.compat.process_groups import *
     from vescale.compat.sharding_caches import clear_sharding_caches
-    from vescale.compat.tensor_subclasses import TorchDispatchMode, without_modes
+    from vescale.compat.tensor_subclasses import (
+        TorchDispatchMode,
+        detached_below_autograd,
+        tree_leaves,
+        tree_map,
+        without_modes,
+    )
 except (ImportError, AttributeError):
     self_check()  # an error that names all that this torch lacks, instead of the first
     raise
@@ -78,10 +85,12 @@ __all__ = [
     "UnsupportedTorchError",
     "clear_sharding_caches",
     "counts_local_writes",
+    "detached_below_autograd",
     "dispatch_counts",
     "filter_functions",
     "group_description",
     "has_empty_shards",
+    "held_tensors",
     "intern_spec",
     "is_native",
     "native_conversions",
@@ -101,6 +110,9 @@ __all__ = [
     "tell_plain_value",
     "tell_read",
     "with_empty_shards",
+    "tree_leaves",
+    "tree_map",
+    "weak_node",
     "with_torch_function",
     "without_modes",
 ]

@@ -13,6 +13,7 @@ __all__ = [
     "MemorylessTensor",
     "TorchDispatchMode",
     "WrapperTensor",
+    "detached_below_autograd",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -61,6 +62,12 @@ class WrapperTensor(torch.Tensor):
             device=tensor.device,
         )
         return wrapper
+
+
+def detached_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.detach()`` inside of a dispatch mode, where views do not share versions otherwise."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:

@@ -60,6 +60,17 @@ class CompositeBackward : public torch::autograd::Node {
         kept_.save(results, std::move(specs));
     }
 
+    // All that is held until the backward, but for what hooks have packed.
+    std::vector<at::Tensor> held() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        std::vector<at::Tensor> found;
+        for (const auto& saved : saved_) {
+            add_held(saved, found);
+        }
+        kept_.add_held(found);
+        return found;
+    }
+
   protected:
     // `words` distinguish backwards of equal operands.
     explicit CompositeBackward(Key words = {}) : words_(std::move(words)) {}

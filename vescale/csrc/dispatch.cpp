@@ -11,6 +11,7 @@
 #include "batched_matmul.h"
 #include "conversion.h"
 #include "function_filter.h"
+#include "held_tensors.h"
 #include "kernel.h"
 #include "layer_norm.h"
 #include "linear.h"
@@ -216,5 +217,7 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("counts", &vescale::counts);
     module.def("reset_counts", &vescale::reset_counts);
     module.def("take_other", &vescale::take_other);
+    module.def("held_by", &vescale::held_by);
+    py::class_<vescale::WeakNode>(module, "WeakNode").def(py::init<const at::Tensor&>()).def("__call__", &vescale::WeakNode::get);
     module.def("num_entries", &vescale::num_entries);
 }

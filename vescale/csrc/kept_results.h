@@ -21,6 +21,25 @@ inline void release(std::vector<py::object>& objects) {
     objects.clear();
 }
 
+// Adds what a saved variable holds: nothing where hooks have packed it into something else than a tensor. The interpreter's
+// lock is held.
+inline void add_held(const torch::autograd::SavedVariable& saved, std::vector<at::Tensor>& found) {
+    if (!saved.has_hooks()) {
+        const auto data = saved.get_raw_data();
+        if (data.has_value() && data->defined()) {
+            found.push_back(*data);
+        }
+        return;
+    }
+    const auto packed = saved.retrieve_unpack_hook_data();
+    if (packed.has_value()) {
+        PyObject* data = packed->second.ptr(&packed->second.pyinterpreter());
+        if (THPVariable_Check(data)) {
+            found.push_back(THPVariable_Unpack(data));
+        }
+    }
+}
+
 // Saved by an autograd node. Where the forward ran on local tensors they are local tensors, and need their specs only if the
 // backward does not.
 class KeptResults {
@@ -38,6 +57,12 @@ class KeptResults {
     KeptResults() = default;
     KeptResults(const KeptResults&) = delete;
     KeptResults& operator=(const KeptResults&) = delete;
+
+    void add_held(std::vector<at::Tensor>& found) const {
+        for (const auto& saved : saved_) {
+            vescale::add_held(saved, found);
+        }
+    }
 
     std::vector<at::Tensor> unpack() const {
         std::vector<at::Tensor> found;

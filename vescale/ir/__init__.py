@@ -14,6 +14,7 @@ from vescale.ir._new_plan import NewPlan, new_plan
 from vescale.ir._operations import (
     Annotate,
     Attention,
+    Checkpoint,
     Factory,
     Local,
     Op,
@@ -35,6 +36,7 @@ __all__ = [
     "Annotate",
     "Attention",
     "Change",
+    "Checkpoint",
     "Collective",
     "Coverage",
     "Factory",

@@ -15,6 +15,7 @@ from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._operations import (
     Annotate,
     Attention,
+    Checkpoint,
     Factory,
     Local,
     Op,
@@ -28,8 +29,11 @@ from vescale.ir._operations import (
 from vescale.plans import (
     ATTENTION_METHODS,
     AttentionMethod,
+    CheckpointPolicy,
     MeshAxes,
     Source,
+    checkpoint_budget,
+    checkpoint_policy,
     dtype_name,
     float_dtype_of,
     mp_options,
@@ -51,6 +55,7 @@ _KINDS: dict[str, type[Op]] = {
     "local": Local,
     "unit": Unit,
     "precision": Precision,
+    "checkpoint": Checkpoint,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 # Fields of instructions that hold one placement for each axis.
@@ -99,6 +104,8 @@ def _op(op: Op, axes: MeshAxes) -> dict[str, Any]:
             data[field.name] = mp_options(value)
         elif isinstance(value, torch.dtype):
             data[field.name] = dtype_name(value)
+        elif isinstance(value, CheckpointPolicy):
+            data[field.name] = value.form()
         elif value is not None:
             data[field.name] = _stage(value, axes) if field.name in _STAGES else value
     if isinstance(op, Attention):
@@ -148,6 +155,11 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
         values = {key: float_dtype_of(key, value) for key, value in values.items()}
     if kind is Attention:
         values["methods"] = _read_methods(data["methods"], axes)
+    if kind is Checkpoint:
+        values["policy"] = checkpoint_policy(data["policy"])
+        values["budget_gib"] = checkpoint_budget(values.get("budget_gib"), values["policy"])
+        if isinstance(values.get("budget"), bool) or not isinstance(values.get("budget", 0), int):
+            raise ValueError(f"budget is {values['budget']!r}, not the number of an entry")
     if kind is Local:
         values = {"kind": None, "dispatch": None, **values}
         for key in ("experts", "features", "biases"):

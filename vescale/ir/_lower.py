@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 
+from vescale.ir._checkpoints import find_checkpoints
 from vescale.ir._expert_sharding import ExpertCut, find_expert_cuts
 from vescale.ir._expert_warnings import lint_experts
 from vescale.ir._findings import Finding, Findings, LoweringError
@@ -18,6 +19,7 @@ from vescale.ir._model_index import ModelIndex
 from vescale.ir._operations import (
     Annotate,
     Attention,
+    Checkpoint,
     Factory,
     Local,
     Place,
@@ -53,7 +55,10 @@ def lower(plan: Plan, model: nn.Module) -> Program:
     - for inputs of the model a :class:`Wrap`, Replicate on axes that no entry names;
     - for inputs and outputs of modules a :class:`Redistribute`, also where nothing moves in the forward: the gradient may
       arrive Partial, and is reduced there;
-    - regions (:class:`Factory`, :class:`Attention`, :class:`Local`), :class:`Unit`, and :class:`Annotate`.
+    - regions (:class:`Factory`, :class:`Attention`, :class:`Local`, :class:`Checkpoint`), :class:`Unit`, and
+      :class:`Annotate`.
+
+    Ops that a ``checkpoint`` entry names are looked for in a forward on meta tensors, which runs the model's code.
 
     Raises:
         LoweringError: a :class:`PlanError` with every mistake: paths that match nothing, entries that disagree, dims out
@@ -103,11 +108,12 @@ def _index(plan: Plan, model: nn.Module) -> ModelIndex:
 
 @dataclass(frozen=True)
 class _Analysis:
-    """What a plan means for one model: ``expert_cuts`` by region of experts."""
+    """What a plan means for one model: ``expert_cuts`` by region of experts, ``checkpoints`` by module."""
 
     resolution: Resolution
     expert_cuts: Mapping[str, ExpertCut]
     units: tuple[GatheredUnit, ...]
+    checkpoints: Mapping[str, Checkpoint]
 
 
 def _analyze(plan: Plan, index: ModelIndex, findings: Findings) -> _Analysis:
@@ -117,7 +123,7 @@ def _analyze(plan: Plan, index: ModelIndex, findings: Findings) -> _Analysis:
     expert_cuts = find_expert_cuts(resolution, index, plan.axes, findings)
     units = find_units(resolution, index, plan.axes, findings)
     check_replicas(plan, units, findings)
-    return _Analysis(resolution, expert_cuts, units)
+    return _Analysis(resolution, expert_cuts, units, find_checkpoints(plan, resolution, index, findings))
 
 
 def _instructions(analysis: _Analysis, index: ModelIndex, plan: Plan) -> Iterator[Instruction]:
@@ -133,7 +139,7 @@ def _instructions(analysis: _Analysis, index: ModelIndex, plan: Plan) -> Iterato
 class _Emitter:
     def __init__(self, analysis: _Analysis, index: ModelIndex, plan: Plan) -> None:
         self.resolution, self.index, self.axes = analysis.resolution, index, plan.axes
-        self.units, self.expert_cuts = analysis.units, analysis.expert_cuts
+        self.units, self.expert_cuts, self.checkpoints = analysis.units, analysis.expert_cuts, analysis.checkpoints
 
     def all(self) -> Iterator[Instruction]:
         gathered = {name for unit in self.units for name in unit.names}
@@ -272,6 +278,9 @@ class _Emitter:
                 cut.biases,
             )
             yield Instruction(path, Hook.FORWARD, "<self>", None, region, entry.source)
+        for path, checkpoint in self.checkpoints.items():
+            source = self.resolution.checkpoints[path].source
+            yield Instruction(path, Hook.FORWARD, "<self>", None, checkpoint, source)
 
 
 def _policy(entry: PrecisionEntry | None) -> MixedPrecisionPolicy | None:

@@ -14,11 +14,12 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.plans import AttentionMethod, MeshAxes, dtype_name, mp_options, placement_text
+from vescale.plans import AttentionMethod, CheckpointPolicy, MeshAxes, dtype_name, mp_options, placement_text
 
 __all__ = [
     "Annotate",
     "Attention",
+    "Checkpoint",
     "Factory",
     "Local",
     "Op",
@@ -200,4 +201,22 @@ class Precision:
         return f"precision({','.join(f'{name}={dtype_name(d)}' for name, d in dtypes.items() if d is not None)})"
 
 
-Op = Place | Precision | Wrap | Redistribute | Annotate | Factory | Attention | Local | Unit
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the module's forward computes is computed again in backward, but for what ``policy`` saves.
+
+    Paths in ``policy.save`` are those of single modules, relative to this one. ``budget_gib``: what all modules with this
+    ``budget`` (the number of the entry in the plan) may save together.
+    """
+
+    policy: CheckpointPolicy
+    budget_gib: float | None = None
+    budget: int = 0
+
+    def text(self, axes: MeshAxes) -> str:
+        limit = "" if self.budget_gib is None else f";budget={self.budget_gib:g} GiB of entry {self.budget}"
+        return f"checkpoint({self.policy.text()}{limit})"
+
+
+Op = Place | Precision | Wrap | Redistribute | Annotate | Factory | Attention | Local | Unit | Checkpoint

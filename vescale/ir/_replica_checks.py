@@ -13,6 +13,7 @@ from vescale.ir._findings import Findings
 from vescale.ir._units import GatheredUnit
 from vescale.plans import (
     AttentionEntry,
+    CheckpointEntry,
     Entry,
     LocalEntry,
     Plan,
@@ -83,7 +84,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 def axes_named(entry: Entry) -> set[str]:
     """The axes that an entry names."""
-    if isinstance(entry, UnitEntry | PrecisionEntry):
+    if isinstance(entry, UnitEntry | PrecisionEntry | CheckpointEntry):
         return set()
     if isinstance(entry, AttentionEntry):
         return {axis for axis, _ in entry.methods}

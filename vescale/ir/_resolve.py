@@ -25,6 +25,7 @@ from vescale.plans import (
     AttentionEntry,
     AttentionMethod,
     AxisPlacements,
+    CheckpointEntry,
     Entry,
     FactoryEntry,
     LocalEntry,
@@ -55,6 +56,7 @@ class Resolution:
         locals: module -> the entry that runs it on local tensors.
         units: module -> the entry that groups its parameters.
         precisions: module -> the entry that gives its dtypes.
+        checkpoints: module -> the entry that says what its forward saves.
         matches: ``id`` of an entry -> what it matched, as names of parameters, buffers, modules, inputs and outputs.
     """
 
@@ -67,6 +69,7 @@ class Resolution:
         self.locals: dict[str, LocalEntry] = {}
         self.units: dict[str, UnitEntry] = {}
         self.precisions: dict[str, PrecisionEntry] = {}
+        self.checkpoints: dict[str, CheckpointEntry] = {}
         self.matches: dict[int, tuple[str, ...]] = {}
 
 
@@ -91,6 +94,8 @@ def resolve(plan: Plan, index: ModelIndex, findings: Findings) -> Resolution:
             resolver.local(entry)
         elif isinstance(entry, PrecisionEntry):
             resolver.precision(entry)
+        elif isinstance(entry, CheckpointEntry):
+            resolver.checkpoint(entry)
         else:
             resolver.unit(entry)
     resolver.spread_unindexed()
@@ -222,6 +227,18 @@ class _Resolver:
                     "conflict",
                     f"{{names}}: unit '{entry.path}' and unit '{before.path}' ({before.source}) both match, and say "
                     "different things of resharding, mixed precision or offload; keep one of the two",
+                    entry.source,
+                    path,
+                )
+
+    def checkpoint(self, entry: CheckpointEntry) -> None:
+        for path in self._called_modules(entry, "checkpoint"):
+            before = self.resolution.checkpoints.setdefault(path, entry)
+            if before is not entry and (before.policy, before.budget_gib) != (entry.policy, entry.budget_gib):
+                self.findings.error(
+                    "conflict",
+                    f"{{names}}: checkpoint '{entry.path}' and checkpoint '{before.path}' ({before.source}) both match, and "
+                    "differ; keep one of the two",
                     entry.source,
                     path,
                 )

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import LISTENERS, requested_by
+from vescale.comm import LISTENERS, requested_by, watch_holder
 from vescale.compat import (
     DTensorSpec,
     local_of,
@@ -52,12 +52,7 @@ from vescale.ops._conversion_plans import (
     whole_spec,
 )
 from vescale.ops._observer import report_implicit_move
-from vescale.placements import (
-    contiguous_stride,
-    move_local,
-    stride_like,
-    without_partials,
-)
+from vescale.placements import contiguous_stride, move_local, stride_like, without_partials
 
 __all__ = [
     "NATIVE",
@@ -106,7 +101,9 @@ class _Convert(torch.autograd.Function):
         ctx.grad_stages, ctx.requester = grad_stages, requester
         ctx.set_materialize_grads(False)
         result = _moved(x, target, requester)
-        return make_dtensor(local_of(result), spec_of(result), requires_grad=x.requires_grad)
+        made = make_dtensor(local_of(result), spec_of(result), requires_grad=x.requires_grad)
+        watch_holder(local_of(made), made)
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:

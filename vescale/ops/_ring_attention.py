@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from vescale.comm import AxisGroup, Pending, all_to_all_v, requested_by
+from vescale.comm import AxisGroup, Pending, all_to_all_v, keep_tensors, requested_by
 from vescale.ops._block_attention import Attended, BlockGradients, accumulation_dtype
 from vescale.ops._ring_schedule import RingSchedule, meetings
 from vescale.ops._second_derivatives import differentiable_once
@@ -147,29 +147,17 @@ class _RingAttention(torch.autograd.Function):
         mask: torch.Tensor | None,
         kept: torch.Tensor | None,
     ) -> torch.Tensor:
-        schedule, own = call.ring.schedule, call.ring.group.index
-        key, value = call.blocks.key, call.blocks.value
-        leading = torch.broadcast_shapes(query.shape[:-3], key[:-2], value[:-2])
-        attended = Attended(query, (*leading, *query.shape[-3:-1], value[-1]), call.scale)
-
-        def visit(step: int, owner: int | None, block: torch.Tensor | None) -> None:
-            if owner is None or block is None:
-                return
-            met = meetings(schedule.rows[own], schedule.keys[owner], schedule.is_causal)
-            if met:
-                k, v = call.blocks.unpack(block, schedule.length(owner))
-                attended.attend(k, v, met, call.columns(owner, mask), call.columns(owner, kept), call.dropout)
-
-        call.pass_round(own_block, "keys and values", visit)
+        out, log_sum = keep_tensors(lambda: _attended(call, query, own_block, mask, kept))
         ctx.call = call
-        ctx.save_for_backward(query, own_block, mask, kept, attended.out, attended.log_sum)
-        return attended.out.to(query.dtype)
+        ctx.save_for_backward(query, own_block, mask, kept, out, log_sum)
+        return out.to(query.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, own_block, mask, *_ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: a checkpoint hands each of them out a single time
+        query, own_block, mask, *_ = saved
         with torch.no_grad():
-            found = _RingAttention._gradients(ctx, grad)
+            found = _RingAttention._gradients(ctx, grad, saved)
         once = (
             f"{ctx.call.ring.requester}: blocks that go round have no derivatives of their gradients, and these are "
             "asked for (create_graph=True); write all_gather or ulysses for this axis in the plan's attention section"
@@ -177,10 +165,10 @@ class _RingAttention(torch.autograd.Function):
         return None, *differentiable_once(found, (grad, query, own_block, mask), once), None
 
     @staticmethod
-    def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def _gradients(ctx: Any, grad: torch.Tensor, saved: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the query, the block and the mask."""
         call: _Call = ctx.call
-        query, own_block, mask, kept, out, log_sum = ctx.saved_tensors
+        query, own_block, mask, kept, out, log_sum = saved
         ring, schedule, own = call.ring, call.ring.schedule, call.ring.group.index
         gradients = BlockGradients(query, out, log_sum, grad, call.scale)
         mask_gradient = torch.zeros_like(mask, dtype=out.dtype) if ctx.needs_input_grad[3] else None
@@ -215,6 +203,31 @@ class _RingAttention(torch.autograd.Function):
             own_gradient = torch.zeros_like(own_block)
         grad_mask = mask_gradient.to(mask.dtype) if mask_gradient is not None else None
         return gradients.query.to(query.dtype), own_gradient.to(own_block.dtype), grad_mask
+
+
+def _attended(
+    call: _Call,
+    query: torch.Tensor,
+    own_block: torch.Tensor,
+    mask: torch.Tensor | None,
+    kept: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and the logarithms of the sums of weights."""
+    schedule, own = call.ring.schedule, call.ring.group.index
+    key, value = call.blocks.key, call.blocks.value
+    leading = torch.broadcast_shapes(query.shape[:-3], key[:-2], value[:-2])
+    attended = Attended(query, (*leading, *query.shape[-3:-1], value[-1]), call.scale)
+
+    def visit(step: int, owner: int | None, block: torch.Tensor | None) -> None:
+        if owner is None or block is None:
+            return
+        met = meetings(schedule.rows[own], schedule.keys[owner], schedule.is_causal)
+        if met:
+            k, v = call.blocks.unpack(block, schedule.length(owner))
+            attended.attend(k, v, met, call.columns(owner, mask), call.columns(owner, kept), call.dropout)
+
+    call.pass_round(own_block, "keys and values", visit)
+    return attended.out, attended.log_sum
 
 
 def _of_block(

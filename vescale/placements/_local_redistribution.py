@@ -24,7 +24,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import Pending, all_gather_v, all_reduce, all_to_all_v, axis_group, reduce_scatter_v
+from vescale.comm import Pending, all_gather_v, all_reduce, all_to_all_v, axis_group, keeps_result, reduce_scatter_v
 from vescale.compat import AsyncCollectiveTensor, partial_reduce
 from vescale.placements._exchange_plan import pack, plan_exchange, unpack, unpack_gathered
 from vescale.placements._move_steps import (
@@ -39,6 +39,7 @@ from vescale.placements._move_steps import (
 __all__ = ["move_local"]
 
 
+@keeps_result
 def move_local(
     local: torch.Tensor,
     mesh: DeviceMesh,

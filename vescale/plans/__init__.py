@@ -1,11 +1,13 @@
 """Plans: how each tensor of a model is placed on a mesh, as data, in Python or YAML."""
 
+from vescale.plans._checkpoint_policy import CheckpointPolicy, checkpoint_budget, checkpoint_policy, split_selector
 from vescale.plans._entries import (
     ATTENTION_METHODS,
     AnnotateEntry,
     AttentionEntry,
     AttentionMethod,
     AxisPlacements,
+    CheckpointEntry,
     Entry,
     FactoryEntry,
     LocalEntry,
@@ -39,6 +41,8 @@ __all__ = [
     "AttentionEntry",
     "AttentionMethod",
     "AxisPlacements",
+    "CheckpointEntry",
+    "CheckpointPolicy",
     "Entry",
     "FactoryEntry",
     "HfImportWarning",
@@ -58,6 +62,8 @@ __all__ = [
     "Target",
     "UnitEntry",
     "VescalePlan",
+    "checkpoint_budget",
+    "checkpoint_policy",
     "did_you_mean",
     "dtype_name",
     "float_dtype_of",
@@ -70,4 +76,5 @@ __all__ = [
     "placement_text",
     "plan_text",
     "wildcard",
+    "split_selector",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.plans._checkpoint_policy import CheckpointPolicy
 from vescale.plans._errors import Source
 from vescale.plans._path import Path
 from vescale.plans._phase import ALL, Phase
@@ -19,6 +20,7 @@ __all__ = [
     "AttentionEntry",
     "AttentionMethod",
     "AxisPlacements",
+    "CheckpointEntry",
     "Entry",
     "FactoryEntry",
     "LocalEntry",
@@ -150,6 +152,20 @@ class PrecisionEntry:
     source: Source | None = field(default=None, compare=False)
 
 
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """The matching modules do not keep what their forward computes for backward, but compute it again.
+
+    ``budget_gib``: GiB that all matching modules together may save on a rank; the policy is then the one with the least
+    memory, and modules that need not have it save more.
+    """
+
+    path: Path
+    policy: CheckpointPolicy
+    budget_gib: float | None = None
+    source: Source | None = field(default=None, compare=False)
+
+
 Entry = (
     ShardEntry
     | RedistributeEntry
@@ -159,4 +175,5 @@ Entry = (
     | LocalEntry
     | UnitEntry
     | PrecisionEntry
+    | CheckpointEntry
 )

@@ -10,12 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.plans._checkpoint_policy import CheckpointPolicy, checkpoint_budget, checkpoint_policy
 from vescale.plans._entries import (
     ATTENTION_METHODS,
     AnnotateEntry,
     AttentionEntry,
     AttentionMethod,
     AxisPlacements,
+    CheckpointEntry,
     Entry,
     FactoryEntry,
     LocalEntry,
@@ -292,6 +294,28 @@ class PlanEntries:
         if not any(dtypes.values()):
             raise PlanError(f"precision {path!r} gives no dtype; give param=, reduce= or output=", source)
         return self._add(PrecisionEntry(self._module(path, "precision", source), **dtypes, source=source))
+
+    def checkpoint(
+        self,
+        path: str,
+        policy: str | Mapping[str, Any] | CheckpointPolicy = "full",
+        budget_gib: float | None = None,
+        *,
+        source: Source | None = None,
+    ) -> Self:
+        """Compute the forward of the modules that ``path`` matches again in backward, instead of saving what it computes.
+
+        ``policy``: ``"full"``, ``"selective"``, ``"offload"``, or ``{"save": [ops], "every": n, "recompute_communication":
+        bool}``; see :class:`CheckpointPolicy`. ``budget_gib``: see :class:`CheckpointEntry`.
+        """
+        source = source or calling_line()
+        try:
+            chosen = checkpoint_policy(policy)
+            budget = checkpoint_budget(budget_gib, chosen)
+        except ValueError as error:
+            raise PlanError(f"checkpoint {path!r}: {error}", source) from error
+        parsed = self._module(path, "checkpoint", source)
+        return self._add(CheckpointEntry(parsed, chosen, budget, source))
 
     def add(self, entry: Entry) -> Self:
         """Add an entry of another plan, with its source. Raises PlanError for an axis that this plan does not have."""

@@ -29,6 +29,7 @@ Place = tuple[str | int, ...]
 
 _SCALARS = {"tag:yaml.org,2002:" + name for name in ("str", "int", "bool", "null")}
 _INTEGER = regex.compile(r"[-+]?(?:0|[1-9]\d{0,17})")
+_FRACTION = regex.compile(r"[0-9]{1,18}\.[0-9]{1,30}")
 
 
 @dataclass
@@ -185,6 +186,8 @@ def _build(node: yaml.Node, place: Place, document: Document, loader: yaml.SafeL
                 document.at(place),
             )
         return int(node.value)
+    if place[-1:] == ("budget_gib",) and _FRACTION.fullmatch(node.value) is not None:
+        return float(node.value)
     if node.tag in _SCALARS:
         return loader.construct_object(node)
-    return node.value  # fractions, dates and the like are text, because plans have none
+    return node.value  # other fractions, dates and the like are text, because plans have none

@@ -42,6 +42,7 @@ _SECTIONS = (
     "units",
     "precision",
     "pipeline",
+    "checkpoint",
 )
 
 
@@ -100,6 +101,8 @@ def _add_entries(plan: PlanEntries, file: PlanFile) -> None:
     for path, value in (data.get("precision") or {}).items():
         place = ("precision", path)
         plan.precision(reader.expand(path, place), **value, source=document.at(place))
+    for path, value in (data.get("checkpoint") or {}).items():
+        reader.checkpoint(path, value)
     for index, unit in enumerate(data.get("units") or []):
         path, options = (
             (unit, {}) if isinstance(unit, str) else (unit["path"], {k: unit[k] for k in unit if k != "path"})
@@ -233,6 +236,17 @@ class _Reader:
                 outputs=self.axes(item.get("out") or {}, (*where, "out")),
                 source=self.document.at(where),
             )
+
+    def checkpoint(self, path: str, value: Any) -> None:
+        place: Place = ("checkpoint", path)
+        options = {"save": value} if isinstance(value, str) else dict(value)
+        budget: Any = options.pop("budget_gib", None)
+        policy: Any = options.get("save", "full")
+        if isinstance(policy, list):
+            policy = [self.expand(name, place) for name in policy]
+        if options.keys() - {"save"} or isinstance(policy, list):
+            policy = {**options, "save": [] if policy == "full" else policy}
+        self.plan.checkpoint(self.expand(path, place), policy, budget, source=self.document.at(place))
 
 
 def _items(value: Any, place: Place) -> list[tuple[Any, Place]]:

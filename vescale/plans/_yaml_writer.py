@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 
 import regex
 import yaml
@@ -13,6 +14,7 @@ from vescale.plans._entries import (
     AnnotateEntry,
     AttentionEntry,
     AxisPlacements,
+    CheckpointEntry,
     FactoryEntry,
     LocalEntry,
     PrecisionEntry,
@@ -51,7 +53,7 @@ def plan_text(plan: PlanEntries, comments: Mapping[str, str] | None = None, head
             continue
         section, value = _section_value(entry)
         kinds.setdefault(section, {}).setdefault(_with_variables(entry.path.text, variables), []).append(value)
-    for section in ("shard", "redistribute", "annotate", "factory", "attention", "local", "precision"):
+    for section in ("shard", "redistribute", "annotate", "factory", "attention", "local", "precision", "checkpoint"):
         if section in kinds:
             written = {_with_variables(path, variables): text for path, text in (comments or {}).items()}
             lines += [f"{section}:", *_section(kinds[section], written if section == "shard" else {})]
@@ -98,7 +100,14 @@ def _section(values: dict[str, list[str]], comments: Mapping[str, str]) -> Itera
 
 
 def _section_value(
-    entry: ShardEntry | RedistributeEntry | AnnotateEntry | FactoryEntry | AttentionEntry | LocalEntry | PrecisionEntry,
+    entry: ShardEntry
+    | RedistributeEntry
+    | AnnotateEntry
+    | FactoryEntry
+    | AttentionEntry
+    | LocalEntry
+    | PrecisionEntry
+    | CheckpointEntry,
 ) -> tuple[str, str]:
     if isinstance(entry, ShardEntry):
         options = [] if entry.phase == ALL else [f"phase: {phase_text(entry.phase)}"]
@@ -116,6 +125,8 @@ def _section_value(
     if isinstance(entry, PrecisionEntry):
         dtypes = {"param": entry.param, "reduce": entry.reduce, "output": entry.output}
         return "precision", _braces(f"{name}: {dtype_name(d)}" for name, d in dtypes.items() if d is not None)
+    if isinstance(entry, CheckpointEntry):
+        return "checkpoint", _checkpoint(entry)
     parts = [f"{name}: {value}" for name, value in (("kind", entry.kind), ("dispatch", entry.dispatch)) if value]
     parts += [f"{name}: {_axes(axes)}" for name, axes in (("in", entry.inputs), ("out", entry.outputs)) if axes]
     return "local", _braces(parts)
@@ -149,6 +160,17 @@ def _pipeline(entry: PipelineEntry) -> str:
         name: getattr(entry, name) for name in ("mesh", "schedule", "microbatches", "loss", "reduce")
     }
     return _braces(f"{name}: {json.dumps(value)}" for name, value in named.items())
+
+
+def _checkpoint(entry: CheckpointEntry) -> str:
+    form = entry.policy.form()
+    if isinstance(form, str) and entry.budget_gib is None:
+        return form
+    options = {"save": form} if isinstance(form, str) else form
+    parts = [f"{name}: {json.dumps(value)}" for name, value in options.items()]
+    if entry.budget_gib is not None:
+        parts.append(f"budget_gib: {Decimal(repr(entry.budget_gib)):f}")  # without an exponent
+    return _braces(parts)
 
 
 def _axes(placements: AxisPlacements, options: Iterable[str] = ()) -> str:

@@ -17,6 +17,7 @@ from vescale.runtime._placing import Placing
 from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._shard_batch import shard_batch
+from vescale.runtime._saved_report import SavedReport, report
 from vescale.runtime._shared_conversion import Stages
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "MissingValuesWarning",
     "Placing",
     "Runtime",
+    "SavedReport",
     "Stages",
     "current_activation",
     "finish_gradients",
@@ -41,4 +43,5 @@ __all__ = [
     "preflight",
     "register_mode",
     "shard_batch",
+    "report",
 ]

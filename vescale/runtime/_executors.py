@@ -7,6 +7,7 @@ import enum
 from vescale.ir import (
     Annotate,
     Attention,
+    Checkpoint,
     Factory,
     Hook,
     Instruction,
@@ -35,6 +36,7 @@ class Executor(enum.Enum):
     SETTING = "settings of a module"  # vescale.runtime._runtime
     PRECISION = "casting inputs, outputs and parameters"  # vescale.runtime._precision
     REGION = "running a module on local tensors"  # vescale.runtime._local_region, _expert_region
+    CHECKPOINT = "computing a forward again in backward"  # vescale.runtime._checkpointed_forward
 
 
 # (hook, kind of target) -> ops -> executor. Kinds of target: "<in>", "<out>", "<self>"; "name" of a parameter or buffer.
@@ -48,6 +50,7 @@ _TABLE: dict[tuple[Hook, str], dict[type[Op], Executor]] = {
         Attention: Executor.SETTING,
         Local: Executor.REGION,
         Precision: Executor.PRECISION,
+        Checkpoint: Executor.CHECKPOINT,
     },
     (Hook.FORWARD_POST, "<out>"): {Annotate: Executor.OUTPUT, Redistribute: Executor.OUTPUT},
     (Hook.BACKWARD, "name"): {Annotate: Executor.GRADIENT, Redistribute: Executor.GRADIENT},

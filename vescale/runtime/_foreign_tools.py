@@ -25,7 +25,6 @@ _INSTEAD = {
     "Trainer wraps it, and is not supported",
     "fully_shard": f"{_REDUCED}: let the plan shard parameters, {{axis: {{init: Ragged, run: R}}}} (docs/plans.md, ZeRO), "
     "with unit entries for what is gathered together",
-    "replicate, or FullyShardedDataParallel,": f"{_REDUCED}: shard the batch over an axis by the plan's <in> entries",
     "torch.jit.script": "it runs hooks and DTensors in Python, which TorchScript cannot hold: script functions of local "
     "tensors inside of it, or export a model of one device that has loaded its state dict",
     "torch.jit.trace": "a trace would hold this rank's part of each tensor: trace a model of one device that has loaded its "
@@ -38,7 +37,7 @@ _INSTEAD = {
 def meet_foreign_tools(runtime: Runtime, model: nn.Module) -> None:
     """Give the modules of a parallelized model what tools ask for. They are copied with the model."""
     for module in model.modules():
-        refuse_composable_apis(module, ("fully_shard", "replicate"), _refuse_composable)
+        refuse_composable_apis(module, ("fully_shard",), _refuse)
     attributes = model.__dict__
     attributes["_ddp_params_and_buffers_to_ignore"] = _Refused("DistributedDataParallel")
     attributes["__prepare_scriptable__"] = _Refused("torch.jit.script")
@@ -55,10 +54,6 @@ def refuse_tracing() -> None:
 
 def _refuse(tool: str) -> NoReturn:
     raise PlanError(f"{tool} of a parallelized model: {_INSTEAD[tool]}")
-
-
-def _refuse_composable(name: str) -> NoReturn:
-    _refuse("replicate, or FullyShardedDataParallel," if name == "replicate" else name)
 
 
 class _Refused:

@@ -124,6 +124,9 @@ def _begin(runtime: Runtime, module: nn.Module, path: str) -> Activation:
     if not runtime.has_adopted(module):
         runtime.adopt(module, path)
     runtime.gradients.attach()
+    if torch.is_grad_enabled():
+        runtime.num_training_forwards += 1
+        runtime.saved.begin()
     activation = _activate(runtime)
     activations().append(activation)
     return activation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from vescale.compat import map_tensors, no_torch_function
 from vescale.ir import Instruction, Redistribute
 from vescale.ops import convert
 from vescale.runtime._activation import THREAD
+from vescale.runtime._attribution import module_of_node
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._foreign_tools import refuse_tracing
 from vescale.runtime._generation import add_generate, is_generating, whole_output
@@ -59,6 +61,7 @@ class _Instructions:
         self.is_root = path == ""
         self._model = type(module).__name__
         self.hands_out = add_generate(runtime, module)
+        self._module = weakref.ref(module)
         self.inputs = [Placing(runtime, i) for i in instructions if executor_of(i) is Executor.INPUT]
         self.parameters = [i for i in instructions if executor_of(i) is Executor.PARAMETER]
         self.casts = Casts(instructions)
@@ -175,6 +178,9 @@ class _Instructions:
             output = map_tensors(self._finished, output)
         if self.is_root:
             watch_backward(self.runtime, self._model, output)
+            model = self._module()
+            if model is not None:
+                self.runtime.saved.end(output, model, module_of_node)
         return output
 
     def _finished(self, x: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from vescale.fsdp import FSDPModule
 from vescale.gradients import GradientReducer, refuse_reducers_of
 from vescale.ir import (
     Annotate,
+    Checkpoint,
     Instruction,
     Local,
     Place,
@@ -37,6 +38,7 @@ from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.rng import enable as enable_rng
 from vescale.rng import has_deferred, is_deferred, materialize
 from vescale.runtime._adapters import watch_adapters
+from vescale.runtime._checkpointed_forward import CheckpointedForward
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._expert_region import ExpertRegion
 from vescale.runtime._foreign_tools import meet_foreign_tools
@@ -162,6 +164,9 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
             if isinstance(instruction.op, Local):
                 region = ExpertRegion if instruction.op.kind == "experts" else LocalRegion
                 region(runtime, module, path, instruction)
+        for instruction in instructions:
+            if isinstance(instruction.op, Checkpoint):  # around the region, if there is one
+                CheckpointedForward(runtime, module, path, instruction)
         add_hooks(runtime, module, path, instructions)
         add_save_pretrained(runtime, module)
     units.install()

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.comm import outside_of_kept
 from vescale.compat import in_backward, local_of, make_dtensor, make_spec, no_torch_function
 from vescale.fsdp import (
     DataParallelAxes,
@@ -195,7 +196,7 @@ class UnitState(ModuleState):
     accumulates_gathered = False
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with no_torch_function():
+        with no_torch_function(), outside_of_kept():
             return super().before_forward(module, args, kwargs)
 
     def _begin_iteration(self, args: Any, kwargs: Any) -> Any:
@@ -215,7 +216,7 @@ class UnitState(ModuleState):
 
     def after_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         is_last = self.tree.forward_root is self
-        with no_torch_function():
+        with no_torch_function(), outside_of_kept():
             output = super().after_forward(module, args, output)
             if is_last and not torch.is_grad_enabled() and not in_backward():
                 self._all_to_rest()  # no backward will come

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from vescale.plans import AttentionMethod, MeshAxes
 from vescale.runtime._gradient_hooks import GradientHooks
 from vescale.runtime._implicit_site import ImplicitSite
 from vescale.runtime._missing_values import MissingValues
+from vescale.runtime._saved_account import SavedAccount
 from vescale.runtime._timeline import MAX_LENGTH, ModuleTimeline
 
 __all__ = ["Runtime", "Where", "timelines"]
@@ -52,6 +54,11 @@ class Runtime:
         instructions: of each module, by path (:mod:`vescale.runtime._module_hooks`).
         checks: what its ranks compare before they communicate; num_forwards: how many of the model have begun.
         missing_values: parameters that had none when the model was parallelized; None: not known.
+        saved: what the last forward held for its backward.
+        num_training_forwards: how many forwards with gradients have begun.
+        last_offloaded: the forward that offloaded last, if it is still there.
+        budgets: by the number of their entry in the plan.
+        warned_of_state: whether the user was told that a checkpointed module writes to an argument that keeps tensors.
         warned_of_compiler: whether the user was told that torch.compile has no effect.
     """
 
@@ -71,6 +78,11 @@ class Runtime:
         self.warned_of_compiler = False
         self.missing_values: MissingValues | None = None
         self.instructions: dict[str, Any] = {}
+        self.saved = SavedAccount()
+        self.num_training_forwards = 0
+        self.last_offloaded: weakref.ref[Any] | None = None
+        self.budgets: dict[int, Any] = {}
+        self.warned_of_state = False
         self._factories = {i.path: tuple(i.op.placements) for i in program if isinstance(i.op, Factory)}
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
         self.checks: StepChecks = start_checks(mesh)
@@ -131,7 +143,10 @@ class Runtime:
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """A copied model has a runtime of its own; its modules are adopted when they are first called."""
         runtime = Runtime(self.program, self.mesh, self.gradients.of_copy(), strict=self.strict, native=self.native)
-        return memo.setdefault(id(self), runtime)
+        memo[id(self)] = runtime
+        runtime.saved.reads_graph = self.saved.reads_graph
+        runtime.budgets = copy.deepcopy(self.budgets, memo)
+        return runtime
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

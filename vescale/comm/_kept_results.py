@@ -1,0 +1,212 @@
+"""Results of collectives that are kept while a forward runs, and taken instead of a collective when it runs again.
+
+Activation checkpointing computes a part of a forward again in backward. What ranks have sent to each other in between is
+not sent again: the outermost call of a function that communicates (:func:`keeps_result`) is kept by its number. A result
+that has been written to since is not what was received, and is communicated again.
+
+Ranks must write to the same results: those that do not would not take part in that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec
+
+import torch
+
+from vescale.comm._pending import Pending
+
+__all__ = [
+    "KEEPERS",
+    "KeptResults",
+    "keep_tensors",
+    "keeps_result",
+    "note_communication",
+    "outside_of_kept",
+    "watch_holder",
+]
+
+_P = ParamSpec("_P")
+
+
+class _Thread(threading.local):
+    """Attributes: kept: the results of the forward that this thread is in, if they are kept."""
+
+    def __init__(self) -> None:
+        self.kept: KeptResults | None = None
+
+
+_THREAD = _Thread()
+KEEPERS: list[KeptResults] = []
+"""Those of forwards that are running, on any thread: then conversions are planned and run in Python, which asks."""
+
+
+class _Result:
+    """Tensors that a collective gave, with their versions; none while it has not ended."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tuple(tensors)
+        self._versions: list[tuple[torch.Tensor, int]] = []
+
+    def ended(self) -> None:
+        self._versions += [(tensor, tensor._version) for tensor in self.tensors]
+
+    def watch(self, holder: torch.Tensor) -> None:
+        self._versions.append((holder, holder._version))
+
+    def is_in(self, tensor: torch.Tensor) -> bool:
+        memory = tensor.untyped_storage()._cdata
+        return any(own.untyped_storage()._cdata == memory for own in self.tensors)
+
+    @property
+    def is_unwritten(self) -> bool:
+        return bool(self._versions) and all(tensor._version == version for tensor, version in self._versions)
+
+
+class KeptResults:
+    """The results of one forward, in the order of their collectives. ``keeps=False``: nothing is, and all runs again.
+
+    Attributes:
+        is_communicating: a collective runs, with the local steps around it: no ops of the model.
+    """
+
+    def __init__(self, *, keeps: bool = True, on_kept: Callable[[Sequence[torch.Tensor]], None] | None = None) -> None:
+        self.is_communicating = False
+        self._keeps, self._on_kept = keeps, on_kept
+        self._results: list[_Result | None] = []
+        self._next: int | None = None  # while they are taken: which one
+        self._moves = False  # ranks of a group have communicated since the running call began
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """The forward runs for the first time."""
+        self._results.clear()
+        self._next = None
+        with self._entered():
+            yield
+
+    @contextlib.contextmanager
+    def taking(self) -> Iterator[None]:
+        """It runs again."""
+        self._next = 0
+        with self._entered():
+            yield
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        before, _THREAD.kept = _THREAD.kept, self
+        KEEPERS.append(self)
+        self.is_communicating = False
+        try:
+            yield
+        finally:
+            _THREAD.kept = before
+            KEEPERS.remove(self)
+
+    def pending(self, call: Callable[[], Pending], out: torch.Tensor | None) -> Pending:
+        if self.is_communicating:
+            return call()
+        found = self._take()
+        if found is not None:
+            (result,) = found.tensors
+            return Pending(result.detach() if out is None else out.copy_(result))
+        pending, moves = self._run(call)
+        kept = self._keep([pending.out]) if moves else self._keep(())
+        return Pending(pending.out, [pending], kept.ended) if kept is not None else pending
+
+    def tensors(self, call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        if self.is_communicating:
+            return call()
+        found = self._take()
+        if found is not None:
+            return tuple(tensor.detach() for tensor in found.tensors)
+        result, moves = self._run(call)
+        kept = self._keep(result if moves else ())
+        if kept is not None:
+            kept.ended()
+        return result
+
+    def _take(self) -> _Result | None:
+        if self._next is None:
+            return None
+        found = self._results[self._next] if self._next < len(self._results) else None
+        self._next += 1
+        return found if found is not None and found.is_unwritten else None
+
+    def _run(self, call: Callable[[], Any]) -> tuple[Any, bool]:
+        self.is_communicating, self._moves = True, False
+        try:
+            return call(), self._moves
+        finally:
+            self.is_communicating = False
+
+    def _keep(self, tensors: Sequence[torch.Tensor]) -> _Result | None:
+        if self._next is not None:
+            return None  # the first forward has decided
+        if not tensors or not self._keeps:
+            self._results.append(None)
+            return None
+        kept = _Result(tensors)
+        self._results.append(kept)
+        if self._on_kept is not None:
+            self._on_kept(tensors)
+        return kept
+
+    def watch(self, local: torch.Tensor, holder: torch.Tensor) -> None:
+        found = self._results[-1] if self._next is None and self._results else None
+        if found is not None and found.is_in(local):
+            found.watch(holder.detach())  # which has the version of the holder, and not its graph
+
+    def note_communication(self, num_ranks: int) -> None:
+        self._moves = self._moves or num_ranks > 1
+
+
+def note_communication(num_ranks: int) -> None:
+    """A collective among so many ranks begins on this thread."""
+    if _THREAD.kept is not None:
+        _THREAD.kept.note_communication(num_ranks)
+
+
+def keeps_result(function: Callable[_P, Pending]) -> Callable[_P, Pending]:
+    """A function that communicates, whose result is kept and taken; ``out=`` is written in any case."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> Pending:
+        kept = _THREAD.kept
+        if kept is None:
+            return function(*args, **kwargs)
+        out: Any = kwargs.get("out")
+        return kept.pending(lambda: function(*args, **kwargs), out)
+
+    return run
+
+
+def keep_tensors(call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """What ``call()`` returns, of which several collectives and the work between them are a part."""
+    kept = _THREAD.kept
+    return call() if kept is None else kept.tensors(call)
+
+
+def watch_holder(local: torch.Tensor, holder: torch.Tensor) -> None:
+    """The tensor subclass ``holder`` is around ``local``, which was received just before: what is written to one of them is
+    written to both, but may count in the version of the holder only."""
+    if _THREAD.kept is not None:
+        _THREAD.kept.watch(local, holder)
+
+
+@contextlib.contextmanager
+def outside_of_kept() -> Iterator[KeptResults | None]:
+    """Collectives inside belong to no forward: gathers of parameters."""
+    kept, _THREAD.kept = _THREAD.kept, None
+    before = kept.is_communicating if kept is not None else False
+    if kept is not None:
+        kept.is_communicating = True
+    try:
+        yield kept
+    finally:
+        _THREAD.kept = kept
+        if kept is not None:
+            kept.is_communicating = before

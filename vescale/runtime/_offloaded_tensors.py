@@ -1,0 +1,170 @@
+"""Tensors that autograd saves, in host memory until backward needs them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from vescale.compat import local_of, make_dtensor, spec_of
+from vescale.runtime._saved_account import storage_of
+
+__all__ = ["OffloadedForward"]
+
+_MIN_BYTES = 1024
+"""Smaller tensors stay where they are: a copy costs more than their memory is worth."""
+
+
+class _OnHost:
+    """One tensor. ``copy`` is its memory on the host, and ``back`` on the device again while backward needs it."""
+
+    def __init__(self, local: torch.Tensor, stream: Any) -> None:
+        self.device, self._done = local.device, None
+        on_gpu = local.device.type == "cuda"
+        copy = torch.empty_strided(local.size(), local.stride(), dtype=local.dtype, device="cpu", pin_memory=on_gpu)
+        self.copy = copy
+        self._back: torch.Tensor | None = None
+        if not on_gpu:
+            copy.copy_(local)
+            return
+        stream.wait_stream(torch.cuda.current_stream(local.device))
+        with torch.cuda.stream(stream):
+            copy.copy_(local, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record(stream)
+        local.record_stream(stream)  # its memory is not reused before it has been read
+
+    def prefetch(self, stream: Any) -> None:
+        """Start to copy it back; on a CPU nothing is gained by that."""
+        if self.device.type != "cuda" or self._back is not None:
+            return
+        with torch.cuda.stream(stream):  # behind the copy to the host, on the same stream
+            self._back = torch.empty_strided(
+                self.copy.size(), self.copy.stride(), dtype=self.copy.dtype, device=self.device
+            )
+            self._back.copy_(self.copy, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record(stream)
+
+    def load(self, stream: Any) -> torch.Tensor:
+        if self.device.type != "cuda":
+            return self.copy.clone(memory_format=torch.preserve_format)
+        self.prefetch(stream)
+        back, self._back = self._back, None
+        assert back is not None and self._done is not None
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(self._done)
+        back.record_stream(current)
+        return back
+
+
+class OffloadedForward:
+    """Copies what a module's forward saves to the host while it runs, and back when its backward begins.
+
+    On CUDA copies run on a stream of their own, from and to pinned memory; when backward reaches a forward, what that has
+    saved starts to come back, and what the forward before it has saved. Parameters and buffers of the module stay where they
+    are. What ``load`` returns is equal bit by bit, so that nothing is computed again.
+
+    Args:
+        before: the forward that ran before this one, if any.
+        on_copy: gets each copy.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        before: OffloadedForward | None,
+        on_copy: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        self._module = module
+        self._before = weakref.ref(before) if before is not None else None
+        self._on_copy = on_copy
+        self._kept: list[weakref.ref[_OnHost]] = []
+        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, int, weakref.ref[_OnHost]]] = {}
+        self._own: dict[int, bool] = {}
+        self._stream: Any = None
+        self._is_loading = False
+
+    def hooks(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def end(self) -> None:
+        """The forward has ended: what is needed to recognize tensors that are saved twice goes."""
+        self._known.clear()
+        self._own.clear()
+        del self._module
+
+    def prefetch(self) -> None:
+        for reference in self._kept:
+            on_host = reference()
+            if on_host is not None:
+                on_host.prefetch(self._stream)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        storage = storage_of(local)
+        is_large = local.numel() * local.element_size() >= _MIN_BYTES
+        if storage is None or local.is_meta or not is_large or self._is_own(storage):
+            return tensor
+        on_host = self._on_host(local, storage)
+        return on_host, spec_of(tensor) if isinstance(tensor, DTensor) else None, self
+
+    def _on_host(self, local: torch.Tensor, storage: torch.UntypedStorage) -> _OnHost:
+        key = (storage._cdata, local.storage_offset(), tuple(local.size()), local.stride(), local.dtype)
+        found = self._known.get(key)
+        if found is not None:
+            memory, version, reference = found
+            known = reference()
+            if known is not None and not memory.expired() and version == local._version:
+                return known
+        if self._stream is None and local.device.type == "cuda":
+            self._stream = _stream(local.device)
+        with torch.no_grad():
+            made = _OnHost(local.detach(), self._stream)
+        self._known[key] = StorageWeakRef(storage), local._version, weakref.ref(made)
+        self._kept.append(weakref.ref(made))
+        self._on_copy(local, made.copy)
+        return made
+
+    def _is_own(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a parameter or buffer of the module has this memory, as its forward sees them now."""
+        known = self._own.get(storage._cdata)
+        if known is None:
+            for module in self._module.modules():
+                names = (*module._parameters, *module._buffers)
+                for name in names:
+                    tensor = getattr(module, name)
+                    own = storage_of(tensor) if isinstance(tensor, torch.Tensor) else None
+                    if own is not None:
+                        self._own[own._cdata] = True
+            known = self._own.get(storage._cdata, False)
+        return known
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        on_host, spec, _ = packed
+        if self._stream is not None and not self._is_loading:
+            self._is_loading = True
+            self.prefetch()
+            before = self._before() if self._before is not None else None
+            if before is not None:
+                before.prefetch()
+        with torch.no_grad():
+            local = on_host.load(self._stream)
+        return local if spec is None else make_dtensor(local, spec)
+
+
+def _stream(device: torch.device) -> Any:
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream(device)
+    return _STREAMS[device]
+
+
+_STREAMS: dict[torch.device, Any] = {}
