@@ -60,7 +60,9 @@ class Script:
         if not found & set(self.errors):
             wrong.append(f"raises {sorted(found)}, and not one of {list(self.errors)}")
         said = _TRACEBACK.sub("", result.text)
-        wrong += [f"does not say {' or '.join(words)}" for words in self.says if not any(word in said for word in words)]
+        wrong += [
+            f"does not say {' or '.join(words)}" for words in self.says if not any(word in said for word in words)
+        ]
         return wrong
 
 

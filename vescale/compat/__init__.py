@@ -109,10 +109,10 @@ __all__ = [
     "tell_move",
     "tell_plain_value",
     "tell_read",
-    "with_empty_shards",
     "tree_leaves",
     "tree_map",
     "weak_node",
+    "with_empty_shards",
     "with_torch_function",
     "without_modes",
 ]

@@ -201,7 +201,6 @@ class Precision:
         return f"precision({','.join(f'{name}={dtype_name(d)}' for name, d in dtypes.items() if d is not None)})"
 
 
-
 @dataclass(frozen=True)
 class Checkpoint:
     """What the module's forward computes is computed again in backward, but for what ``policy`` saves.

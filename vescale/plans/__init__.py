@@ -66,8 +66,8 @@ __all__ = [
     "checkpoint_policy",
     "did_you_mean",
     "dtype_name",
-    "float_dtype_of",
     "expressions",
+    "float_dtype_of",
     "merged_paths",
     "mp_options",
     "mp_policy_of",
@@ -75,6 +75,6 @@ __all__ = [
     "phase_text",
     "placement_text",
     "plan_text",
-    "wildcard",
     "split_selector",
+    "wildcard",
 ]

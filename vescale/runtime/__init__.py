@@ -16,8 +16,8 @@ from vescale.runtime._parallelize import (
 from vescale.runtime._placing import Placing
 from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
-from vescale.runtime._shard_batch import shard_batch
 from vescale.runtime._saved_report import SavedReport, report
+from vescale.runtime._shard_batch import shard_batch
 from vescale.runtime._shared_conversion import Stages
 
 __all__ = [
@@ -42,6 +42,6 @@ __all__ = [
     "parallelize",
     "preflight",
     "register_mode",
-    "shard_batch",
     "report",
+    "shard_batch",
 ]

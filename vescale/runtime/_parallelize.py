@@ -113,7 +113,9 @@ def parallelize(
             "parallelize"
         )
     if pipelined and optimizers:
-        raise PlanError("a pipeline leaves each rank its stages' parameters: make the optimizer after parallelize, of model.parameters()")
+        raise PlanError(
+            "a pipeline leaves each rank its stages' parameters: make the optimizer after parallelize, of model.parameters()"
+        )
     if pipelined:  # by its name, for it stands on a higher floor
         staged: nn.Module = importlib.import_module("vescale.pipeline").parallelize(
             model, plan, mesh=mesh, strict=strict, mode=mode

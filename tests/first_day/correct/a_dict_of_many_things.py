@@ -1,10 +1,9 @@
-"""Inputs in containers beside strings, None and objects.
-"""
+"""Inputs in containers beside strings, None and objects."""
 
 import torch
 from torch import nn
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 

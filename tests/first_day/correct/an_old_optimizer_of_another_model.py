@@ -1,9 +1,8 @@
-"""A model that is not parallelized is trained beside, with plain data that differ.
-"""
+"""A model that is not parallelized is trained beside, with plain data that differ."""
 
 import torch
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 mesh = start(tp=2)

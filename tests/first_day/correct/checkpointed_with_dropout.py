@@ -1,11 +1,9 @@
-"""Activation checkpointing with dropout.
-"""
+"""Activation checkpointing with dropout."""
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.first_day.start import inputs, Net, plan, start
+from tests.first_day.start import Net, inputs, plan, start
 from vescale import parallelize
 
 

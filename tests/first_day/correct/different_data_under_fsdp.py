@@ -1,5 +1,4 @@
-"""With `fully_shard`, ranks bring different data, of different sizes.
-"""
+"""With `fully_shard`, ranks bring different data, of different sizes."""
 
 import torch
 

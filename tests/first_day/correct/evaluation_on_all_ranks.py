@@ -1,9 +1,8 @@
-"""All ranks evaluate between steps, with other sizes.
-"""
+"""All ranks evaluate between steps, with other sizes."""
 
 import torch
 
-from tests.first_day.start import inputs, Net, plan, start
+from tests.first_day.start import Net, inputs, plan, start
 from vescale import parallelize
 
 mesh = start(tp=2)

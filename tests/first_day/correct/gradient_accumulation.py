@@ -1,11 +1,10 @@
-"""Several backwards before a step, with `no_sync` for all but the last.
-"""
+"""Several backwards before a step, with `no_sync` for all but the last."""
 
 import contextlib
 
 import torch
 
-from tests.first_day.start import inputs, Net, plan, start
+from tests.first_day.start import Net, inputs, plan, start
 from vescale import no_sync, parallelize
 
 mesh = start(tp=2)

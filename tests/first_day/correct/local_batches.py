@@ -1,5 +1,4 @@
-"""Each rank passes its own part of the batch, and the plan says so.
-"""
+"""Each rank passes its own part of the batch, and the plan says so."""
 
 import torch
 from torch.distributed.tensor import Shard

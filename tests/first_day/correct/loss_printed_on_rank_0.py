@@ -1,7 +1,6 @@
-"""Only rank 0 prints the loss.
-"""
+"""Only rank 0 prints the loss."""
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -1,10 +1,9 @@
-"""All ranks compute the accuracy.
-"""
+"""All ranks compute the accuracy."""
 
 import torch
 from torch.distributed.tensor import Shard
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 mesh = start(dp=2, tp=1)

@@ -1,5 +1,4 @@
-"""Inputs with NaN, the same on all ranks.
-"""
+"""Inputs with NaN, the same on all ranks."""
 
 import torch
 

@@ -1,9 +1,8 @@
-"""One rank is slower than the others.
-"""
+"""One rank is slower than the others."""
 
 import time
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -1,9 +1,8 @@
-"""Only the head is trained.
-"""
+"""Only the head is trained."""
 
 import torch
 
-from tests.first_day.start import inputs, Net, plan, start
+from tests.first_day.start import Net, inputs, plan, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -1,11 +1,10 @@
-"""Only rank 0 prints a loss that is computed outside of the model.
-"""
+"""Only rank 0 prints a loss that is computed outside of the model."""
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 mesh = start(dp=2, tp=1)

@@ -1,7 +1,6 @@
-"""A temperature that changes from step to step, alike on all ranks.
-"""
+"""A temperature that changes from step to step, alike on all ranks."""
 
-from tests.first_day.start import inputs, Net, plan, start
+from tests.first_day.start import Net, inputs, plan, start
 from vescale import parallelize
 
 mesh = start(tp=2)

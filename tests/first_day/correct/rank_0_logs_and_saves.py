@@ -1,12 +1,11 @@
-"""Rank 0 writes what all ranks have gathered.
-"""
+"""Rank 0 writes what all ranks have gathered."""
 
 import io
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 mesh = start(tp=2)

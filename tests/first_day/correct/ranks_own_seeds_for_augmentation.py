@@ -1,5 +1,4 @@
-"""Random numbers of other generators differ between ranks.
-"""
+"""Random numbers of other generators differ between ranks."""
 
 import random
 

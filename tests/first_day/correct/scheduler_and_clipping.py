@@ -1,10 +1,9 @@
-"""Stock clipping and a scheduler.
-"""
+"""Stock clipping and a scheduler."""
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from tests.first_day.start import inputs, Net, plan, start
+from tests.first_day.start import Net, inputs, plan, start
 from vescale import parallelize
 
 mesh = start(tp=2)

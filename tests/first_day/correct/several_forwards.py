@@ -1,7 +1,6 @@
-"""One model runs twice in each step, as in contrastive losses.
-"""
+"""One model runs twice in each step, as in contrastive losses."""
 
-from tests.first_day.start import inputs, Net, plan, start
+from tests.first_day.start import Net, inputs, plan, start
 from vescale import parallelize
 
 mesh = start(tp=2)

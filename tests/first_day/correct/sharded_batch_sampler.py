@@ -1,5 +1,4 @@
-"""`ShardedBatchSampler` and a DataLoader.
-"""
+"""`ShardedBatchSampler` and a DataLoader."""
 
 import torch
 from torch.distributed.tensor import Shard

@@ -1,10 +1,9 @@
-"""A teacher and a student run alternately.
-"""
+"""A teacher and a student run alternately."""
 
 import torch
 import torch.nn.functional as F
 
-from tests.first_day.start import inputs, Net, plan, start
+from tests.first_day.start import Net, inputs, plan, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -6,7 +6,7 @@ says: local | 3 | 4 | rank 1
 
 from torch.distributed.tensor import Shard
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 mesh = start(dp=2, tp=1)

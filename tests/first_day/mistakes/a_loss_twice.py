@@ -4,9 +4,7 @@ error: RuntimeError
 says: second time
 """
 
-import torch
-
-from tests.first_day.start import inputs, Net, plan, start
+from tests.first_day.start import Net, inputs, plan, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -7,7 +7,7 @@ says: head | before
 import torch
 from torch import nn
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -7,7 +7,7 @@ says: up.weight | DTensor | before
 import torch
 from torch import nn
 
-from tests.first_day.start import inputs, Net, plan, start
+from tests.first_day.start import Net, inputs, plan, start
 from vescale import parallelize
 
 mesh = start(tp=2)

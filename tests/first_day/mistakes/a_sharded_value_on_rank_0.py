@@ -6,7 +6,7 @@ says: rank 0 | Shard
 
 from torch.distributed.tensor import Shard
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -6,8 +6,8 @@ says: norm
 
 from torch.distributed.tensor import Replicate, Shard  # noqa: F401
 
-from tests.first_day.start import inputs, Net, plan, start
-from vescale import parallelize, Plan  # noqa: F401
+from tests.first_day.start import Net, inputs, plan, start
+from vescale import Plan, parallelize  # noqa: F401
 
 mesh = start(tp=2)
 model = Net()

@@ -4,7 +4,7 @@ error: ValueError | RuntimeError
 says: rank 1
 """
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -6,7 +6,7 @@ says: 2 | 4
 
 import torch
 
-from tests.first_day.start import inputs, Net, plan, start
+from tests.first_day.start import Net, inputs, plan, start
 from vescale import parallelize
 
 mesh = start(tp=2)

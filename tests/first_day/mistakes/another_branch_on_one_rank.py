@@ -6,7 +6,7 @@ says: rank 1 | down
 
 from torch import nn
 
-from tests.first_day.start import inputs, Net, rank, start
+from tests.first_day.start import Net, inputs, rank, start
 from vescale.fsdp import fully_shard
 
 

@@ -4,7 +4,7 @@ error: RuntimeError
 says: float64 | float32 | rank 1
 """
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -6,8 +6,8 @@ says: matches
 
 from torch.distributed.tensor import Replicate, Shard  # noqa: F401
 
-from tests.first_day.start import inputs, Net, plan, start
-from vescale import parallelize, Plan  # noqa: F401
+from tests.first_day.start import Net, start
+from vescale import Plan, parallelize  # noqa: F401
 
 mesh = start(dp=1, tp=2)
 model = Net()

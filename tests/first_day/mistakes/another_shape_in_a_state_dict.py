@@ -4,9 +4,7 @@ error: RuntimeError
 says: up.weight | (32, 8)|[32, 8]
 """
 
-import torch
-
-from tests.first_day.start import inputs, Net, plan, start
+from tests.first_day.start import Net, plan, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -6,7 +6,7 @@ says: weight | parallelize | before
 
 from torch.nn.utils import clip_grad_norm_
 
-from tests.first_day.start import inputs, Net, plan, start
+from tests.first_day.start import Net, inputs, plan, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -4,7 +4,7 @@ error: RuntimeError
 says: rank 0 | rank 1 | forward
 """
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -4,7 +4,7 @@ error: RuntimeError
 says: rank 0 | rank 1 | forward
 """
 
-from tests.first_day.start import inputs, Net, rank, start
+from tests.first_day.start import Net, inputs, rank, start
 from vescale.fsdp import fully_shard
 
 mesh = start(dp=2)

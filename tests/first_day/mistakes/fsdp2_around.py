@@ -4,10 +4,9 @@ error: RuntimeError|TypeError|ValueError
 says: fully_shard | plan
 """
 
-import torch
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
-from tests.first_day.start import inputs, Net, plan, start
+from tests.first_day.start import Net, inputs, plan, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -6,7 +6,7 @@ says: up.weight | rank 1 | same
 
 import torch
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from tests.first_day.start import start
-from vescale import parallelize, Plan
+from vescale import Plan, parallelize
 
 mesh = start(tp=2)
 model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})

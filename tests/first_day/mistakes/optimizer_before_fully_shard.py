@@ -6,7 +6,7 @@ says: weight | fully_shard | before
 
 import torch
 
-from tests.first_day.start import inputs, Net, start
+from tests.first_day.start import Net, inputs, start
 from vescale.fsdp import fully_shard
 
 mesh = start(dp=2)

@@ -7,7 +7,7 @@ says: rank 1 | label
 import torch
 import torch.nn.functional as F
 
-from tests.first_day.start import inputs, Net, plan, rank, start
+from tests.first_day.start import Net, inputs, plan, rank, start
 from vescale import parallelize
 
 mesh = start(tp=2)

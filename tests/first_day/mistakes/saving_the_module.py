@@ -4,10 +4,11 @@ error: RuntimeError|TypeError
 says: state_dict
 """
 
-import torch
 import io
 
-from tests.first_day.start import inputs, Net, plan, start
+import torch
+
+from tests.first_day.start import Net, plan, start
 from vescale import parallelize
 
 mesh = start(tp=2)

@@ -4,7 +4,7 @@ error: RuntimeError
 says: weight | fully_shard | before
 """
 
-from tests.first_day.start import inputs, Net, start
+from tests.first_day.start import Net, inputs, start
 from vescale.fsdp import fully_shard
 from vescale.optim import clip_grad_norm_
 
