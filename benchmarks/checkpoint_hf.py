@@ -4,8 +4,8 @@
 
 Makes a Llama of about a billion bf16 parameters (with 16 layers), in files of 1 GB, sharded by ``fully_shard``. In turns,
 each rank loads its part with ``load_hf``, and reads as many bytes of the same files with plain reads into memory that is
-there already. Both find the files in the page cache, so that the ratio is what ``load_hf`` adds. Printed are medians of the slowest
-rank, the growth of a rank's resident memory over its shards, and the bytes that ranks write in an export.
+there already. Both find the files in the page cache, so that the ratio is what ``load_hf`` adds. Printed are medians of the
+slowest rank, the growth of a rank's resident memory over its shards, and the bytes that ranks write in an export.
 """
 
 from __future__ import annotations

@@ -32,7 +32,17 @@ def test_the_yaml_example_is_a_plan() -> None:
         len(plan)
         == sum(
             len(sections[s])
-            for s in ("shard", "redistribute", "annotate", "factory", "attention", "local", "precision", "units")
+            for s in (
+                "shard",
+                "redistribute",
+                "annotate",
+                "factory",
+                "attention",
+                "local",
+                "precision",
+                "units",
+                "checkpoint",
+            )
         )
         + 2
     )

@@ -188,7 +188,7 @@ def _to_vescale(stored: Stored, temporary: Path, progress: Progress, max_shard_s
     def chunks(name: str) -> Iterator[Any]:
         for _, values in blocks_of(stored, name):
             progress(values.nbytes)
-            yield memoryview(values.reshape(-1).view(torch.uint8).numpy())
+            yield values.reshape(-1).view(torch.uint8).numpy().data
 
     boxes = ((start, num_bytes(tensors[name]), chunks(name)) for name, start in layout)
     written = write_data_file(str(temporary / "data-00000.bin"), boxes)

@@ -173,7 +173,8 @@ def _convert(
 
     names = tuple(name for _, name in group.sources)
     try:
-        found.mapped |= run(lambda name: MappedTensor.of(name, *forms[name]))
+        mapped: dict[str, Any] = run(lambda name: MappedTensor.of(name, *forms[name]))
+        found.mapped.update(mapped)
     except NotAnIndexMapError:
         shapes = _run_on_meta(run, forms, target)
         results = {name: (tuple(value.shape), value.dtype) for name, value in shapes.items()}

@@ -260,7 +260,7 @@ def _owners(blocks: Mapping[str, LocalBlocks]) -> dict[str, bool]:
     for name, entry in blocks.items():
         if entry.nbytes < _SMALL and entry.local is not None:
             small.setdefault((entry.mesh, entry.repeated), []).append(name)
-    found = {}
+    found: dict[str, bool] = {}
     for names in small.values():
         number, count = _replica(blocks[names[0]])
         owners = assign(((name, blocks[name].nbytes) for name in names), count)

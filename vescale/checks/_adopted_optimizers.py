@@ -19,7 +19,9 @@ Optimizers = Optimizer | Iterable[Optimizer] | None
 
 def listed_optimizers(optimizers: Optimizers, caller: str) -> list[Optimizer]:
     """Raises TypeError for what has no parameter groups."""
-    found = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers or ())  # type: ignore[call-overload]
+    if optimizers is None:
+        return []
+    found: list[Any] = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     for one in found:
         if not isinstance(getattr(one, "param_groups", None), list):
             raise TypeError(

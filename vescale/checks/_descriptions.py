@@ -13,7 +13,7 @@ from vescale.compat import no_torch_function, tensors_in
 __all__ = ["describe", "sum_of_bits", "tensor_text"]
 
 _SAMPLES = 8
-_NUMBERS = (bool, int, float, complex, str)
+_NUMBERS = (bool, int, float, complex)
 _MAX_TEXT = 60
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8, torch.float16))

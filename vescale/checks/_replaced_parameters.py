@@ -38,7 +38,7 @@ from vescale.compat import no_torch_function
 __all__ = ["RegisteredParameters", "ReplacedParameterError", "Replacement", "replacement_of"]
 
 _ATTRIBUTE = "_vescale_replacement"
-_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _WRITES = frozenset(
     ("add_", "addcdiv_", "addcmul_", "copy_", "div_", "fill_", "lerp_", "mul_", "normal_", "sub_", "zero_")
@@ -179,7 +179,7 @@ def _refuse(parameter: torch.Tensor, use: str) -> None:
 def _release(parameter: torch.Tensor) -> None:
     """Somebody uses it: it is an ordinary parameter again."""
     parameter.__dict__.pop(_ATTRIBUTE, None)
-    parameter.__class__ = type(parameter).__bases__[0]  # type: ignore[assignment]
+    parameter.__class__ = type(parameter).__bases__[0]
 
 
 def _is_registered(parameter: torch.Tensor) -> bool:

@@ -289,7 +289,7 @@ class StepChecks:
             raise StepMismatchError(f"ranks run different steps: {places}. {_SAME_STEPS}", difference.ranks)
         inputs = {rank: [tuple(row) for row in each["inputs"]] for rank, each in zip(self.ranks, found)}
         if len({tuple(rows) for rows in inputs.values()}) > 1:
-            difference = first_difference("what is given", inputs)  # type: ignore[arg-type]
+            difference = first_difference("what is given", inputs)
             raise InputMismatchError(_data_text(found[0]["site"], difference), difference.ranks)
         names = {tuple(part[0] for part in each["parts"]) for each in found}
         if len(names) > 1:
@@ -305,7 +305,7 @@ class StepChecks:
                 if len({tuple(rows) for rows in group.values()}) > 1:
                     difference = first_difference("what is given", group)
                     raise InputMismatchError(_data_text(found[0]["site"], difference, local=True), difference.ranks)
-        shapes = [
+        shapes: list[Mapping[int, Any]] = [
             {index: tuple(each["parts"][number][1]) for index, each in enumerate(found)}
             for number in range(len(found[0]["parts"]))
         ]

@@ -13,7 +13,7 @@ from vescale.ir._meta_ops import MetaOps
 from vescale.ir._model_index import ModelIndex, enclosing
 from vescale.ir._operations import Checkpoint
 from vescale.ir._path_matcher import Matcher
-from vescale.ir._resolve import Resolution
+from vescale.ir._resolution import Resolution
 from vescale.plans import CheckpointEntry, Path, Plan, did_you_mean, split_selector
 
 __all__ = ["find_checkpoints"]

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ir._findings import Findings
 from vescale.ir._model_index import ModelIndex
-from vescale.ir._resolve import Resolution
+from vescale.ir._resolution import Resolution
 from vescale.placements import shard_dim
 from vescale.plans import LocalEntry, MeshAxes, placement_text
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from vescale.ir._expert_sharding import ExpertCut, ExpertTensor, expert_tensors
 from vescale.ir._findings import Findings
 from vescale.ir._model_index import ModelIndex, enclosing
-from vescale.ir._resolve import Resolution, shown_name
+from vescale.ir._resolution import Resolution
+from vescale.ir._resolve import shown_name
 from vescale.placements import shard_dim
 from vescale.plans import MeshAxes, placement_text
 

@@ -233,8 +233,8 @@ class FeatureFlow:
                 is_part = True
             if not isinstance(item, int):
                 dims.append((features.dims.index(before), after))
-        found = tuple(after for _, after in sorted(dims))
-        self._features[result] = Features(features.weight, found, is_part, features.before)
+        kept = tuple(after for _, after in sorted(dims))
+        self._features[result] = Features(features.weight, kept, is_part, features.before)
 
     def _along(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Reductions, softmax and normalization keep features on dims that they do not go along."""
@@ -296,9 +296,10 @@ class FeatureFlow:
         self._use(found, query)
         self.groups.of(found.weight).uses_attention = True
         for other in others:
-            features = self._of(other)
-            if features is None:
+            given = self._of(other)
+            if given is None:
                 continue
+            features = given
             is_same = self.groups.root(features.weight) == self.groups.root(found.weight)
             heads = other.shape[other.ndim - 3] if features.dims[0] == other.ndim - 3 else 1
             if features.dims[0] not in (other.ndim - 3, other.ndim - 1) or (is_same and heads % self.num_ranks):

@@ -15,7 +15,8 @@ def _dim_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[
     """The smallest runs of dims of both shapes with equal numbers of elements; dims of size 1 are left out."""
     old = [d for d, size in enumerate(before) if size != 1]
     new = [d for d, size in enumerate(after) if size != 1]
-    found, i, j = [], 0, 0
+    found: list[tuple[list[int], list[int]]] = []
+    i = j = 0
     while i < len(old) and j < len(new):
         left, right = [old[i]], [new[j]]
         i, j = i + 1, j + 1

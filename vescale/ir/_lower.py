@@ -34,7 +34,8 @@ from vescale.ir._placement_checks import check_boundaries, check_states
 from vescale.ir._planned_placements import PlannedAxes, PlannedBoundary, PlannedState
 from vescale.ir._program import Program
 from vescale.ir._replica_checks import check_replicas
-from vescale.ir._resolve import Resolution, resolve
+from vescale.ir._resolution import Resolution
+from vescale.ir._resolve import resolve
 from vescale.ir._units import GatheredUnit, find_units, precision_of
 from vescale.ir._warnings import lint
 from vescale.plans import Plan, PlanError, PrecisionEntry, Source

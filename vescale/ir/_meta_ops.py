@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from vescale.compat import TorchDispatchMode
 from vescale.ir._flow_mode import FlowMode
 from vescale.ir._model_index import ModelIndex
 

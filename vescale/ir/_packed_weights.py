@@ -22,7 +22,8 @@ from vescale.ir._findings import Findings
 from vescale.ir._flow_mode import FlowMode
 from vescale.ir._model_index import ModelIndex
 from vescale.ir._placement_flow import indexed_dims, is_elementwise
-from vescale.ir._resolve import Resolution, shown_name
+from vescale.ir._resolution import Resolution
+from vescale.ir._resolve import shown_name
 from vescale.plans import Plan
 
 __all__ = ["Packing", "lint_packed", "packed_dims"]

@@ -13,7 +13,8 @@ from vescale.ir._findings import Findings
 from vescale.ir._joint_sharding import gathered_positions, join_placements, ragged_positions
 from vescale.ir._model_index import ModelIndex, StateTensor, enclosing
 from vescale.ir._planned_placements import PlannedPlacement, PlannedState
-from vescale.ir._resolve import Resolution, shown_name
+from vescale.ir._resolution import Resolution
+from vescale.ir._resolve import shown_name
 from vescale.ir._uneven_cuts import refusal_of_uneven
 from vescale.placements import InterleavedShard, normalize_placements, shard_dim
 from vescale.plans import Entry, MeshAxes, placement_text

@@ -13,7 +13,7 @@ from vescale.ir._attention_heads import is_attention
 from vescale.ir._model_index import ModelIndex, StateTensor, enclosing
 from vescale.ir._operations import Place
 from vescale.ir._program import Program
-from vescale.ir._resolve import Resolution
+from vescale.ir._resolution import Resolution
 from vescale.placements import local_region
 
 __all__ = ["UnevenCut", "refusal_of_uneven", "uneven_cuts"]

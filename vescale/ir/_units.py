@@ -15,7 +15,8 @@ from vescale.ir._joint_sharding import gathered_positions, ragged_positions
 from vescale.ir._merged_names import name_list
 from vescale.ir._model_index import ModelIndex, enclosing
 from vescale.ir._planned_placements import PlannedState
-from vescale.ir._resolve import Resolution, shown_name
+from vescale.ir._resolution import Resolution
+from vescale.ir._resolve import shown_name
 from vescale.placements import RaggedShard, shard_dim
 from vescale.plans import MeshAxes, PrecisionEntry, Source, UnitEntry, placement_text
 

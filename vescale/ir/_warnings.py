@@ -11,7 +11,8 @@ from vescale.ir._findings import Findings
 from vescale.ir._model_index import ModelIndex, enclosing
 from vescale.ir._planned_placements import PlannedAxes
 from vescale.ir._replica_checks import axes_named
-from vescale.ir._resolve import Resolution, shown_name
+from vescale.ir._resolution import Resolution
+from vescale.ir._resolve import shown_name
 from vescale.placements import RaggedShard, shard_dim
 from vescale.plans import Plan
 

@@ -12,16 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.plans._errors import PlanError, Source, calling_line, did_you_mean
 from vescale.plans._hf_import import add_hf_entries
 from vescale.plans._mesh_axes import MeshAxes
+from vescale.plans._module_entries import ModuleEntries
 from vescale.plans._parallel_plan_import import add_parallel_plan
 from vescale.plans._pipeline_entry import pipeline_entry
-from vescale.plans._plan_entries import PlanEntries
 from vescale.plans._yaml_reader import read_plan
 from vescale.plans._yaml_writer import plan_text
 
 __all__ = ["Plan", "VescalePlan"]
 
 
-class Plan(PlanEntries):
+class Plan(ModuleEntries):
     """An ordered list of entries over the axes of a mesh; it knows no model.
 
     ::

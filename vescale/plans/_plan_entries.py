@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.plans._checkpoint_policy import CheckpointPolicy, checkpoint_budget, checkpoint_policy
 from vescale.plans._entries import (
     ATTENTION_METHODS,
     AnnotateEntry,
     AttentionEntry,
     AttentionMethod,
     AxisPlacements,
-    CheckpointEntry,
     Entry,
     FactoryEntry,
     LocalEntry,
-    PrecisionEntry,
     RedistributeEntry,
     ShardEntry,
     UnitEntry,
@@ -31,7 +27,7 @@ from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, Phase, parse_phase
 from vescale.plans._pipeline_entry import PipelineEntry
-from vescale.plans._unit_policies import float_dtype_of, mp_policy_of, pins_memory
+from vescale.plans._unit_policies import mp_policy_of, pins_memory
 
 __all__ = ["PlanEntries"]
 
@@ -273,49 +269,6 @@ class PlanEntries:
             raise PlanError(f"unit {path!r}: {error}", source) from error
         parsed = self._module(path, "unit", source)
         return self._add(UnitEntry(parsed, keep, reshard_after_backward, precision, pinned, source))
-
-    def precision(
-        self,
-        path: str,
-        *,
-        param: torch.dtype | str | None = None,
-        reduce: torch.dtype | str | None = None,
-        output: torch.dtype | str | None = None,
-        source: Source | None = None,
-    ) -> Self:
-        """Compute in other dtypes in the modules that ``path`` matches, and in all inside of them (an inner entry wins);
-        ``""`` is the model itself. See :class:`PrecisionEntry`; dtypes may be names such as ``"bfloat16"``."""
-        source = source or calling_line()
-        given = {"param": param, "reduce": reduce, "output": output}
-        try:
-            dtypes = {name: float_dtype_of(name, value) for name, value in given.items()}
-        except ValueError as error:
-            raise PlanError(f"precision {path!r}: {error}", source) from None
-        if not any(dtypes.values()):
-            raise PlanError(f"precision {path!r} gives no dtype; give param=, reduce= or output=", source)
-        return self._add(PrecisionEntry(self._module(path, "precision", source), **dtypes, source=source))
-
-    def checkpoint(
-        self,
-        path: str,
-        policy: str | Mapping[str, Any] | CheckpointPolicy = "full",
-        budget_gib: float | None = None,
-        *,
-        source: Source | None = None,
-    ) -> Self:
-        """Compute the forward of the modules that ``path`` matches again in backward, instead of saving what it computes.
-
-        ``policy``: ``"full"``, ``"selective"``, ``"offload"``, or ``{"save": [ops], "every": n, "recompute_communication":
-        bool}``; see :class:`CheckpointPolicy`. ``budget_gib``: see :class:`CheckpointEntry`.
-        """
-        source = source or calling_line()
-        try:
-            chosen = checkpoint_policy(policy)
-            budget = checkpoint_budget(budget_gib, chosen)
-        except ValueError as error:
-            raise PlanError(f"checkpoint {path!r}: {error}", source) from error
-        parsed = self._module(path, "checkpoint", source)
-        return self._add(CheckpointEntry(parsed, chosen, budget, source))
 
     def add(self, entry: Entry) -> Self:
         """Add an entry of another plan, with its source. Raises PlanError for an axis that this plan does not have."""

@@ -16,15 +16,15 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.plans._errors import MissingMeshError, PlanError, did_you_mean
 from vescale.plans._mesh_axes import MeshAxes
+from vescale.plans._module_entries import ModuleEntries
 from vescale.plans._path_expression import MAX_EXPRESSION
 from vescale.plans._placement_text import parse_placement, shown_text
-from vescale.plans._plan_entries import PlanEntries
 from vescale.plans._yaml_include import PlanFile, read_files
 from vescale.plans._yaml_nodes import Document, Place
 
 __all__ = ["plan_schema", "read_plan"]
 
-_P = TypeVar("_P", bound=PlanEntries)
+_P = TypeVar("_P", bound=ModuleEntries)
 
 _VARIABLE = regex.compile(r"\$\{([^{}]*)\}")
 _SECTIONS = (
@@ -78,7 +78,7 @@ def _checked(document: Document) -> Mapping[str, Any]:
     return data
 
 
-def _add_entries(plan: PlanEntries, file: PlanFile) -> None:
+def _add_entries(plan: ModuleEntries, file: PlanFile) -> None:
     document, data = file.document, file.data
     reader = _Reader(plan, document, file.variables)
     for path, value in (data.get("shard") or {}).items():
@@ -115,7 +115,7 @@ def _add_entries(plan: PlanEntries, file: PlanFile) -> None:
 class _Reader:
     """Adds the entries of a checked document to a plan."""
 
-    def __init__(self, plan: PlanEntries, document: Document, variables: Mapping[str, str]) -> None:
+    def __init__(self, plan: ModuleEntries, document: Document, variables: Mapping[str, str]) -> None:
         self.plan, self.document, self.variables = plan, document, variables
         self._values: dict[str, str] = {}  # of variables, with the variables in them
         self._expanding: list[str] = []

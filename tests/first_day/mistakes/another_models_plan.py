@@ -7,10 +7,8 @@ says: matches
 from torch.distributed.tensor import Replicate, Shard  # noqa: F401
 
 from tests.first_day.start import Net, start
-from vescale import Plan, parallelize  # noqa: F401
+from vescale import Plan, parallelize, plan_zoo  # noqa: F401
 
 mesh = start(dp=1, tp=2)
 model = Net()
-from vescale import plan_zoo
-
 parallelize(model, plan_zoo.load("llama", mesh))

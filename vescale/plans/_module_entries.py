@@ -1,0 +1,63 @@
+"""``ModuleEntries``: the entries of a plan that say how modules compute, and not where tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+
+from vescale.plans._checkpoint_policy import CheckpointPolicy, checkpoint_budget, checkpoint_policy
+from vescale.plans._entries import CheckpointEntry, PrecisionEntry
+from vescale.plans._errors import PlanError, Source, calling_line
+from vescale.plans._plan_entries import PlanEntries
+from vescale.plans._unit_policies import float_dtype_of
+
+__all__ = ["ModuleEntries"]
+
+
+class ModuleEntries(PlanEntries):
+    """Adds them, as :class:`PlanEntries` adds those of tensors."""
+
+    def precision(
+        self,
+        path: str,
+        *,
+        param: torch.dtype | str | None = None,
+        reduce: torch.dtype | str | None = None,
+        output: torch.dtype | str | None = None,
+        source: Source | None = None,
+    ) -> Self:
+        """Compute in other dtypes in the modules that ``path`` matches, and in all inside of them (an inner entry wins);
+        ``""`` is the model itself. See :class:`PrecisionEntry`; dtypes may be names such as ``"bfloat16"``."""
+        source = source or calling_line()
+        given = {"param": param, "reduce": reduce, "output": output}
+        try:
+            dtypes = {name: float_dtype_of(name, value) for name, value in given.items()}
+        except ValueError as error:
+            raise PlanError(f"precision {path!r}: {error}", source) from None
+        if not any(dtypes.values()):
+            raise PlanError(f"precision {path!r} gives no dtype; give param=, reduce= or output=", source)
+        return self._add(PrecisionEntry(self._module(path, "precision", source), **dtypes, source=source))
+
+    def checkpoint(
+        self,
+        path: str,
+        policy: str | Mapping[str, Any] | CheckpointPolicy = "full",
+        budget_gib: float | None = None,
+        *,
+        source: Source | None = None,
+    ) -> Self:
+        """Compute the forward of the modules that ``path`` matches again in backward, instead of saving what it computes.
+
+        ``policy``: ``"full"``, ``"selective"``, ``"offload"``, or ``{"save": [ops], "every": n, "recompute_communication":
+        bool}``; see :class:`CheckpointPolicy`. ``budget_gib``: see :class:`CheckpointEntry`.
+        """
+        source = source or calling_line()
+        try:
+            chosen = checkpoint_policy(policy)
+            budget = checkpoint_budget(budget_gib, chosen)
+        except ValueError as error:
+            raise PlanError(f"checkpoint {path!r}: {error}", source) from error
+        parsed = self._module(path, "checkpoint", source)
+        return self._add(CheckpointEntry(parsed, chosen, budget, source))
