@@ -205,7 +205,7 @@ class StepChecks:
             return None
         num_marks = 4 if parts else 3
         try:
-            rows = board.wait(self._number, num_marks, _limit(), _is_paused)
+            rows = board.wait(self._number, num_marks, _limit(), _is_paused, site)
         except (TimeoutError, RankGoneError) as problem:
             raise self._absence(board, site, where, problem) from None
         first = marks[:3]

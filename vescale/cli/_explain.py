@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
     add_mesh(parser)
     add_inputs(parser)
-    parser.add_argument("--only", choices=_SECTIONS, help="show one section")
+    parser.add_argument("--only", choices=_SECTIONS, metavar="SECTION", help=f"show one of {', '.join(_SECTIONS)}")
     add_json(parser)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from vescale.comm._observation import Operation, tell_wait
 from vescale.compat import default_store, is_alone
 
 __all__ = ["Board", "RankGoneError"]
@@ -112,33 +113,43 @@ class Board:
             found.append(marks)
         return found
 
-    def wait(self, number: int, num_marks: int, limit: float, is_paused: Callable[[], bool]) -> list[list[int]]:
-        """:meth:`rows`, when all have posted.
+    def wait(
+        self, number: int, num_marks: int, limit: float, is_paused: Callable[[], bool], what: str
+    ) -> list[list[int]]:
+        """:meth:`rows`, when all have posted. A hang report is told of a long wait, as ``what``.
 
-        Raises RankGoneError if the process of a rank that has not posted ends; TimeoutError after ``limit`` seconds, of
-        which those do not count in which ``is_paused()``.
+        Raises RankGoneError if the process of a rank that has not posted ends; TimeoutError after ``limit`` seconds (twice
+        that under a hang report, which names the ranks and where they are), of which those do not count in which
+        ``is_paused()``.
         """
         for _ in range(_LOOKS):
             found = self.rows(number, num_marks)
             if found is not None:
                 return found
             os.sched_yield()
-        begin = looked = time.monotonic()
-        while True:
-            found = self.rows(number, num_marks)
-            if found is not None:
-                return found
-            time.sleep(_SLEEP)
-            now = time.monotonic()
-            if now - looked > _LIVENESS_SECONDS:
-                looked = now
-                gone = [index for index in self.absent(number) if self._has_ended(index)]
-                if gone and self.rows(number, num_marks) is None:
-                    raise RankGoneError(self.ranks[gone[0]])
-                if now - begin > limit:
-                    if not is_paused():
-                        raise TimeoutError
-                    begin = now
+        told: Operation | None = None
+        try:
+            begin = looked = time.monotonic()
+            while True:
+                found = self.rows(number, num_marks)
+                if found is not None:
+                    return found
+                time.sleep(_SLEEP)
+                now = time.monotonic()
+                if now - looked > _LIVENESS_SECONDS:
+                    if told is None and (told := tell_wait(what, number, f"steps of {self.ranks}", self.ranks)) is not None:
+                        limit *= 2
+                    looked = now
+                    gone = [index for index in self.absent(number) if self._has_ended(index)]
+                    if gone and self.rows(number, num_marks) is None:
+                        raise RankGoneError(self.ranks[gone[0]])
+                    if now - begin > limit:
+                        if not is_paused():
+                            raise TimeoutError
+                        begin = now
+        finally:
+            if told is not None:
+                told.ended = time.time()
 
     def absent(self, number: int) -> list[int]:
         """Positions of the ranks that have not posted this number."""

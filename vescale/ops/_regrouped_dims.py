@@ -42,6 +42,8 @@ def regrouped(spec: DTensorSpec, shape: Sequence[int]) -> Placements | None:
     Each cut divides the middle one of three factors of the tensor's flattening, ``(outer, size, inner)``; they are looked
     for in one dim of the view.
     """
+    if tuple(shape) == tuple(spec.shape):
+        return tuple(spec.placements)
     for together in (False, True):
         placements = tuple(
             _in_shape(p, tuple(spec.shape), tuple(shape), spec.mesh.size(axis), together)
@@ -85,8 +87,9 @@ def _in_shape(
         if rest or not outer:
             continue
         if not is_even and behind % after == 0:
-            at_once = outer == 1 and behind == after and not together
-            return Shard(d) if at_once else FlattenedShard(d, size, behind // after)
+            if behind > after or together:
+                return FlattenedShard(d, size, behind // after)
+            return Shard(d) if outer == 1 else InterleavedShard(d, outer)
         if is_even and period // num_ranks % after == 0:  # equal parts may be counted in indices of any size
             if together:
                 return FlattenedShard(d, period // after, 1)
