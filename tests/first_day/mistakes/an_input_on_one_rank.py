@@ -1,7 +1,7 @@
 """An optional input is passed on one rank only.
 
 error: RuntimeError
-says: bias | rank 1 | None
+says: rank 1 | bias
 """
 
 import torch

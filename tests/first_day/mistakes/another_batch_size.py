@@ -1,7 +1,7 @@
 """The last batch of one rank is smaller.
 
 error: RuntimeError
-says: rank 1 | (3, 8) | (4, 8)
+says: rank 1 | [3, 8] | [4, 8]
 """
 
 from tests.first_day.start import Net, inputs, plan, rank, start

@@ -1,7 +1,7 @@
 """DDP is put around a parallelized model.
 
-error: RuntimeError|TypeError
-says: DistributedDataParallel | dp
+error: PlanError
+says: DistributedDataParallel | as it is | no_sync
 """
 
 import torch

@@ -1,7 +1,7 @@
 """A copy that was made before `parallelize` is averaged with the parameters after it.
 
 error: RuntimeError
-says: DTensor | plain | deepcopy
+says: DTensor
 """
 
 import copy

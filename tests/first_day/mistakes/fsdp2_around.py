@@ -1,6 +1,6 @@
 """Stock FSDP2 is put on a parallelized model.
 
-error: RuntimeError|TypeError|ValueError
+error: PlanError
 says: fully_shard | plan
 """
 

@@ -1,7 +1,7 @@
 """A parallelized model is scripted.
 
-error: RuntimeError|TypeError
-says: torch.jit | parallelize
+error: PlanError
+says: torch.jit.script | parallelized
 """
 
 import torch

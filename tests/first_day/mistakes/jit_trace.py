@@ -1,7 +1,7 @@
 """A parallelized model is traced.
 
-error: RuntimeError|TypeError
-says: torch.jit | parallelize
+error: PlanError
+says: torch.jit.trace | parallelized
 """
 
 import torch

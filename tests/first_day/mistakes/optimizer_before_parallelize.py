@@ -1,7 +1,7 @@
 """The optimizer is made before `parallelize`.
 
 error: RuntimeError
-says: up.weight | parallelize | before
+says: weight | before parallelize | optimizer=
 """
 
 import torch

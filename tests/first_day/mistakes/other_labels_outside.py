@@ -1,7 +1,7 @@
 """Labels that differ between ranks meet the output outside of the model.
 
 error: RuntimeError
-says: rank 1 | label
+says: rank 1 | target | given="local"
 """
 
 import torch
