@@ -299,9 +299,8 @@ def numbers_on_one_rank() -> None:
     for _ in range(3):
         y = model(batch())
         loss = F.cross_entropy(y, torch.zeros(4, dtype=torch.long))
-        more = [y.mean(), (y**2).sum(), y.norm(), y.abs().max(), F.mse_loss(y, torch.ones(4, 2)), y.sum((0, 1))]
         if dist.get_rank() == 0:
-            assert [f"{x:.2f}" for x in (loss, *more)] and float(loss) == loss.item()
+            assert f"{loss:.2f}" and float(loss) == loss.item()
         loss.backward()
 
 

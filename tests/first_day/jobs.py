@@ -26,6 +26,7 @@ class Script:
 
     Attributes:
         errors: class names, one of which an error of the script (or a base class) has; ``hang``: the hang report ends it.
+        open: why the mistake is not found yet; empty: it is.
         says: texts that the output of the ranks has, each one as alternatives.
     """
 
@@ -33,6 +34,7 @@ class Script:
     title: str
     errors: tuple[str, ...]
     says: tuple[tuple[str, ...], ...]
+    open: str
 
     @classmethod
     def read(cls, path: Path) -> Script:
@@ -40,7 +42,7 @@ class Script:
         lines = dict(line.split(": ", 1) for line in text.splitlines()[1:] if ": " in line)
         errors = tuple(name.strip() for name in lines.get("error", "").split("|") if name.strip())
         says = tuple(tuple(text.strip().split("|")) for text in lines.get("says", "").split(" | ") if text.strip())
-        return cls(path, text.splitlines()[0], errors, says)
+        return cls(path, text.splitlines()[0], errors, says, lines.get("open", ""))
 
     def judge(self, result: JobResult) -> list[str]:
         """What is wrong with how the script ended; empty: nothing."""

@@ -1,6 +1,7 @@
 """Mistakes of the first day end in an error that names the edit; scripts that look like them run without a word.
 
-A new script needs no entry anywhere: each file of ``mistakes`` and ``correct`` is a case.
+A new script needs no entry anywhere: each file of ``mistakes`` and ``correct`` is a case. A mistake that is not found yet
+says so in its docstring (``open: why``), and its case must fail.
 """
 
 from __future__ import annotations
@@ -12,24 +13,54 @@ import pytest
 from tests.first_day.jobs import Script, run
 
 FOLDER = Path(__file__).parent
+DAILY = [
+    "a_contradiction",
+    "a_meta_model",
+    "a_path_that_matches_nothing",
+    "a_skipped_step",
+    "a_yaml_key",
+    "an_earlier_end",
+    "an_input_on_one_rank",
+    "another_batch_in_a_dict",
+    "another_batch_on_each_rank",
+    "another_batch_over_tp",
+    "another_batch_size",
+    "another_plan",
+    "another_seed_for_the_model",
+    "clipping_old_parameters",
+    "ddp_around",
+    "evaluation_on_rank_0",
+    "load_state_dict_of_another_run",
+    "optimizer_before_fully_shard",
+    "optimizer_before_parallelize",
+    "other_labels_outside",
+    "saving_the_module",
+]
 
 
 def scripts(kind: str) -> list[object]:
-    return [pytest.param(path, id=path.stem) for path in sorted((FOLDER / kind).glob("*.py"))]
+    found: list[object] = []
+    for path in sorted((FOLDER / kind).glob("*.py")):
+        is_open = Script.read(path).open
+        marks = [pytest.mark.slow] if kind == "mistakes" and path.stem not in DAILY else []
+        marks += [pytest.mark.xfail(reason=is_open, strict=True)] if is_open else []
+        found.append(pytest.param(path, id=path.stem, marks=marks))
+    return found
+
+
+def judge(path: Path, folder: Path) -> None:
+    script = Script.read(path)
+    result = run(script, folder)
+    wrong = script.judge(result)
+    assert not wrong, f"{script.title}\n" + "\n".join(wrong) + f"\n{result.text}"
 
 
 @pytest.mark.parametrize("path", scripts("mistakes"))
 def test_a_mistake_ends_in_an_error_that_names_the_edit(path: Path, tmp_path: Path) -> None:
-    script = Script.read(path)
-    assert script.errors, f"{path.name} must say which error it expects"
-    result = run(script, tmp_path)
-    wrong = script.judge(result)
-    assert not wrong, f"{script.title}\n" + "\n".join(wrong) + f"\n{result.text}"
+    assert Script.read(path).errors, f"{path.name} must say which error it expects"
+    judge(path, tmp_path)
 
 
 @pytest.mark.parametrize("path", scripts("correct"))
 def test_a_correct_script_runs_without_a_word(path: Path, tmp_path: Path) -> None:
-    script = Script.read(path)
-    result = run(script, tmp_path)
-    wrong = script.judge(result)
-    assert not wrong, f"{script.title}\n" + "\n".join(wrong) + f"\n{result.text}"
+    judge(path, tmp_path)

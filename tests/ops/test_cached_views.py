@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     dispatcher: Any = DTensor._op_dispatcher
     original = dispatcher._propagate_op_sharding_dispatch_slow_path
 
+    @functools.wraps(original)  # with its attributes
     def propagate(op: Any, *args: Any) -> Any:
         found.append(str(op))
         return original(op, *args)

@@ -565,7 +565,7 @@ def implicit(strict: bool) -> str:
     found = implicit_communication(model)
     mine = [warning for warning in said if issubclass(warning.category, ImplicitCommunicationWarning)]
     rank = next(iter(model.parameters())).device_mesh.get_rank()
-    assert len(mine) == (len(found) if rank == 0 else 0)
+    assert 1 <= len(mine) <= len(found) if rank == 0 else not mine  # one for the forward and backward of a module
     assert found and all(count == 2 for count in found.values())
     return "\n".join(site.message(Plan({"tp": 2}).axes) for site in found)
 

@@ -137,7 +137,10 @@ class Board:
                 time.sleep(_SLEEP)
                 now = time.monotonic()
                 if now - looked > _LIVENESS_SECONDS:
-                    if told is None and (told := tell_wait(what, number, f"steps of {self.ranks}", self.ranks)) is not None:
+                    if (
+                        told is None
+                        and (told := tell_wait(what, number, f"steps of {self.ranks}", self.ranks)) is not None
+                    ):
                         limit *= 2
                     looked = now
                     gone = [index for index in self.absent(number) if self._has_ended(index)]

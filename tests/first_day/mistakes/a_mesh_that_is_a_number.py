@@ -2,6 +2,7 @@
 
 error: PlanError|TypeError
 says: 7.5 | mesh
+open: the error is Python's
 """
 
 from torch.distributed.tensor import Replicate, Shard  # noqa: F401

@@ -2,6 +2,7 @@
 
 error: RuntimeError
 says: DTensor | plain|global
+open: the error is PyTorch's
 """
 
 import torch

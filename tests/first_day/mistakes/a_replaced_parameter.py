@@ -2,6 +2,7 @@
 
 error: RuntimeError
 says: up.weight | DTensor | before
+open: plain parameters that come later are not looked for
 """
 
 import torch

@@ -2,6 +2,7 @@
 
 error: RuntimeError
 says: rank 1 | full_state_dict | rank 0
+open: a gather of a state dict is not watched
 """
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

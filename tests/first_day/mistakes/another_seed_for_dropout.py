@@ -2,6 +2,7 @@
 
 error: RuntimeError
 says: seed | rank 1
+open: the generator's state is not compared
 """
 
 import torch

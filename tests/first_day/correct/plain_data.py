@@ -1,8 +1,4 @@
-"""A parameter's `.data` is replaced by a plain tensor.
-
-error: RuntimeError | TypeError
-says: up.weight | DTensor
-"""
+"""A parameter's `.data` is replaced by a plain tensor, the same on every rank."""
 
 import torch
 
