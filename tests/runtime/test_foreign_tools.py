@@ -57,7 +57,7 @@ def tools() -> None:
                 warnings.simplefilter("ignore")  # of jit's deprecation
                 with pytest.raises(PlanError, match=message):
                     use(tried, x)
-            assert torch.equal(tried(x).full_tensor(), expected), name
+            torch.testing.assert_close(tried(x).full_tensor(), expected, msg=name)
     with pytest.raises(TypeError, match=r"cannot be pickled.*save model\.state_dict"):
         torch.save(model, io.BytesIO())
     buffer = io.BytesIO()
