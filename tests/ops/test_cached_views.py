@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale import Plan, ops, parallelize
+from vescale.compat.dtensor import spec_of
+from vescale.compat.op_info import native_sharding
 from vescale.placements import InterleavedShard, RaggedShard
 
 ops.install()
@@ -77,3 +79,19 @@ def test_views_of_our_placements(rank: int, placement: Any, monkeypatch: pytest.
         x.view(8, 3, 4).zero_()
         assert not x._local_tensor.any()
     assert asked == []
+
+
+def test_expand_of_a_sharded_dim_of_size_1(rank: int) -> None:
+    """PyTorch's rule for it fails with a KeyError: it has no decision."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    token = spec_of(distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)], src_data_rank=None))
+    assert native_sharding(torch.ops.aten.expand.default, (token, [4, 3]), {}, None) is None
+
+
+def test_a_failing_rule_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(schema: Any) -> Any:
+        raise KeyError("of a rule")
+
+    monkeypatch.setattr(DTensor._op_dispatcher.sharding_propagator, "propagate_op_sharding_non_cached", fail)
+    with pytest.raises(KeyError, match="of a rule"):
+        native_sharding(torch.ops.aten.relu.default, (), {}, None)

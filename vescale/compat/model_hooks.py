@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat.dtensor import DTensorSpec
@@ -96,12 +97,14 @@ class ModelHooks:
         listener: what the dispatcher tells and asks.
         view_copies: what writes have to be followed for; the listener's ``wrote`` is called while it is not empty.
         checkpointed: what runs in place of a function that is checkpointed (:mod:`torch.utils.checkpoint`).
+        registered: ``(module, name, child)``, called when a child is registered in any module of the program.
     """
 
     handlers: Mapping[Any, OpHandler]
     listener: DispatchListener
     view_copies: AbstractSet[int]
     checkpointed: Callable[[Callable[..., Any]], Callable[..., Any]]
+    registered: Callable[[nn.Module, str, nn.Module | None], None]
 
 
 def model_hooks() -> ModelHooks | None:

@@ -13,14 +13,22 @@ import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _dispatch as tensor_dispatch
+from torch.nn.modules.module import register_module_module_registration_hook
 
+from vescale.compat.dispatch import take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
 from vescale.compat.model_hooks import ModelHooks
 from vescale.compat.native_dispatch import native_require_current, write_through_python
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
 
-__all__ = ["accept_plain_operands", "observe_redistributions", "observe_writes", "wrap_checkpointed_functions"]
+__all__ = [
+    "accept_plain_operands",
+    "observe_redistributions",
+    "observe_registrations",
+    "observe_writes",
+    "wrap_checkpointed_functions",
+]
 
 
 def _on_first_rank(record: logging.LogRecord) -> bool:
@@ -115,7 +123,13 @@ def _written(call: Mapping[str, Any]) -> list[DTensor]:
     return [tensor for tensor in found if isinstance(tensor, DTensor)]
 
 
+def observe_registrations(changes: Changes, hooks: ModelHooks) -> None:
+    changes.on_undo(register_module_module_registration_hook(hooks.registered).remove)
+
+
 def accept_plain_operands(changes: Changes, hooks: ModelHooks) -> None:
+    """Take plain tensors in ops that C++ refuses them for before it asks for a decision, and in all others."""
+    take_over_mixed_ops(changes, hooks)
     dispatcher, listener = DTensor._op_dispatcher, hooks.listener
     original = dispatcher._try_replicate_spec_for_scalar_tensor
 

@@ -40,13 +40,16 @@ PACKING = (torch._C._VariableFunctions._pack_padded_sequence, torch._C._Variable
 def native_sharding(
     op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], schema_info: Any
 ) -> OutputSharding | None:
-    """PyTorch's own sharding decision for stock placements, or None when it has no strategy for the op (or fails to find the
-    dim: ``expand`` of a sharded dim of size 1)."""
+    """PyTorch's own sharding decision for stock placements, or None when it has no strategy for the op."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     try:
         return propagator.propagate_op_sharding_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
-    except (NotImplementedError, KeyError):
+    except NotImplementedError:
         return None
+    except KeyError:
+        if op is torch.ops.aten.expand.default:  # its rule does not know a sharded dim of size 1 that is repeated
+            return None
+        raise
 
 
 def output_meta(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +29,7 @@ class Features:
     """Elements of dims that are merged with the outermost one, before it (batch and heads)."""
 
 
-class FeatureFlow:
+class FeatureFlow(ABC):
     """Follows features through everything but products."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -39,9 +40,9 @@ class FeatureFlow:
         self._features = WeakIdKeyDictionary()
         self._spread = WeakIdKeyDictionary()  # tensor -> dims along which expand() repeats one element
 
+    @abstractmethod
     def _note_table(self, weight: str) -> None:
         """A table that the model's own code looks up."""
-        raise NotImplementedError
 
     def _keep_whole(self, features: Features, why: str) -> None:
         self.groups.keep_whole(features.weight, why)

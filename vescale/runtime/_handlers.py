@@ -39,6 +39,7 @@ from vescale.ops import (
     write_through,
 )
 from vescale.placements import move_local
+from vescale.runtime._adapters import AdapterWatch
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
 from vescale.runtime._input_checks import check_read, note_plain_value
 from vescale.runtime._linear_on_partial import DERIVATIVE_HANDLERS, accumulated, derivative, where
@@ -67,7 +68,7 @@ def install_handlers() -> None:
             own[op] = OpHandler(entry.handler, applies, bool(entry.takes_plain))
     own.update((op, OpHandler(handler)) for op, handler in INPLACE_VIEW_HANDLERS.items())
     own.update((op, OpHandler(handler, takes_plain=True)) for op, handler in DERIVATIVE_HANDLERS.items())
-    install_part("models", ModelHooks(own, _Listener(), LIVE_COPIES, checkpointed))
+    install_part("models", ModelHooks(own, _Listener(), LIVE_COPIES, checkpointed, AdapterWatch()))
 
 
 def _is_pending(op: Any, schema: Any) -> bool:

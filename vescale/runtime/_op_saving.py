@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -126,7 +127,7 @@ def _alias(x: Any) -> Any:
     return detached_below_autograd(x) if isinstance(x, torch.Tensor) else x
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode, ABC):
     """A dispatch mode that numbers the calls of each op of the model."""
 
     def __init__(self, kept: KeptResults, results: dict[tuple[Any, int], _Saved]) -> None:
@@ -145,8 +146,9 @@ class _Counting(TorchDispatchMode):
         self._calls[func] += 1
         return self.run(key, args, kwargs or {})
 
+    @abstractmethod
     def run(self, key: tuple[Any, int], args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
+        """Run or answer call number ``key[1]`` of the op ``key[0]``."""
 
 
 # Checkpointing itself calls it, and not as often in the recomputation.

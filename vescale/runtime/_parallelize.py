@@ -37,7 +37,6 @@ from vescale.placements import from_local
 from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.rng import enable as enable_rng
 from vescale.rng import has_deferred, is_deferred, materialize
-from vescale.runtime._adapters import watch_adapters
 from vescale.runtime._checkpointed_forward import CheckpointedForward
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._expert_region import ExpertRegion
@@ -152,7 +151,6 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
     enable_rng()
     observe(RuntimeObserver())
     install_handlers()
-    watch_adapters()
     runtime = Runtime(program, mesh, GradientHooks.of(program, mesh), strict=strict, native=native_hooks())
     units = Units(model, program, mesh)
     units.place(lambda into: _materialize(model, program, mesh, units.deferred, into))

@@ -33,7 +33,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     try:
         return local.untyped_storage()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # sparse and other subclasses have none, and say so with either
         return None
 
 
