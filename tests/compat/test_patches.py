@@ -18,6 +18,7 @@ import torch.nn.init
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as tensor_api
+from torch.nn.modules import module as module_hooks
 
 import vescale
 from vescale import compat, rng
@@ -43,6 +44,7 @@ def holders() -> Iterator[tuple[str, dict[Any, Any]]]:
     yield "handlers", dispatcher._custom_op_handlers
     yield "schema infos", dispatcher.sharding_propagator.op_to_schema_info
     yield "propagator", vars(dispatcher.sharding_propagator)
+    yield "registration hooks", dict(enumerate(module_hooks._global_module_registration_hooks.values()))
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and name.partition(".")[0] in ("torch", "__main__", "tests"):
             yield name, vars(module)
