@@ -1,12 +1,31 @@
-"""How many random examples a test draws: few in the daily run, many in the nightly one (``make test-all``)."""
+"""How many cases and random examples a test runs: few in the daily run, all in the nightly one (``make test-all``)."""
 
 import os
+import random
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
-__all__ = ["NIGHTLY", "examples"]
+__all__ = ["NIGHTLY", "daily_sample", "examples"]
 
 NIGHTLY = bool(os.environ.get("VESCALE_NIGHTLY"))
+Case = TypeVar("Case")
 
 
 def examples(nightly: int) -> int:
     """``nightly`` examples in the nightly run, a sixth of them (25 at least) in the daily one."""
     return nightly if NIGHTLY else min(nightly, max(25, nightly // 6))
+
+
+def daily_sample(cases: Iterable[Case], share: int = 3) -> list[Case]:
+    """All cases in the nightly run; in the daily one, one in ``share`` of those that begin with the same name, drawn with a
+    fixed seed, and at least one of each."""
+    listed = list(cases)
+    if NIGHTLY:
+        return listed
+    groups: dict[Any, list[int]] = {}
+    for index, case in enumerate(listed):
+        name = case[0] if isinstance(case, tuple) and case and isinstance(case[0], str) else None
+        groups.setdefault(name, []).append(index)
+    draw = random.Random(0)
+    chosen = [index for group in groups.values() for index in draw.sample(group, -(-len(group) // share))]
+    return [listed[index] for index in sorted(chosen)]

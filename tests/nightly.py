@@ -63,8 +63,16 @@ NIGHTLY = [
     Family(
         "test_training.py",
         "test_load_balancing_losses",
-        ("gpt_oss-2-False", "gpt_oss-2-True", "mixtral-2-False", "qwen3_moe-2-False"),
-        "each model on four ranks, padded and not",
+        (
+            "gpt_oss-2-False",
+            "gpt_oss-2-True",
+            "gpt_oss-4-False",
+            "mixtral-2-False",
+            "mixtral-4-True",
+            "qwen3_moe-2-False",
+        )
+        + ("qwen3_moe-2-True",),
+        "each model on four ranks, padded or not, mixtral on two",
     ),
     Family(
         "test_zero.py",
@@ -75,8 +83,8 @@ NIGHTLY = [
     Family(
         "test_context.py",
         "test_plans_for_a_context_axis",
-        ("gpt_oss_cp-4-1",),
-        "gpt_oss_cp on cp x tp, llama_cp on cp=4",
+        ("gpt_oss_cp-4-1", "deepseek_v3_cp-2-1", "llama_cp-2-2", "qwen3_cp-2-2", "qwen3_moe_cp-2-2"),
+        "llama_cp on cp=4; gpt_oss_cp, gpt2_cp and mixtral_cp on cp x tp",
     ),
     Family("test_context.py", "test_other_ways", ("deepseek_v3-ring-I(1, 2)",), "ring and Ulysses with llama"),
     Family(
@@ -147,10 +155,15 @@ NIGHTLY = [
     Family(
         "test_redistribute.py",
         "test_every_pair_on_one_axis",
-        ("shape0-8", "shape1-8", "shape1-2", "shape2-2"),
-        "all shapes on one, three and four ranks, one each on two and eight",
+        ("shape0-3", "shape0-8", "shape1-2", "shape1-4", "shape1-8", "shape2-2", "shape2-3"),
+        "each shape on one rank and two other numbers of ranks",
     ),
-    Family("test_big_meshes.py", "test_random_pairs_on_64_ranks", ("(64,)-4", "(2, 32)-3"), "(8, 8) and (4, 4, 4)"),
+    Family("test_big_meshes.py", "test_random_pairs_on_64_ranks", ("(64,)-4", "(2, 32)-3", "(4, 4, 4)-4"), "(8, 8)"),
+    Family("test_growth.py", "test_steps", ("loop", "fused"), "the same with foreach"),
+    Family("test_preconditioned.py", "test_has_the_bits_of_one_device", ("2", "4"), "the same on one and three ranks"),
+    Family("test_muon.py", "test_has_the_bits_of_one_device", ("2", "4"), "the same on one and three ranks"),
+    Family("test_native_fills.py", "test_functions", ("torch.float64",), "the same in float32 and bfloat16"),
+    Family("test_exact_matches.py", "test_decisions_are_those_of_the_search", ("(2, 1, 2)",), "(8,) and (2, 4)"),
     Family("test_grid.py", "test_all_orders", ("gptoss_per_expert", "dsv3_moe"), "nine other models"),
     Family("test_in_place.py", "test_in_place_gradients", ("2",), "the same on four ranks"),
     Family("test_combinations.py", "test_random_programs", ("2",), "the same on three and four ranks"),

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+from tests.examples import daily_sample
 from tests.fsdp.compare import by_block, full, mesh_of, same_gradients
 from tests.fsdp.models import Net, net_loss
 from tests.ranks import RankPools, run_cases
@@ -232,7 +233,7 @@ def gradients_that_are_parameters() -> None:
 
 
 def run() -> int:
-    count = run_cases(steps, [(name,) for name in CASES])
+    count = run_cases(steps, daily_sample((name,) for name in CASES))
     cases = [accumulated, the_graph_is_kept, kept_after_backward, frozen_later, gradients_that_are_parameters]
     cases.append(what_is_still_needed_is_not_silently_wrong)
     return count + run_cases(lambda case: case(), [(case,) for case in cases])

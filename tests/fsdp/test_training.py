@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.examples import daily_sample
 from tests.fsdp.compare import by_block, compare, mesh_of
 from tests.fsdp.models import Adapted, Block, Net, dense_loss, net_loss
 from tests.ranks import RankPools, run_cases
@@ -395,6 +396,6 @@ def run_all(names: list[str]) -> int:
 
 @pytest.mark.parametrize("start", range(0, len(CASES), 10))
 def test_trains_like_one_device_and_fsdp2(ranks: RankPools, start: int) -> None:
-    names = [one.name for one in CASES[start : start + 10]]
+    names = daily_sample(one.name for one in CASES[start : start + 10])
     assert len({one.name for one in CASES}) == len(CASES)
     assert ranks.run(run_all, names, world_size=4, timeout=600) == [len(names)] * 4

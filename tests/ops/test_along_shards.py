@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.examples import daily_sample
 from tests.ops.layouts import Layout, assert_same, data, mesh_of, place, run_op
 from tests.ranks import RankPools, run_cases
 from vescale.ops import PlacementFallbackWarning
@@ -165,11 +166,13 @@ def check_whole(name: str, layout: Layout) -> None:
 
 
 def on_rank_along() -> int:
-    return run_cases(check_along, [(n, layout, dim) for n in ALONG for layout, dims in LAYOUTS for dim in dims])
+    return run_cases(
+        check_along, daily_sample((n, layout, dim) for n in ALONG for layout, dims in LAYOUTS for dim in dims)
+    )
 
 
 def on_rank_whole() -> int:
-    return run_cases(check_whole, [(name, layout) for name in WHOLE for layout, _ in LAYOUTS])
+    return run_cases(check_whole, daily_sample((name, layout) for name in WHOLE for layout, _ in LAYOUTS))
 
 
 def test_ops_along_a_dim_that_a_stock_axis_cuts(ranks: RankPools) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from tests.examples import daily_sample
 from tests.ops.layouts import (
     SHAPE,
     Layout,
@@ -188,11 +189,11 @@ def check_binary(name: str, layout: Layout, other: Any) -> None:
 
 
 def on_rank_unary(world: int) -> int:
-    return run_cases(check_unary, list(itertools.product(UNARY, layouts(world))))
+    return run_cases(check_unary, daily_sample(itertools.product(UNARY, layouts(world))))
 
 
 def on_rank_reductions(world: int) -> int:
-    return run_cases(check_reduction, list(itertools.product(REDUCTIONS, layouts(world))))
+    return run_cases(check_reduction, daily_sample(itertools.product(REDUCTIONS, layouts(world))))
 
 
 def on_rank_binary(world: int) -> int:
@@ -202,7 +203,7 @@ def on_rank_binary(world: int) -> int:
         others: list[Any] = [replicated(layout), [Replicate()] * (len(mesh_shape) - 1) + [Shard(1)]]
         others += [p for shape, p in layouts(world)[1::6] if shape == mesh_shape][:1]
         cases += [(name, layout, other) for name in BINARY for other in others]
-    return run_cases(check_binary, cases)
+    return run_cases(check_binary, daily_sample(cases))
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
@@ -245,7 +246,7 @@ def on_rank_broadcast(world: int) -> int:
         for placed in ("replicated", "ragged")
         if not (placed == "ragged" and not shape)
     ]
-    count = run_cases(check_broadcast, cases)
+    count = run_cases(check_broadcast, daily_sample(cases))
     for layout in ragged_layouts(world):  # the ragged operand is the one that is broadcast
         small = place(data(3, (6,)), ((world,), ()), [RaggedShard()])
         result = run_op(lambda a, b: a + b, small, place(data(), ((world,), ()), [Shard(0)]), fallback=True)
@@ -416,7 +417,7 @@ def check_view(name: str, layout: Layout) -> None:
 
 
 def on_rank_views(world: int) -> int:
-    return run_cases(check_view, list(itertools.product(VIEWS, layouts(world))))
+    return run_cases(check_view, daily_sample(itertools.product(VIEWS, layouts(world))))
 
 
 @pytest.mark.parametrize("world", [1, 4])
@@ -678,7 +679,7 @@ def check_backward(name: str, layout: Layout) -> None:
 
 def on_rank_backward(world: int) -> int:
     where = layouts(world)[::2] if world == 4 else layouts(world)[:2]
-    return run_cases(check_backward, list(itertools.product(LOSSES, where)))
+    return run_cases(check_backward, daily_sample(itertools.product(LOSSES, where)))
 
 
 @pytest.mark.parametrize("world", [3, 4])

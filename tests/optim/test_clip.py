@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from tests.examples import daily_sample
 from tests.placements.on_ranks import Source, make_mesh
 from tests.ranks import RankPools, run_cases
 from tests.runtime.llama import counted
@@ -136,6 +137,7 @@ def test_equals_one_device(ranks: RankPools) -> None:
         for spoil in (math.nan, math.inf, -math.inf)
         for foreach in (None, False)
     ]
+    cases = daily_sample(cases)
     assert set(ranks.run(run_checks, cases, world_size=8)) == {len(cases)}
 
 
@@ -264,7 +266,7 @@ def everything(orders: list[Any]) -> None:
     sharded, whole_model = layers(), layers()
     fully_shard(sharded, mesh=make_mesh(FEW))
     for spoil in (None, math.nan, math.inf, -math.inf):
-        for order in orders:
+        for order in daily_sample(orders):
             own, reference = build(MIXED, torch.float64)
             if spoil is not None:  # one element of the pending sum over all ranks
                 where = MIXED.index((DENSE, (11,), (P(), P())))

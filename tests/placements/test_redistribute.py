@@ -13,6 +13,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.examples import daily_sample
 from tests.placements import oracle
 from tests.placements.on_ranks import Source, local, make_mesh, sample
 from tests.placements.specs import draw_placements, draw_shape, draw_units
@@ -127,7 +128,9 @@ def one_axis_pairs(world_size: int, shape: tuple[int, ...]) -> int:
     assert len(pairs) == 16 * 16 - 4 * 3
     if world_size == 8 and shape != (7, 6):
         pairs = random.Random(8).sample(pairs, 80)
-    return run_cases(move_and_compare, [(ranks, shape, (s,), (t,), n) for n, (s, t) in enumerate(pairs)])
+    return run_cases(
+        move_and_compare, daily_sample([(ranks, shape, (s,), (t,), n) for n, (s, t) in enumerate(pairs)], 2)
+    )
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -146,7 +149,7 @@ def random_pairs(mesh_ranks: Any, seed: int, count: int) -> int:
         source = draw_placements(rng, shape, mesh_shape, partial_ops=(op,) if rng.random() < 0.5 else ())
         target = draw_placements(rng, shape, mesh_shape, partial_ops=(op,) if rng.random() < 0.2 else ())
         cases.append((mesh_ranks, shape, source, target, index))
-    return run_cases(move_and_compare, cases)
+    return run_cases(move_and_compare, daily_sample(cases, 2))
 
 
 @pytest.mark.parametrize(

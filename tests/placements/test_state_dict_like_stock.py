@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.examples import NIGHTLY, daily_sample
 from tests.placements.on_ranks import make_mesh
 from tests.ranks import RankPools, run_cases
 from vescale.placements import InterleavedShard, RaggedShard, StridedRaggedShard, distribute_tensor
@@ -197,7 +198,7 @@ def all_gets() -> int:
     options = list(itertools.product((False, True), repeat=3))
     cases = [(layout, "AdamW", *chosen) for layout in LAYOUTS for chosen in options]
     cases += [(layout, name, True, False, False) for layout, name in OF_OPTIMIZERS]
-    return run_cases(same_gets, cases)
+    return run_cases(same_gets, daily_sample(cases))
 
 
 def all_sets() -> int:
@@ -209,15 +210,15 @@ def all_sets() -> int:
     cases = [(layout, "AdamW", *chosen) for layout in LAYOUTS for chosen in options]
     for layout, name in OF_OPTIMIZERS:
         cases += [(layout, name, False, False, False, True), (layout, name, True, True, False, False)]
-    return run_cases(same_sets, cases)
+    return run_cases(same_sets, daily_sample(cases))
 
 
 def test_getting(ranks: RankPools) -> None:
-    assert ranks.run(all_gets) == [len(LAYOUTS) * 8 + len(OPTIMIZERS)] * 4
+    assert set(ranks.run(all_gets)) == {len(LAYOUTS) * 8 + len(OPTIMIZERS) if NIGHTLY else 16}
 
 
 def test_setting(ranks: RankPools) -> None:
-    assert ranks.run(all_sets) == [len(LAYOUTS) * 8 + len(OPTIMIZERS) * 2] * 4
+    assert set(ranks.run(all_sets)) == {len(LAYOUTS) * 8 + len(OPTIMIZERS) * 2 if NIGHTLY else 16}
 
 
 def test_a_later_shard_makes_the_ragged_cut_strided() -> None:

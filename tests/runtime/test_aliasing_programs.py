@@ -166,7 +166,7 @@ def compare_all(seeds: list[int]) -> tuple[Counter[str], list[str]]:
 
 
 def test_drawn_modules(ranks: RankPools) -> None:
-    seeds = range(10_000) if NIGHTLY else range(300)
+    seeds = range(10_000) if NIGHTLY else range(150)
     (outcomes, failures), _ = ranks.run(compare_all, list(seeds), world_size=2, timeout=3600.0)
     assert not failures, "\n\n".join(failures[:5])
     assert outcomes["equal"] > len(seeds) * 0.5, outcomes

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.examples import daily_sample
 from tests.ranks import RankPools, run_cases
 from tests.runtime.test_expert_sharding import loss_of, make, read_elsewhere
 from tests.runtime.zero import mesh_of, same_steps
@@ -212,7 +213,7 @@ def stack_trained(sizes: dict[str, int], **unit: Any) -> None:
 def test_with_other_axes(ranks: RankPools) -> None:
     """Also where the joined axes are no neighbours."""
     cases = [({"fsdp": 2, "tp": 2, "ep": 2},), ({"dp": 2, "fsdp": 2, "ep": 2},)]
-    ranks.run(run_cases, stack_trained, cases, world_size=8)
+    ranks.run(run_cases, stack_trained, daily_sample(cases), world_size=8)
     ranks.run(explained, cases[0][0], world_size=8)
 
 
@@ -376,7 +377,7 @@ def test_one_optimizer(ranks: RankPools) -> None:
     options: list[dict[str, Any]] = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}]
     cases = [(functools.partial(adamw, **more),) for more in options]
     cases += [(functools.partial(sgd, momentum=0.9, foreach=True),), (torch.optim.NAdam,)]
-    ranks.run(run_cases, optimized, cases)
+    ranks.run(run_cases, optimized, daily_sample(cases))
 
 
 def on_fsdp_alone(sizes: dict[str, int]) -> Plan:

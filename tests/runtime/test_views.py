@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from tests.examples import NIGHTLY
 from tests.ranks import RankPool, RankPools, run_cases
 from tests.runtime.compare import assert_same_gradients
 from tests.runtime.llama import make_mesh
@@ -169,7 +170,7 @@ def test_writes_reach_what_was_viewed_whatever_ran_before() -> None:
     try:
         for cut in CUTS:
             pool.run(writes_outside_of_models, cut)
-        for cut in CUTS:
+        for cut in CUTS if NIGHTLY else CUTS[:1]:
             pool.run(writes, cut)
             pool.run(writes_outside_of_models, cut)
             pool.run(writes, cut)
