@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
-from vescale.placements import InterleavedShard, RaggedShard
+from vescale.placements import FlattenedShard, InterleavedShard, RaggedShard
 
 __all__ = [
     "coordinates",
@@ -48,6 +48,11 @@ def held_dims(
             num_pieces = placement.split_factor
         elif isinstance(placement, Shard):
             num_pieces = 1
+        elif isinstance(placement, FlattenedShard):
+            middle = chunks(list(range(placement.size)), num_ranks)[index]
+            here = held[placement.dim]
+            held[placement.dim] = [i for i in here if i // placement.inner % placement.size in middle]
+            continue
         else:
             assert isinstance(placement, Replicate | Partial | RaggedShard), placement
             continue
@@ -101,7 +106,7 @@ def local_indices(
     (axis,) = ragged
     placement = placements[axis]
     largest = largest_dims(shape, placements, mesh_shape)
-    inner_dims = [p.dim for p in placements if isinstance(p, Shard | _StridedShard | InterleavedShard) and p.dim > 0]
+    inner_dims = [p.dim for p in placements if getattr(p, "dim", 0) > 0]
     share = share_of_largest(placement, largest, inner_dims)
     if share == 0:
         return []

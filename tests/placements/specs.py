@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from tests.placements.oracle import largest_dims
-from vescale.placements import InterleavedShard, RaggedShard, StridedRaggedShard
+from vescale.placements import FlattenedShard, InterleavedShard, RaggedShard, StridedRaggedShard
 
 __all__ = ["Spec", "draw_mesh_shape", "draw_placements", "draw_ragged", "draw_shape", "draw_spec", "draw_units"]
 
@@ -88,6 +88,13 @@ def draw_ragged(
     return RaggedShard(dims, units, block)
 
 
+def draw_flattened(rng: random.Random, dim: int, length: int) -> FlattenedShard:
+    """``dim`` as the flattening of three dims, any of which may have size 1."""
+    inner = rng.choice([n for n in range(1, length + 1) if length % n == 0] or [1])
+    size = rng.choice([n for n in range(1, length // inner + 1) if length // inner % n == 0] or [1, 3])
+    return FlattenedShard(dim, size, inner)
+
+
 def draw_placements(
     rng: random.Random,
     shape: Sequence[int],
@@ -102,7 +109,7 @@ def draw_placements(
     for _ in mesh_shape:
         kinds = ["replicate", *(["partial"] if op else [])]
         if shape:
-            kinds += ["shard", "shard", "interleaved", "strided"]
+            kinds += ["shard", "shard", "interleaved", "strided", "flattened"]
         kind = rng.choice(kinds)
         dim = rng.randrange(len(shape)) if shape else 0
         if kind == "replicate":
@@ -111,6 +118,8 @@ def draw_placements(
             placements.append(Partial(op))
         elif kind == "shard":
             placements.append(Shard(dim))
+        elif kind == "flattened":
+            placements.append(draw_flattened(rng, dim, shape[dim]))
         elif kind == "interleaved":
             placements.append(InterleavedShard(dim, rng.choice((1, 2, 3, 4))))
         else:
