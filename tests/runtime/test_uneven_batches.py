@@ -195,25 +195,48 @@ def test_hugging_face_models(name: str, sizes: dict[str, int], batch: int, lengt
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, rows: int, smoothing: float) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(19, WIDTH), nn.Linear(WIDTH, 19, bias=False)
+        self.embed, self.head = nn.Embedding(rows, WIDTH), nn.Linear(WIDTH, rows, bias=False)
         self.head.weight = self.embed.weight
+        self.smoothing = smoothing
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        scores = self.head(torch.tanh(self.embed(ids)))
-        return F.cross_entropy(scores.view(-1, 19), labels.view(-1), ignore_index=-100, label_smoothing=0.1)
+        scores = self.head(torch.tanh(self.embed(ids))).flatten(0, 1)
+        return F.cross_entropy(scores, labels.view(-1), ignore_index=-100, label_smoothing=self.smoothing)
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 8}, {"dp": 2, "tp": 4}])
-def test_vocabularies_over_eight_ranks(sizes: dict[str, int]) -> None:
-    """19 rows, over eight ranks of which the last holds none, with a batch of three."""
-    model, (ids, labels) = seeded(Tied), labeled(3, 5, 19)
+@pytest.mark.parametrize(
+    ("rows", "sizes", "smoothing"),
+    [
+        (19, {"tp": 8}, 0.1),  # the last rank holds none
+        (19, {"dp": 2, "tp": 4}, 0.1),
+        (50_257, {"tp": 8}, 0.1),  # GPT-2's
+        (51_865, {"tp": 3}, 0.0),  # Whisper's
+        *(
+            pytest.param(rows, {"tp": ranks}, smoothing, marks=pytest.mark.slow)
+            for rows in (50_257, 51_865)
+            for ranks in (2, 3, 8)
+            for smoothing in (0.0, 0.1)
+            if (rows, ranks, smoothing) not in ((50_257, 8, 0.1), (51_865, 3, 0.0))
+        ),
+    ],
+)
+def test_vocabularies(rows: int, sizes: dict[str, int], smoothing: float) -> None:
+    """A batch of three; ids and labels at both ends of every rank's rows, some labels ignored. What moves are sums of
+    numbers a token, never the logits or the table."""
+    model, (ids, labels) = seeded(lambda: Tied(rows, smoothing)), labeled(3, 7, rows)
+    step = -(-rows // sizes["tp"])
+    ends = torch.tensor([min(r, rows - 1) for at in range(0, rows, step) for r in (at, at + step - 1)])
+    ids.view(-1)[: len(ends)] = ends
+    labels.view(-1)[-len(ends) :] = ends.flip(0)
+    labels[1, 2] = -100
 
     def plan(mesh: DeviceMesh) -> Plan:
         found = Plan(mesh).shard("embed.weight", S0, mesh="tp").shard("embed.<out>", R, mesh="tp")
         found.shard("head.<in>", R, mesh="tp")
         return found.shard("<in>", S0, mesh="dp") if "dp" in sizes else found
 
-    for records in simulate(check, 8, model, sizes, plan, lambda m: m(ids, labels)):
+    for records in simulate(check, 8 if "dp" in sizes else sizes["tp"], model, sizes, plan, lambda m: m(ids, labels)):
         assert {r.op for r in records} <= {"all_reduce"}, records
+        assert sum(r.bytes for r in records if ".grad" not in r.requester) <= 2 * 8 * ids.numel() * (2 * WIDTH + 6)
