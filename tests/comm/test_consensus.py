@@ -59,3 +59,45 @@ def absence(late: int) -> None:
 @pytest.mark.parametrize("late", [0, 2])
 def test_absent_ranks_are_named(ranks: RankPools, late: int) -> None:
     ranks.run(absence, late)
+
+
+def cross_waits() -> tuple[str, float]:
+    """Ranks 0 and 1 compare something with all, ranks 2 and 3 with each other first, which rank 1 should join."""
+    rank = dist.get_rank()
+    dist.barrier()
+    start = time.monotonic()
+    limit = timedelta(seconds=60)
+    with pytest.raises(ConsensusError) as caught:
+        if rank < 2:
+            Consensus(range(4), "everyone", limit).exchange(b"", lambda: "the step of all")
+        else:
+            Consensus([1, 2, 3], "others", limit).exchange(b"", lambda: "the step of three")
+    dist.barrier()
+    assert not default_store().check([f"vescale waits {rank}"])
+    return str(caught.value), time.monotonic() - start
+
+
+def test_ranks_that_wait_for_each_other_end_early(ranks: RankPools) -> None:
+    """Both groups are told who is where, long before the time limit."""
+    found = ranks.run(cross_waits)
+    for text, seconds in found:
+        assert "wait for each other in different places" in text and seconds < 30, text
+        assert "at 'the step of all' with ranks [0, 1, 2, 3]" in text, text
+        assert "at 'the step of three' with ranks [1, 2, 3]" in text, text
+    assert found[0][0] == found[1][0] and found[2][0] == found[3][0]
+
+
+def slow_rounds() -> None:
+    """A rank that is late, and in another round until then, is no cross wait."""
+    rank = dist.get_rank()
+    everyone = Consensus(range(4), "slow")
+    dist.barrier()
+    if rank == 1:
+        time.sleep(4)
+    if rank < 2:
+        Consensus([0, 1], "slow pair").exchange(b"", lambda: "a pair")
+    assert everyone.exchange(b"", lambda: "everyone") == [b""] * 4
+
+
+def test_late_ranks_are_waited_for(ranks: RankPools) -> None:
+    ranks.run(slow_rounds)

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from vescale.comm._waiting_ranks import WaitNotice
 from vescale.compat import default_store, default_timeout, is_alone
 
 __all__ = ["Consensus", "ConsensusError", "LateRanksWarning", "wait_limit"]
@@ -81,29 +83,31 @@ class Consensus:
         digests = [f"{place} digest {index}" for index in range(len(self.ranks))]
         store.set(digests[self._index], hashlib.sha256(message).hexdigest())
         if self._index == 0:
-            absent = self._absent(store, digests, about)
+            absent, elsewhere = self._absent(store, digests, about, verdict=verdict)
             different = set() if absent else {store.get(key) for key in digests}
-            proposed = f"absent {absent}" if absent else "equal" if len(different) == 1 else "different"
+            proposed = _absence(absent, elsewhere) if absent else "equal" if len(different) == 1 else "different"
         else:
-            is_late = bool(self._absent(store, [verdict], about, digests))
-            if is_late and store.check(digests[:1]):  # the first rank has come and will name those that have not
-                is_late = bool(self._absent(store, [verdict]))
-            proposed = f"absent [{self.ranks[0]}]" if is_late else ""
+            absent, elsewhere = self._absent(store, [verdict], about, digests)
+            if absent and not elsewhere and store.check(digests[:1]):  # the first rank names those that have not come
+                absent, _ = self._absent(store, [verdict])
+            proposed = _absence(absent if elsewhere else self.ranks[:1], elsewhere) if absent else ""
         # The first verdict holds: a rank that stops waiting for the first rank writes it.
         answer = (store.compare_set(verdict, "", proposed) if proposed else store.get(verdict)).decode()
         if answer.startswith("absent"):
-            ranks = json.loads(answer[7:])
+            ranks, elsewhere = json.loads(answer[7:])
+            waited = f"did not come to compare within {self._timeout}"
+            if elsewhere:
+                waited = f"do not come, because ranks wait for each other in different places: {elsewhere}"
             raise ConsensusError(
-                f"{about()}; ranks {ranks} did not come to compare within {self._timeout}; every one of ranks "
-                f"{list(self.ranks)} has to take this step",
-                ranks,
+                f"{about()}; ranks {ranks} {waited}; every one of ranks {list(self.ranks)} has to take this step", ranks
             )
         if answer == "equal":
             self._leave(store, place, [*digests, verdict])
             return [message] * len(self.ranks)
         messages = [f"{place} message {index}" for index in range(len(self.ranks))]
         store.set(messages[self._index], message.hex())
-        if absent := self._absent(store, messages):
+        absent, _ = self._absent(store, messages)
+        if absent:
             raise ConsensusError(f"{about()}; ranks {absent} left the comparison", absent)
         found = [bytes.fromhex(store.get(key).decode()) for key in messages]
         self._leave(store, place, [*digests, verdict, *messages])
@@ -144,25 +148,37 @@ class Consensus:
         keys: Sequence[str],
         about: Callable[[], str] | None = None,
         comings: Sequence[str] | None = None,
-    ) -> list[int]:
-        """The positions of the ranks that have not written their keys in time. ``about``: after a while, warn of the
-        ranks that have not come, by ``comings``, the keys that ranks write when they come."""
-        steps = [self._timeout]
-        if about is not None and self._timeout > _PATIENCE:
-            steps = [_PATIENCE, self._timeout - _PATIENCE]
-        for number, step in enumerate(steps, 1):
-            try:
-                store.wait(list(keys), step)
-            except RuntimeError:  # store types have no common error class; a lost store raises again here
-                if about is not None and number < len(steps):
-                    self._warn_of_late_ranks(store, comings or keys, about)
-            else:
-                return []
-        return [self.ranks[index] for index, key in enumerate(keys) if not store.check([key])]
+        verdict: str | None = None,
+    ) -> tuple[list[int], str]:
+        """The ranks that have not written their keys in time, or that will not: then also a sentence about where they wait
+        for this one. ``about``: after a while, warn of the ranks that have not come, by ``comings``, the keys that ranks
+        write when they come. ``verdict``: the key that another rank writes when it knows that some will not come."""
+        end = time.monotonic() + self._timeout.total_seconds()
+        patience = self._timeout if about is None else min(_PATIENCE, self._timeout)
+        notice, is_first = None, True
+        try:
+            while True:
+                try:
+                    store.wait(list(keys), min(patience, timedelta(seconds=max(end - time.monotonic(), 0.001))))
+                    return [], ""
+                except RuntimeError:  # store types have no common error class; a lost store raises again here
+                    if time.monotonic() >= end:
+                        return [rank for rank, key in zip(self.ranks, keys) if not store.check([key])], ""
+                assert about is not None
+                is_over = verdict is not None and store.check([verdict])
+                late = {rank: key for rank, key in zip(self.ranks, comings or keys) if not store.check([key])}
+                notice = notice or WaitNotice(store, self.ranks[self._index], about(), self.ranks)
+                if is_over or (elsewhere := notice.cross_wait(late)):
+                    return list(late), "" if is_over else elsewhere
+                if is_first:
+                    self._warn_of_late_ranks(list(late), about)
+                is_first = False
+        finally:
+            if notice is not None:
+                notice.withdraw()
 
-    def _warn_of_late_ranks(self, store: dist.Store, comings: Sequence[str], about: Callable[[], str]) -> None:
+    def _warn_of_late_ranks(self, late: Sequence[int], about: Callable[[], str]) -> None:
         """Warn of late ranks; the first rank that has come does it for all."""
-        late = [rank for rank, key in zip(self.ranks, comings) if not store.check([key])]
         if late and min(set(self.ranks) - set(late)) == self.ranks[self._index]:
             warnings.warn(
                 f"{about()}: ranks {late} have not come for {_PATIENCE.seconds} s; the others wait for them until "
@@ -170,6 +186,10 @@ class Consensus:
                 LateRanksWarning,
                 stacklevel=2,
             )
+
+
+def _absence(ranks: Sequence[int], elsewhere: str) -> str:
+    return f"absent {json.dumps([list(ranks), elsewhere])}"
 
 
 def wait_limit() -> timedelta | None:
