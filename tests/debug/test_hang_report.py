@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -170,3 +172,21 @@ def test_the_job_ends_with_a_sentence(tmp_path: Path, work: Any, fault: Any, pat
 def test_what_cannot_tell_that_it_has_ended_is_no_hang(tmp_path: Path) -> None:
     job = run_job(busy_after_a_reduce_scatter, tmp_path)
     assert job.codes == [0, 0, 0], job.text
+
+
+SCRIPT = """
+import torch.distributed as dist
+from vescale.debug import hang_report
+watch = hang_report(20, folder=FOLDER)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+raise ValueError("planted")
+"""
+
+
+def test_the_traceback_is_printed_of_a_job_watched_before_it_began(tmp_path: Path) -> None:
+    """As with ``VESCALE_TIMEOUT`` and vescale imported at the top of the script: the hook of ``init_process_group``, which
+    calls the watch's, prints only after the watch may have ended the process."""
+    script = SCRIPT.replace("FOLDER", repr(str(tmp_path)))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 70 and "[rank0]: ValueError: planted" in done.stderr, done.stderr
+    assert "vescale: rank 0 has ended with ValueError: planted" in done.stderr

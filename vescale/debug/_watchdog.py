@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import io
 import json
 import os
 import sys
@@ -108,18 +109,33 @@ class HangWatch(Observer):
         self.started(operation)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        self._excepthook(kind, error, trace)
+        self._print_exception(kind, error, trace)
         self._place = place_of_traceback(trace)
         summary = str(error).strip().partition("\n")[0][:500]
         ending = f"with {kind.__name__}: {summary} (at {self._place.text()})"
         sys.stdout.flush()
         sys.stderr.flush()
+        if self._channel is None and dist.is_initialized():  # since less than a beat
+            self._channel = _Channel(dist.get_rank(), dist.get_world_size())
         if isinstance(error, _ON_EVERY_RANK) and self._channel is not None and self._channel.all_end(_GRACE):
             self._stops.set()  # each rank has raised the error itself
             return
         self._ending = ending
         if self._channel is not None and not self._stops.is_set():  # the watchdog's thread will end the process
             self._stops.wait(self._beat * 4 + 10.0)
+
+    def _print_exception(
+        self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        """Of a watch that began before ``init_process_group``, the hook is called by PyTorch's, which collects what is
+        printed and adds the rank to each line afterwards: too late, if the process is ended meanwhile."""
+        if not isinstance(sys.stderr, io.StringIO):
+            self._excepthook(kind, error, trace)
+            return
+        with contextlib.redirect_stderr(io.StringIO()) as text:
+            self._excepthook(kind, error, trace)
+        prefix = f"[rank{dist.get_rank()}]: " if dist.is_initialized() else ""
+        _say("\n".join(prefix + line for line in text.getvalue().splitlines()))
 
     def _at_exit(self) -> None:
         """The end of the program: ranks that wait for this rank are notified."""
@@ -166,12 +182,12 @@ class HangWatch(Observer):
             sentence = diagnose(reports, silent)
             channel.set_verdict(sentence, sorted({*silent, *(r for r, x in reports.items() if not x.is_answer)}))
             self._write(channel, sentence, reports)
-            print(f"vescale: {sentence}", file=sys.stderr, flush=True)
+            _say(f"vescale: {sentence}")
         verdict = channel.verdict(10.0)
         if verdict is None:
             sentence = f"rank {leader} found a hanging collective, and has reported nothing else"
             verdict = {"sentence": sentence, "silent": [leader]}
-            print(f"vescale: {sentence}", file=sys.stderr, flush=True)
+            _say(f"vescale: {sentence}")
         self._end(verdict["sentence"], channel, {rank: channel.read("beat", rank) for rank in verdict["silent"]})
 
     def _hung(self) -> Operation | None:
@@ -205,7 +221,7 @@ class HangWatch(Observer):
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"vescale-hang-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
             path.write_text("\n".join(lines))
-            print(f"vescale: the stacks of all ranks are in {path}", file=sys.stderr, flush=True)
+            _say(f"vescale: the stacks of all ranks are in {path}")
 
     def _end(self, sentence: str, channel: _Channel, silent: dict[int, RankReport | None]) -> None:
         self._sentence = sentence
@@ -219,6 +235,12 @@ class HangWatch(Observer):
             time.sleep(0.2)  # this rank may host the store that others are reading
         sys.stdout.flush()
         os._exit(EXIT_CODE)
+
+
+def _say(text: str) -> None:
+    """Print to the program's standard error, not to what PyTorch collects while it handles an exception."""
+    stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
+    print(text, file=stream, flush=True)
 
 
 class _Channel:
