@@ -65,6 +65,8 @@ def _compare(
     try:
         found = compare_descriptions(sections, consensus, lambda: moment)
     except ConsensusError as error:
-        raise ShardingMismatchError(f"{error}; run the forward on every rank", error.ranks) from None
+        raise ShardingMismatchError(
+            f"{error}; run the forward on every rank, and give fully_shard the same mesh on all of them", error.ranks
+        ) from None
     if found is not None:
         raise ShardingMismatchError(f"{problem}: {found.text()}; {advice}", found.ranks)
