@@ -51,7 +51,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16, reduce gradients in float32")
     parser.add_argument("--evaluate-every", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="checkpoints, steps.jsonl and TensorBoard's files; resumes from there")
+    parser.add_argument("--out", type=Path, help="checkpoints and steps.jsonl; a run goes on from there")
+    parser.add_argument("--tensorboard", type=Path, help="a folder for TensorBoard (pip install tensorboard)")
     return parser.parse_args(argv)
 
 
@@ -114,7 +115,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     watch = vescale.debug.monitor(
         model,
         jsonl=args.out and args.out / "steps.jsonl",
-        tensorboard=args.out and args.out / "tensorboard",
+        tensorboard=args.tensorboard,
         sequence_length=args.length,
         peak_flops=None if device == "cuda" else "measure",
     )
