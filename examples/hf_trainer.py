@@ -32,6 +32,9 @@ class MeshTrainer(Trainer):
         prepare_model = self.accelerator.prepare_model
         self.accelerator.prepare_model = lambda model, *_, **options: prepare_model(model, evaluation_mode=True)
 
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """It is where the mesh is."""
+
     def get_train_dataloader(self) -> DataLoader:
         order = RandomSampler(self.train_dataset, generator=torch.Generator().manual_seed(self.args.seed))
         return self._loader(self.train_dataset, order, self.args.per_device_train_batch_size)
