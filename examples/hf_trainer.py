@@ -90,7 +90,7 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=4,
         max_position_embeddings=args.length,
     )
     return LlamaForCausalLM(config)

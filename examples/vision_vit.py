@@ -20,7 +20,7 @@ import vescale
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small ViT on digits.")
     parser.add_argument("--mesh", default="dp=-1,tp=1")
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--images", type=int, default=1437, help="for training; the others are for evaluation")
     return parser.parse_args(argv)
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     plan = vescale.plan_zoo.load("vit", mesh)
     plan.shard("<out:logits>", torch.distributed.tensor.Replicate(), mesh=("dp", "tp"))  # plain tensors for the script
     model = vescale.parallelize(model, plan, strict=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     pictures, classes = images()
     training = TensorDataset(pictures[: args.images], classes[: args.images])
     loader = DataLoader(training, batch_size=args.batch, shuffle=True)  # seeded alike: the same batches on every rank
