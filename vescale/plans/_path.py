@@ -78,7 +78,7 @@ class Path:
             key = boundary["key"]
             path = cls(
                 text,
-                boundary["module"] or "",
+                (boundary["module"] or "").removesuffix("\\"),  # the dot may be written as an escaped one
                 Target.IN if boundary["side"] == "in" else Target.OUT,
                 None if key is None else int(key) if key.isdigit() else key,
             )
