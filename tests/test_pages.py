@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.ranks import RankPools
 from vescale.cli._main import COMMANDS
+from vescale.compat import uninstall
 from vescale.plans import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -167,3 +172,29 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "site" / "index.html").exists()
     shutil.rmtree(tmp_path / "site")
+
+
+def stock_pytorch() -> tuple[bool, str]:
+    """Whether dropout of a sharded DTensor has one device's bits, and the error of clipping over two meshes."""
+    uninstall()
+    torch.manual_seed(0)
+    expected = nn.functional.dropout(torch.ones(64), 0.5)
+    torch.manual_seed(0)
+    meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("dp", "ep")]
+    whole = distribute_tensor(torch.ones(64), meshes[0], [Shard(0)])
+    found = nn.functional.dropout(whole, 0.5).full_tensor()
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for mesh in meshes]
+    for parameter in parameters:
+        parameter.grad = parameter.detach().clone()
+    try:
+        nn.utils.clip_grad_norm_(parameters, 1.0, foreach=False)
+        text = ""
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    return torch.equal(found, expected), text
+
+
+def test_what_the_readme_says_of_pytorch(ranks: RankPools) -> None:
+    for equal, text in ranks.run(stock_pytorch, world_size=2):
+        assert not equal
+        assert "mesh" in text
