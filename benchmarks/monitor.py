@@ -2,8 +2,8 @@
 
     python benchmarks/monitor.py --steps 120 --hidden 256
 
-Processor time of the rank's own thread, medians of pairs of neighbouring steps. Steps whose collectives are observed are told apart: every
-``--every``-th one. Ranks write JSON lines, and the first one prints.
+Processor time of the rank's own thread, medians of the ratios of neighbouring steps. Steps whose collectives are observed,
+every ``--every``-th one, are told apart. Ranks write JSON lines.
 """
 
 from __future__ import annotations

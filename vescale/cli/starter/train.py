@@ -1,6 +1,7 @@
 """Training: `python train.py`, or `torchrun --nproc-per-node 4 train.py mesh=dp=2,tp=2`; KEY=VALUE changes config.yaml."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -56,7 +57,8 @@ def main(changes: list[str]) -> list[float]:
     loader = DataLoader(data, batch_sampler=batches)
 
     out = HERE / config["out"]
-    losses, rows = [], iter(())
+    losses: list[float] = []
+    rows: Iterator[Any] = iter(())
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": batches}
     with (
         vescale.checkpoint.Checkpointer(out / "checkpoints", keep=2) as checkpoints,
