@@ -72,6 +72,7 @@ class CommMeter(Observer):
 
     def start(self) -> None:
         """Observe from now on. The calling thread is the one whose waiting :meth:`exposed_seconds` counts."""
+        self.stop()
         self.axes, self._all, self._spans, self._under_way = {}, _Span(), {}, {}
         has_clocks = hasattr(time, "pthread_getcpuclockid")
         self._clock = time.pthread_getcpuclockid(threading.get_ident()) if has_clocks else None
