@@ -230,3 +230,25 @@ def test_operations_that_are_not_known() -> None:
         warnings.simplefilter("error")
         monitor(experts, peak_flops=1.0, flops_per_token=3.0, console=False).close()
         monitor(experts, console=False).close()  # nobody knows this device's peak
+
+
+def decisions_kept() -> None:
+    """Observing, from its beginning to its end, makes no op be decided anew."""
+    from torch.distributed.tensor import DTensor
+
+    model, x = parallel(), torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    propagate = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding  # a cache of torch's
+    for _ in range(3):
+        model(x).sum().backward()
+    before = propagate.cache_info()
+    assert before.currsize > 0
+    with comm_trace() as trace:
+        model(x).sum().backward()
+    assert trace.operations
+    model(x).sum().backward()
+    after = propagate.cache_info()
+    assert (after.misses, after.currsize) == (before.misses, before.currsize)
+
+
+def test_observing_keeps_sharding_decisions(ranks: RankPools) -> None:
+    ranks.run(decisions_kept, world_size=2)
