@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     average = vescale.optim.EMA(model, decay=0.95)
     noising = DDIMScheduler()
-    watch = vescale.debug.monitor(model)
+    watch = vescale.debug.monitor(model, every=10)
     losses = []
     for pictures, classes in batches(args):
         loss = loss_of(model, noising, pictures.to(device), classes.to(device))

@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     model = vescale.parallelize(model, make_plan(mesh), strict=True)
     load_hf(model.get_base_model(), base)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    watch = vescale.debug.monitor(model, jsonl=args.out / "steps.jsonl", sequence_length=args.length)
+    watch = vescale.debug.monitor(model, jsonl=args.out / "steps.jsonl", sequence_length=args.length, every=10)
     losses = []
     for ids in batches(args):
         ids = ids.to(mesh.device_type)

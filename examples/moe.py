@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         model = make_model(args)
     model = vescale.parallelize(model, vescale.Plan.from_yaml(PLAN, mesh), strict=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # one optimizer for experts and all the rest
-    watch = vescale.debug.monitor(model, sequence_length=args.length)
+    watch = vescale.debug.monitor(model, sequence_length=args.length, every=10)
     losses = []
     for ids in batches(args):
         ids = ids.to(mesh.device_type)

@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     flops = vescale.debug.flops_per_token(model, args.length)  # of the whole model, before it is cut
     model = vescale.parallelize(model, make_plan(mesh, args))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # of the stages of this rank
-    watch = vescale.debug.monitor(model, flops_per_token=flops)
+    watch = vescale.debug.monitor(model, flops_per_token=flops, every=10)
     losses = []
     for ids in batches(args):
         ids = ids.to(mesh.device_type)

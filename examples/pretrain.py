@@ -116,6 +116,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         model,
         jsonl=args.out and args.out / "steps.jsonl",
         tensorboard=args.tensorboard,
+        every=10,
         sequence_length=args.length,
         peak_flops=None if device == "cuda" else "measure",
     )

@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     pictures, classes = images()
     training = TensorDataset(pictures[: args.images], classes[: args.images])
     loader = DataLoader(training, batch_size=args.batch, shuffle=True)  # seeded alike: the same batches on every rank
-    watch = vescale.debug.monitor(model)
+    watch = vescale.debug.monitor(model, every=10)
     losses = []
     for epoch in range(args.epochs):
         for batch, labels in loader:

@@ -161,7 +161,7 @@ def monitor(
     console: bool = True,
     jsonl: str | os.PathLike[str] | None = None,
     tensorboard: str | os.PathLike[str] | None = None,
-    every: int = 10,
+    every: int = 25,
     ranks: Literal["first", "all"] = "first",
     sequence_length: int | None = None,
     flops_per_token: float | None = None,

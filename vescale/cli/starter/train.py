@@ -62,7 +62,7 @@ def main(changes: list[str]) -> list[float]:
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": batches}
     with (
         vescale.checkpoint.Checkpointer(out / "checkpoints", keep=2) as checkpoints,
-        vescale.debug.monitor(model, jsonl=out / "steps.jsonl", sequence_length=data.length) as watch,
+        vescale.debug.monitor(model, jsonl=out / "steps.jsonl", sequence_length=data.length, every=10) as watch,
     ):
         found = checkpoints.restore(**state)
         for step in range(found["step"] + 1 if found else 0, config["steps"]):
