@@ -81,9 +81,9 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
                 f"{name:12} steps: {len(ratios[observed]):4}  ratio {statistics.median(ratios[observed]):.4f}  "
                 f"(median {1e3 * statistics.median(watched[observed]):.2f} ms)"
             )
-        share = 1 / 25  # the default of monitor()
+        share = 1 / 50  # the default of monitor()
         mixed = (1 - share) * statistics.median(ratios[False]) + share * statistics.median(ratios[True])
-        print(f"every 25th step observed: {mixed:.4f} times the time without")
+        print(f"every 50th step observed: {mixed:.4f} times the time without")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -161,7 +161,7 @@ def monitor(
     console: bool = True,
     jsonl: str | os.PathLike[str] | None = None,
     tensorboard: str | os.PathLike[str] | None = None,
-    every: int = 25,
+    every: int = 50,
     ranks: Literal["first", "all"] = "first",
     sequence_length: int | None = None,
     flops_per_token: float | None = None,

@@ -45,8 +45,9 @@ class StepRecord:
     more: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        return {**found.pop("more"), **found}
+        own = {name: value for name, value in vars(self).items() if name not in ("more", "comm")}
+        comm = None if self.comm is None else {axis: asdict(traffic) for axis, traffic in self.comm.items()}
+        return {**self.more, **own, "comm": comm}
 
 
 class Output(Protocol):
