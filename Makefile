@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # torch is installed first and pinned: any other request would pull the CUDA build.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all lint mutate clean
+.PHONY: demo test test-all lint mutate docs clean
 
 # Two pytest processes side by side (tests/lanes.py); files and options of pytest through ARGS.
 test: $(VENV)/.ready
@@ -23,6 +23,10 @@ mutate: $(VENV)/.ready
 demo: $(VENV)/.ready
 	$(BIN)/vescale demo $(ARGS)
 
+# The site, in site/; a link or page that is missing is an error. `make docs ARGS=serve` shows it while it is written.
+docs: $(VENV)/.ready
+	$(BIN)/mkdocs $(if $(ARGS),$(ARGS),build --strict)
+
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,8 +39,8 @@ $(VENV)/.torch:
 
 # Built without isolation, against the installed torch; the C++ helpers are optional and skipped without a compiler.
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml setup.py $(wildcard vescale/csrc/*.cpp vescale/csrc/*.h)
-	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev,hf,diffusers]"
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps peft accelerate
+	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev,hf,diffusers,examples,docs]"
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps peft accelerate lightning pytorch-lightning lightning-utilities torchmetrics
 	touch $@
 
 clean:

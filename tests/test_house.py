@@ -41,7 +41,8 @@ SIDEWAYS = {("comm", "compat"), ("comm", "csrc"), ("compat", "csrc"), ("ops", "r
 
 
 def sources() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    """Files of the package; what `vescale new` copies is a user's."""
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "cli" / "starter")
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:

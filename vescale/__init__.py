@@ -30,6 +30,7 @@ _PUBLIC: dict[str, str] = {
     "GradientReducer": "vescale.gradients",
     "parallelize": "vescale.static",
     "implicit_communication": "vescale.runtime",
+    "init_mesh": "vescale.runtime",
     "no_sync": "vescale.runtime",
     "shard_batch": "vescale.runtime",
     "InputMismatchError": "vescale.checks",

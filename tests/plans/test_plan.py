@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path as FilePath
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from vescale.ir import lower
 from vescale.placements import RaggedShard
 from vescale.plans import ALL, BWD, FWD, INIT, RUN, MeshAxes, Phase, Plan, PlanError, ShardEntry, Target
 
@@ -133,3 +137,49 @@ def test_placements_are_kept_as_given() -> None:
     plan = Plan({"dp": 2}).shard("w", ragged, phase=INIT).shard("x.<out>", Partial("avg"))
     assert plan.entries[0].placements == (("dp", ragged),)  # type: ignore[union-attr]
     assert plan.entries[1].placements == (("dp", Partial("avg")),)  # type: ignore[union-attr]
+
+
+def test_the_dot_before_an_input_may_be_escaped() -> None:
+    plain, escaped = (Plan({"tp": 2}).shard(path, Replicate()) for path in (r"a\.b.<out>", r"a\.b\.<out>"))
+    assert [e.path.pattern for e in plain.entries] == [e.path.pattern for e in escaped.entries] == [r"a\.b"]
+
+
+def test_several_inputs_in_one_path() -> None:
+    """Also of a forward that takes any keyword, where a name that it does not know is no mistake."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor, mask: Any = None, **more: Any) -> torch.Tensor:
+            return self.layer(ids) - labels
+
+    with torch.device("meta"):
+        model = Net()
+    one_by_one = Plan({"dp": 2}).shard("<in:ids>", Shard(0)).shard("<in:labels>", Shard(0))
+    together = Plan({"dp": 2}).shard("<in:(ids|labels)>", Shard(0))
+    assert lower(together, model).to_text() == lower(one_by_one, model).to_text()
+    assert Plan.from_yaml(together.to_yaml(), {"dp": 2}) == together
+    with pytest.raises(
+        PlanError, match=r"<in:\(idz\|labelz\)>' on .* matches none of the inputs that the forward names \(ids, "
+    ):
+        lower(Plan({"dp": 2}).shard("<in:(idz|labelz)>", Shard(0)), model)
+    for bad in ("<in:(ids|labels>", "<in:id.*>", "<in:[il].+>"):
+        with pytest.raises(PlanError, match="is neither a name nor several"):
+            Plan({"dp": 2}).shard(bad, Shard(0))
+    with pytest.raises(PlanError, match="outputs are named one by one"):
+        Plan({"dp": 2}).shard("<out:(loss|logits)>", Shard(0))
+
+
+def test_local_inputs() -> None:
+    plan = (
+        Plan({"dp": 2}).shard("<in:ids>", Shard(0)).shard("layer.<in:input>", Shard(0)).shard("layer.weight", Shard(0))
+    )
+    assert plan.local_inputs() is plan
+    assert [getattr(entry, "given", None) for entry in plan.entries] == ["local", "global", "global"]
+    assert plan == Plan({"dp": 2}).shard("<in:ids>", Shard(0), given="local").shard("layer.<in:input>", Shard(0)).shard(
+        "layer.weight", Shard(0)
+    )
+    with pytest.raises(PlanError, match="no entry places an input of the model"):
+        Plan({"dp": 2}).shard("layer.<in:input>", Shard(0)).local_inputs()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale.checkpoint._adapters import base_of, base_tensors
 from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._hf_conversion import Conversion, is_transformers_model, to_model
 from vescale.checkpoint._hf_memory import fill_the_rest, give_memory
@@ -58,8 +59,9 @@ def load_hf(
     """Fill a model from safetensors files with Hugging Face's names, and return what did not fit.
 
     The model may be parallelized, sharded by ``fully_shard``, built under ``deferred_init()`` or on the meta device, or an
-    ordinary one. Names and layouts of files become the model's as ``from_pretrained`` does it: renamed and merged
-    experts, fused and split projections, tied weights; fp8 (128 x 128 blocks) and MXFP4 weights are dequantized.
+    ordinary one. PEFT may have added adapters: they keep their values. Names and layouts of files become the model's as
+    ``from_pretrained`` does it: renamed and merged experts, fused and split projections, tied weights; fp8 (128 x 128
+    blocks) and MXFP4 weights are dequantized.
 
     Every rank reads the slices that it holds; ranks that hold the same share the reading (not of quantized tensors). Extra
     memory is at most 64 MiB, or one whole tensor for conversions that compute values. Called by every rank of the job if
@@ -75,11 +77,12 @@ def load_hf(
         CheckpointError: missing, surplus and misshapen tensors, with the nearest names; damaged files; a ``dtype`` that
             contradicts tensors that have memory. Before the model is changed.
     """
+    model = base_of(model)
     stored = open_safetensors(Path(folder))
     config = _config(stored.folder)
     quantized = find_quantized(stored, _block_of(config))
     files = _forms(stored, quantized)
-    wanted = model_tensors(model)
+    wanted = base_tensors(model, model_tensors(model))
     groups = tied_groups(wanted)
     conversion = to_model(model, files, wanted)
     _transpose(conversion, quantized, wanted)

@@ -78,6 +78,8 @@ class Operation:
             self.parts = [work for work in self.parts if not work.is_completed()]
             if not self.parts:
                 self.ended = time.time()
+                for observer in tuple(OBSERVERS):
+                    observer.ended(self)
         return self.ended is not None
 
 
@@ -121,6 +123,10 @@ class Observer:
 
     def started(self, operation: Operation) -> None:
         """Called before the operation runs. All observers see the fields that are set here."""
+
+    def ended(self, operation: Operation) -> None:
+        """Called when this process has found that the operation has ended, on any thread; perhaps twice, and not for
+        operations that fail."""
 
     def waits(self, operation: Operation) -> None:
         """Called when this rank has waited for others for a while, and not in a collective; see :func:`tell_wait`."""

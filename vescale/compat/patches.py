@@ -170,6 +170,8 @@ PATCHES: tuple[Patch, ...] = (
 
 # Parts that a program asks for by name; "ops" comes with the first two.
 _ON_DTENSORS = ("placements", "models")
+# Parts that no sharding decision depends on: they come and go while a model trains, and decisions take longer than a step.
+_WITHOUT_DECISIONS = frozenset({"observation"})
 _LOCK = threading.RLock()
 _APPLIED: list[tuple[Patch, Changes]] = []
 # Hooks of the parts that the last uninstall() removed.
@@ -211,7 +213,8 @@ def install_part(part: str, hooks: Any) -> None:
 
 
 def _install(parts: dict[str, Any]) -> None:
-    self_check()
+    if not HOOKS or not parts.keys() <= _WITHOUT_DECISIONS:  # else it has been checked for what is installed
+        self_check()
     new = {part: hooks for part, hooks in parts.items() if part not in HOOKS}
     if "ops" not in HOOKS and not new.keys().isdisjoint(_ON_DTENSORS):
         new["ops"] = None
@@ -222,7 +225,8 @@ def _install(parts: dict[str, Any]) -> None:
             if patch.part in new and not (patch.feature and lacking(patch.feature)):
                 _APPLIED.append((patch, Changes()))
                 patch.apply(_APPLIED[-1][1], new[patch.part])
-        clear_sharding_caches()  # of decisions that were made without these parts
+        if not new.keys() <= _WITHOUT_DECISIONS:
+            clear_sharding_caches()  # of decisions that were made without these parts
     except BaseException:
         _take_back(_APPLIED[num_before:])
         for part in new:
@@ -254,7 +258,8 @@ def _take_back(applied: list[tuple[Patch, Changes]]) -> None:
     for patch, changes in reversed(applied):
         changes.undo()
         _APPLIED.remove((patch, changes))
-    clear_sharding_caches()
+    if not {patch.part for patch, _ in applied} <= _WITHOUT_DECISIONS:
+        clear_sharding_caches()
 
 
 def is_installed(part: str | None = None) -> bool:

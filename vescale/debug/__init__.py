@@ -1,9 +1,12 @@
-"""Debugging on many ranks: breakpoints, hang report, communication trace, ``verify``."""
+"""Debugging on many ranks: breakpoints, hang report, communication trace, ``verify``, ``monitor``."""
 
 from vescale.debug._breakpoint import breakpoint, on_exception
 from vescale.debug._dispatch_stats import DispatchStats, OpDispatch, dispatch_stats
 from vescale.debug._hang_report import HangReport, hang_report, start_from_environment
 from vescale.debug._local_ranks import ProcessFailed, messages
+from vescale.debug._model_flops import flops_per_token
+from vescale.debug._monitor import Monitor, monitor
+from vescale.debug._monitor_output import StepRecord
 from vescale.debug._prompt_console import newest_socket
 from vescale.debug._trace import CommBudgetError, CommTrace, assert_comms, comm_trace
 from vescale.debug._verify import MeshVerification, Verification, verify
@@ -17,16 +20,20 @@ __all__ = [
     "Divergence",
     "HangReport",
     "MeshVerification",
+    "Monitor",
     "OpDispatch",
     "PlanMismatchError",
     "ProcessFailed",
+    "StepRecord",
     "Verification",
     "assert_comms",
     "breakpoint",
     "comm_trace",
     "dispatch_stats",
+    "flops_per_token",
     "hang_report",
     "messages",
+    "monitor",
     "newest_socket",
     "on_exception",
     "start_from_environment",

@@ -274,16 +274,33 @@ class _Resolver:
         found = []
         for path in self._called_modules(entry, what):
             key = entry.path.key
+            keys: Sequence[int | str | None] = [key]
             if side == "<in>" and key is not None:
-                resolved = self._input(path, key, entry, what)
-                if resolved is None:
-                    continue
-                key = resolved
-            boundary = (path, side, key)
-            planned = self.resolution.boundaries.setdefault(boundary, PlannedBoundary())
-            planned.entries.append(entry)
-            found.append((boundary, planned, _shown_boundary(boundary)))
+                keys = self._inputs(path, key, entry, what)
+            for each in keys:
+                boundary = (path, side, each)
+                planned = self.resolution.boundaries.setdefault(boundary, PlannedBoundary())
+                planned.entries.append(entry)
+                found.append((boundary, planned, _shown_boundary(boundary)))
         return found
+
+    def _inputs(
+        self, path: str, key: int | str, entry: ShardEntry | RedistributeEntry | AnnotateEntry, what: str
+    ) -> list[int | str]:
+        """The inputs that ``key`` names: one, or all whose names match an expression; none, and a finding, otherwise."""
+        if entry.path.key_expression is None:
+            one = self._input(path, key, entry, what)
+            return [] if one is None else [one]
+        names = self.index.inputs(path).names
+        matching = [name for name in names if entry.path.matches_key(name)]
+        if not matching:
+            self.findings.error(
+                "unknown-input",
+                f"{what} '{entry.path}' on {{names}} matches none of the inputs that the forward names ({', '.join(names)})",
+                entry.source,
+                path,
+            )
+        return list(matching)
 
     def _input(
         self, path: str, key: int | str, entry: ShardEntry | RedistributeEntry | AnnotateEntry, what: str

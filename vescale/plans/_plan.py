@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.plans._entries import ShardEntry
 from vescale.plans._errors import PlanError, Source, calling_line, did_you_mean
 from vescale.plans._hf_import import add_hf_entries
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._module_entries import ModuleEntries
 from vescale.plans._parallel_plan_import import add_parallel_plan
+from vescale.plans._path import Target
 from vescale.plans._pipeline_entry import pipeline_entry
 from vescale.plans._yaml_reader import read_plan
 from vescale.plans._yaml_writer import plan_text
@@ -31,7 +34,8 @@ class Plan(ModuleEntries):
         plan.shard("<in:input_ids>", Shard(0), mesh="dp")
 
     Every entry is checked the moment it is written (path, axis, placement); what needs a model is checked by
-    ``lower(plan, model)``. Entries are never changed or removed. Two plans are equal when their axes and entries are.
+    ``lower(plan, model)``. Entries are never removed, and changed by :meth:`local_inputs` only. Two plans are equal when
+    their axes and entries are.
 
     Args:
         mesh: a DeviceMesh with axis names, or ``{axis: size}`` to write, check and lower a plan without devices.
@@ -39,6 +43,27 @@ class Plan(ModuleEntries):
     Raises:
         PlanError: from every method, with the line of the call.
     """
+
+    def local_inputs(self) -> Self:
+        """Every rank passes its own part of the model's inputs: ``given="local"`` for all entries of ``<in>`` so far, as of
+        a plan from the zoo or from :meth:`from_hf`. Returns the plan.
+
+        Raises PlanError if no entry places an input of the model.
+        """
+        is_input = [
+            isinstance(e, ShardEntry) and e.path.target is Target.IN and e.path.pattern == "" for e in self._entries
+        ]
+        if not any(is_input):
+            raise PlanError(
+                "local_inputs: no entry places an input of the model; write them first, as "
+                "plan.shard('<in:input_ids>', Shard(0), mesh='dp')",
+                calling_line(),
+            )
+        self._entries = [
+            replace(entry, given="local") if found and isinstance(entry, ShardEntry) else entry
+            for entry, found in zip(self._entries, is_input, strict=True)
+        ]
+        return self
 
     def pipeline(
         self,

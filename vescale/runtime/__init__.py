@@ -3,6 +3,7 @@
 from vescale.runtime._activation import Activation, Frame, current_activation
 from vescale.runtime._attribution import locate, module_of_node
 from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
+from vescale.runtime._init_mesh import init_mesh
 from vescale.runtime._missing_values import MissingValuesWarning
 from vescale.runtime._modes import register_mode
 from vescale.runtime._parallelize import (
@@ -35,6 +36,7 @@ __all__ = [
     "finish_gradients",
     "gradient_reducer",
     "implicit_communication",
+    "init_mesh",
     "install",
     "locate",
     "module_of_node",

@@ -1,0 +1,284 @@
+"""Each example on ranks: its losses fall, and are those of a loop on one device that knows nothing of vescale."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.utils.data import DataLoader
+
+from tests.example_scripts.loading import FOLDER, arguments, load, losses_on_ranks, train_plainly
+from tests.ranks import RankPools
+
+pytest.importorskip("transformers")
+
+
+def assert_same(ranks: list[list[float]], expected: list[float], tolerance: float = 2e-5) -> None:
+    assert len(expected) > 1
+    for found in ranks:  # the same on every rank
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=tolerance, atol=tolerance)
+    assert min(expected[-3:]) < expected[0], "losses fall"
+
+
+def pretrained_plainly(argv: list[str]) -> list[float]:
+    args, module = arguments("pretrain", argv), load("pretrain")
+    torch.manual_seed(17)
+    model = module.make_model(args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    warmup = LinearLR(optimizer, 0.1, total_iters=5)
+    scheduler = SequentialLR(optimizer, [warmup, CosineAnnealingLR(optimizer, 200)], [5])
+    loader = iter(DataLoader(module.Manual(args.length), args.batch, shuffle=True, drop_last=True))
+    losses = []
+    for _ in range(args.steps):
+        total = 0.0
+        for _ in range(args.accumulate):
+            ids = next(loader)
+            loss = model(input_ids=ids, labels=ids).loss / args.accumulate
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(total)
+    return losses
+
+
+def test_pretraining_and_resuming_on_another_mesh(ranks: RankPools, tmp_path: Path) -> None:
+    small = ["--hidden", "32", "--length", "32", "--batch", "4", "--evaluate-every", "100", "--out", str(tmp_path)]
+    first = ranks.run(
+        losses_on_ranks, "pretrain", [*small, "--mesh", "dp=2,tp=1", "--steps", "4", "--save-every", "2"], world_size=2
+    )
+    more = [*small, "--mesh", "dp=1,tp=2", "--steps", "6", "--plan", "llama"]
+    rest = ranks.run(losses_on_ranks, "pretrain", more, world_size=2)
+    expected = pretrained_plainly(more)
+    assert_same([a + b for a, b in zip(first, rest, strict=True)], expected)
+    records = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(6))
+    assert all(record["tokens_per_second"] > 0 and record["mfu"] > 0 for record in records)
+    torch.testing.assert_close([record["loss"] for record in records], expected, rtol=2e-5, atol=0)
+    assert set(records[0]["comm"]) >= {"dp"} and set(records[4]["comm"]) >= {"tp"}
+
+
+@pytest.mark.slow
+def test_pretraining_on_two_axes_with_everything(ranks: RankPools, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    argv = ["--mesh", "dp=2,tp=2", "--steps", "8", "--evaluate-every", "4", "--tensorboard", str(tmp_path)]
+    assert_same(ranks.run(losses_on_ranks, "pretrain", argv, world_size=4), pretrained_plainly(argv))
+    assert list(tmp_path.glob("events.*"))
+    found = ranks.run(losses_on_ranks, "pretrain", [*argv[:4], "--bfloat16"], world_size=4)
+    assert_same(found, pretrained_plainly(argv), tolerance=3e-2)
+
+
+def of_tokens(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def on_one_device(name: str, argv: list[str], lr: float = 3e-3, clip: float | None = 1.0) -> list[float]:
+    args, module = arguments(name, argv), load(name)
+    torch.manual_seed(17)
+    return train_plainly(module.make_model(args), module.batches(args), of_tokens, lr=lr, clip=clip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=1,tp=4"])
+def test_lora(ranks: RankPools, tmp_path: Path, mesh: str) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaForCausalLM
+
+    argv = ["--mesh", mesh, "--steps", "5", "--out", str(tmp_path)]
+    found = ranks.run(losses_on_ranks, "finetune_lora", argv, world_size=4)
+    args, module = arguments("finetune_lora", argv), load("finetune_lora")
+    torch.manual_seed(17)
+    with torch.random.fork_rng():
+        base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    built = module.make_model(tmp_path / "base", args.rank)  # as the example draws
+    built.get_base_model().load_state_dict(
+        {name.replace("_proj.", "_proj.base_layer."): value for name, value in base.state_dict().items()}, strict=False
+    )
+    assert_same(found, train_plainly(built, module.batches(args), of_tokens, lr=1e-2))
+    ids = next(iter(module.batches(args)))
+    expected = built.eval()(input_ids=ids).logits
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-3, atol=1e-3)
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
+    torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp=2,ep=2", "fsdp=1,ep=4"])
+def test_mixture_of_experts(ranks: RankPools, mesh: str) -> None:
+    argv = ["--mesh", mesh, "--steps", "5"]
+    assert_same(ranks.run(losses_on_ranks, "moe", argv, world_size=4), on_one_device("moe", argv))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=1,cp=4,tp=1", "dp=1,cp=2,tp=2"])
+def test_long_context(ranks: RankPools, mesh: str) -> None:
+    argv = ["--mesh", mesh, "--steps", "4", "--length", "128"]
+    assert_same(ranks.run(losses_on_ranks, "long_context", argv, world_size=4), on_one_device("long_context", argv))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["pp=2,dp=1,cp=1,tp=2", "pp=2,dp=2,cp=1,tp=1", "pp=2,dp=1,cp=2,tp=1"])
+def test_pipeline(ranks: RankPools, mesh: str) -> None:
+    argv = ["--mesh", mesh, "--steps", "4", "--length", "32"]
+    expected = on_one_device("pipeline_4d", argv, clip=None)
+    assert_same(ranks.run(losses_on_ranks, "pipeline_4d", argv, world_size=4), expected, tolerance=1e-4)
+
+
+@pytest.mark.slow
+def test_diffusion(ranks: RankPools) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("diffusers")
+    argv = ["--mesh", "dp=2,tp=2", "--steps", "6", "--samples", "2"]
+    args, module = arguments("diffusion_dit", argv), load("diffusion_dit")
+    torch.manual_seed(17)
+    model, noising = module.make_model(), module.DDIMScheduler()
+
+    def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return module.loss_of(model, noising, *batch)
+
+    expected = train_plainly(model, module.batches(args), loss_of, lr=2e-3)
+    assert_same(ranks.run(losses_on_ranks, "diffusion_dit", argv, world_size=4), expected)
+
+
+@pytest.mark.slow
+def test_vision(ranks: RankPools) -> None:
+    pytest.importorskip("sklearn")
+    argv = ["--mesh", "dp=2,tp=2", "--epochs", "2", "--images", "358"]  # the last batch has 38 rows
+    args, module = arguments("vision_vit", argv), load("vision_vit")
+    torch.manual_seed(17)
+    model = module.make_model()
+    pictures, classes = module.images()
+    data = torch.utils.data.TensorDataset(pictures[: args.images], classes[: args.images])
+    loader = DataLoader(data, args.batch, shuffle=True)
+    batches = (batch for _ in range(args.epochs) for batch in loader)
+    expected = train_plainly(model, batches, lambda m, b: m(pixel_values=b[0], labels=b[1]).loss, lr=3e-3, clip=None)
+    accuracy = module.accuracy(model, pictures[args.images :], classes[args.images :])
+    found = ranks.run(losses_on_ranks, "vision_vit", argv, world_size=4)
+    assert_same([losses[:-1] for losses in found], expected, tolerance=1e-4)
+    assert all(abs(losses[-1] - accuracy) < 2e-3 for losses in found)
+
+
+def trained_with_trainer(argv: list[str], port: int) -> list[float]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=os.environ["RANK"])
+    return load("hf_trainer").main(argv)
+
+
+@pytest.mark.slow
+def test_transformers_trainer(ranks: RankPools, tmp_path: Path) -> None:
+    """Against stock Trainer on one device; stopped at half of the steps, and resumed on another mesh."""
+    pytest.importorskip("accelerate")
+    from transformers import LlamaForCausalLM
+
+    script = (
+        "import sys, torch; sys.path.insert(0, sys.argv[1]); import hf_trainer as e\n"
+        "e.MeshTrainer = e.Trainer; e.vescale.parallelize = lambda model, plan, strict: model\n"
+        "print('losses', e.main(sys.argv[2:]))"
+    )
+    stock = tmp_path / "stock"
+    argv = ["--steps", "6", "--save-steps", "100", "--accumulate", "1", "--out"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(FOLDER), *argv, str(stock)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = json.loads(done.stdout.rpartition("losses ")[2].splitlines()[0])
+    argv = ["--steps", "6", "--save-steps", "3", "--accumulate", "1", "--out", str(tmp_path / "run"), "--mesh"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    whole = ranks.run(trained_with_trainer, [*argv, "dp=2,tp=2"], port, world_size=4)
+    assert_same(whole, expected, tolerance=1e-4)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    resumed = ranks.run(trained_with_trainer, [*argv, "dp=1,tp=4"], port, world_size=4)
+    assert_same(resumed, expected, tolerance=1e-4)
+    LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-6")
+
+
+def launched(command: list[str], **variables: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), *sys.path]), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env={**environment, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def torchrun(script: Path, *argv: str, ranks: int) -> str:
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return ended(launched([*run, str(script), *argv]))
+
+
+@pytest.mark.slow
+def test_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+
+    def loss_of(text: str) -> list[str]:
+        return text.rpartition("loss ")[2].split()[:3:2]
+
+    script = FOLDER / "lightning_fit.py"
+    found = [
+        loss_of(torchrun(script, "--mesh", mesh, "--save", str(tmp_path / mesh), ranks=ranks))
+        for mesh, ranks in (("dp=1,tp=1", 1), ("dp=1,tp=2", 2), ("dp=2,tp=1", 2))
+    ]
+    assert found[0] == found[1] == found[2] and float(found[0][1]) < float(found[0][0])
+    assert list((tmp_path / "dp=2,tp=1").iterdir())
+
+
+def test_the_migration_is_one_line() -> None:
+    before, after = ((FOLDER / "migrate_fsdp2" / f"{name}.py").read_text().splitlines() for name in ("before", "after"))
+    assert len(before) == len(after)
+    (pair,) = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
+    assert pair[1] == pair[0].replace("torch.distributed.fsdp", "vescale.fsdp")
+
+
+def migrated(name: str) -> list[float]:
+    return load(name, FOLDER / "migrate_fsdp2").main(6)
+
+
+@pytest.mark.slow
+def test_migration_gives_the_same_losses(ranks: RankPools) -> None:
+    before = ranks.run(migrated, "before", world_size=4)
+    assert_same(ranks.run(migrated, "after", world_size=4), before[0], tolerance=1e-6)
+
+
+@pytest.mark.slow
+def test_two_hosts() -> None:
+    """The launcher, twice on this machine, as two hosts of two ranks each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        first = f"127.0.0.1:{free.getsockname()[1]}"
+    command = ["bash", str(FOLDER / "multinode" / "launch.sh"), str(FOLDER / "migrate_fsdp2" / "after.py")]
+    settings = {"HOSTS": "2", "RANKS": "2", "FIRST": first, "PYTHON": sys.executable}
+    outputs = [ended(process) for process in [launched(command, **settings) for _ in range(2)]]
+    assert sum(output.count("loss ") for output in outputs) == 10  # by the one rank 0 of the job
+
+
+def test_the_launchers_are_valid_shell() -> None:
+    for script in ("launch.sh", "train.sbatch"):
+        subprocess.run(["bash", "-n", str(FOLDER / "multinode" / script)], check=True)
+
+
+def test_every_example_is_described_and_short() -> None:
+    text = (FOLDER / "README.md").read_text()
+    for path in [*FOLDER.glob("*.py"), *FOLDER.glob("*/*")]:
+        if path.suffix in (".py", ".sh", ".sbatch"):
+            assert str(path.relative_to(FOLDER)) in text, path
+            assert len(path.read_text().splitlines()) < 200, path

@@ -1,0 +1,58 @@
+"""``vescale.init_mesh``: sizes, and a process group that is there. Alone: tests/cli/test_new.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+import vescale
+from tests.ranks import RankPools
+from vescale.runtime._init_mesh import _fill, _parse
+
+
+@pytest.mark.parametrize(
+    "text, num_ranks, sizes",
+    [
+        ("dp=2,tp=4", 8, (2, 4)),
+        ("dp=-1,tp=4", 8, (2, 4)),
+        ("dp=-1, tp=1", 3, (3, 1)),
+        ("tp=1", 1, (1,)),
+        ("dp=2,tp=-1", 2, (2, 1)),
+    ],
+)
+def test_sizes(text: str, num_ranks: int, sizes: tuple[int, ...]) -> None:
+    assert _fill(_parse(text), num_ranks).sizes == sizes
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            "dp=2,tp=2",
+            r"mesh dp=2,tp=2 has 4 ranks, and this job has 8; give sizes whose product is 8.*--nproc-per-node 4",
+        ),
+        ("dp=-1,tp=3", r"mesh dp=-1,tp=3 has 3 x n ranks, and this job has 8"),
+        ("dp=-1,tp=-1", "2 axes of size -1"),
+        ("dp=0,tp=8", "mesh axis 'dp' has size 0"),
+        ("dp=-2,tp=4", "mesh axis 'dp' has size -2"),
+        ("dp", "'dp' in mesh 'dp' is not axis=size"),
+        ("dp=2,dp=4", "mesh axis 'dp' is given twice"),
+        ("dp=two", "is not axis=size"),
+    ],
+)
+def test_bad_sizes(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _fill(_parse(text), 8)
+
+
+def on_ranks() -> None:
+    group = dist.group.WORLD
+    mesh = vescale.init_mesh({"dp": -1, "tp": 2})
+    assert mesh.shape == (1, 2) and mesh.mesh_dim_names == ("dp", "tp") and mesh.device_type == "cpu"
+    assert dist.group.WORLD is group  # the one that was there
+    with pytest.raises(ValueError, match="this job has 2"):
+        vescale.init_mesh("dp=3")
+
+
+def test_a_process_group_that_is_there(ranks: RankPools) -> None:
+    ranks.run(on_ranks, world_size=2)

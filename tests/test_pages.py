@@ -1,0 +1,200 @@
+"""The pages of the site: their blocks run, their tables name what exists, their links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.ranks import RankPools
+from vescale.cli._main import COMMANDS
+from vescale.compat import uninstall
+from vescale.plans import Plan
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["index", "how-to", "coming-from", "choose"]
+
+
+def blocks(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def run_blocks(page: str, folder: str) -> dict[str, Any]:
+    """All blocks of a page, one after the other, as one script on this rank."""
+    os.chdir(folder)
+    space: dict[str, Any] = {"__name__": page}
+    found = blocks(ROOT / page)
+    assert found
+    for block in found:
+        exec(compile(block, page, "exec"), space)
+    return (
+        {name: value for name, value in space.items() if name == "loss"}
+        if "loss" not in space
+        else {"loss": space["loss"].item()}
+    )
+
+
+def run_pages(pages: list[str], folder: str) -> list[dict[str, Any]]:
+    results = []
+    for page in pages:
+        results.append(run_blocks(page, folder))
+        dist.barrier()
+    return results
+
+
+def test_blocks_run_on_two_ranks(ranks: RankPools, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pages = [f"docs/{page}.md" for page in PAGES]
+    first, second = ranks.run(run_pages, pages, str(tmp_path), world_size=2)
+    assert first == second
+
+
+@pytest.mark.slow
+def test_the_first_script_in_one_process_and_on_four_ranks(tmp_path: Path) -> None:
+    """What the page Start says: the last line is the same, on every mesh. And the script of the README."""
+    for page in ("docs/index.md", "README.md"):
+        printed = set()
+        for mesh, launcher in (("dp=-1,tp=1", []), ("dp=-1,tp=1", [4]), ("dp=2,tp=2", [4])):
+            script = tmp_path / "first.py"
+            script.write_text("\n".join(blocks(ROOT / page)).replace("dp=-1,tp=1", mesh))
+            run = [sys.executable]
+            run += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"] if launcher else []
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
+            done = subprocess.run([*run, str(script)], env=environment, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr[-3000:]
+            printed |= set(re.findall(r"loss [\d.]+", done.stdout))
+        losses = [float(line.split()[1]) for line in printed]
+        assert losses and max(losses) - min(losses) < 3e-6, page
+
+
+def cells(page: str) -> list[str]:
+    """The code in the last column of the page's tables."""
+    found = []
+    for line in (ROOT / "docs" / page).read_text().splitlines():
+        if line.startswith("|") and not line.startswith("|--"):
+            last = re.split(r"(?<!\\)\|", line)[-2]
+            found += [code.replace("\\|", "|") for code in re.findall(r"`([^`]+)`", last)]
+    return found
+
+
+SECTIONS = ("units", "precision", "checkpoint", "attention", "pipeline", "local")
+
+
+def as_plan(code: str) -> str | None:
+    """A plan in YAML with the entry of a cell; None for other code."""
+    if code.startswith(tuple(f"{section}:" for section in SECTIONS)):
+        section, _, rest = code.partition(": ")
+        return f"{section}: {rest.replace('path: ...', 'path: layers')}\nshard: {{}}"
+    if re.match(r"^[^ ]+: \{\w+: ", code) or code.startswith("'.*': {"):
+        path, _, rest = code.partition(": {")
+        path = path.strip("'")
+        prefix = "layer." if path in ("weight",) or path.startswith("<") else ""
+        return f"shard: {{'{prefix}{path}': {{{rest}}}"
+    return None
+
+
+@pytest.mark.parametrize("page", ["coming-from.md", "choose.md"])
+def test_entries_in_tables_are_entries_of_plans(page: str) -> None:
+    texts = [text for code in cells(page) if (text := as_plan(code)) is not None]
+    assert len(texts) >= (3 if page == "choose.md" else 12)
+    for text in texts:
+        whole = f"version: 1\nmesh: {{pp: 2, dp: 2, cp: 2, tp: 2, ep: 2}}\n{text}\n"
+        try:
+            plan = Plan.from_yaml(whole, None)
+        except Exception as error:
+            raise AssertionError(f"{text}: {error}") from error
+        assert len(plan) or plan.pipeline_entry is not None, text
+
+
+@pytest.mark.parametrize("page", ["coming-from.md", "choose.md"])
+def test_names_in_tables_exist(page: str) -> None:
+    count = 0
+    for code in cells(page):
+        for dotted in re.findall(r"\bvescale((?:\.\w+)+)", code):
+            assert pkgutil.resolve_name(f"vescale{dotted}") is not None  # raises for a name that is not there
+            count += 1
+        command = re.match(r"vescale (\w+)", code)
+        if command:
+            assert command[1] in COMMANDS, code
+        if as_plan(code) is None and "(" in code and not code.startswith(("vescale zoo", "accelerate", "torchrun")):
+            for statement in code.split("; "):
+                ast.parse(statement + (" pass" if statement.endswith(":") else ""))
+    assert count >= (0 if page == "choose.md" else 8)
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    """Also in plain text, on GitHub: files and headings."""
+    wrong = []
+    pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), ROOT / "examples" / "README.md"]
+    for page in pages:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if target.startswith(("http://", "https://")):
+                continue
+            name, _, heading = target.partition("#")
+            file = page.parent / name if name else page
+            if not file.exists():
+                wrong.append(f"{page.name}: {target}")
+            elif heading and heading not in headings(file):
+                wrong.append(f"{page.name}: {target} (headings: {sorted(headings(file))})")
+    assert not wrong, "\n".join(wrong)
+
+
+def headings(file: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    missing = [page.name for page in (ROOT / "docs").glob("*.md") if page.name not in text]
+    assert not missing
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "site" / "index.html").exists()
+    shutil.rmtree(tmp_path / "site")
+
+
+def stock_pytorch() -> tuple[bool, str]:
+    """Whether dropout of a sharded DTensor has one device's bits, and the error of clipping over two meshes."""
+    uninstall()
+    torch.manual_seed(0)
+    expected = nn.functional.dropout(torch.ones(64), 0.5)
+    torch.manual_seed(0)
+    meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("dp", "ep")]
+    whole = distribute_tensor(torch.ones(64), meshes[0], [Shard(0)])
+    found = nn.functional.dropout(whole, 0.5).full_tensor()
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for mesh in meshes]
+    for parameter in parameters:
+        parameter.grad = parameter.detach().clone()
+    try:
+        nn.utils.clip_grad_norm_(parameters, 1.0, foreach=False)
+        text = ""
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    return torch.equal(found, expected), text
+
+
+def test_what_the_readme_says_of_pytorch(ranks: RankPools) -> None:
+    for equal, text in ranks.run(stock_pytorch, world_size=2):
+        assert not equal
+        assert "mesh" in text

@@ -1,0 +1,248 @@
+"""``monitor``: loss, speed, memory and communication of each training step, on the console and in files."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vescale.debug._comm_meter import CommMeter
+from vescale.debug._model_flops import flops_per_token as count_flops
+from vescale.debug._model_flops import measured_flops, peak_flops
+from vescale.debug._monitor_output import ConsoleLines, JsonLines, Output, StepRecord, TensorBoard, require_tensorboard
+
+__all__ = ["Monitor", "monitor"]
+
+
+class Monitor:
+    """See :func:`monitor`. A context manager; without ``with``, call :meth:`close` at the end.
+
+    Attributes:
+        last: the record of the newest step whose loss has been read, or None.
+        flops_per_token, peak_flops: what MFU is computed from; None: not known.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[Output],
+        device: torch.device,
+        *,
+        every: int,
+        flops_per_token: float | None,
+        peak_flops: float | None,
+    ) -> None:
+        self.last: StepRecord | None = None
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self._outputs = list(outputs)
+        self._device, self._every = device, every
+        self._num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._meter = CommMeter(is_timed=device.type == "cpu")
+        self._waiting: tuple[StepRecord, torch.Tensor] | None = None
+        self._count, self._is_open = 0, True
+        self._observe_next()
+        self._began = time.perf_counter()
+
+    def step(
+        self,
+        loss: torch.Tensor | float | None = None,
+        *,
+        tokens: int | None = None,
+        step: int | None = None,
+        **more: float,
+    ) -> StepRecord:
+        """The end of a training step; call it on every rank, behind ``optimizer.step()``.
+
+        A loss on a GPU is copied, and read when the next step has ended, so that the host does not wait for the device;
+        one that is a pending sum of DTensor's is reduced then, on all ranks.
+
+        Args:
+            loss: of the step, a 0-dim tensor or a number.
+            tokens: (or images, or samples) that the whole job has trained on in this step.
+            step: its number; None: they are counted from 0.
+            **more: numbers to record, such as ``lr=``.
+
+        Returns:
+            The record. Its loss is None while it has not been read.
+        """
+        now = time.perf_counter()
+        seconds, self._began = now - self._began, now
+        is_observed = self._count % self._every == 0
+        if is_observed:
+            self._meter.stop()
+        speed = tokens / seconds if tokens is not None and seconds > 0 else None
+        record = StepRecord(
+            step=self._count if step is None else step,
+            loss=None,
+            seconds=seconds,
+            tokens=tokens,
+            tokens_per_second=speed,
+            mfu=self._mfu(speed),
+            memory_bytes=self._memory(),
+            comm=self._meter.axes if is_observed else None,
+            exposed_seconds=self._meter.exposed_seconds() if is_observed else None,
+            more={name: float(value) for name, value in more.items()},
+        )
+        self._flush()
+        if isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:
+                raise ValueError(f"loss has shape {tuple(loss.shape)}; give a number, or a tensor with one element")
+            self._waiting = record, loss.detach().clone() if loss.device.type != "cpu" else loss.detach()
+            if loss.device.type == "cpu":
+                self._flush()
+        else:
+            record.loss = float(loss) if loss is not None else None
+            self._emit(record)
+        self._count += 1
+        self._observe_next()
+        return record
+
+    def close(self) -> None:
+        """Write what waits, and end files."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._meter.stop()
+        self._flush()
+        for output in self._outputs:
+            output.close()
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:  # a loss that is a pending sum would be a collective, which other ranks may not enter
+            self._waiting = None
+        self.close()
+
+    def _observe_next(self) -> None:
+        if self._count % self._every == 0:
+            self._meter.start()
+
+    def _flush(self) -> None:
+        if self._waiting is not None:
+            record, loss = self._waiting
+            self._waiting = None
+            record.loss = float(loss.item())
+            self._emit(record)
+
+    def _emit(self, record: StepRecord) -> None:
+        self.last = record
+        for output in self._outputs:
+            output.write(record)
+
+    def _mfu(self, speed: float | None) -> float | None:
+        if speed is None or self.flops_per_token is None or self.peak_flops is None:
+            return None
+        return speed * self.flops_per_token / (self.peak_flops * self._num_ranks)
+
+    def _memory(self) -> int:
+        if self._device.type == "cpu":
+            return _resident_bytes()
+        peak = torch.accelerator.max_memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        return int(peak)
+
+
+def monitor(
+    model: nn.Module,
+    *,
+    console: bool = True,
+    jsonl: str | os.PathLike[str] | None = None,
+    tensorboard: str | os.PathLike[str] | None = None,
+    every: int = 50,
+    ranks: Literal["first", "all"] = "first",
+    sequence_length: int | None = None,
+    flops_per_token: float | None = None,
+    peak_flops: float | Literal["measure"] | None = None,
+    outputs: Sequence[Output] = (),
+) -> Monitor:
+    """Record loss, tokens a second, MFU, memory and communication of each step.
+
+    ```python
+    with vescale.debug.monitor(model, jsonl="run/steps.jsonl", tensorboard="run") as watch:
+        for ids in loader:
+            ...
+            optimizer.step()
+            watch.step(loss, tokens=64 * 1024)
+    ```
+
+    Call it on every rank, with models of ``parallelize`` and ``fully_shard``, and with any other one. Nothing of the model
+    is changed. Collectives are observed in every ``every``-th step only, from the first on, all that the process starts
+    (see :func:`comm_trace`): the other steps pay nothing for it.
+
+    Args:
+        model: gives the device and the number of operations for a token; see :func:`flops_per_token`.
+        console: a line for each observed step, on the first rank.
+        jsonl: a file to which a JSON object is appended for each step (:meth:`StepRecord.to_json`).
+        tensorboard: a folder for TensorBoard.
+        every: how often collectives are observed, and a line is printed.
+        ranks: the ranks that write: the first, or ``"all"``: files and folders get the rank's number
+            (``steps.3.jsonl``).
+        sequence_length: tokens of a sequence, for the operations of attention in MFU.
+        flops_per_token: operations of training for a token, instead of :func:`flops_per_token`; a warning tells when it is
+            needed.
+        peak_flops: operations a second of one device; None: that of a GPU's data sheet (dense bfloat16), on other devices
+            there is no MFU; ``"measure"``: what a float32 matrix product reaches here.
+        outputs: more of them: objects with ``write(record)`` and ``close()``.
+
+    Raises:
+        ImportError: ``tensorboard`` without the package. ValueError: ``every`` below 1, unknown ``ranks``.
+
+    Communication: none, except that a loss that is a pending sum is reduced.
+    """
+    if every < 1:
+        raise ValueError(f"every={every}; give the number of steps between two that are observed, at least 1")
+    if ranks not in ("first", "all"):
+        raise ValueError(f"ranks={ranks!r}; give 'first' or 'all'")
+    if tensorboard is not None:
+        require_tensorboard()
+    parameter = next(model.parameters(), None)
+    device = parameter.device if parameter is not None else torch.device("cpu")
+    peak = _peak(device, peak_flops)
+    if flops_per_token is None and peak is not None:
+        try:
+            flops_per_token = count_flops(model, sequence_length)
+        except ValueError as error:
+            warnings.warn(f"monitor leaves MFU out: {error}", stacklevel=2)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    chosen: list[Output] = list(outputs)
+    if rank == 0 and console:
+        chosen.append(ConsoleLines())
+    if rank == 0 or ranks == "all":
+        if jsonl is not None:
+            path = Path(jsonl)
+            chosen.append(JsonLines(path if ranks == "first" else path.with_suffix(f".{rank}{path.suffix}")))
+        if tensorboard is not None:
+            chosen.append(TensorBoard(tensorboard if ranks == "first" else Path(tensorboard) / f"rank {rank}"))
+    return Monitor(chosen, device, every=every, flops_per_token=flops_per_token, peak_flops=peak)
+
+
+def _peak(device: torch.device, given: float | Literal["measure"] | None) -> float | None:
+    if given == "measure":
+        return measured_flops(device)
+    return peak_flops(device) if given is None else float(given)
+
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def _resident_bytes() -> int:
+    """Now where Linux tells it, else the largest so far."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * _PAGE
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,94 @@
+"""``init_mesh``: a mesh of the ranks of this job, on GPUs or CPUs, under ``torchrun`` or in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from vescale.plans import MeshAxes
+
+__all__ = ["init_mesh"]
+
+
+def init_mesh(axes: str | Mapping[str, int], *, device: str | None = None) -> DeviceMesh:
+    """A mesh of all ranks of the job, outermost axis first; the process group is initialized if it is not.
+
+    The same script runs under ``torchrun``, and alone (``python script.py``: one rank, every axis has size 1), on GPUs and
+    on CPUs:
+
+    ```python
+    mesh = vescale.init_mesh("dp=-1,tp=2")
+    model.to(mesh.device_type)
+    ```
+
+    Args:
+        axes: ``"dp=2,tp=2"`` or ``{"dp": 2, "tp": 2}``. One axis may be -1: the ranks that the others leave. In a process
+            without a launcher, sizes are ignored: each axis has the one rank.
+        device: the type of device, ``"cuda"`` or ``"cpu"``; None: the accelerator if there is one, else ``"cpu"``. The
+            accelerator's device number ``LOCAL_RANK`` becomes the current one.
+
+    Raises:
+        ValueError: names or sizes that make no mesh, or another number of ranks than the job has.
+
+    Communication: a rendezvous if the process group is not initialized, and what making the groups of a mesh takes.
+    """
+    sizes = _parse(axes) if isinstance(axes, str) else dict(axes)
+    kind = device or _accelerator()
+    if kind not in ("cpu", "meta") and not dist.is_initialized():
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    is_alone = not dist.is_initialized() and "WORLD_SIZE" not in os.environ
+    filled = _fill(dict.fromkeys(sizes, 1) if is_alone else sizes, _num_ranks())
+    if is_alone:
+        dist.init_process_group(_backend(kind), store=dist.HashStore(), rank=0, world_size=1)
+    elif not dist.is_initialized():
+        dist.init_process_group(_backend(kind))
+    return init_device_mesh(kind, filled.sizes, mesh_dim_names=filled.names)
+
+
+def _accelerator() -> str:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found is not None else "cpu"
+
+
+def _backend(kind: str) -> str:
+    """One for the device's tensors and one for those of the host, which checks and state dicts use."""
+    return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _parse(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (piece.strip() for piece in part.partition("="))
+        if not equals or not size.removeprefix("-").isdigit():
+            raise ValueError(f"{part.strip()!r} in mesh {text!r} is not axis=size; write dp=2,tp=4, or dp=-1,tp=4")
+        if name in sizes:
+            raise ValueError(f"mesh axis {name!r} is given twice in {text!r}; give each axis once")
+        sizes[name] = int(size)
+    return sizes
+
+
+def _fill(sizes: Mapping[str, int], num_ranks: int) -> MeshAxes:
+    """The axes with the ranks of the job: -1 replaced, and the product checked."""
+    written = ",".join(f"{name}={size}" for name, size in sizes.items())
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise ValueError(f"mesh {written} has {len(free)} axes of size -1 ({', '.join(free)}); leave one of them open")
+    known = MeshAxes.of({name: size for name, size in sizes.items() if size != -1}) if sizes else MeshAxes((), ())
+    product = 1
+    for size in known.sizes:
+        product *= size
+    if not sizes or num_ranks % product or (not free and product != num_ranks):
+        raise ValueError(
+            f"mesh {written or 'without axes'} has {product}{' x n' if free else ''} ranks, and this job has {num_ranks}; "
+            f"give sizes whose product is {num_ranks}, start torchrun with --nproc-per-node {product}, or write -1 for one "
+            "axis"
+        )
+    return MeshAxes.of({name: num_ranks // product if size == -1 else size for name, size in sizes.items()})
