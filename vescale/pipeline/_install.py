@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -23,7 +25,8 @@ from vescale.runtime import install, preflight
 
 __all__ = ["PipelineModule", "parallelize"]
 
-_NUMBERS = itertools.count()
+# Of the next pipeline, by the process group of its stages, whose ranks all make the same pipelines.
+_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
 class PipelineModule(nn.Module):
@@ -100,7 +103,6 @@ def _install(
     *,
     strict: bool,
 ) -> nn.Module:
-    number = next(_NUMBERS)
     inner = _stage_mesh(mesh, entry.mesh, program.axes)
     group = mesh.get_group(entry.mesh)
     rank = mesh.get_local_rank(entry.mesh)
@@ -110,7 +112,8 @@ def _install(
     add_gates(skeleton, cut)
     install(model, _of_stages(model, program, cut, frozenset(schedule.stages_of(rank))), inner, strict=strict)
     column = "-".join(map(str, inner.get_coordinate() or ()))
-    place = f"vescale/pipeline/{number}/{column}"
+    number = next(_NUMBERS.setdefault(group, itertools.count()))
+    place = f"vescale/pipeline/{group.group_name}/{number}/{column}"
     runner = Runner(model, skeleton, cut, entry, schedule, inner, group, place)
     model.__dict__["_pipeline_runner"] = runner
     model.__class__ = _with_steps(type(model))  # type: ignore[arg-type]
@@ -154,13 +157,19 @@ def _of_stages(model: nn.Module, program: Program, cut: Cut, own: frozenset[int]
     foreign = tuple(f"{path}." for path, stage in cut.bound.items() if stage not in own)
     tensors = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    by_id = {id(p): name for name, p in model.named_parameters()}
+    first = {name: by_id[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     found: list[Instruction] = []
     for instruction in program:
         path = instruction.path
         if isinstance(instruction.op, Unit):
-            names = tuple(n for n in instruction.op.names if (f"{path}.{n}" if path else n) in tensors)
-            if names:
-                found.append(replace(instruction, op=replace(instruction.op, names=names)))
+            names = [n for n in instruction.op.names if (f"{path}.{n}" if path else n) in tensors]
+            # A unit of its own for each tied parameter, so that it is cut alike on all ranks that have it.
+            alone = [n for n in names if len(cut.owners[first[f"{path}.{n}" if path else n]]) > 1]
+            together = [n for n in names if n not in alone]
+            for part in (together, *([n] for n in alone)):
+                if part:
+                    found.append(replace(instruction, op=replace(instruction.op, names=tuple(part))))
             continue
         is_state = not instruction.target.startswith("<")
         name = f"{path}.{instruction.target}" if path else instruction.target
