@@ -3,6 +3,7 @@
 from vescale.ir._coverage import Coverage, coverage
 from vescale.ir._diff import Change, ProgramDiff
 from vescale.ir._example_inputs import example_inputs, hf_inputs, random_inputs
+from vescale.ir._expert_calls import stand_in_for_experts
 from vescale.ir._findings import Finding, LoweringError
 from vescale.ir._gradient_buckets import PredictedBucket
 from vescale.ir._instruction import Hook, Instruction
@@ -74,6 +75,7 @@ __all__ = [
     "ragged_positions",
     "random_inputs",
     "refuse_part_of_replicas",
+    "stand_in_for_experts",
     "uneven_cuts",
     "unit_buckets",
 ]

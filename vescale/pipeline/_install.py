@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale.ir import Instruction, Program, Unit, lower
+from vescale.ir import Instruction, Local, Program, Unit, lower, stand_in_for_experts
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
 from vescale.pipeline._runner import Runner
@@ -107,6 +107,9 @@ def _install(
     group = mesh.get_group(entry.mesh)
     rank = mesh.get_local_rank(entry.mesh)
     skeleton = skeleton_of(model)
+    for instruction in program:
+        if isinstance(instruction.op, Local) and instruction.op.kind == "experts":
+            stand_in_for_experts(skeleton.get_submodule(instruction.path))
     _keep_stages(model, cut, frozenset(schedule.stages_of(rank)))
     add_gates(model, cut)
     add_gates(skeleton, cut)
