@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from vescale.gradients import OtherStages, set_other_stages
 from vescale.ir import Instruction, Local, Program, Unit, lower, stand_in_for_experts
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
@@ -110,7 +111,10 @@ def _install(
     for instruction in program:
         if isinstance(instruction.op, Local) and instruction.op.kind == "experts":
             stand_in_for_experts(skeleton.get_submodule(instruction.path))
+    names = set(model.state_dict(keep_vars=True))
     _keep_stages(model, cut, frozenset(schedule.stages_of(rank)))
+    foreign = tuple(f"{path}." for path, stage in cut.bound.items() if stage not in schedule.stages_of(rank))
+    set_other_stages(model, OtherStages(frozenset(names - model.state_dict(keep_vars=True).keys()), foreign))
     add_gates(model, cut)
     add_gates(skeleton, cut)
     install(model, _of_stages(model, program, cut, frozenset(schedule.stages_of(rank))), inner, strict=strict)
