@@ -46,11 +46,13 @@ class Prediction:
         stopped: why the walk ended before the model's output, when it did; what would follow is missing then.
         buckets: how those gradients are reduced that are known to be sums: several in one collective over all their axes,
             in place of their ``collectives``.
+        gradients: that go through buckets.
     """
 
     collectives: tuple[Collective, ...]
     stopped: str | None = None
     buckets: tuple[PredictedBucket, ...] = ()
+    gradients: tuple[PartialGradient, ...] = ()
 
     @property
     def unbucketed(self) -> tuple[Collective, ...]:
@@ -75,7 +77,8 @@ def predict(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> Pr
             model(**inputs)
         except Exception as error:  # whatever a model does on meta tensors: data-dependent code has no shapes there
             stopped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-    return Prediction(tuple(walk.collectives()), stopped, predict_buckets(walk.partial_gradients(), walk.axes))
+    gradients = tuple(walk.partial_gradients())
+    return Prediction(tuple(walk.collectives()), stopped, predict_buckets(gradients, walk.axes), gradients)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,12 @@ class Cut:
     def num_stages(self) -> int:
         return len(self.splits) + 1
 
+    @property
+    def containers(self) -> frozenset[str]:
+        """Modules that contain the beginning of a stage, so that they run in several; the model itself is one."""
+        around = [split.split(".")[:-1] for split in self.splits]
+        return frozenset({""} | {".".join(parts[:n]) for parts in around for n in range(1, len(parts) + 1)})
+
     @classmethod
     def of(cls, model: nn.Module, entry: PipelineEntry, num_ranks: int) -> Cut:
         """The cut of an entry. Raises PlanError for paths that match nothing, or that cannot begin a stage."""

@@ -45,11 +45,12 @@ _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 @dataclass(frozen=True)
 class Boundary:
     """What enters a stage: ``leaves`` are the positions, among the leaves of the arguments of its first module's call, of
-    the tensors that earlier stages have made; ``shapes`` and ``dtypes`` are those of a whole forward's."""
+    the tensors that earlier stages have made; the rest is theirs, in a forward that is not cut over ranks."""
 
     leaves: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
+    requires_grad: tuple[bool, ...]
     num_leaves: int
 
 
@@ -106,7 +107,7 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source: Any = None) -> Trace:
+def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source: Any = None, *, grad: bool) -> Trace:
     """Run the forward of a gated skeleton on a batch; its generators and buffers are left as they were.
 
     Raises PlanError for a forward that the cut does not fit: a module that runs in another stage than it belongs to, or a
@@ -116,7 +117,7 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
     buffers = [(b, b.detach().clone()) for b in skeleton.buffers() if not b.is_meta]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(running(recorder))
         stack.enter_context(recorder)
@@ -201,7 +202,8 @@ class _Recorder(TorchDispatchMode):
         found = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and id(leaf) in self.made]
         self.carried = {id(leaves[n]) for n in found}
         shapes = tuple(tuple(leaves[n].shape) for n in found)
-        self.boundaries[self.stage] = Boundary(tuple(found), shapes, tuple(leaves[n].dtype for n in found), len(leaves))
+        dtypes, graph = (tuple(getattr(leaves[n], of) for n in found) for of in ("dtype", "requires_grad"))
+        self.boundaries[self.stage] = Boundary(tuple(found), shapes, dtypes, graph, len(leaves))
 
     # Ops
 
