@@ -53,6 +53,10 @@ class Boundary:
     requires_grad: tuple[bool, ...]
     num_leaves: int
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes))
+
 
 @dataclass(frozen=True)
 class TracedCall:
