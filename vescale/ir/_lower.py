@@ -92,6 +92,7 @@ def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None)
     With ``inputs``, and a model on the meta device, its forward is traced, too, for dims that it splits.
     """
     index = _index(plan, model)
+    whole = plan
     if plan.pipeline_entry is not None:
         plan = plan.stage_plan()
     findings = Findings()
@@ -100,6 +101,11 @@ def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None)
     except PlanError as error:
         findings.error("hostile", error.problem, error.source)
         return findings.collect()
+    if whole is not plan and not findings.has_errors:
+        try:
+            _staged(whole, model, Program(plan.axes, tuple(_instructions(analysis, index, plan))))
+        except PlanError as error:
+            findings.error("pipeline", error.problem, error.source)
     if not findings.has_errors:  # warnings would follow from the errors
         lint(plan, analysis.resolution, index, findings)
         lint_experts(plan.axes, analysis.resolution, analysis.expert_cuts, index, findings)

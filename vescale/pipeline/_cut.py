@@ -117,6 +117,14 @@ class Cut:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), name)
             owners.setdefault(id(parameter), set()).add(stage_of[name.rpartition(".")[0]])
+        empty = set(range(len(splits) + 1)) - {stage for stages in owners.values() for stage in stages}
+        if empty:
+            begins = ["the model's beginning", *(f"before {split!r}" for split in splits)]
+            raise PlanError(
+                f"pipeline: stage {min(empty)}, which begins {begins[min(empty)]}, has no parameters; let fewer stages begin, "
+                "or begin it before a module that has some",
+                entry.source,
+            )
         return cls(splits, bound, {names[key]: frozenset(stages) for key, stages in owners.items()})
 
 

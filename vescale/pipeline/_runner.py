@@ -19,7 +19,7 @@ from vescale.pipeline._batches import Signature, like, microbatches_of
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import running
 from vescale.pipeline._headers import Header, HeaderExchange
-from vescale.pipeline._loss import BatchLoss
+from vescale.pipeline._loss import BatchLoss, check_loss
 from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Action, Schedule, build
 from vescale.pipeline._stage import ModelStage
@@ -177,6 +177,7 @@ class Runner:
             grad, source = torch.is_grad_enabled(), self.entry.source
             whole = trace(self.skeleton, self.cut, batch, source, grad=grad)
             part = trace(self.skeleton, self.cut, self._batches[0], source, grad=grad)
+            check_loss(part.output, self.entry)
             headers = HeaderExchange(f"{self._place}/{len(self._signatures)}")
             found = self._signatures[key] = Signature(whole, part, headers, self.entry)
         return found

@@ -13,6 +13,7 @@ from vescale.ir import Local, Program, Unit, UnitBucket, predict, predict_bucket
 from vescale.pipeline._batches import microbatches_of
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
+from vescale.pipeline._loss import check_loss
 from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Schedule, make_schedule
 from vescale.pipeline._stage_program import program_of_stages, refuse_torn
@@ -59,7 +60,9 @@ class StagedProgram:
     def traced(self, batch: Mapping[str, Any]) -> Trace:
         """The forward of the first micro-batch of ``batch``. Raises PlanError for one that the stages do not fit."""
         part = microbatches_of(batch, self.entry)[0]
-        return trace(self.skeleton, self.cut, part, self.entry.source, grad=True)
+        found = trace(self.skeleton, self.cut, part, self.entry.source, grad=True)
+        check_loss(found.output, self.entry)
+        return found
 
     def counts(self, batch: Mapping[str, Any]) -> dict[int, dict[str, int]]:
         """What one ``.step(**batch)`` communicates, for each stage, on each of its ranks.
