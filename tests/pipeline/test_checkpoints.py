@@ -42,9 +42,7 @@ def placed(model: nn.Module, layout: str) -> tuple[nn.Module, torch.optim.Optimi
         plan = Plan(mesh_of(pp=2, dp=world // 2))
         if given.get("zero"):
             sharded_at_rest(plan, ".*", "dp")
-        plan.pipeline(
-            split_before=[f"blocks.{n}" for n in given["splits"]], schedule=given["schedule"], microbatches=4
-        )
+        plan.pipeline(split_before=[f"blocks.{n}" for n in given["splits"]], schedule=given["schedule"], microbatches=4)
     model = parallelize(model, plan)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 

@@ -206,3 +206,26 @@ def test_eight_ranks(kind: str) -> None:
     torch.manual_seed(0)
     model = make_llama(tie_word_embeddings=True) if kind == "pp x dp x tp" else Net(dropout=0.0).double()
     assert_exact(simulate(eight_ranks, 8, kind, model), loss=1e-6 if kind == "pp x dp x tp" else 1e-12)
+
+
+def count_eight(model: nn.Module) -> tuple[dict[int, dict[str, int]], Counter[str]]:
+    def plan(mesh: Any) -> Plan:
+        return plan_zoo.load("llama", mesh).pipeline(split_before=["model.layers.1"], microbatches=2)
+
+    batch = token_batch(0)
+    predicted = lower(plan({"pp": 2, "dp": 2, "tp": 2}), model).pipeline.counts(batch)
+    model = parallelize(copy.deepcopy(model), plan(mesh_of(pp=2, dp=2, tp=2)))
+    model.step(**batch)
+    with record_comms() as ledger:
+        model.step(**batch)
+    names = {"send": "sends", "recv": "receives", "all_gather_v": "gathers"}
+    counts = Counter(names[r.op] for r in ledger.records if r.op in ("send", "recv"))
+    counts["reductions"] = sum("bucket " in r.requester or "tied" in r.requester for r in ledger.records)
+    return predicted, counts
+
+
+def test_counts_with_tensor_parallelism() -> None:
+    torch.manual_seed(0)
+    for rank, (predicted, counts) in enumerate(simulate(count_eight, 8, make_llama(tie_word_embeddings=True))):
+        for what in ("sends", "receives", "reductions"):
+            assert counts[what] == predicted[rank // 4][what], (rank, counts, predicted)

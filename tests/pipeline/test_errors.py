@@ -62,7 +62,10 @@ ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
         {"split_before": None, "balance": "cost", "stages_per_rank": 4, "schedule": "Interleaved1F1B"},
         "balance='cost' found no ModuleList of at least 8 blocks; give split_before=",
     ),
-    "a stage without parameters": ({"split_before": ["dropouts"]}, "stage 1, which begins before 'dropouts', has no para"),
+    "a stage without parameters": (
+        {"split_before": ["dropouts"]},
+        "stage 1, which begins before 'dropouts', has no para",
+    ),
 }
 
 
@@ -118,7 +121,12 @@ class Unused(Net):
 
 
 BATCHES: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any], str]] = {
-    "indivisible": (Net, {}, {"rows": 6}, "a batch of 6 rows cannot be cut into 4 equal micro-batches; give a multiple of 4"),
+    "indivisible": (
+        Net,
+        {},
+        {"rows": 6},
+        "a batch of 6 rows cannot be cut into 4 equal micro-batches; give a multiple of 4",
+    ),
     "skip": (Skips, {}, {}, "reads a tensor .* that stage 0 has made, and that is no argument of 'blocks.2'"),
     "never called": (Unused, {}, {}, "the forward does not call 'blocks.2', before which a stage begins"),
     "loss path": (Net, {"loss": "out.losses"}, {}, "the model's output, a dict, has no 'losses'"),

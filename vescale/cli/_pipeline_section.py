@@ -96,7 +96,9 @@ def print_pipeline(console: Console, program: Program, inputs: Mapping[str, Any]
         console.print("no pipeline")
         return
     if found["rows"]:
-        console.print(f"for a batch of {', '.join(f'{n} {chr(120).join(map(str, s))}' for n, s in found['rows'].items())}")
+        console.print(
+            f"for a batch of {', '.join(f'{n} {chr(120).join(map(str, s))}' for n, s in found['rows'].items())}"
+        )
     table = new_table(*_HEAD, right=("stage", "rank", *_HEAD[3:]))
     for row in _rows(found):
         table.add_row(*row)

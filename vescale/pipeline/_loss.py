@@ -42,10 +42,12 @@ def check_loss(output: Any, entry: PipelineEntry) -> None:
         return
     loss = output_at(output, entry.loss, entry.source)
     if not isinstance(loss, torch.Tensor) or loss.ndim:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        found = (
+            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        )
         raise PlanError(
-            f"pipeline: loss={entry.loss!r} is {found}, and no tensor without dims; pass labels to .step() if the model needs "
-            "them for its loss, or give another path or a callable f(out, batch) -> (sum, count)",
+            f"pipeline: loss={entry.loss!r} is {found}, and no tensor without dims; pass labels to .step() if the model "
+            "needs them for its loss, or give another path or a callable f(out, batch) -> (sum, count)",
             entry.source,
         )
 

@@ -93,8 +93,12 @@ class StagedProgram:
     def _count_units(self, rank: int, found: dict[int, dict[str, int]]) -> None:
         own = frozenset(self.schedule.stages_of(rank))
         program = program_of_stages(self.skeleton, self.program, self.cut, own)
-        units = [(unit_buckets_of(program, self.skeleton, i.path, i.op), i.op) for i in program if isinstance(i.op, Unit)]
-        asks = {b.path: True for buckets, unit in units for b in buckets if unit.reshard_after_forward not in (None, False)}
+        units = [
+            (unit_buckets_of(program, self.skeleton, i.path, i.op), i.op) for i in program if isinstance(i.op, Unit)
+        ]
+        asks = {
+            b.path: True for buckets, unit in units for b in buckets if unit.reshard_after_forward not in (None, False)
+        }
         buckets = [bucket for each, _ in units for bucket in each]
         let_go = releases(self.schedule.actions[rank])
         gathered: set[int] = set()

@@ -38,7 +38,9 @@ class Ties:
 
     def set_aside(self, *, everything: bool = False) -> Kept:
         """Take gradients of earlier steps away: of tied parameters, or of all."""
-        parameters = list(self.model.parameters()) if everything else [parameter for _, parameter, _ in self._parameters()]
+        parameters = (
+            list(self.model.parameters()) if everything else [parameter for _, parameter, _ in self._parameters()]
+        )
         kept = [(parameter, parameter.grad) for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None

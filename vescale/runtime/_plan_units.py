@@ -270,8 +270,8 @@ def accumulating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def kept_gathered(model: nn.Module) -> Iterator[Sequence[ParameterGroup]]:
     """Several forwards and backwards with the same parameters: units whose entry does not ask for ``reshard_after_forward``
-    are gathered by the first that uses them, and stay so. Gives their groups: ``group.reshard()`` lets one go earlier. At the
-    end they are as before, and the caller reshards them."""
+    are gathered by the first that uses them, and stay so. Gives their groups: ``group.reshard()`` lets one go earlier. At
+    the end their settings are as before, and the caller reshards them."""
     states = [s for s in states_in(model) if isinstance(s, UnitState) and s.reshard_root in (None, False)]
     groups = [group for state in states for group in state.groups]
     before = [(group.reshard_after_forward, group.reshard_after_backward) for group in groups]
