@@ -164,7 +164,7 @@ def raised_everywhere() -> list[str]:
             model.step(**token_batch(0, names=NAMES, **batch))
         except PlanError as error:
             found.append(str(error))
-    with pytest.raises(RuntimeError, match="runs in stages, none of which is the model; call .step"):
+    with pytest.raises(RuntimeError, match=r"runs in stages, none of which is the model; call \.step"):
         model(**token_batch(0, names=NAMES))
     return found
 

@@ -32,7 +32,7 @@ def _batch(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pipeline_as_dict(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """None without a pipeline. Numbers that need the forward are None where it did not run, with the reason in ``stopped``."""
+    """None without a pipeline. Numbers that need the forward are None where it did not run; ``stopped`` says why."""
     if program.pipeline is None:
         return None
     staged, stopped, counts, known, batch = program.pipeline, None, None, None, {}
@@ -55,7 +55,7 @@ def pipeline_as_dict(program: Program, inputs: Mapping[str, Any]) -> dict[str, A
                 "rank": schedule.rank_of[stage],
                 "begins_before": cut.splits[stage - 1] if stage else None,
                 "parameters": sum(staged.skeleton.get_parameter(name).numel() for name in names),
-                "sent_bytes": None if known is None or stage == cut.num_stages - 1 else boundary.num_bytes,
+                "sent_bytes": boundary.num_bytes if boundary is not None else None,
                 "counts": counts[stage] if counts is not None else None,
             }
         )

@@ -121,8 +121,8 @@ class Cut:
         if empty:
             begins = ["the model's beginning", *(f"before {split!r}" for split in splits)]
             raise PlanError(
-                f"pipeline: stage {min(empty)}, which begins {begins[min(empty)]}, has no parameters; let fewer stages begin, "
-                "or begin it before a module that has some",
+                f"pipeline: stage {min(empty)}, which begins {begins[min(empty)]}, has no parameters; let fewer stages "
+                "begin, or begin it before a module that has some",
                 entry.source,
             )
         return cls(splits, bound, {names[key]: frozenset(stages) for key, stages in owners.items()})

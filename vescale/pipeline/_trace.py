@@ -129,10 +129,11 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
             output = skeleton(**batch)
         except NotImplementedError as error:  # an op whose result's shape depends on values
             where = f"in {recorder.inside!r}" if recorder.inside else "around the stages' modules"
+            reason = str(error).splitlines()[0][:120]
             raise PlanError(
-                f"pipeline: the forward {where} has shapes that depend on the values of parameters, so that what stages "
-                f"send is not known before they run ({str(error).splitlines()[0][:120]}); for experts, give their module a local "
-                "entry of kind experts, or use an implementation without a loop (experts_implementation='grouped_mm')",
+                f"pipeline: the forward {where} has shapes that depend on the values of parameters, so that what "
+                f"stages send is not known before they run ({reason}); for experts, give their module a local entry of kind "
+                "experts, or use an implementation without a loop (experts_implementation='grouped_mm')",
                 entry_source,
             ) from error
     with torch.no_grad():
