@@ -36,6 +36,19 @@ _SIMULATED = "test_big_meshes and test_ops_simulated run on 64 simulated ranks"
 
 NIGHTLY = [
     Family(
+        "test_composition.py",
+        "test_units_in_stages",
+        ("1F1B of ZeRO-1", "1F1B of ZeRO-3"),
+        "ZeRO-2 by step and by micro-batch; the gathers of both kinds are counted daily",
+    ),
+    Family(
+        "test_composition.py",
+        "test_counts_are_those_of_the_ledger",
+        ("1F1B", "ZBV", "1F1B of ZeRO-1"),
+        "two stages on a rank, by micro-batch; ZeRO-3; without units",
+    ),
+    Family("test_composition.py", "test_experts", ("units",), "experts on their ranks; units with other models"),
+    Family(
         "test_training.py",
         "test_step_equals_one_device",
         ("sd3-4", "dit-4", "gpt_oss-2", "deepseek_v3-2", "t5-2", "mixtral-2", "whisper-2", "qwen3-2", "qwen3_moe-2")

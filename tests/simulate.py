@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+from tests.simulated_messages import Messages
+
 __all__ = ["SimulationError", "simulate"]
 
 _ONE_AT_A_TIME = threading.Lock()  # the threaded world is a global of torch.distributed
@@ -48,6 +50,7 @@ def _simulate(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], ti
         except BaseException as error:
             if not isinstance(error, SystemExit):  # raised in the ranks that wait for a failed one
                 failures[rank] = traceback.format_exc()
+            messages.give_up()
             threaded.ProcessLocalGroup.exception_handle(error)
         finally:
             if dist.is_initialized():
@@ -55,6 +58,7 @@ def _simulate(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], ti
 
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
+    messages = Messages(threaded.ProcessLocalGroup)
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
     try:
         for thread in threads:
@@ -64,10 +68,12 @@ def _simulate(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], ti
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 failures.setdefault(rank, f"no answer within {timeout} s\n")
+                messages.give_up()
                 threaded.ProcessLocalGroup.exception_handle(TimeoutError())
         for thread in threads:
             thread.join(5.0)
     finally:
+        messages.uninstall()
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)

@@ -241,6 +241,7 @@ ALLOWED_CALLS = {
         "compile",
     ): "functions of the model that runs, changed at some positions; nothing is executed",
     ("checkpoint/__init__.py", "importlib.import_module"): "the package's own modules, when they are first used",
+    ("ir/_lower.py", "importlib.import_module"): "vescale.pipeline, by the name in the file",
     ("pipeline/_headers.py", "pickle.loads"): "from ranks of this job, as torch's object collectives do",
     ("runtime/_parallelize.py", "importlib.import_module"): "vescale.pipeline, by the name in the file",
     ("gradients/_agreement.py", "pickle.loads"): "from ranks of this job, as torch's object collectives do",

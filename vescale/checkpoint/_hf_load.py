@@ -28,6 +28,7 @@ from vescale.checkpoint._reader import read_tensors, read_whole
 from vescale.checkpoint._safetensors import open_safetensors
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 from vescale.compat import note_writes
+from vescale.gradients import other_stages
 
 __all__ = ["Origin", "load_hf", "origin_of"]
 
@@ -172,8 +173,9 @@ def _differences(
             shape = tuple(wanted[names[0]].shape)
             if form is not None and form[0] != shape:
                 found.misshapen[names[0]] = (f"shape {form[0]}", f"shape {shape}")
+    others = other_stages(model)
     for name in conversion.unused:
-        if not any(pattern.search(name) for pattern in surplus_is_fine):
+        if not others.have(name) and not any(pattern.search(name) for pattern in surplus_is_fine):
             found.surplus[name] = nearest(name, list(wanted)) if len(found.surplus) < 8 else []
     return found
 

@@ -20,6 +20,7 @@ from vescale.checkpoint._random_state import set_random_state
 from vescale.checkpoint._reader import read_tensors, read_whole
 from vescale.checkpoint._snapshot import MODEL, RANDOM
 from vescale.checkpoint._stored import Stored
+from vescale.gradients import OtherStages, other_stages
 
 __all__ = ["load_stored"]
 
@@ -100,6 +101,9 @@ class _Plan:
             structure |= load.structure
             surplus |= {name for name in stored.tensors if name.startswith(f"{prefix}.state.")}
         self._take_beside(more)
+        others = other_stages(model) if model is not None else OtherStages()
+        prefixes = (f"{MODEL}.", *(f"{prefix}.state." for prefix in self.loads))
+        surplus = {n for n in surplus if not any(n.startswith(p) and others.have(n.removeprefix(p)) for p in prefixes)}
         self.differences = compare(stored.tensors, self.targets, cast=cast, surplus=surplus)
         for name in extra_missing:
             self.differences.missing[name] = nearest(name, list(stored.tensors))

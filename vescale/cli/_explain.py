@@ -20,6 +20,7 @@ from vescale.cli._inputs import (
     load_plan,
     parse_mesh,
 )
+from vescale.cli._pipeline_section import pipeline_as_dict, print_pipeline, write_page
 from vescale.cli._uneven_table import uneven_rows, uneven_table
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 _PHASES = {"forward": "fwd", "backward": "bwd"}
-_SECTIONS = ("plan", "ir", "hooks", "units", "checkpoints", "memory", "collectives")
+_SECTIONS = ("plan", "ir", "hooks", "units", "checkpoints", "memory", "collectives", "pipeline")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_mesh(parser)
     add_inputs(parser)
     parser.add_argument("--only", choices=_SECTIONS, metavar="SECTION", help=f"show one of {', '.join(_SECTIONS)}")
+    parser.add_argument("--html", metavar="FILE", help="draw the schedule of the plan's pipeline in an HTML file")
     add_json(parser)
 
 
@@ -59,8 +61,13 @@ def run(args: argparse.Namespace) -> int:
     inputs = inputs_of(model, args)
     with working("tracing the forward"):
         prediction = predict(program, model, inputs) if inputs else None
+    if args.html:
+        try:
+            write_page(args.html, program, inputs)
+        except (ValueError, OSError) as error:
+            return _refused(error, args.json)
     if args.json:
-        print_json(_as_dict(plan, program, model, prediction))
+        print_json(_as_dict(plan, program, model, prediction) | {"pipeline": pipeline_as_dict(program, inputs)})
         return 0
     console = new_console()
     sections: dict[str, Any] = {
@@ -72,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         "memory": lambda: _print_memory(console, program, model),
         "collectives": lambda: _print_collectives(console, prediction, inputs),
     }
+    if program.pipeline is not None or args.only == "pipeline":
+        sections["pipeline"] = lambda: print_pipeline(console, program, inputs)
     for number, (name, section) in enumerate(sections.items()):
         if args.only in (None, name):
             if args.only is None:
@@ -97,6 +106,7 @@ def _title(section: str, plan: Plan, args: argparse.Namespace) -> str:
         "checkpoints": "Forwards that run again in backward (repeated layers merged)",
         "memory": "Parameters and buffers",
         "collectives": "Predicted collectives of one step (bytes that a rank exchanges with others)",
+        "pipeline": "Stages and their schedule (a forward takes one unit of time, a backward two)",
     }[section]
 
 

@@ -15,7 +15,14 @@ from vescale.gradients._hooked_parameters import refuse_reducers_of
 from vescale.gradients._local_contribution import LocalContribution
 from vescale.gradients._parameter import GradientRule
 from vescale.gradients._pending import reduce_pending
-from vescale.gradients._pipeline_shares import StageShare, set_share, shares_of
+from vescale.gradients._pipeline_shares import (
+    OtherStages,
+    StageShare,
+    other_stages,
+    set_other_stages,
+    set_share,
+    shares_of,
+)
 from vescale.gradients._reducer import GradientReducer
 from vescale.gradients._sharded_gradients import ShardedGradients
 from vescale.gradients._sharded_reduction import ReductionOptions, ShardedReduction, reduce_unused
@@ -35,15 +42,18 @@ __all__ = [
     "LocalContribution",
     "OrderMismatchError",
     "OrderedUnit",
+    "OtherStages",
     "ReductionOptions",
     "ShardedGradients",
     "ShardedReduction",
     "StageShare",
     "UnreducedGradients",
     "local_part",
+    "other_stages",
     "reduce_pending",
     "reduce_unused",
     "refuse_reducers_of",
+    "set_other_stages",
     "set_share",
     "shares_of",
 ]

@@ -3,8 +3,9 @@
 from vescale.ir._coverage import Coverage, coverage
 from vescale.ir._diff import Change, ProgramDiff
 from vescale.ir._example_inputs import example_inputs, hf_inputs, random_inputs
+from vescale.ir._expert_calls import stand_in_for_experts
 from vescale.ir._findings import Finding, LoweringError
-from vescale.ir._gradient_buckets import PredictedBucket
+from vescale.ir._gradient_buckets import PredictedBucket, predict_buckets
 from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._joint_sharding import join_placements, ragged_positions
 from vescale.ir._lower import check, lower
@@ -71,9 +72,11 @@ __all__ = [
     "new_plan",
     "packed_dims",
     "predict",
+    "predict_buckets",
     "ragged_positions",
     "random_inputs",
     "refuse_part_of_replicas",
+    "stand_in_for_experts",
     "uneven_cuts",
     "unit_buckets",
 ]

@@ -16,7 +16,7 @@ from vescale.ir._operations import Local
 from vescale.ir._placement_flow import AxisPlacement
 from vescale.plans import MeshAxes
 
-__all__ = ["ExpertCall", "ExpertCalls"]
+__all__ = ["ExpertCall", "ExpertCalls", "stand_in_for_experts"]
 
 # (forward or backward, op or None where unknown, axes, bytes or None where unknown)
 Found = tuple[str, str | None, str, int | None]
@@ -89,6 +89,19 @@ class ExpertCalls:
                 del module.forward
             else:
                 module.forward = own
+
+
+def stand_in_for_experts(module: nn.Module) -> None:
+    """From now on, a module of experts on the meta device returns a tensor of its result's shape, where it is called with
+    tokens, ids and weights: how many tokens each expert gets is not known there."""
+    original = module.forward
+    signature = inspect.signature(original)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tokens = _tokens(list(signature.bind(*args, **kwargs).arguments.values()))
+        return original(*args, **kwargs) if tokens is None else tokens * 1
+
+    module.forward = forward
 
 
 def _tokens(arguments: Sequence[Any]) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,6 +68,7 @@ def lower(plan: Plan, model: nn.Module) -> Program:
             communicated then.
     """
     index = _index(plan, model)
+    whole = plan
     if plan.pipeline_entry is not None:
         plan = plan.stage_plan()
     findings = Findings()
@@ -74,7 +76,14 @@ def lower(plan: Plan, model: nn.Module) -> Program:
     errors = [finding for finding in findings.collect() if finding.severity == "error"]
     if errors:
         raise LoweringError(errors)
-    return Program(plan.axes, tuple(_instructions(analysis, index, plan)))
+    program = Program(plan.axes, tuple(_instructions(analysis, index, plan)))
+    return program if whole is plan else _staged(whole, model, program)
+
+
+def _staged(plan: Plan, model: nn.Module, program: Program) -> Program:
+    """The program with its pipeline, which stands on a higher floor, and is named for that reason."""
+    staged = importlib.import_module("vescale.pipeline").StagedProgram
+    return replace(program, pipeline=staged.of(plan, model, program))
 
 
 def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -83,6 +92,7 @@ def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None)
     With ``inputs``, and a model on the meta device, its forward is traced, too, for dims that it splits.
     """
     index = _index(plan, model)
+    whole = plan
     if plan.pipeline_entry is not None:
         plan = plan.stage_plan()
     findings = Findings()
@@ -91,6 +101,11 @@ def check(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None = None)
     except PlanError as error:
         findings.error("hostile", error.problem, error.source)
         return findings.collect()
+    if whole is not plan and not findings.has_errors:
+        try:
+            _staged(whole, model, Program(plan.axes, tuple(_instructions(analysis, index, plan))))
+        except PlanError as error:
+            findings.error("pipeline", error.problem, error.source)
     if not findings.has_errors:  # warnings would follow from the errors
         lint(plan, analysis.resolution, index, findings)
         lint_experts(plan.axes, analysis.resolution, analysis.expert_cuts, index, findings)

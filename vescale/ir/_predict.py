@@ -46,11 +46,14 @@ class Prediction:
         stopped: why the walk ended before the model's output, when it did; what would follow is missing then.
         buckets: how those gradients are reduced that are known to be sums: several in one collective over all their axes,
             in place of their ``collectives``.
+        gradients: that go through buckets, those that are not known to be sums among them: with the runtime's batches cut
+            over an axis they are.
     """
 
     collectives: tuple[Collective, ...]
     stopped: str | None = None
     buckets: tuple[PredictedBucket, ...] = ()
+    gradients: tuple[PartialGradient, ...] = ()
 
     @property
     def unbucketed(self) -> tuple[Collective, ...]:
@@ -75,7 +78,8 @@ def predict(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> Pr
             model(**inputs)
         except Exception as error:  # whatever a model does on meta tensors: data-dependent code has no shapes there
             stopped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-    return Prediction(tuple(walk.collectives()), stopped, predict_buckets(walk.partial_gradients(), walk.axes))
+    buckets = predict_buckets(walk.partial_gradients(), walk.axes)
+    return Prediction(tuple(walk.collectives()), stopped, buckets, tuple(walk.partial_gradients(unknown=True)))
 
 
 @dataclass(frozen=True)
@@ -296,16 +300,18 @@ class _Walk:
 
     # The outcome
 
-    def partial_gradients(self) -> list[PartialGradient]:
-        """Gradients that go through buckets, in about the order in which they get ready: the reverse of the model's."""
+    def partial_gradients(self, *, unknown: bool = False) -> list[PartialGradient]:
+        """Gradients that go through buckets, in about the order in which they get ready: the reverse of the model's.
+        ``unknown``: also those that may be sums or not."""
         found = []
         moves: dict[str, list[Move]] = {}
         for move in self.moves:
             if move.is_parameter and move.has_gradient and not self._is_settled(move):
                 moves.setdefault(move.path, []).append(move)
         for name, own in reversed(moves.items()):
-            summed = [move for move in own if isinstance(move.dst, Replicate) and move.uses.partial]
-            known = not any(isinstance(move.dst, Replicate) and move.uses.unknown for move in own)
+            whole = [move for move in own if isinstance(move.dst, Replicate)]
+            summed = [move for move in whole if move.uses.partial or (unknown and move.uses.unknown)]
+            known = unknown or not any(isinstance(move.dst, Replicate) and move.uses.unknown for move in own)
             num_bytes = summed[0].num_bytes if summed else None
             cut = [move.axis for move in summed if not isinstance(move.src, Replicate)]
             if num_bytes is not None and known and len(cut) <= 1:

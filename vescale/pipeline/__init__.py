@@ -5,5 +5,17 @@ from vescale.pipeline._balance import partition
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._install import PipelineModule, parallelize
 from vescale.pipeline._schedule import Action, Schedule, make_schedule
+from vescale.pipeline._schedule_page import schedule_page
+from vescale.pipeline._staged_program import StagedProgram
 
-__all__ = ["Action", "Cut", "PipelineModule", "Schedule", "make_schedule", "parallelize", "partition"]
+__all__ = [
+    "Action",
+    "Cut",
+    "PipelineModule",
+    "Schedule",
+    "StagedProgram",
+    "make_schedule",
+    "parallelize",
+    "partition",
+    "schedule_page",
+]

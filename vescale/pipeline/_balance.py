@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import nn
@@ -13,7 +14,10 @@ __all__ = ["balanced_splits", "partition"]
 
 def balanced_splits(model: nn.Module, entry: PipelineEntry, num_ranks: int) -> list[str]:
     """Names of the blocks before which a stage begins. A block's cost is the number of its parameters that multiply, which
-    is what its matmuls cost for a token; what comes before the blocks, and after them, counts for the first and last."""
+    is what its matmuls cost for a token; what comes before the blocks, and after them, counts for the first and last.
+
+    Raises PlanError where there are too few blocks, or no cut keeps all ranks under ``entry.memory_gib``.
+    """
     per_rank = entry.stages_per_rank or (2 if entry.schedule in ("ZBVZeroBubble", "DualPipeV") else 1)
     num_stages = num_ranks * per_rank
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) >= num_stages]
@@ -24,17 +28,27 @@ def balanced_splits(model: nn.Module, entry: PipelineEntry, num_ranks: int) -> l
         )
     name, blocks = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
     costs = [_cost(block) for block in blocks]
-    inside, before, after, seen = {id(m) for m in blocks.modules()}, 0, 0, False
+    sizes = [sum(_own_bytes(m) for m in block.modules()) for block in blocks]
+    inside, seen = {id(m) for m in blocks.modules()}, False
     for module in model.modules():
         if id(module) in inside:
             seen = True
-        elif seen:
-            after += _own_cost(module)
         else:
-            before += _own_cost(module)
-    costs[0] += before
-    costs[-1] += after
-    starts = partition(costs, num_stages)
+            end = -1 if seen else 0
+            costs[end] += _own_cost(module)
+            sizes[end] += _own_bytes(module)
+    limit = float("inf") if entry.memory_gib is None else entry.memory_gib * 2**30 / per_rank
+    try:
+        starts = partition(costs, num_stages, sizes, limit)
+    except ValueError:
+        least = partition(sizes, num_stages)
+        most = max(sum(sizes[a:b]) for a, b in zip(least, [*least[1:], len(sizes)])) * per_rank / 2**30
+        raise PlanError(
+            f"pipeline: no cut into {num_stages} stages keeps a rank under memory_gib={entry.memory_gib}: parameters, "
+            f"gradients and two states of an optimizer take {most:.3g} GiB on the fullest rank of the most even cut; give "
+            f"memory_gib={most * 1.01:.3g} or more, or more ranks along {entry.mesh!r}",
+            entry.source,
+        ) from None
     return [f"{name}.{start}" if name else str(start) for start in starts[1:]]
 
 
@@ -48,18 +62,25 @@ def _cost(module: nn.Module) -> int:
     return sum(_own_cost(m) for m in module.modules()) or 1
 
 
-def partition(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Where each of ``num_parts`` runs of consecutive items begins, so that the largest sum is as small as possible.
+def _own_bytes(module: nn.Module) -> int:
+    """Of parameters, of gradients, and of two states of an optimizer, such as Adam's."""
+    return sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in module.parameters(recurse=False))
+
+
+def partition(
+    costs: Sequence[float], num_parts: int, sizes: Sequence[float] | None = None, limit: float = float("inf")
+) -> list[int]:
+    """Where each of ``num_parts`` runs of consecutive items begins, so that the largest sum of costs is as small as
+    possible, and no sum of ``sizes`` is over ``limit``.
 
     Dynamic programming over (parts, items); of equally good ones the one with the earliest beginnings. Raises ValueError
-    for fewer items than parts.
+    for fewer items than parts, and where every way is over the limit.
     """
     n = len(costs)
     if n < num_parts:
         raise ValueError(f"{n} items in {num_parts} parts; give each part an item")
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    sums = [0.0, *itertools.accumulate(costs)]
+    held = [0.0, *itertools.accumulate(sizes if sizes is not None else [0] * n)]
     infinite = float("inf")
     best = [[infinite] * (n + 1) for _ in range(num_parts + 1)]
     first = [[0] * (n + 1) for _ in range(num_parts + 1)]
@@ -67,9 +88,13 @@ def partition(costs: Sequence[float], num_parts: int) -> list[int]:
     for part in range(1, num_parts + 1):
         for stop in range(part, n + 1):
             for start in range(part - 1, stop):
+                if held[stop] - held[start] > limit:
+                    continue
                 slowest = max(best[part - 1][start], sums[stop] - sums[start])
                 if slowest < best[part][stop]:
                     best[part][stop], first[part][stop] = slowest, start
+    if best[num_parts][n] == infinite:
+        raise ValueError(f"no {num_parts} runs of {n} items are all under {limit}")
     starts, stop = [], n
     for part in range(num_parts, 0, -1):
         stop = first[part][stop]

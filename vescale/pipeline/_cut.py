@@ -32,6 +32,12 @@ class Cut:
     def num_stages(self) -> int:
         return len(self.splits) + 1
 
+    @property
+    def containers(self) -> frozenset[str]:
+        """Modules that contain the beginning of a stage, so that they run in several; the model itself is one."""
+        around = [split.split(".")[:-1] for split in self.splits]
+        return frozenset({""} | {".".join(parts[:n]) for parts in around for n in range(1, len(parts) + 1)})
+
     @classmethod
     def of(cls, model: nn.Module, entry: PipelineEntry, num_ranks: int) -> Cut:
         """The cut of an entry. Raises PlanError for paths that match nothing, or that cannot begin a stage."""
@@ -111,6 +117,14 @@ class Cut:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), name)
             owners.setdefault(id(parameter), set()).add(stage_of[name.rpartition(".")[0]])
+        empty = set(range(len(splits) + 1)) - {stage for stages in owners.values() for stage in stages}
+        if empty:
+            begins = ["the model's beginning", *(f"before {split!r}" for split in splits)]
+            raise PlanError(
+                f"pipeline: stage {min(empty)}, which begins {begins[min(empty)]}, has no parameters; let fewer stages "
+                "begin, or begin it before a module that has some",
+                entry.source,
+            )
         return cls(splits, bound, {names[key]: frozenset(stages) for key, stages in owners.items()})
 
 

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import replace
+import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale.ir import Instruction, Program, Unit, lower
+from vescale.gradients import OtherStages, set_other_stages
+from vescale.ir import Program, lower
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
 from vescale.pipeline._runner import Runner
-from vescale.pipeline._schedule import Schedule, make_schedule
+from vescale.pipeline._stage_program import program_of_stages
 from vescale.pipeline._stage_run import end_forward
-from vescale.pipeline._trace import skeleton_of
-from vescale.plans import MeshAxes, PipelineEntry, Plan, PlanError
+from vescale.pipeline._staged_program import StagedProgram
+from vescale.plans import MeshAxes, Plan, PlanError
 from vescale.runtime import install, preflight
 
 __all__ = ["PipelineModule", "parallelize"]
 
-_NUMBERS = itertools.count()
+# Of the next pipeline, by the process group of its stages, whose ranks all make the same pipelines.
+_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
 class PipelineModule(nn.Module):
@@ -76,10 +79,7 @@ def parallelize(
             raise PlanError(
                 f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(known)}; give the plan's mesh"
             )
-        num_ranks = plan.axes.size(entry.mesh)
         program = lower(plan, model)
-        cut = Cut.of(model, entry, num_ranks)
-        schedule = make_schedule(entry, num_ranks, cut.num_stages)
     except PlanError as problem:
         preflight(model, known, plan=plan, problem=problem)
         raise
@@ -87,31 +87,27 @@ def parallelize(
     if known is None:
         devices = [p.device.type for p in model.parameters() if p.device.type != "meta"]
         known = init_device_mesh(devices[0] if devices else "cpu", plan.axes.sizes, mesh_dim_names=plan.axes.names)
-    return _install(model, program, cut, entry, schedule, known, strict=strict)
+    return _install(model, program, known, strict=strict)
 
 
-def _install(
-    model: nn.Module,
-    program: Program,
-    cut: Cut,
-    entry: PipelineEntry,
-    schedule: Schedule,
-    mesh: DeviceMesh,
-    *,
-    strict: bool,
-) -> nn.Module:
-    number = next(_NUMBERS)
+def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bool) -> nn.Module:
+    staged: StagedProgram = program.pipeline
+    entry, cut, schedule = staged.entry, staged.cut, staged.schedule
     inner = _stage_mesh(mesh, entry.mesh, program.axes)
     group = mesh.get_group(entry.mesh)
     rank = mesh.get_local_rank(entry.mesh)
-    skeleton = skeleton_of(model)
-    _keep_stages(model, cut, frozenset(schedule.stages_of(rank)))
+    own = frozenset(schedule.stages_of(rank))
+    of_stages = program_of_stages(model, program, cut, own)
+    names = set(model.state_dict(keep_vars=True))
+    _keep_stages(model, cut, own)
+    foreign = tuple(f"{path}." for path, stage in cut.bound.items() if stage not in own)
+    set_other_stages(model, OtherStages(frozenset(names - model.state_dict(keep_vars=True).keys()), foreign))
     add_gates(model, cut)
-    add_gates(skeleton, cut)
-    install(model, _of_stages(model, program, cut, frozenset(schedule.stages_of(rank))), inner, strict=strict)
+    install(model, of_stages, inner, strict=strict)
     column = "-".join(map(str, inner.get_coordinate() or ()))
-    place = f"vescale/pipeline/{number}/{column}"
-    runner = Runner(model, skeleton, cut, entry, schedule, inner, group, place)
+    number = next(_NUMBERS.setdefault(group, itertools.count()))
+    place = f"vescale/pipeline/{group.group_name}/{number}/{column}"
+    runner = Runner(model, staged.skeleton, cut, entry, schedule, inner, group, place)
     model.__dict__["_pipeline_runner"] = runner
     model.__class__ = _with_steps(type(model))  # type: ignore[arg-type]
     model.__dict__["forward"] = end_forward(model, model.forward)
@@ -147,27 +143,3 @@ def _hide(module: nn.Module, table: Any, name: str, tensor: torch.Tensor) -> Non
     value = float("nan") if tensor.is_floating_point() else 0
     device = tensor.device
     module.__dict__[name] = torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
-
-
-def _of_stages(model: nn.Module, program: Program, cut: Cut, own: frozenset[int]) -> Program:
-    """The instructions for what this rank has."""
-    foreign = tuple(f"{path}." for path, stage in cut.bound.items() if stage not in own)
-    tensors = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    found: list[Instruction] = []
-    for instruction in program:
-        path = instruction.path
-        if isinstance(instruction.op, Unit):
-            names = tuple(n for n in instruction.op.names if (f"{path}.{n}" if path else n) in tensors)
-            if names:
-                found.append(replace(instruction, op=replace(instruction.op, names=names)))
-            continue
-        is_state = not instruction.target.startswith("<")
-        name = f"{path}.{instruction.target}" if path else instruction.target
-        if is_state and name not in tensors:
-            # A tied tensor may be placed under a name of another stage: its own stage has it under the same name.
-            continue
-        if not is_state and foreign and f"{path}.".startswith(foreign):
-            continue
-        found.append(instruction)
-    return Program(program.axes, tuple(found))

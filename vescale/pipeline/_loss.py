@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from vescale.pipeline._trace import LossTerm
 from vescale.plans import PipelineEntry, PlanError
 
-__all__ = ["BatchLoss", "output_at"]
+__all__ = ["BatchLoss", "check_loss", "output_at"]
 
 _SUM, _MEAN = 2, 1
 
@@ -34,6 +34,22 @@ def output_at(out: Any, path: str, source: Any = None) -> Any:
                 source,
             )
     return found
+
+
+def check_loss(output: Any, entry: PipelineEntry) -> None:
+    """Raises PlanError if the model's output has no loss where the entry says."""
+    if not isinstance(entry.loss, str):
+        return
+    loss = output_at(output, entry.loss, entry.source)
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
+        found = (
+            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        )
+        raise PlanError(
+            f"pipeline: loss={entry.loss!r} is {found}, and no tensor without dims; pass labels to .step() if the model "
+            "needs them for its loss, or give another path or a callable f(out, batch) -> (sum, count)",
+            entry.source,
+        )
 
 
 class BatchLoss:

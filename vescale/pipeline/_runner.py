@@ -12,21 +12,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from vescale.comm import record, requested_by
 from vescale.compat.random_ops import without_native_fills
 from vescale.gradients import StageShare, set_share
 from vescale.pipeline._batches import Signature, like, microbatches_of
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import running
 from vescale.pipeline._headers import Header, HeaderExchange
-from vescale.pipeline._loss import BatchLoss
-from vescale.pipeline._schedule import Schedule, build
+from vescale.pipeline._loss import BatchLoss, check_loss
+from vescale.pipeline._residency import releases
+from vescale.pipeline._schedule import Action, Schedule, build
 from vescale.pipeline._stage import ModelStage
 from vescale.pipeline._stage_run import StageRun
+from vescale.pipeline._staged_program import stages_of_unit
 from vescale.pipeline._ties import Ties
 from vescale.pipeline._trace import trace
 from vescale.plans import PipelineEntry, PlanError
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
-from vescale.runtime import finish_gradients, no_sync
+from vescale.runtime import finish_gradients, kept_gathered, no_sync, reduce_units, unit_groups
 
 __all__ = ["Runner"]
 
@@ -54,6 +57,9 @@ class Runner:
         self._torch_schedule = build(entry, list(self.stages), lambda output, number: number.new_zeros(()))
         for stage in self.stages:
             stage.stage_index_to_group_rank = dict(enumerate(schedule.rank_of))
+        self._releases = releases(schedule.actions[self.rank])
+        self._gathered: Sequence[Any] = ()
+        self._resident: set[int] = set()
         self.ties = Ties(model, cut, schedule, group, self.rank)
         self._share_out()
         self._signatures: dict[Any, Signature] = {}
@@ -77,13 +83,14 @@ class Runner:
         if not torch.is_grad_enabled():
             raise RuntimeError("pipeline: .step() under torch.no_grad() has no gradients; call .evaluate()")
         with self._on(batch):
-            once = self.entry.reduce == "step"
             kept = self.ties.set_aside() if not callable(self.entry.loss) else self.ties.set_aside(everything=True)
-            with no_sync(self.model) if once else contextlib.nullcontext():
+            with kept_gathered(self.model) as self._gathered, no_sync(self.model):
+                self._resident = set()
                 numbers = torch.arange(self.entry.microbatches)
                 self._torch_schedule.step(target=numbers, return_outputs=False)
-            if once:
-                finish_gradients(self.model)
+            finish_gradients(self.model, units=self.entry.reduce == "step")
+            for group in self._gathered:
+                group.reshard()
             loss, count = self._global_loss()
             self.ties.add_up()
             self.ties.put_back(kept, 1.0 if count is None else 1.0 / count)
@@ -129,7 +136,8 @@ class Runner:
             both[0] = sum(float(total) for total in self._totals)
             both[1] = sum(float(count) for count in self._counts) if self._counts else -1.0
         both = both.to(self.device)
-        dist.broadcast(both, dist.get_global_rank(self.group, last), group=self.group)
+        with record("broadcast", self.group.size(), both.nbytes, requester="pipeline: the loss", group=self.group):
+            dist.broadcast(both, dist.get_global_rank(self.group, last), group=self.group)
         value, count = both.tolist()
         dtype = self._loss_dtype()
         if not callable(self.entry.loss):
@@ -160,14 +168,16 @@ class Runner:
             self._batches, self.states = [], {}
 
     def _signature(self, batch: Mapping[str, Any], training: bool) -> Signature:
-        key = (training, *sorted((name, like(value)) for name, value in batch.items()))
+        key = (training, torch.is_grad_enabled(), *sorted((name, like(value)) for name, value in batch.items()))
         found = self._signatures.get(key)
         if found is None:
             self.skeleton.train(training)
             for module, twin in zip(self.model.modules(), self.skeleton.modules()):
                 twin.training = module.training
-            whole = trace(self.skeleton, self.cut, batch, self.entry.source)
-            part = trace(self.skeleton, self.cut, self._batches[0], self.entry.source)
+            grad, source = torch.is_grad_enabled(), self.entry.source
+            whole = trace(self.skeleton, self.cut, batch, source, grad=grad)
+            part = trace(self.skeleton, self.cut, self._batches[0], source, grad=grad)
+            check_loss(part.output, self.entry)
             headers = HeaderExchange(f"{self._place}/{len(self._signatures)}")
             found = self._signatures[key] = Signature(whole, part, headers, self.entry)
         return found
@@ -182,9 +192,28 @@ class Runner:
         assert self._known is not None
         self._known.headers.tell(stage, headers)
 
-    def around_backward(self, microbatch: int) -> Any:
+    @contextlib.contextmanager
+    def around_backward(self, stage: int, microbatch: int) -> Iterator[None]:
         assert self._known is not None
-        return drawing_rows(MicrobatchRows(self.entry.microbatches, microbatch, self._known.dims))
+        self._begin(stage, microbatch, "BI")
+        rows = MicrobatchRows(self.entry.microbatches, microbatch, self._known.dims)
+        with drawing_rows(rows), requested_by(f"stage {stage}, micro-batch {microbatch}"):
+            yield
+            if self.entry.reduce == "microbatch":
+                # Of stages that share a unit, the first runs backward last.
+                reduce_units(self.model, [g for g in unit_groups(self.model) if min(self._stages_of(g)) == stage])
+
+    def _stages_of(self, group: Any) -> frozenset[int]:
+        return stages_of_unit(group.path, self.cut, frozenset(self.schedule.stages_of(self.rank)))
+
+    def _begin(self, stage: int, microbatch: int, kinds: str) -> None:
+        """Let parameters go that no stage needs soon."""
+        gone = [s for kind in kinds for s in self._releases.get(Action(stage, kind, microbatch), ())]
+        self._resident = (self._resident - set(gone)) | {stage}
+        if gone:
+            for group in self._gathered:
+                if not self._stages_of(group) & self._resident:
+                    group.reshard()
 
     def forward(self, stage: int, microbatch: int, received: Sequence[DTensor]) -> tuple[list[DTensor], Any]:
         known = self._known
@@ -194,7 +223,8 @@ class Runner:
         generator.set_state(self._start_state)
         batch = self._batches[microbatch]
         rows = MicrobatchRows(self.entry.microbatches, microbatch, known.dims)
-        with drawing_rows(rows), running(run):
+        self._begin(stage, microbatch, "F")
+        with drawing_rows(rows), running(run), requested_by(f"stage {stage}, micro-batch {microbatch}"):
             run.loss_mode = self._loss.around_forward if stage == self.cut.num_stages - 1 else None
             out = self.model(**batch)
         if stage < self.cut.num_stages - 1:

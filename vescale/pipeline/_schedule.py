@@ -164,6 +164,12 @@ def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Sche
     except (AssertionError, ValueError, RuntimeError, KeyError, IndexError) as error:
         raise refuse(f"it cannot run: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
     actions = tuple(tuple(_flat(order[rank])) for rank in range(num_ranks))
+    losses = [a.microbatch for a in actions[rank_of[num_stages - 1]] if a.kind == "F" and a.stage == num_stages - 1]
+    if losses != list(range(m)):
+        raise refuse(
+            f"the last stage takes micro-batches {', '.join(map(str, losses))}; give it 0 to {m - 1} in order, because "
+            "torch.distributed.pipelining keeps losses in that order"
+        )
     starts = _timed(actions, rank_of, refuse)
     return Schedule(name, m, actions, starts, tuple(rank_of[stage] for stage in range(num_stages)))
 
@@ -211,7 +217,7 @@ def _ranks_of(order: Mapping[int, Any], num_stages: int) -> dict[int, int]:
 
 
 def _timed(actions: Any, rank_of: Mapping[int, int], refuse: Any) -> tuple[tuple[int, ...], ...]:
-    """When each action begins. Raises for actions that wait for each other for ever."""
+    """When each action begins. Raises PlanError for a deadlock."""
     last = len(rank_of) - 1
     ends: dict[tuple[int, str, int], int] = {}
     positions, clocks = [0] * len(actions), [0] * len(actions)

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.comm import record
 from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.pipeline._headers import Header
 
@@ -23,7 +24,7 @@ class StageWork(Protocol):
     def forward(self, stage: int, microbatch: int, received: Sequence[DTensor]) -> tuple[list[DTensor], Any]:
         """What the stage sends, and the loss of the last stage."""
 
-    def around_backward(self, microbatch: int) -> Any:
+    def around_backward(self, stage: int, microbatch: int) -> Any:
         """A context for a backward."""
 
     def header(self, stage: int) -> Sequence[Header]:
@@ -57,9 +58,15 @@ class ModelStage(PipelineStage):
     def _peer(self, stage: int) -> int:
         return dist.get_global_rank(self.group or dist.group.WORLD, self.stage_index_to_group_rank[stage])  # type: ignore[arg-type]
 
-    def _messages(self, op: Any, tensors: Sequence[torch.Tensor], stage: int) -> list[dist.P2POp]:
+    def _messages(self, op: Any, tensors: Sequence[torch.Tensor], stage: int, microbatch: int) -> list[dist.P2POp]:
+        """What the schedule starts right afterwards."""
         peer = self._peer(stage) if tensors else 0
-        return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors if tensor.numel()]
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        for tensor in tensors:
+            name, way = ("send", "to") if op is dist.isend else ("recv", "from")
+            who = f"stage {self.stage_index}, micro-batch {microbatch}: {way} stage {stage}"
+            record(name, 2, tensor.nbytes, requester=who, group=self.group)
+        return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors]
 
     # Forward
 
@@ -68,7 +75,7 @@ class ModelStage(PipelineStage):
             return []
         buffers = [header.empty(self.device) for header in self.work.header(self.stage_index)]
         self.arrived[fwd_chunk_id] = buffers
-        return self._messages(dist.irecv, buffers, self.stage_index - 1)
+        return self._messages(dist.irecv, buffers, self.stage_index - 1, fwd_chunk_id)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         self.arrived[mb_index] = [local_of(made).detach() for made in prev_stage_outputs]
@@ -98,7 +105,7 @@ class ModelStage(PipelineStage):
         made = [local_of(one).detach().contiguous() for one in self.made[fwd_chunk_id]]
         if not self.has_backward:
             del self.made[fwd_chunk_id]
-        return self._messages(dist.isend, made, self.stage_index + 1)
+        return self._messages(dist.isend, made, self.stage_index + 1, fwd_chunk_id)
 
     # Backward
 
@@ -110,7 +117,7 @@ class ModelStage(PipelineStage):
             torch.empty(local_of(one).shape, dtype=one.dtype, device=self.device) for one in made if one.requires_grad
         ]
         self.gradients[bwd_chunk_id] = buffers
-        return self._messages(dist.irecv, buffers, self.stage_index + 1)
+        return self._messages(dist.irecv, buffers, self.stage_index + 1, bwd_chunk_id)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         self.gradients[mb_index] = list(next_stage_bwd_outputs)
@@ -132,7 +139,7 @@ class ModelStage(PipelineStage):
             gradients = [
                 _as_gradient(local, one) for local, one in zip(self.gradients.pop(bwd_chunk_id), made, strict=True)
             ]
-        with self.work.around_backward(bwd_chunk_id):
+        with self.work.around_backward(self.stage_index, bwd_chunk_id):
             if roots and roots[0].requires_grad:
                 torch.autograd.backward(roots, gradients)
         self.returned[bwd_chunk_id] = [_sent(leaf) for leaf in self.leaves.pop(bwd_chunk_id) if leaf.requires_grad]
@@ -143,7 +150,7 @@ class ModelStage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first or not self.has_backward:
             return []
-        return self._messages(dist.isend, self.returned.pop(bwd_chunk_id), self.stage_index - 1)
+        return self._messages(dist.isend, self.returned.pop(bwd_chunk_id), self.stage_index - 1, bwd_chunk_id)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         return

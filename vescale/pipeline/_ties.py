@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.comm import group_of_ranks
+from vescale.comm import group_of_ranks, record
 from vescale.compat import local_of
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._schedule import Schedule
@@ -31,14 +31,16 @@ class Ties:
                 members = tuple(sorted(dist.get_global_rank(group, r) for r in ranks))
                 self.tied.append((name, group_of_ranks(members, "tied parameters")))
 
-    def _parameters(self) -> Sequence[tuple[nn.Parameter, dist.ProcessGroup]]:
+    def _parameters(self) -> Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]]:
         """Those that have gradients. (They are looked up in every step: parameters of units are replaced.)"""
-        found = [(self.model.get_parameter(name), group) for name, group in self.tied]
-        return [(parameter, group) for parameter, group in found if parameter.requires_grad]
+        found = [(name, self.model.get_parameter(name), group) for name, group in self.tied]
+        return [one for one in found if one[1].requires_grad]
 
     def set_aside(self, *, everything: bool = False) -> Kept:
         """Take gradients of earlier steps away: of tied parameters, or of all."""
-        parameters = list(self.model.parameters()) if everything else [parameter for parameter, _ in self._parameters()]
+        parameters = (
+            list(self.model.parameters()) if everything else [parameter for _, parameter, _ in self._parameters()]
+        )
         kept = [(parameter, parameter.grad) for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -47,11 +49,13 @@ class Ties:
     @torch.no_grad()
     def add_up(self) -> None:
         """Communication: one all-reduce for each tied parameter, over the ranks that have it."""
-        for parameter, group in self._parameters():
+        for name, parameter, group in self._parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = parameter.grad
-            dist.all_reduce(local_of(gradient) if isinstance(gradient, DTensor) else gradient, group=group)
+            gradient = local_of(parameter.grad) if isinstance(parameter.grad, DTensor) else parameter.grad
+            num_bytes = 2 * gradient.nbytes * (group.size() - 1) // group.size()
+            with record("all_reduce", group.size(), num_bytes, requester=f"tied over stages: {name}.grad", group=group):
+                dist.all_reduce(gradient, group=group)
 
     @torch.no_grad()
     def put_back(self, kept: Kept, scale: float) -> None:

@@ -45,12 +45,17 @@ _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 @dataclass(frozen=True)
 class Boundary:
     """What enters a stage: ``leaves`` are the positions, among the leaves of the arguments of its first module's call, of
-    the tensors that earlier stages have made; ``shapes`` and ``dtypes`` are those of a whole forward's."""
+    the tensors that earlier stages have made; the rest is theirs, in a forward that is not cut over ranks."""
 
     leaves: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
+    requires_grad: tuple[bool, ...]
     num_leaves: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes))
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source: Any = None) -> Trace:
+def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source: Any = None, *, grad: bool) -> Trace:
     """Run the forward of a gated skeleton on a batch; its generators and buffers are left as they were.
 
     Raises PlanError for a forward that the cut does not fit: a module that runs in another stage than it belongs to, or a
@@ -116,11 +121,21 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
     buffers = [(b, b.detach().clone()) for b in skeleton.buffers() if not b.is_meta]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(running(recorder))
         stack.enter_context(recorder)
-        output = skeleton(**batch)
+        try:
+            output = skeleton(**batch)
+        except NotImplementedError as error:  # an op whose result's shape depends on values
+            where = f"in {recorder.inside!r}" if recorder.inside else "around the stages' modules"
+            reason = str(error).splitlines()[0][:120]
+            raise PlanError(
+                f"pipeline: the forward {where} has shapes that depend on the values of parameters, so that what "
+                f"stages send is not known before they run ({reason}); for experts, give their module a local entry of kind "
+                "experts, or use an implementation without a loop (experts_implementation='grouped_mm')",
+                entry_source,
+            ) from error
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -192,7 +207,8 @@ class _Recorder(TorchDispatchMode):
         found = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and id(leaf) in self.made]
         self.carried = {id(leaves[n]) for n in found}
         shapes = tuple(tuple(leaves[n].shape) for n in found)
-        self.boundaries[self.stage] = Boundary(tuple(found), shapes, tuple(leaves[n].dtype for n in found), len(leaves))
+        dtypes, graph = (tuple(getattr(leaves[n], of) for n in found) for of in ("dtype", "requires_grad"))
+        self.boundaries[self.stage] = Boundary(tuple(found), shapes, dtypes, graph, len(leaves))
 
     # Ops
 

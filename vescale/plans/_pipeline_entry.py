@@ -40,6 +40,8 @@ class PipelineEntry:
         loss: a path into the model's output, ``"out.loss"``, or ``f(out, batch) -> (sum, count)``.
         reduce: gradients are reduced once a step, or after every micro-batch's backward.
         stages_per_rank: with ``balance``; None: what the schedule needs.
+        memory_gib: with ``balance``: the most that parameters, gradients and two states of an optimizer of a rank's stages
+            may take, before other axes cut them.
     """
 
     mesh: str
@@ -51,6 +53,7 @@ class PipelineEntry:
     loss: str | Callable[[Any, Mapping[str, Any]], tuple[Any, Any]] = "out.loss"
     reduce: str = "step"
     stages_per_rank: int | None = None
+    memory_gib: float | None = None
     source: Source | None = field(default=None, compare=False)
 
     @property
@@ -65,7 +68,8 @@ class PipelineEntry:
         )
         return (
             f"mesh={self.mesh}, cut={cut}, schedule={self.schedule}, microbatches={self.microbatches}, loss={loss}, "
-            f"reduce={self.reduce}, stages_per_rank={self.stages_per_rank}"
+            f"reduce={self.reduce}, stages_per_rank={self.stages_per_rank}, "
+            f"memory_gib={self.memory_gib}"
         )
 
 
@@ -85,6 +89,7 @@ def pipeline_entry(
     loss: Any,
     reduce: str,
     stages_per_rank: int | None,
+    memory_gib: float | None,
     source: Source | None,
 ) -> PipelineEntry:
     """A checked entry. Raises PlanError."""
@@ -108,6 +113,10 @@ def pipeline_entry(
         raise refuse(f"microbatches={microbatches!r}; use a number of at least 1")
     if stages_per_rank is not None and (not isinstance(stages_per_rank, int) or stages_per_rank < 1 or balance is None):
         raise refuse(f"stages_per_rank={stages_per_rank!r}; it is a number of at least 1, beside balance=")
+    if memory_gib is not None and (
+        isinstance(memory_gib, bool) or not isinstance(memory_gib, int | float) or not memory_gib > 0 or balance is None
+    ):
+        raise refuse(f"memory_gib={memory_gib!r}; it is a positive number, beside balance=")
     if not callable(loss) and not (isinstance(loss, str) and loss.split(".")[0] == "out"):
         raise refuse(
             f"loss={loss!r}; use a path that begins with the output, such as 'out.loss' or 'out', or a callable"
@@ -122,6 +131,7 @@ def pipeline_entry(
         loss,
         reduce,
         stages_per_rank,
+        memory_gib,
         source,
     )
 

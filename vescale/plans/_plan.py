@@ -77,6 +77,7 @@ class Plan(ModuleEntries):
         loss: str | Callable[[Any, Mapping[str, Any]], tuple[Any, Any]] = "out.loss",
         reduce: Literal["step", "microbatch"] = "step",
         stages_per_rank: int | None = None,
+        memory_gib: float | None = None,
         source: Source | None = None,
     ) -> Self:
         """Cut the model into stages, which ranks along the axis ``mesh`` run; once in a plan. No other entry names it.
@@ -88,9 +89,11 @@ class Plan(ModuleEntries):
             schedule: a name of ``torch.distributed.pipelining`` (case does not matter; also ``"ZBV"``), or CSV text.
             microbatches: equal parts of the batch, cut along dim 0.
             loss: a path into the model's output; or ``f(out, batch) -> (sum, count)`` of a micro-batch.
-            reduce: gradients are reduced once a step, which keeps unreduced ones for all micro-batches, or after each
-                micro-batch's backward.
+            reduce: gradients of units (ZeRO) are reduced once a step, which keeps unreduced ones for all micro-batches, or
+                after each micro-batch's backward. All others are reduced once a step.
             stages_per_rank: beside ``balance``.
+            memory_gib: beside ``balance``: the most that parameters, their gradients and two states of an optimizer take
+                on a rank, before other axes cut them.
 
         See docs/pipeline.md. Returns the plan.
         """
@@ -108,6 +111,7 @@ class Plan(ModuleEntries):
             loss=loss,
             reduce=reduce,
             stages_per_rank=stages_per_rank,
+            memory_gib=memory_gib,
             source=source,
         )
         return self

@@ -15,6 +15,7 @@ from vescale.runtime._parallelize import (
     parallelize,
 )
 from vescale.runtime._placing import Placing
+from vescale.runtime._plan_units import kept_gathered, reduce_units, unit_groups
 from vescale.runtime._preflight import preflight
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._saved_report import SavedReport, report
@@ -38,12 +39,15 @@ __all__ = [
     "implicit_communication",
     "init_mesh",
     "install",
+    "kept_gathered",
     "locate",
     "module_of_node",
     "no_sync",
     "parallelize",
     "preflight",
+    "reduce_units",
     "register_mode",
     "report",
     "shard_batch",
+    "unit_groups",
 ]

@@ -218,12 +218,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def finish_gradients(model: nn.Module) -> None:
+def finish_gradients(model: nn.Module, *, units: bool = True) -> None:
     """Complete what backwards under :func:`no_sync` have accumulated, without another backward; on every rank of the mesh.
+    ``units=False``: those of units are complete.
 
     Communication: that of a backward's end: one reduction for each unit and each bucket.
     """
-    states = states_in(model)
+    states = states_in(model) if units else []
     with torch.no_grad():
         for state in reversed(states):
             state.reduce_accumulated()

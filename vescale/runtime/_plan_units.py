@@ -31,7 +31,7 @@ from vescale.placements import RaggedShard, contiguous_stride, local_region, sha
 from vescale.rng import is_deferred
 from vescale.runtime._tensor_placement import TensorSlots, place_tensor
 
-__all__ = ["Units", "managed_parameters"]
+__all__ = ["Units", "kept_gathered", "managed_parameters", "reduce_units", "unit_groups"]
 
 
 class Units:
@@ -194,6 +194,8 @@ class UnitState(ModuleState):
     """The hooks of a unit. The function mode is off inside of them: the engine is no part of the model."""
 
     accumulates_gathered = False
+    stays_gathered = False
+    """Inside of :func:`kept_gathered`: parameters do not change there."""
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with no_torch_function(), outside_of_kept():
@@ -205,7 +207,7 @@ class UnitState(ModuleState):
         begins = self.tree.forward_root is None and not in_backward()
         args, kwargs = super()._begin_iteration(args, kwargs)
         if begins:
-            for group in (group for state in self.tree.states for group in state.groups):
+            for group in (g for s in self.tree.states if not getattr(s, "stays_gathered", False) for g in s.groups):
                 if group.is_unsharded and not any(bucket.unreduced.has_any for bucket in group.buckets):
                     group.reshard()
         return args, kwargs
@@ -263,6 +265,50 @@ def accumulating(model: nn.Module) -> Iterator[None]:
     finally:
         for group, reduces, sums, reshards in before:
             group.reduce_gradients, group.options.all_reduce, group.reshard_after_backward = reduces, sums, reshards
+
+
+@contextlib.contextmanager
+def kept_gathered(model: nn.Module) -> Iterator[Sequence[ParameterGroup]]:
+    """Several forwards and backwards with the same parameters: units whose entry does not ask for ``reshard_after_forward``
+    are gathered by the first that uses them, and stay so. Gives their groups: ``group.reshard()`` lets one go earlier. At
+    the end their settings are as before, and the caller reshards them."""
+    states = [s for s in states_in(model) if isinstance(s, UnitState) and s.reshard_root in (None, False)]
+    groups = [group for state in states for group in state.groups]
+    before = [(group.reshard_after_forward, group.reshard_after_backward) for group in groups]
+    for state in states:
+        state.stays_gathered = True
+    for group in groups:
+        group.reshard_after_forward = group.reshard_after_backward = False
+    try:
+        yield groups
+    finally:
+        for state in states:
+            state.stays_gathered = False
+        for group, (after_forward, after_backward) in zip(groups, before):
+            group.reshard_after_forward, group.reshard_after_backward = after_forward, after_backward
+
+
+@torch.no_grad()
+def reduce_units(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+    """Under ``no_sync``: reduce what backwards have accumulated in these groups of the model's units, and in no others; on
+    every rank of the mesh. The sums are added to ``.grad``."""
+    if not groups:
+        return
+    root = states_in(model)[0]
+    before = [(group.reduce_gradients, group.options.all_reduce) for group in groups]
+    with no_torch_function():
+        root.tree.expect_conclusion()
+        for group in groups:
+            group.reduce_gradients = group.options.all_reduce = True
+            group.reduce_accumulated()
+        for group, (reduces, sums) in zip(groups, before):
+            group.reduce_gradients, group.options.all_reduce = reduces, sums
+        root.conclude_accumulation()
+
+
+def unit_groups(model: nn.Module) -> list[ParameterGroup]:
+    """The groups of all units of a model."""
+    return [group for state in states_in(model) for group in state.groups]
 
 
 def _to_rest(module: nn.Module, *_: Any) -> None:

@@ -1,0 +1,231 @@
+"""Pipelines with ZeRO units, replicas of them, sequence and context parallelism, and experts: as one device."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from tests.pipeline.steps import Net, mesh_of, same_steps, token_batch
+from tests.pipeline.test_steps import NAMES, assert_exact, make_net
+from tests.ranks import RankPools
+from tests.runtime.llama import make_llama
+from tests.runtime.zero import sharded_at_rest
+from tests.simulate import simulate
+from vescale import parallelize, plan_zoo
+from vescale.comm import CommRecord, record_comms
+from vescale.ir import lower
+from vescale.plans import Plan
+
+ZERO: dict[str, dict[str, Any]] = {
+    "1F1B": {"splits": [2], "microbatches": 4},
+    "ZBV": {"splits": [1, 2, 3], "microbatches": 4, "accumulate": True},
+    "ZBV by micro-batch": {"splits": [1, 2, 3], "microbatches": 2, "reduce": "microbatch", "accumulate": True},
+    "1F1B of ZeRO-3": {"splits": [2], "microbatches": 2, "unit": {"reshard_after_forward": True}},
+    "1F1B of ZeRO-1": {
+        "splits": [2],
+        "microbatches": 4,
+        "reduce": "microbatch",
+        "unit": {"reshard_after_forward": False, "reshard_after_backward": False},
+    },
+}
+
+
+def zero_plan(mesh: Any, case: str) -> Plan:
+    given = ZERO[case]
+    plan = Plan(mesh)
+    for name in NAMES:
+        plan.shard(f"<in:{name}>", Shard(0), mesh="dp")
+    sharded_at_rest(plan, ".*", "dp")
+    if "unit" in given:
+        plan.unit(r"blocks.\d+", **given["unit"])
+    return plan.pipeline(
+        split_before=[f"blocks.{n}" for n in given["splits"]],
+        schedule=case.split()[0],
+        microbatches=given["microbatches"],
+        reduce=given.get("reduce", "step"),
+    )
+
+
+MESH = {"pp": 2, "dp": 2}
+
+
+def zero_case(case: str) -> dict[str, float]:
+    batches = [token_batch(step, names=NAMES) for step in range(3)]
+    return same_steps(
+        make_net, lambda: zero_plan(mesh_of(**MESH), case), batches, accumulate=ZERO[case].get("accumulate", False)
+    )
+
+
+@pytest.mark.parametrize("case", ZERO)
+def test_units_in_stages(ranks: RankPools, case: str) -> None:
+    assert_exact(ranks.run(zero_case, case, world_size=4))
+
+
+def is_reduction(record: CommRecord) -> bool:
+    """Of gradients: not of losses, nor what the engine asks other ranks."""
+    asks = ("which", "nll_loss")
+    return record.op in ("reduce_scatter_v", "all_reduce") and not any(word in record.requester for word in asks)
+
+
+def counted_case(case: str | None) -> tuple[dict[int, dict[str, int]], Counter[str], Counter[int]]:
+    """What is predicted, what the ledger of the second step has, and the reductions that name a stage."""
+
+    def plan(mesh: Any) -> Plan:
+        if case is not None:
+            return zero_plan(mesh, case)
+        made = Plan(mesh)
+        for name in NAMES:
+            made.shard(f"<in:{name}>", Shard(0), mesh="dp")
+        return made.pipeline(split_before=["blocks.2"], microbatches=4)
+
+    model, batch = make_net(), token_batch(0, names=NAMES)
+    predicted = lower(plan(MESH), model).pipeline.counts(batch)
+    model = parallelize(model, plan(mesh_of(**MESH)))
+    model.step(**batch)
+    with record_comms() as ledger:
+        model.step(**batch)
+    counts: Counter[str] = Counter()
+    by_stage: Counter[int] = Counter()
+    for record in ledger.records:
+        what = {"send": "sends", "recv": "receives", "all_gather_v": "gathers"}.get(record.op)
+        counts[what or ("reductions" if is_reduction(record) else "others")] += 1
+        if is_reduction(record) and record.requester.startswith("stage "):
+            by_stage[int(record.requester.split()[1].rstrip(","))] += 1
+    return predicted, counts, by_stage
+
+
+@pytest.mark.parametrize("case", [None, *ZERO])
+def test_counts_are_those_of_the_ledger(ranks: RankPools, case: str | None) -> None:
+    results = ranks.run(counted_case, case, world_size=4)
+    predicted = results[0][0]
+    for rank, (_, counts, by_stage) in enumerate(results):
+        own = {2: (rank // 2,), 4: ((0, 3), (1, 2))[rank // 2]}[len(predicted)]
+        for what in ("sends", "receives", "gathers", "reductions"):
+            assert counts[what] == sum(predicted[stage][what] for stage in own), (rank, what, counts, predicted)
+        for stage, number in by_stage.items():
+            tied = 0 if len(predicted) == 4 else 1
+            assert number == predicted[stage]["reductions"] - tied, (rank, stage, by_stage, predicted)
+
+
+def zoo_case(name: str, sizes: dict[str, int], dropout: float) -> dict[str, float]:
+    def plan() -> Plan:
+        made = plan_zoo.load(name, mesh_of(**sizes))
+        return made.pipeline(split_before=["model.layers.1"], microbatches=2)
+
+    batches = [token_batch(step, length=16) for step in range(2)]
+    return same_steps(lambda: make_llama(attention_dropout=dropout, tie_word_embeddings=True), plan, batches)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "dropout"),
+    [("llama", {"pp": 2, "dp": 1, "tp": 2}, 0.1), ("llama_cp", {"pp": 2, "dp": 1, "cp": 2, "tp": 1}, 0.0)],
+    ids=["sequence", "context"],
+)
+def test_sequences_in_parts(ranks: RankPools, name: str, sizes: dict[str, int], dropout: float) -> None:
+    assert_exact(ranks.run(zoo_case, name, sizes, dropout, world_size=4), loss=1e-6)
+
+
+def make_mixtral() -> nn.Module:
+    """Its router and norms compute in float64, too: Hugging Face's cast to float32. (So does its loss.)"""
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralTopKRouter
+
+    class Router(MixtralTopKRouter):
+        def forward(self, hidden_states: torch.Tensor) -> Any:
+            logits = torch.nn.functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
+            weights, chosen = torch.topk(torch.softmax(logits, -1), self.top_k, dim=-1)
+            return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    class Norm(MixtralRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, max_position_embeddings=64, num_local_experts=4, num_experts_per_tok=2, attention_dropout=0.1,
+        experts_implementation="eager",
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).double()
+    for module in model.modules():
+        if isinstance(module, MixtralTopKRouter):
+            module.__class__ = Router
+        elif isinstance(module, MixtralRMSNorm):
+            module.__class__ = Norm
+    return model
+
+
+def sum_and_count(out: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
+    return nn.functional.cross_entropy(out.logits.flatten(0, 1), labels, reduction="sum"), (labels != -100).sum()
+
+
+def mixtral_case(sizes: dict[str, int], zero: bool) -> dict[str, float]:
+    def plan() -> Plan:
+        made = plan_zoo.load("mixtral", mesh_of(**sizes))
+        if zero:
+            sharded_at_rest(made, ".*(weight|bias|proj)", "dp")
+        return made.pipeline(split_before=["model.layers.1"], microbatches=2, loss=sum_and_count)
+
+    return same_steps(make_mixtral, plan, [token_batch(step) for step in range(2)], loss=sum_and_count)
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["experts", "units"])
+def test_experts(ranks: RankPools, zero: bool) -> None:
+    sizes = {"pp": 2, "dp": 2, "tp": 1} if zero else {"pp": 2, "dp": 1, "tp": 2}
+    assert_exact(ranks.run(mixtral_case, sizes, zero, world_size=4))
+
+
+# Eight ranks, which are simulated: without dropout, because they share one generator.
+
+
+def eight_ranks(kind: str, model: nn.Module) -> dict[str, float]:
+    def plan() -> Plan:
+        if kind == "pp x dp x tp":
+            made = plan_zoo.load("llama", mesh_of(pp=2, dp=2, tp=2))
+            return made.pipeline(split_before=["model.layers.1"], microbatches=2)
+        made = Plan(mesh_of(pp=2, replicate=2, shard=2))
+        for name in NAMES:
+            made.shard(f"<in:{name}>", {"replicate": Shard(0), "shard": Shard(0)})
+        sharded_at_rest(made, ".*", "shard")
+        return made.pipeline(split_before=["blocks.1", "blocks.2", "blocks.3"], schedule="ZBV", microbatches=2)
+
+    names = ("input_ids", "labels") if kind == "pp x dp x tp" else NAMES
+    batches = [token_batch(step, names=names) for step in range(2)]
+    return same_steps(lambda: copy.deepcopy(model), plan, batches, draws=False, accumulate=True)
+
+
+@pytest.mark.parametrize("kind", ["pp x dp x tp", "replicas of units"])
+def test_eight_ranks(kind: str) -> None:
+    torch.manual_seed(0)
+    model = make_llama(tie_word_embeddings=True) if kind == "pp x dp x tp" else Net(dropout=0.0).double()
+    assert_exact(simulate(eight_ranks, 8, kind, model), loss=1e-6 if kind == "pp x dp x tp" else 1e-12)
+
+
+def count_eight(model: nn.Module) -> tuple[dict[int, dict[str, int]], Counter[str]]:
+    def plan(mesh: Any) -> Plan:
+        return plan_zoo.load("llama", mesh).pipeline(split_before=["model.layers.1"], microbatches=2)
+
+    batch = token_batch(0)
+    predicted = lower(plan({"pp": 2, "dp": 2, "tp": 2}), model).pipeline.counts(batch)
+    model = parallelize(copy.deepcopy(model), plan(mesh_of(pp=2, dp=2, tp=2)))
+    model.step(**batch)
+    with record_comms() as ledger:
+        model.step(**batch)
+    names = {"send": "sends", "recv": "receives", "all_gather_v": "gathers"}
+    counts = Counter(names[r.op] for r in ledger.records if r.op in ("send", "recv"))
+    counts["reductions"] = sum("bucket " in r.requester or "tied" in r.requester for r in ledger.records)
+    return predicted, counts
+
+
+def test_counts_with_tensor_parallelism() -> None:
+    torch.manual_seed(0)
+    for rank, (predicted, counts) in enumerate(simulate(count_eight, 8, make_llama(tie_word_embeddings=True))):
+        for what in ("sends", "receives", "reductions"):
+            assert counts[what] == predicted[rank // 4][what], (rank, counts, predicted)

@@ -1,0 +1,174 @@
+"""What a pipeline refuses, before anything is communicated, and the edit that each message gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.pipeline.steps import Net, mesh_of, token_batch
+from tests.ranks import RankPools
+from tests.runtime.zero import sharded_at_rest
+from vescale import parallelize
+from vescale.ir import check, lower
+from vescale.plans import Plan, PlanError
+
+NAMES = ("ids", "labels")
+
+
+def pipeline(axes: dict[str, int] | None = None, **options: Any) -> Plan:
+    return Plan(axes or {"pp": 2}).pipeline(**{"split_before": ["blocks.2"], "microbatches": 4, **options})
+
+
+ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
+    "no axis": ({"axes": {"dp": 2}}, "no axis 'pp'; the axes are dp=2"),
+    "two cuts": ({"balance": "cost"}, "split_before and balance says where .* give exactly one of"),
+    "no cut": ({"split_before": None}, "nothing says where the model is cut; give exactly one of"),
+    "unknown schedule": ({"schedule": "1F2B"}, "'1F2B' is none of GPipe, 1F1B, .* did you mean.*1F1B"),
+    "micro-batches": ({"microbatches": 0}, "microbatches=0; use a number of at least 1"),
+    "reduce": ({"reduce": "steps"}, "reduce='steps'; use 'step' or 'microbatch'"),
+    "loss": ({"loss": "loss"}, "use a path that begins with the output, such as 'out.loss'"),
+    "limit without balance": ({"memory_gib": 4}, "memory_gib=4; it is a positive number, beside balance="),
+    "a path of an input": ({"split_before": ["blocks.2.<in>"]}, "takes a module path"),
+    "unknown path": ({"split_before": ["layers.2"]}, "'layers.2' matches no module .* for example 'blocks.0'"),
+    "the model itself": ({"split_before": [""]}, "module|path"),
+    "inside of each other": ({"split_before": ["blocks.2", "blocks.2.up"]}, "'blocks.2.up' is a part of 'blocks.2'"),
+    "too many stages": (
+        {"split_before": ["blocks.1", "blocks.2"]},
+        "schedule 1F1B: 3 stages for 2 ranks along 'pp'; cut the model into a multiple of 2",
+    ),
+    "two stages a rank": (
+        {"split_before": ["blocks.1", "blocks.2", "blocks.3"]},
+        "it runs one stage on each rank, and the model is cut into 4 for 2 ranks; cut it into 2, or use Interleaved1F1B",
+    ),
+    "one stage a rank": ({"schedule": "ZBV"}, "it runs exactly 2 stages on each rank; cut the model into 4, not 2"),
+    "too few micro-batches": ({"microbatches": 1}, "1 micro-batches for 2 stages; give microbatches=2 or more"),
+    "rounds": (
+        {"schedule": "Interleaved1F1B", "microbatches": 5, "split_before": ["blocks.1", "blocks.2", "blocks.3"]},
+        "5 micro-batches on 2 ranks; .* give a multiple of 2",
+    ),
+    "listed twice": (
+        {"split_before": None, "stages": [["blocks.0", "blocks.1"], ["blocks.1"]]},
+        "'blocks.1' is listed in stages 0 and 1",
+    ),
+    "out of order": (
+        {"split_before": None, "stages": [["blocks.3"], ["blocks.1"]], "schedule": "GPipe"},
+        "not in order|in stage|belongs",
+    ),
+    "too few blocks": (
+        {"split_before": None, "balance": "cost", "stages_per_rank": 4, "schedule": "Interleaved1F1B"},
+        "balance='cost' found no ModuleList of at least 8 blocks; give split_before=",
+    ),
+    "a stage without parameters": (
+        {"split_before": ["dropouts"]},
+        "stage 1, which begins before 'dropouts', has no para",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_entries(name: str) -> None:
+    options, message = ENTRIES[name]
+    model = Net()
+    if name == "a stage without parameters":
+        model.dropouts = nn.ModuleList([nn.Dropout()])
+    with pytest.raises(PlanError, match=message) as raised:
+        plan = pipeline(**options)
+        lowered = lower(plan, model)
+        lowered.pipeline.counts(token_batch(0, names=NAMES))
+    assert raised.value.source is None or raised.value.source.line > 0
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "unit with mp_policy="])
+def test_entries_of_torn_modules(what: str) -> None:
+    plan = Plan({"pp": 2, "dp": 2}).pipeline(split_before=["inner.blocks.2"], microbatches=4)
+    sharded_at_rest(plan, ".*", "dp")
+    if what == "checkpoint":
+        plan.checkpoint("inner")
+    else:
+        plan.unit("inner", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with pytest.raises(PlanError, match=rf"begins before 'inner.blocks.2', inside of 'inner', which has a {what}"):
+        lower(plan, Outer())
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Net()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.inner(ids, labels)
+
+
+class Skips(Net):
+    """The head reads what the embedding made."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = early = self.embed(ids)
+        mask = (ids != 0).unsqueeze(-1).to(x.dtype)
+        for block in self.blocks:
+            x = block(x, mask)
+        return {"loss": nn.functional.cross_entropy(self.head(x + early).flatten(0, 1), labels.flatten())}
+
+
+class Unused(Net):
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        mask = (ids != 0).unsqueeze(-1).float()
+        return {"loss": self.blocks[0](self.embed(ids), mask).mean()}
+
+
+BATCHES: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any], str]] = {
+    "indivisible": (
+        Net,
+        {},
+        {"rows": 6},
+        "a batch of 6 rows cannot be cut into 4 equal micro-batches; give a multiple of 4",
+    ),
+    "skip": (Skips, {}, {}, "reads a tensor .* that stage 0 has made, and that is no argument of 'blocks.2'"),
+    "never called": (Unused, {}, {}, "the forward does not call 'blocks.2', before which a stage begins"),
+    "loss path": (Net, {"loss": "out.losses"}, {}, "the model's output, a dict, has no 'losses'"),
+    "loss of dims": (Net, {"loss": "out.logits"}, {}, r"loss='out.logits' is a tensor of shape \(2, 6, 32\)"),
+    "other order": (
+        Net,
+        {"split_before": None, "stages": [["embed", "norm"], ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]]},
+        {},
+        "the forward calls 'norm' in stage 1, but .* it belongs to stage 0; give stages=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(name: str) -> None:
+    cls, options, batch, message = BATCHES[name]
+    program = lower(pipeline(**options), cls())
+    with pytest.raises(PlanError, match=message):
+        program.pipeline.counts(token_batch(0, names=NAMES, **batch))
+
+
+def test_check_finds_what_lower_raises() -> None:
+    findings = check(pipeline(split_before=["layers.2"]), Net())
+    assert any("matches no module" in finding.problem for finding in findings if finding.severity == "error")
+
+
+def raised_everywhere() -> list[str]:
+    found = []
+    for name in ("indivisible", "loss path", "skip"):
+        cls, options, batch, _ = BATCHES[name]
+        torch.manual_seed(0)
+        plan = Plan(mesh_of(pp=2)).pipeline(**{"split_before": ["blocks.2"], "microbatches": 4, **options})
+        model = parallelize(cls(), plan)
+        try:
+            model.step(**token_batch(0, names=NAMES, **batch))
+        except PlanError as error:
+            found.append(str(error))
+    with pytest.raises(RuntimeError, match=r"runs in stages, none of which is the model; call \.step"):
+        model(**token_batch(0, names=NAMES))
+    return found
+
+
+def test_steps_refuse_on_every_rank(ranks: RankPools) -> None:
+    one, other = ranks.run(raised_everywhere, world_size=2, timeout=60)
+    assert one == other and len(one) == 3

@@ -1,0 +1,169 @@
+"""Schedules on paper: none deadlocks, each forward has its backward, and balanced cuts are the best there are."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.pipeline.steps import Net, token_batch
+from vescale.ir import lower
+from vescale.pipeline import Action, make_schedule, partition, schedule_page
+from vescale.pipeline._residency import releases
+from vescale.plans import PIPELINE_SCHEDULES, Plan, PlanError
+
+PER_RANK = {"GPipe": (1,), "1F1B": (1,), "ZBVZeroBubble": (2,), "DualPipeV": (2,)}
+CASES = [
+    (name, ranks, per_rank, microbatches)
+    for name in PIPELINE_SCHEDULES
+    for ranks in (2, 4)
+    for per_rank in PER_RANK.get(name, (1, 2))
+    for microbatches in (1, 2, 4, 6, 8, 12, 16)
+]
+
+
+def entry_of(**options: Any) -> Any:
+    entry = Plan({"pp": 2}).pipeline(split_before=["x"], **options).pipeline_entry
+    assert entry is not None
+    return entry
+
+
+@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
+def test_dry_runs(name: str) -> None:
+    """Either a plan error with the numbers that are needed, or a schedule that ends, and computes each thing once."""
+    ran = 0
+    for _, ranks, per_rank, microbatches in (case for case in CASES if case[0] == name):
+        stages = ranks * per_rank
+        try:
+            schedule = make_schedule(entry_of(schedule=name, microbatches=microbatches), ranks, stages)
+        except PlanError as error:
+            assert re.search(r"give (a multiple of|microbatches=)", str(error)), (name, ranks, per_rank, microbatches)
+            continue
+        ran += 1
+        assert sorted(schedule.rank_of) == sorted(list(range(ranks)) * per_rank)
+        done = [action for actions in schedule.actions for action in actions]
+        assert len(done) == len(set(done))
+        for stage, microbatch in itertools.product(range(stages), range(microbatches)):
+            assert Action(stage, "F", microbatch) in done
+            whole = Action(stage, "B", microbatch) in done
+            halves = [Action(stage, kind, microbatch) in done for kind in "IW"]
+            assert halves == [not whole] * 2
+        for actions in schedule.actions:
+            place = {action: n for n, action in enumerate(actions)}
+            for stage, kind, microbatch in actions:
+                if kind != "F":
+                    before = "I" if kind == "W" else "F"
+                    assert place[Action(stage, before, microbatch)] < place[Action(stage, kind, microbatch)]
+        # As text, it is the same schedule.
+        again = make_schedule(entry_of(schedule=schedule.to_csv(), microbatches=microbatches), ranks, stages)
+        assert (again.actions, again.starts, again.peak) == (schedule.actions, schedule.starts, schedule.peak)
+        sent = schedule.messages()
+        assert sum(m["forward_sends"] for m in sent.values()) == sum(m["forward_receives"] for m in sent.values())
+    assert ran >= 8
+
+
+def test_bubbles_and_peaks_are_those_of_the_papers() -> None:
+    for ranks, m in ((2, 4), (4, 8), (4, 16)):
+        one, pipe = (make_schedule(entry_of(schedule=n, microbatches=m), ranks, ranks) for n in ("1F1B", "GPipe"))
+        assert one.length == pipe.length == 3 * (m + ranks - 1)
+        assert one.bubble == pytest.approx((ranks - 1) / (m + ranks - 1))
+        assert pipe.peak == (m,) * ranks
+        assert one.peak == tuple(min(m, ranks - rank) for rank in range(ranks))
+        zbv = make_schedule(entry_of(schedule="ZBV", microbatches=m), ranks, 2 * ranks)
+        assert zbv.bubble < one.bubble
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("0F0,0B0\n1B0,1F0\n", "stage 1, microbatch 0 without first running Forward"),
+        ("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n", "the last stage takes micro-batches 1, 0; give it 0 to 1 in order"),
+        ("0F0,0B0\n1F0\n", "Invalid backward microbatches for stage 1"),
+        ("0F0,0B0\n0F1,0B1\n", "Stage 0 is assigned to both rank 1 and rank 0"),
+    ],
+)
+def test_schedules_that_cannot_run(text: str, problem: str) -> None:
+    m = 2 if "B1" in text else 1
+    with pytest.raises(PlanError, match=f"schedule CSV: .*({problem})"):
+        make_schedule(entry_of(schedule=text, microbatches=m), 2, 2)
+
+
+def test_stages_that_are_let_go() -> None:
+    """Four stages on a rank, three resident at most: of a looped schedule the first is let go when the fourth is near."""
+    actions = [Action(stage, kind, 0) for kind, order in (("F", range(4)), ("B", range(3, -1, -1))) for stage in order]
+    gone = releases(actions)
+    resident: set[int] = set()
+    gathers = 0
+    for action in actions:
+        resident -= set(gone.get(action, ()))
+        gathers += action.stage not in resident
+        resident.add(action.stage)
+        assert len(resident) <= 3
+    assert gathers == 5  # the first stage twice
+    assert releases([Action(0, kind, m) for m in range(3) for kind in "FB"]) == {}
+
+
+def brute_force(costs: list[int], parts: int, sizes: list[int], limit: float) -> float | None:
+    found = []
+    for inner in itertools.combinations(range(1, len(costs)), parts - 1):
+        edges = [0, *inner, len(costs)]
+        if all(sum(sizes[a:b]) <= limit for a, b in itertools.pairwise(edges)):
+            found.append(max(sum(costs[a:b]) for a, b in itertools.pairwise(edges)))
+    return min(found, default=None)
+
+
+def test_partition_is_the_best_under_the_limit() -> None:
+    draws = random.Random(0)
+    for _ in range(60):
+        n = draws.randint(1, 8)
+        parts = draws.randint(1, n)
+        costs, sizes = ([draws.randint(1, 9) for _ in range(n)] for _ in range(2))
+        limit = draws.choice([float("inf"), draws.randint(5, 30)])
+        best = brute_force(costs, parts, sizes, limit)
+        if best is None:
+            with pytest.raises(ValueError, match="are all under"):
+                partition(costs, parts, sizes, limit)
+            continue
+        edges = [*partition(costs, parts, sizes, limit), n]
+        assert max(sum(costs[a:b]) for a, b in itertools.pairwise(edges)) == best
+        assert all(sum(sizes[a:b]) <= limit for a, b in itertools.pairwise(edges))
+
+
+def uneven() -> nn.Module:
+    net = Net(depth=8, dropout=0.0)
+    for n in (0, 1):
+        net.blocks[n].up = nn.Linear(16, 320)
+        net.blocks[n].down = nn.Linear(320, 16)
+    return net
+
+
+def test_balance_by_cost_and_memory() -> None:
+    plan = Plan({"pp": 2}).pipeline(balance="cost", microbatches=4)
+    assert lower(plan, uneven()).pipeline.cut.splits == ("blocks.1",)
+    weights = sum(p.numel() for p in uneven().parameters()) * 4 * 4 / 2**30  # gradients, and two states
+    with pytest.raises(PlanError, match=r"memory_gib=.* take .* GiB on the fullest rank .* give memory_gib="):
+        lower(Plan({"pp": 2}).pipeline(balance="cost", microbatches=4, memory_gib=weights / 4), uneven())
+    again = Plan({"pp": 2}).pipeline(balance="cost", microbatches=4, memory_gib=weights)
+    assert lower(again, uneven()).pipeline.cut.splits == ("blocks.1",)
+    written = Plan.from_yaml(again.to_yaml())
+    assert written.pipeline_entry == again.pipeline_entry
+    for per_rank, num_stages in ((1, 2), (2, 4)):
+        made = Plan({"pp": 2}).pipeline(
+            balance="cost", schedule="Interleaved1F1B", microbatches=4, stages_per_rank=per_rank
+        )
+        assert lower(made, uneven()).pipeline.cut.num_stages == num_stages
+
+
+def test_page_stands_alone() -> None:
+    plan = Plan({"pp": 2}).pipeline(split_before=["blocks.1", "blocks.2", "blocks.3"], schedule="ZBV", microbatches=4)
+    staged = lower(plan, Net()).pipeline
+    page = schedule_page(staged.schedule, "Net & <stages>", ["stage"], [["0 <b>"]])
+    assert "<script" not in page and "http" not in page and "src=" not in page and "<link" not in page
+    assert page.count("<rect") == sum(map(len, staged.schedule.actions))
+    assert "Net &amp; &lt;stages&gt;" in page and "0 &lt;b&gt;" in page
+    counts = staged.counts(token_batch(0, names=("ids", "labels")))
+    assert [counts[stage]["sends"] for stage in range(4)] == [4, 4, 4, 4]

@@ -1,0 +1,127 @@
+"""The section of ``vescale explain`` about a pipeline: stages, what they send, and the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vescale.cli._console import bytes_text, new_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vescale.ir import Program
+
+__all__ = ["pipeline_as_dict", "print_pipeline", "write_page"]
+
+_HEAD = ("stage", "rank", "begins before", "parameters", "sends on", "sends", "receives", "gathers", "reductions")
+
+
+def _batch(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of ones with the shapes of the inputs, and as many rows as micro-batches where they do not divide them."""
+    import torch
+
+    m, batch = program.pipeline.entry.microbatches, {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            rows = value.shape[0] if value.ndim and value.shape[0] % m == 0 else m
+            value = torch.ones((rows, *value.shape[1:]) if value.ndim else (), dtype=value.dtype)
+        batch[name] = value
+    return batch
+
+
+def pipeline_as_dict(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """None without a pipeline. Numbers that need the forward are None where it did not run; ``stopped`` says why."""
+    if program.pipeline is None:
+        return None
+    staged, stopped, counts, known, batch = program.pipeline, None, None, None, {}
+    schedule, cut = staged.schedule, staged.cut
+    if inputs:
+        batch = _batch(program, inputs)
+        try:
+            known, counts = staged.traced(batch), staged.counts(batch)
+        except Exception as error:  # whatever a model does without its parameters' values
+            stopped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    else:
+        stopped = "the shapes of the inputs are not known; give --input NAME=SHAPE[:DTYPE]"
+    stages = []
+    for stage in range(cut.num_stages):
+        names = [name for name, owners in cut.owners.items() if stage in owners]
+        boundary = known.boundaries.get(stage + 1) if known is not None else None
+        stages.append(
+            {
+                "stage": stage,
+                "rank": schedule.rank_of[stage],
+                "begins_before": cut.splits[stage - 1] if stage else None,
+                "parameters": sum(staged.skeleton.get_parameter(name).numel() for name in names),
+                "sent_bytes": boundary.num_bytes if boundary is not None else None,
+                "counts": counts[stage] if counts is not None else None,
+            }
+        )
+    return {
+        "schedule": schedule.name,
+        "microbatches": schedule.num_microbatches,
+        "csv": schedule.to_csv(),
+        "length": schedule.length,
+        "bubble": schedule.bubble,
+        "peak": list(schedule.peak),
+        "rows": {name: list(v.shape) for name, v in batch.items() if hasattr(v, "shape")},
+        "stages": stages,
+        "stopped": stopped,
+    }
+
+
+def _rows(found: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for stage in found["stages"]:
+        counts = stage["counts"] or {}
+        sent = "" if stage["sent_bytes"] is None else bytes_text(stage["sent_bytes"])
+        rows.append(
+            [
+                str(stage["stage"]),
+                str(stage["rank"]),
+                stage["begins_before"] or "(the model)",
+                f"{stage['parameters']:,}",
+                sent,
+                *(str(counts.get(name, "")) for name in _HEAD[5:]),
+            ]
+        )
+    return rows
+
+
+def print_pipeline(console: Console, program: Program, inputs: Mapping[str, Any]) -> None:
+    found = pipeline_as_dict(program, inputs)
+    if found is None:
+        console.print("no pipeline")
+        return
+    if found["rows"]:
+        console.print(
+            f"for a batch of {', '.join(f'{n} {chr(120).join(map(str, s))}' for n, s in found['rows'].items())}"
+        )
+    table = new_table(*_HEAD, right=("stage", "rank", *_HEAD[3:]))
+    for row in _rows(found):
+        table.add_row(*row)
+    console.print(table)
+    console.print(
+        "sends on: bytes of a micro-batch's message to the next stage, before other axes cut it; sends, receives, gathers "
+        "and reductions: of one step, on each rank of the stage"
+    )
+    if found["stopped"]:
+        console.print(f"messages are not known: {found['stopped']}")
+    console.print(
+        f"{found['schedule']}, {found['microbatches']} micro-batches: a rank waits {found['bubble']:.1%} of a step; held "
+        f"forwards by rank: {', '.join(map(str, found['peak']))}"
+    )
+    print(program.pipeline.schedule.draw(), end="")
+
+
+def write_page(file: str, program: Program, inputs: Mapping[str, Any]) -> None:
+    """The schedule as one HTML file. Raises ValueError without a pipeline."""
+    from vescale.pipeline import schedule_page
+
+    found = pipeline_as_dict(program, inputs)
+    if found is None:
+        raise ValueError("--html draws the schedule of a pipeline, and the plan has none")
+    page = schedule_page(program.pipeline.schedule, f"Schedule {found['schedule']}", _HEAD, _rows(found))
+    Path(file).write_text(page, encoding="utf-8")
