@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import examples
 from tests.conftest import COLLECTED
 from tests.lanes import closing_line, exit_code
 from tests.nightly import NIGHTLY, is_nightly
@@ -60,3 +61,15 @@ def test_the_nightly_list_is_current(pytestconfig: pytest.Config) -> None:
         assert set(family.cases) <= set(own), f"unknown cases {sorted(set(family.cases) - set(own))} of {family.test}"
     daily = {test for file, test, case in found if not is_nightly(file, test, case)}
     assert {family.test for family in NIGHTLY if family.cases} <= daily
+
+
+def test_daily_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All cases at night; daily the same third each time, of every name at least one."""
+    cases = [(name, number) for name in ("a", "b", "c") for number in range(7)] + [("d", 0)]
+    monkeypatch.setattr(examples, "NIGHTLY", True)
+    assert examples.daily_sample(cases) == cases
+    monkeypatch.setattr(examples, "NIGHTLY", False)
+    found = examples.daily_sample(iter(cases))
+    assert found == examples.daily_sample(cases) == sorted(set(found)) and set(found) < set(cases)
+    assert [sum(case[0] == name for case in found) for name in "abcd"] == [3, 3, 3, 1]
+    assert len(examples.daily_sample(range(10), 2)) == 5

@@ -40,9 +40,9 @@ def custom_op(name: str) -> Any:
     def affine(x: torch.Tensor) -> torch.Tensor:
         return x * 2 + 1
 
-    op = torch.library.custom_op(f"made_up::{name}", affine, mutates_args=())
+    op = torch.library.custom_op(f"tests::{name}", affine, mutates_args=())
     op.register_fake(torch.empty_like)
-    return getattr(torch.ops.made_up, name).default
+    return getattr(torch.ops.tests, name).default
 
 
 def on_rank_custom_op() -> None:

@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 import vescale
 from tests.ranks import RankPools
-from vescale.runtime._init_mesh import _fill, _parse
+from vescale.plans import axis_sizes
+from vescale.runtime._init_mesh import _fill
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ from vescale.runtime._init_mesh import _fill, _parse
     ],
 )
 def test_sizes(text: str, num_ranks: int, sizes: tuple[int, ...]) -> None:
-    assert _fill(_parse(text), num_ranks).sizes == sizes
+    assert _fill(axis_sizes(text, may_be_open=True), num_ranks).sizes == sizes
 
 
 @pytest.mark.parametrize(
@@ -35,14 +36,14 @@ def test_sizes(text: str, num_ranks: int, sizes: tuple[int, ...]) -> None:
         ("dp=-1,tp=-1", "2 axes of size -1"),
         ("dp=0,tp=8", "mesh axis 'dp' has size 0"),
         ("dp=-2,tp=4", "mesh axis 'dp' has size -2"),
-        ("dp", "'dp' in mesh 'dp' is not axis=size"),
+        ("dp", "'dp' is not axis=size; write a mesh as dp=2,tp=4, or dp=-1,tp=4"),
         ("dp=2,dp=4", "mesh axis 'dp' is given twice"),
         ("dp=two", "is not axis=size"),
     ],
 )
 def test_bad_sizes(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _fill(_parse(text), 8)
+        _fill(axis_sizes(text, may_be_open=True), 8)
 
 
 def on_ranks() -> None:

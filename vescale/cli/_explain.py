@@ -61,13 +61,14 @@ def run(args: argparse.Namespace) -> int:
     inputs = inputs_of(model, args)
     with working("tracing the forward"):
         prediction = predict(program, model, inputs) if inputs else None
+    pipeline = pipeline_as_dict(program, inputs) if args.html or args.json or args.only in (None, "pipeline") else None
     if args.html:
         try:
-            write_page(args.html, program, inputs)
+            write_page(args.html, program, pipeline)
         except (ValueError, OSError) as error:
             return _refused(error, args.json)
     if args.json:
-        print_json(_as_dict(plan, program, model, prediction) | {"pipeline": pipeline_as_dict(program, inputs)})
+        print_json(_as_dict(plan, program, model, prediction) | {"pipeline": pipeline})
         return 0
     console = new_console()
     sections: dict[str, Any] = {
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         "collectives": lambda: _print_collectives(console, prediction, inputs),
     }
     if program.pipeline is not None or args.only == "pipeline":
-        sections["pipeline"] = lambda: print_pipeline(console, program, inputs)
+        sections["pipeline"] = lambda: print_pipeline(console, program, pipeline)
     for number, (name, section) in enumerate(sections.items()):
         if args.only in (None, name):
             if args.only is None:

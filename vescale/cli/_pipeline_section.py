@@ -41,7 +41,7 @@ def pipeline_as_dict(program: Program, inputs: Mapping[str, Any]) -> dict[str, A
         batch = _batch(program, inputs)
         try:
             known, counts = staged.traced(batch), staged.counts(batch)
-        except Exception as error:  # whatever a model does without its parameters' values
+        except Exception as error:  # a forward without parameters' values may raise anything: the section shows it
             stopped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     else:
         stopped = "the shapes of the inputs are not known; give --input NAME=SHAPE[:DTYPE]"
@@ -90,15 +90,14 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def print_pipeline(console: Console, program: Program, inputs: Mapping[str, Any]) -> None:
-    found = pipeline_as_dict(program, inputs)
+def print_pipeline(console: Console, program: Program, found: dict[str, Any] | None) -> None:
+    """``found``: of :func:`pipeline_as_dict`."""
     if found is None:
         console.print("no pipeline")
         return
     if found["rows"]:
-        console.print(
-            f"for a batch of {', '.join(f'{n} {chr(120).join(map(str, s))}' for n, s in found['rows'].items())}"
-        )
+        shapes = [f"{name} " + "x".join(map(str, shape)) for name, shape in found["rows"].items()]
+        console.print(f"for a batch of {', '.join(shapes)}")
     table = new_table(*_HEAD, right=("stage", "rank", *_HEAD[3:]))
     for row in _rows(found):
         table.add_row(*row)
@@ -116,11 +115,10 @@ def print_pipeline(console: Console, program: Program, inputs: Mapping[str, Any]
     print(program.pipeline.schedule.draw(), end="")
 
 
-def write_page(file: str, program: Program, inputs: Mapping[str, Any]) -> None:
+def write_page(file: str, program: Program, found: dict[str, Any] | None) -> None:
     """The schedule as one HTML file. Raises ValueError without a pipeline."""
     from vescale.pipeline import schedule_page
 
-    found = pipeline_as_dict(program, inputs)
     if found is None:
         raise ValueError("--html draws the schedule of a pipeline, and the plan has none")
     page = schedule_page(program.pipeline.schedule, f"Schedule {found['schedule']}", _HEAD, _rows(found))

@@ -2,6 +2,7 @@
 
 from vescale.comm._board import Board, RankGoneError
 from vescale.comm._buckets import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes, bucket_limits, plan_buckets
+from vescale.comm._byte_text import bytes_text
 from vescale.comm._collectives import (
     MAX_PADDING,
     all_gather_v,
@@ -63,6 +64,7 @@ __all__ = [
     "axes_of",
     "axis_group",
     "bucket_limits",
+    "bytes_text",
     "compare_descriptions",
     "current_requester",
     "first_difference",

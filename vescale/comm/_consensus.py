@@ -165,11 +165,12 @@ class Consensus:
                     if time.monotonic() >= end:
                         return [rank for rank, key in zip(self.ranks, keys) if not store.check([key])], ""
                 assert about is not None
-                is_over = verdict is not None and store.check([verdict])
                 late = {rank: key for rank, key in zip(self.ranks, comings or keys) if not store.check([key])}
                 notice = notice or WaitNotice(store, self.ranks[self._index], about(), self.ranks)
-                if is_over or (elsewhere := notice.cross_wait(late)):
-                    return list(late), "" if is_over else elsewhere
+                if verdict is not None and store.check([verdict]):
+                    return list(late), ""
+                if elsewhere := notice.cross_wait(late):
+                    return list(late), elsewhere
                 if is_first:
                     self._warn_of_late_ranks(list(late), about)
                 is_first = False

@@ -12,10 +12,10 @@ __all__ = ["WaitNotice"]
 
 
 class WaitNotice:
-    """A rank's notice about where it waits, for whom, and for which keys of theirs.
+    """What a rank publishes when it has waited for a while: where it waits, and for which keys of which ranks.
 
-    Two ranks that wait for a key of the other, in different rounds, wait for ever: a rank waits in one place at a time. Only
-    waits of the main thread are compared, since another thread may still write the key that is missing.
+    If two ranks each wait for a key that the other has not written, in different rounds, neither can go on: a thread waits
+    in one place at a time. Only waits of the main thread are compared, because another thread may still write the key.
 
     Args:
         store: of the job.

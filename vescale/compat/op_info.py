@@ -44,7 +44,7 @@ def native_sharding(
     propagator = DTensor._op_dispatcher.sharding_propagator
     try:
         return propagator.propagate_op_sharding_non_cached(OpSchema(op, args, dict(kwargs), schema_info=schema_info))
-    except NotImplementedError:
+    except NotImplementedError:  # how PyTorch says that it has no strategy
         return None
     except KeyError:
         if op is torch.ops.aten.expand.default:  # its rule does not know a sharded dim of size 1 that is repeated

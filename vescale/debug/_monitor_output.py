@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from vescale.comm import bytes_text
 from vescale.debug._comm_meter import AxisTraffic
 
 __all__ = ["ConsoleLines", "JsonLines", "Output", "StepRecord", "TensorBoard", "require_tensorboard"]
@@ -132,20 +133,11 @@ def line_of(record: StepRecord) -> str:
         parts.append(f"{1e3 * record.seconds:.0f} ms")
     if record.mfu is not None:
         parts.append(f"MFU {100 * record.mfu:.1f} %")
-    parts.append(_bytes_text(record.memory_bytes))
+    parts.append(bytes_text(record.memory_bytes))
     for axis, traffic in (record.comm or {}).items():
         timed = f" {1e3 * traffic.seconds:.1f} ms" if traffic.seconds is not None else ""
-        parts.append(f"{axis} {traffic.count}x {_bytes_text(traffic.bytes)}{timed}")
+        parts.append(f"{axis} {traffic.count}x {bytes_text(traffic.bytes)}{timed}")
     if record.exposed_seconds is not None and record.comm:
         share = record.exposed_seconds / record.seconds if record.seconds else 0.0
         parts.append(f"exposed {1e3 * record.exposed_seconds:.1f} ms ({100 * share:.0f} %)")
     return "  ".join(parts)
-
-
-def _bytes_text(num_bytes: float) -> str:
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024:
-            break
-        num_bytes, unit = num_bytes / 1024, larger
-    return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -63,10 +63,8 @@ def refuse_torn(program: Program, cut: Cut) -> None:
     for instruction in program:
         if instruction.path not in cut.containers:
             continue
-        op, inside = (
-            instruction.op,
-            [s for s in cut.splits if s.startswith(f"{instruction.path}." if instruction.path else "")],
-        )
+        op, prefix = instruction.op, f"{instruction.path}." if instruction.path else ""
+        inside = [split for split in cut.splits if split.startswith(prefix)]
         what = {Checkpoint: "checkpoint", Local: "local"}.get(type(op))
         if what is None and isinstance(op, Unit) and instruction.path and op.mp_policy is not None:
             what = "unit with mp_policy="

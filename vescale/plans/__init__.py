@@ -19,7 +19,7 @@ from vescale.plans._entries import (
 from vescale.plans._errors import MissingMeshError, PlanError, PlanMismatchError, Source, did_you_mean
 from vescale.plans._hf_import import BATCHED_INPUTS, HfImportWarning
 from vescale.plans._hf_paths import expressions, merged_paths, wildcard
-from vescale.plans._mesh_axes import MeshAxes
+from vescale.plans._mesh_axes import MeshAxes, axis_sizes
 from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, BWD, FWD, INIT, RUN, Phase, phase_text
 from vescale.plans._pipeline_entry import PIPELINE_SCHEDULES, PipelineEntry
@@ -62,6 +62,7 @@ __all__ = [
     "Target",
     "UnitEntry",
     "VescalePlan",
+    "axis_sizes",
     "checkpoint_budget",
     "checkpoint_policy",
     "did_you_mean",

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.plans._errors import did_you_mean
 
-__all__ = ["MeshAxes"]
+__all__ = ["MeshAxes", "axis_sizes"]
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,7 @@ class MeshAxes:
     @classmethod
     def parse(cls, text: str) -> MeshAxes:
         """``dp=2,tp=4``. Raises ValueError saying what is wrong."""
-        axes: dict[str, int] = {}
-        for part in text.split(","):
-            name, equals, size = part.strip().partition("=")
-            if not equals or not size.strip().isdigit():
-                raise ValueError(f"{part.strip()!r} is not axis=size; write a mesh as dp=2,tp=4")
-            if name.strip() in axes:
-                raise ValueError(f"mesh axis {name.strip()!r} is given twice in {text!r}")
-            axes[name.strip()] = int(size)
-        return cls.of(axes)
+        return cls.of(axis_sizes(text))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -93,3 +85,17 @@ class MeshAxes:
 
 def _is_size(name: object, size: object) -> bool:
     return isinstance(name, str) and not isinstance(size, bool) and hasattr(size, "__index__")
+
+
+def axis_sizes(text: str, *, may_be_open: bool = False) -> dict[str, int]:
+    """Names and sizes in ``dp=2,tp=4``, and with ``may_be_open`` also in ``dp=-1,tp=4``. Raises ValueError."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (piece.strip() for piece in part.partition("="))
+        if not equals or not (size.removeprefix("-") if may_be_open else size).isdigit():
+            advice = "dp=2,tp=4, or dp=-1,tp=4" if may_be_open else "dp=2,tp=4"
+            raise ValueError(f"{part.strip()!r} is not axis=size; write a mesh as {advice}")
+        if name in sizes:
+            raise ValueError(f"mesh axis {name!r} is given twice in {text!r}")
+        sizes[name] = int(size)
+    return sizes

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.comm import bytes_text
 from vescale.plans import MeshAxes, placement_text
 
 __all__ = [
@@ -69,7 +70,7 @@ class ImplicitSite:
         )
 
     def _cost(self) -> str:
-        return f" (about {_bytes_text(self.num_bytes)} from each rank and call)" if self.num_bytes else ""
+        return f" (about {bytes_text(self.num_bytes)} from each rank and call)" if self.num_bytes else ""
 
 
 def _pending_text(source: Sequence[Placement], target: Sequence[Placement], axes: MeshAxes) -> str:
@@ -94,15 +95,6 @@ def sent_bytes(num_bytes: int, source: Sequence[Placement], target: Sequence[Pla
         if not before.is_partial() and after.is_replicate():
             num_bytes *= size
     return round(total)
-
-
-def _bytes_text(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def placements_text(placements: Sequence[Placement], axes: MeshAxes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale.plans import MeshAxes
+from vescale.plans import MeshAxes, axis_sizes
 
 __all__ = ["init_mesh"]
 
@@ -36,7 +37,7 @@ def init_mesh(axes: str | Mapping[str, int], *, device: str | None = None) -> De
 
     Communication: a rendezvous if the process group is not initialized, and what making the groups of a mesh takes.
     """
-    sizes = _parse(axes) if isinstance(axes, str) else dict(axes)
+    sizes = axis_sizes(axes, may_be_open=True) if isinstance(axes, str) else dict(axes)
     kind = device or _accelerator()
     if kind not in ("cpu", "meta") and not dist.is_initialized():
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
@@ -63,18 +64,6 @@ def _num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _parse(text: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, equals, size = (piece.strip() for piece in part.partition("="))
-        if not equals or not size.removeprefix("-").isdigit():
-            raise ValueError(f"{part.strip()!r} in mesh {text!r} is not axis=size; write dp=2,tp=4, or dp=-1,tp=4")
-        if name in sizes:
-            raise ValueError(f"mesh axis {name!r} is given twice in {text!r}; give each axis once")
-        sizes[name] = int(size)
-    return sizes
-
-
 def _fill(sizes: Mapping[str, int], num_ranks: int) -> MeshAxes:
     """The axes with the ranks of the job: -1 replaced, and the product checked."""
     written = ",".join(f"{name}={size}" for name, size in sizes.items())
@@ -82,9 +71,7 @@ def _fill(sizes: Mapping[str, int], num_ranks: int) -> MeshAxes:
     if len(free) > 1:
         raise ValueError(f"mesh {written} has {len(free)} axes of size -1 ({', '.join(free)}); leave one of them open")
     known = MeshAxes.of({name: size for name, size in sizes.items() if size != -1}) if sizes else MeshAxes((), ())
-    product = 1
-    for size in known.sizes:
-        product *= size
+    product = math.prod(known.sizes)
     if not sizes or num_ranks % product or (not free and product != num_ranks):
         raise ValueError(
             f"mesh {written or 'without axes'} has {product}{' x n' if free else ''} ranks, and this job has {num_ranks}; "
