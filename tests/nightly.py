@@ -36,6 +36,14 @@ _SIMULATED = "test_big_meshes and test_ops_simulated run on 64 simulated ranks"
 
 NIGHTLY = [
     Family(
+        "test_measured.py",
+        "test_bytes_of_a_step",
+        ("dp", "tp", "zero3 uneven", "tp full", "zero3 full", "tp selective", "zero3 selective", "zero3 offload")
+        + ("experts dp", "experts tp", "experts full"),
+        "ZeRO-3 on two ranks; bytes at rest of every rank on a fake group",
+    ),
+    Family("test_estimate.py", "test_equal_modules_run_once", ("llama",), "the same with ZeRO-3"),
+    Family(
         "test_composition.py",
         "test_units_in_stages",
         ("1F1B of ZeRO-1", "1F1B of ZeRO-3"),

@@ -34,10 +34,12 @@ FLOORS = {
     "pipeline": 6,
     "checkpoint": 6,
     "optim": 6,
+    "estimation": 7,
     "debug": 7,
     "cli": 8,
 }
 SIDEWAYS = {("comm", "compat"), ("comm", "csrc"), ("compat", "csrc"), ("ops", "rng"), ("plan_zoo", "plans")}
+SIDEWAYS |= {("debug", "estimation")}
 
 
 def sources() -> list[Path]:

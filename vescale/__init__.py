@@ -18,6 +18,7 @@ _PUBLIC: dict[str, str] = {
     "breakpoint": "vescale.debug",
     "checkpoint": "vescale.checkpoint",
     "debug": "vescale.debug",
+    "estimate": "vescale.estimation",
     "Layout": "vescale.buffer",
     "ShardedBatchSampler": "vescale.rng",
     "deferred_init": "vescale.rng",

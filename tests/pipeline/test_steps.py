@@ -110,3 +110,52 @@ def llama_case(sizes: dict[str, int], tied: bool) -> dict[str, float]:
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 1, "tp": 2}, {"pp": 2, "dp": 2, "tp": 1}], ids=str)
 def test_llama(ranks: RankPools, sizes: dict[str, int]) -> None:
     assert_exact(ranks.run(llama_case, sizes, True, world_size=2 if sizes == {"pp": 2} else 4), loss=1e-6)
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "stages": {"stages": [["embed", "blocks.0"], ["blocks.1", "blocks.2", "blocks.3", "norm", "head"]]},
+    "balance": {"balance": "cost"},
+}
+POLICIES: dict[str, Any] = {
+    "full": "full",
+    "selective": "selective",
+    "save": {"save": ["aten.addmm"], "every": 2},
+    "offload": "offload",
+}
+
+
+def variant_case(cut: str | None, policy: str | None) -> dict[str, float]:
+    def plan() -> Plan:
+        made = Plan(mesh_of(pp=2))
+        if policy is not None:
+            made.checkpoint(r"blocks.\d+", POLICIES[policy])
+        return made.pipeline(**(CUTS[cut] if cut else {"split_before": ["blocks.2"]}), microbatches=4)
+
+    runs = 0
+
+    def counted(*_: Any) -> None:
+        nonlocal runs
+        runs += 1
+
+    def make() -> Net:
+        model = make_net()
+        for block in model.blocks:
+            block.up.register_forward_pre_hook(counted)
+        return model
+
+    found = same_steps(make, plan, [token_batch(step, names=NAMES) for step in range(2)])
+    return {**found, "runs": runs}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_other_cuts(ranks: RankPools, cut: str) -> None:
+    assert_exact(ranks.run(variant_case, cut, None, world_size=2))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_checkpointed_blocks(ranks: RankPools, policy: str) -> None:
+    found = ranks.run(variant_case, None, policy, world_size=2)
+    assert_exact(found)
+    plain = ranks.run(variant_case, None, None, world_size=2)
+    again = 0 if policy == "offload" else 2 * 4 * 2  # steps, micro-batches, blocks of a stage
+    assert [f["runs"] - p["runs"] for f, p in zip(found, plain)] == [again, again]

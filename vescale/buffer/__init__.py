@@ -12,7 +12,7 @@ from vescale.buffer._suggest_num_shards import ShardSuggestion, suggest_num_shar
 
 if TYPE_CHECKING:
     from vescale.buffer._agreement import BufferMismatchError, check_same_buffers
-    from vescale.buffer._allocation import Allocation
+    from vescale.buffer._allocation import Allocation, observe_allocations
     from vescale.buffer._dbuffer import DBuffer, PendingBuffer
     from vescale.buffer._tensor_group import COLLECTIVE_ALIGNMENT_BYTES, TensorGroup, alignment_in_elements
 
@@ -25,6 +25,7 @@ _WITH_TORCH = {
     "PendingBuffer": "_dbuffer",
     "TensorGroup": "_tensor_group",
     "alignment_in_elements": "_tensor_group",
+    "observe_allocations": "_allocation",
     "check_same_buffers": "_agreement",
 }
 
@@ -51,6 +52,7 @@ __all__ = [
     "alignment_in_elements",
     "check_same_buffers",
     "group_units",
+    "observe_allocations",
     "plan_layout",
     "shape_list",
     "shape_list_names",

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["Allocation"]
+__all__ = ["Allocation", "observe_allocations"]
+
+_OBSERVERS: list[Callable[[torch.UntypedStorage], None]] = []
+
+
+@contextlib.contextmanager
+def observe_allocations(observer: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside, ``observer`` is called with each storage that an :class:`Allocation` has allocated or freed."""
+    _OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        _OBSERVERS.remove(observer)
+
 
 _ALIGNMENT_BYTES = 256  # a buffer starts where the allocators of devices would start it
 
@@ -67,6 +81,7 @@ class Allocation:
         for storage, num_bytes in self._attached.values():
             if storage.nbytes() != num_bytes:
                 storage.resize_(num_bytes)
+        self._tell()
 
     def free(self) -> None:
         """Free the memory; tensors over it must not be used until :meth:`allocate`."""
@@ -74,3 +89,10 @@ class Allocation:
             self._storage.resize_(0)
         for storage, _ in self._attached.values():
             storage.resize_(0)
+        self._tell()
+
+    def _tell(self) -> None:
+        for observer in _OBSERVERS:
+            for storage in (self._storage, *(storage for storage, _ in self._attached.values())):
+                if storage is not None:
+                    observer(storage)

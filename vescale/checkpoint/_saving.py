@@ -148,7 +148,10 @@ class Saver:
         """Before the first save: the folder is there and can be written to, and what dead jobs left is removed."""
         if self._gathering is None:
             gathering = Gathering()
-            self._id = gathering.round("", lambda _: {"id": self._prepare()})["id"]
+            try:
+                self._id = gathering.round("", lambda _: {"id": self._prepare()})["id"]
+            except CheckpointError as error:
+                raise CheckpointError(f"nothing was saved in {self.folder}: {error}") from error
             self._gathering = gathering
         return self._gathering
 

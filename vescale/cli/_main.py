@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "vescale.cli._explain",
         "Show what a plan does to a model: instructions, hooks, predicted collectives.",
     ),
+    "estimate": ("vescale.cli._estimate", "Estimate memory of every rank and seconds of a step, without ranks."),
     "diff": ("vescale.cli._diff", "Show what two plans do differently."),
     "verify": ("vescale.cli._verify", "Train on one device and on meshes of local ranks, and compare every value."),
     "zoo": ("vescale.cli._zoo", "List and show the plans that ship with vescale."),
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 # Commands that start no process: they may end without tearing down torch, which takes a third of a second.
-_ENDS_AT_ONCE = ("advise", "diff", "env", "explain", "lint", "new", "plan", "zoo")
+_ENDS_AT_ONCE = ("advise", "diff", "env", "estimate", "explain", "lint", "new", "plan", "zoo")
 
 
 def run_and_exit() -> NoReturn:

@@ -63,6 +63,7 @@ try:
     from vescale.compat.process_groups import *
     from vescale.compat.sharding_caches import clear_sharding_caches
     from vescale.compat.tensor_subclasses import (
+        FakeTensor,
         TorchDispatchMode,
         detached_below_autograd,
         tree_leaves,
@@ -78,6 +79,7 @@ __all__ = [
     "CheckpointHooks",
     "DTensorHooks",
     "DispatchListener",
+    "FakeTensor",
     "Layout",
     "ModelHooks",
     "OpHandler",

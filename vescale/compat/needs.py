@@ -17,6 +17,7 @@ import torch
 __all__ = [
     "CHECKPOINTS",
     "CUDA_KERNELS",
+    "ESTIMATES",
     "EXACT_MATCHES",
     "NEEDS",
     "OBSERVATION",
@@ -32,6 +33,7 @@ __all__ = [
 CHECKPOINTS = "torch.distributed.checkpoint of DTensors with vescale's placements"
 EXACT_MATCHES = "sharding decisions without a search (the first run of an op takes 0.7 s on three mesh axes without)"
 OBSERVATION = "observing collectives (hang report, communication trace, verify)"
+ESTIMATES = "estimates (vescale.estimate: ranks that do not exist)"
 CUDA_KERNELS = "CUDA kernels compiled at run time (random numbers on a GPU are slower without)"
 
 
@@ -139,6 +141,14 @@ torch.utils.checkpoint: _checkpoint_without_reentrant_generator(fn); CheckpointF
 """)
 
 OPTIONAL = (
+    *_parsed(
+        """
+torch._C._distributed_c10d: _unregister_process_group
+torch.distributed.distributed_c10d: _World; _world
+torch.testing._internal.distributed.fake_pg: FakeStore
+""",
+        ESTIMATES,
+    ),
     *_parsed(
         """
 torch.distributed.tensor._sharding_prop: _expand_single_dim_strategy_to_mesh(mesh, op_schema, output_tensor_meta)

@@ -59,9 +59,9 @@ def own_connection() -> dist.Store:
 
 
 def default_timeout() -> timedelta:
-    """How long the default group's backend waits for other ranks."""
-    backend = c10d._world.pg_map[c10d._get_default_group()][0]
-    return c10d._get_default_timeout(dist.Backend(backend))
+    """How long the default group's collectives wait for other ranks: ``init_process_group(timeout=)``."""
+    world = c10d._get_default_group()
+    return _timeout_of(world, c10d._world.pg_map[world][0])
 
 
 def is_alone() -> bool:

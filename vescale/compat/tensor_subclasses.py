@@ -6,10 +6,12 @@ import contextlib
 from typing import Any, ClassVar, Self
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
+    "FakeTensor",
     "MemorylessTensor",
     "TorchDispatchMode",
     "WrapperTensor",

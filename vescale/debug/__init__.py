@@ -1,5 +1,9 @@
 """Debugging on many ranks: breakpoints, hang report, communication trace, ``verify``, ``monitor``."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from vescale.debug._breakpoint import breakpoint, on_exception
 from vescale.debug._dispatch_stats import DispatchStats, OpDispatch, dispatch_stats
 from vescale.debug._hang_report import HangReport, hang_report, start_from_environment
@@ -12,6 +16,9 @@ from vescale.debug._trace import CommBudgetError, CommTrace, assert_comms, comm_
 from vescale.debug._verify import MeshVerification, Verification, verify
 from vescale.debug._verify_job import Divergence
 from vescale.plans import PlanMismatchError
+
+if TYPE_CHECKING:
+    from vescale.estimation import compare as compare_estimate
 
 __all__ = [
     "CommBudgetError",
@@ -29,6 +36,7 @@ __all__ = [
     "assert_comms",
     "breakpoint",
     "comm_trace",
+    "compare_estimate",
     "dispatch_stats",
     "flops_per_token",
     "hang_report",
@@ -39,3 +47,12 @@ __all__ = [
     "start_from_environment",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Estimates are imported when they are used: a run without them does not pay for them."""
+    if name == "compare_estimate":
+        from vescale.estimation import compare
+
+        return compare
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

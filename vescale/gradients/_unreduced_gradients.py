@@ -70,6 +70,11 @@ class UnreducedGradients:
         self._are_notified = False
         self.drop()
 
+    @property
+    def apart(self) -> DBuffer:
+        """The memory of gradients that do not take the place of parameters. AttributeError before :meth:`prepare`."""
+        return self._apart
+
     def prepare(
         self, whole: DBuffer | None, apart: DBuffer, *, of_one_loss: bool, begin: Callable[[], GradientPlace]
     ) -> None:

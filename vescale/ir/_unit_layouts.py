@@ -40,12 +40,19 @@ class UnitBucket:
     num_replicas: int
     num_elements: int
     buffer_size: int
-    digest: str
+    layout: Layout
     backward_ranks: int
     """Among how many ranks parameters are gathered again for backward; 1: they are kept."""
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     is_offloaded: bool = False
+    parts: tuple[tuple[int, ...], ...] = ()
+    """Where the plan gives the cut, for each parameter the elements of each rank; ``layout`` is of one rank's piece."""
+
+    @property
+    def digest(self) -> str:
+        """Equal on two ranks exactly when their layouts are."""
+        return self.layout.digest
 
     @property
     def padding_elements(self) -> int:
@@ -114,7 +121,7 @@ def _buckets(
             at_rest = resting[name]
             run = [Replicate() if axis in positions else placement for axis, placement in enumerate(at_rest)]
             places.append(_place(index.states[name].shape or (), at_rest[positions[0]], run, axes.sizes, ranks))
-        parts = [part for _, part, _ in places]
+        parts = [max(part) if part is not None else None for _, part, _ in places]
         if parts[0] is None:  # the planner's choice
             layout = _layout(
                 tuple(numel for numel, _, _ in places), tuple(block for _, _, block in places), ranks, dtypes
@@ -135,11 +142,12 @@ def _buckets(
             math.prod(axes.size(axis) for axis in unit.replicate),
             held,
             size,
-            layout.digest,
+            layout,
             backward,
             compute,
             reduced,
             unit.offload_pinned is not None,
+            tuple(part for _, part, _ in places if part is not None),
         )
 
 
@@ -154,19 +162,19 @@ def _resting(program: Program, index: ModelIndex) -> dict[str, tuple[Placement, 
 
 def _place(
     shape: tuple[int, ...], rest: Placement, run: list[Placement], sizes: tuple[int, ...], ranks: int
-) -> tuple[int, int | None, int]:
-    """(elements, those of the largest rank's part where the cut is given, elements that stay together)."""
+) -> tuple[int, tuple[int, ...] | None, int]:
+    """(elements, those of each rank's part where the cut is given, elements that stay together)."""
     local = local_region(shape, run, sizes, (0,) * len(sizes)).local_shape
     inner = [dim for p in run if (dim := shard_dim(p)) is not None and dim > 0]
     if type(rest) is Shard:
-        dims = list(local)
-        dims[rest.dim] = -(-dims[rest.dim] // ranks)
-        return math.prod(local), math.prod(dims), 1
+        size, others = local[rest.dim], math.prod(n for dim, n in enumerate(local) if dim != rest.dim)
+        chunk = -(-size // ranks)
+        return math.prod(local), tuple(max(0, min(chunk, size - r * chunk)) * others for r in range(ranks)), 1
     assert isinstance(rest, RaggedShard)
     if rest.local_units is None:
         return math.prod(local), None, rest.granule(local, inner)
     runs = (rest.run(local, local, ranks, rank, inner) for rank in range(ranks))
-    return math.prod(local), max(end - begin for begin, end in runs), 1
+    return math.prod(local), tuple(end - begin for begin, end in runs), 1
 
 
 @functools.lru_cache(maxsize=1024)  # layers repeat

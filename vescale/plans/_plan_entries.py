@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -277,6 +278,12 @@ class PlanEntries:
                 if axis not in self._axes:
                     raise PlanError(f"'{entry.path}' names axis {axis!r}, but the axes are {self._axes}", entry.source)
         return self._add(entry)
+
+    def without_mesh(self) -> Self:
+        """The same entries over names and sizes alone."""
+        plan = copy.copy(self)
+        plan._mesh = None
+        return plan
 
     def stage_plan(self) -> Self:
         """The entries without the pipeline, over the other axes (``replica=1`` where there are none): the plan of a stage.

@@ -21,6 +21,7 @@ from vescale.runtime._runtime import Runtime
 from vescale.runtime._saved_report import SavedReport, report
 from vescale.runtime._shard_batch import shard_batch
 from vescale.runtime._shared_conversion import Stages
+from vescale.runtime._token_exchange import TokenExchange
 
 __all__ = [
     "Activation",
@@ -33,6 +34,7 @@ __all__ = [
     "Runtime",
     "SavedReport",
     "Stages",
+    "TokenExchange",
     "current_activation",
     "finish_gradients",
     "gradient_reducer",

@@ -1,0 +1,281 @@
+"""Estimates without ranks: bytes at rest of every rank, equal modules run once, JSON, page, command, comparison."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+
+import vescale
+from tests.estimation.measure import CASES, estimated
+from vescale import Plan, plan_zoo
+from vescale.cli import main
+from vescale.compat import local_of
+from vescale.compat.fake_worlds import fake_world
+from vescale.estimation import device_names, device_of, estimate
+from vescale.ir import lower
+from vescale.plans import PlanError
+from vescale.runtime import TokenExchange, parallelize
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def llama(layers: int = 5) -> nn.Module:
+    import transformers
+
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**CONFIG, "num_hidden_layers": layers}))
+
+
+class Odd(nn.Module):
+    """Sizes that ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(13, 12)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def odd_plan(axes: Any) -> Plan:
+    plan = Plan(axes).shard("<in:ids>", vescale_shard(0), mesh="dp").shard("table.weight", vescale_shard(0), mesh="tp")
+    plan.shard(r"layers.*", vescale.RaggedShard(), mesh="dp", phase="init")
+    return plan.shard(r"layers.*", torch.distributed.tensor.Replicate(), mesh="dp", phase="run")
+
+
+def vescale_shard(dim: int) -> Any:
+    return torch.distributed.tensor.Shard(dim)
+
+
+@pytest.mark.parametrize("which", ["llama", "llama_zero3", "odd"])
+def test_bytes_at_rest_of_every_rank(which: str) -> None:
+    """Those of the engine's own buffers, rank by rank, on a fake group."""
+    axes = {"dp": 3, "tp": 2} if which == "odd" else {"dp": 2, "tp": 2}
+
+    def make() -> tuple[nn.Module, Plan]:
+        with torch.device("meta"):
+            return (Odd(), odd_plan(axes)) if which == "odd" else (llama(2), plan_zoo.load(which, axes))
+
+    model, plan = make()
+    batch = {"ids": (6, 4)} if which == "odd" else {"input_ids": (4, 8)}
+    found = estimate(model, plan, batch=batch, steps=2)
+    for rank in range(math.prod(axes.values())):
+        (own,) = (one for one in found.ranks if rank in one.ranks)
+        with fake_world(math.prod(axes.values()), rank):
+            model, plan = make()
+            parallelize(model, plan)
+            model.to_empty(device="cpu")
+            elements = sum(local_of(p).numel() for p in model.parameters())
+            others = sum(
+                local_of(x).untyped_storage().nbytes() if hasattr(x, "placements") else x.untyped_storage().nbytes()
+                for name, x in [*model.named_parameters(), *model.named_buffers()]
+                if not any(isinstance(p, vescale.RaggedShard) for p in getattr(x, "placements", ()))
+            )
+            model(**{name: torch.zeros(shape, dtype=torch.int64) for name, shape in batch.items()})
+            buffers = {
+                group.at_rest.buckets[n].shards.local.untyped_storage()._cdata: bucket.shards.num_bytes
+                for state in states_of(model)
+                for group in state.groups
+                for n, bucket in enumerate(group.at_rest.buckets)
+            }
+        scalars = 4 * len(list(model.parameters()))
+        assert own.categories["parameters"] == sum(buffers.values()) + others
+        assert own.categories["optimizer"] == 2 * 4 * elements + scalars
+
+
+def states_of(model: nn.Module) -> list[Any]:
+    from vescale.fsdp import state_of
+
+    found = (state_of(module) for module in model.modules())
+    return list(dict.fromkeys(state for state in found if state is not None))
+
+
+@pytest.mark.parametrize("plan", ["llama", "llama_zero3"])
+def test_equal_modules_run_once(plan: str) -> None:
+    """The first and the last of five layers give the numbers of all five."""
+    given = {"batch": {"input_ids": (4, 16)}, "steps": 3}
+    reduced = estimate(llama(), plan_zoo.load(plan, {"dp": 2, "tp": 1}), **given)
+    whole = estimate(llama(), plan_zoo.load(plan, {"dp": 2, "tp": 1}), reduce_depth=False, **given)
+    assert "first and the last of 5" in " ".join(reduced.notes)
+    for name in ("parameters", "gradients", "optimizer"):
+        assert reduced.peak.maximum[name] == whole.peak.maximum[name]
+    assert reduced.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.005)
+    assert reduced.peak.saved_bytes == whole.peak.saved_bytes
+    assert reduced.time.flops == whole.time.flops
+
+
+def test_nothing_changes_around() -> None:
+    model = llama(1)
+    before, state = dict(model.named_parameters()), torch.get_rng_state()
+    estimate(model, plan_zoo.load("llama", {"dp": 2, "tp": 1}), batch={"input_ids": (2, 8)}, steps=1)
+    assert dict(model.named_parameters()) == before and all(p.is_meta for p in before.values())
+    assert torch.equal(torch.get_rng_state(), state) and not dist.is_initialized()
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    call = ["estimate", "llama_zero3", "--model", f"hf:{config}", "--mesh", "dp=4,tp=1", "--batch", "input_ids=4x16"]
+    page = tmp_path / "page.html"
+    asked = ["--json", "--steps", "2", "--zero-table", "--what-if", "batch=8", "--html", str(page)]
+    assert main([*call, "--device", "h100-80g", *asked]) == 0
+    data = json.loads(capsys.readouterr().out)
+    rank = max(data["ranks"], key=lambda one: one["peak_bytes"])
+    assert sorted(r for one in data["ranks"] for r in one["ranks"]) == [0, 1, 2, 3]
+    assert rank["rank"] == data["peak_rank"] and rank["peak_bytes"] == data["peak_bytes"]
+    sizes = [sum(x.values()) if isinstance(x, dict) else x for x in rank["categories"].values()]
+    assert sum(sizes) == rank["peak_bytes"] == max(moment["bytes"] for moment in rank["timeline"])
+    assert [row["stage"] for row in data["zero_table"]] == ["0", "1", "2", "3", "HSDP 2x2"]
+    stages = [row["peak_bytes"] for row in data["zero_table"]]
+    assert stages[0] > stages[1] >= stages[2] > stages[3] == rank["peak_bytes"]
+    assert data["what_if"][0]["activations"] > sum(rank["categories"]["activations"].values())
+    text = page.read_text()
+    assert "src=" not in text and not re.search(r"https?://", text)
+
+    small = tmp_path / "small.yaml"
+    table = (Path(vescale.__file__).parent / "estimation" / "devices" / "cpu.yaml").read_text()
+    small.write_text(table.replace("memory_bytes: null", "memory_bytes: 1000"))
+    assert main([*call, "--device", str(small), "--steps", "1"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+    assert main([*call, "--device", "h1000"]) == 2 and main(call[:4]) == 2
+    assert main([*call, "--optimizer", "adamv"]) == 2 and main([*call, "--what-if", "x"]) == 2
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_tables_of_devices(name: str) -> None:
+    table = device_of(name)
+    schema = json.loads((Path(vescale.__file__).parent / "estimation" / "devices" / "schema.json").read_text())
+    figures = set(schema["required"]) - {"sources"}
+    assert set(table.sources) == figures and all(table.sources.values())
+    assert set(schema["properties"]) == set(type(table).__annotations__)
+    assert all(0 < share <= 1 for _, share in table.efficiency.points)
+    assert table.efficiency.at(1) <= table.efficiency.at(1e9) <= table.efficiency.at(1e15)
+
+
+def test_faster_devices_take_no_longer() -> None:
+    slow = device_of("cpu")
+    found = estimated(CASES["dp"], steps=1, device=slow)
+    seconds = [found.time.compute + found.time.memory + found.time.exposed]
+    for change in ({"bandwidth": 1e12}, {"node_bandwidth": 1e11}, {"flops": {"float32": 1e14}}):
+        import dataclasses
+
+        other = found.again(device=dataclasses.replace(slow, **change))
+        seconds.append(other.time.compute + other.time.memory + other.time.exposed)
+    assert all(other <= seconds[0] for other in seconds[1:]) and min(seconds) < seconds[0]
+
+
+def test_nothing_stays_changed_after_an_error() -> None:
+    """Of the state of torch.distributed, the garbage collector, random numbers and what the engine runs."""
+
+    def broken(output: Any, batch: Any) -> torch.Tensor:
+        raise RuntimeError("no loss")
+
+    def state() -> tuple[Any, ...]:
+        return c10d._world, TokenExchange.dispatch, gc.isenabled(), dist.is_initialized(), torch.is_grad_enabled()
+
+    model, before, numbers = Odd(), state(), torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="no loss"):
+        estimate(model, Plan({"dp": 2}), batch={"ids": (6, 4)}, loss=broken)
+    assert state() == before and torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_threads_take_turns() -> None:
+    def run(ranks: int) -> int:
+        return estimate(Odd(), odd_plan({"dp": ranks, "tp": 1}), batch={"ids": (12, 4)}, steps=2).peak_bytes
+
+    alone = [run(ranks) for ranks in (1, 2, 3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, (1, 2, 3))) == alone and len(set(alone)) == 3
+    assert not dist.is_initialized()
+
+
+def test_refusals() -> None:
+    plan = plan_zoo.load("llama", {"dp": 2, "tp": 1})
+    with pytest.raises(TypeError, match="takes no 'tokens'"):
+        estimate(Odd(), Plan({"dp": 2}), batch={"tokens": (2, 8)})
+    with pytest.raises(ValueError, match="optimizer 'adamv' is none of"):
+        estimate(llama(1), plan, batch={"input_ids": (2, 8)}, optimizer="adamv")
+    with pytest.raises(PlanError):
+        estimate(llama(1), plan.shard("nothing.weight", vescale_shard(0), mesh="dp"), batch={"input_ids": (2, 8)})
+
+
+def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    plan = Plan({"dp": 1})
+    with torch.device("meta"):
+        found = vescale.estimate(Odd(), plan, batch={"ids": (6, 4)}, steps=2)
+    with fake_world(1, 0):
+        model = parallelize(Odd(), Plan({"dp": 1}))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.zeros(6, 4, dtype=torch.int64)).to_local().mean().backward()
+            optimizer.step()
+        compared = found.compare(model, optimizer)
+    assert set(compared.errors().values()) == {0.0} and "optimizer" in capsys.readouterr().out
+
+
+def test_lowering_is_that_of_the_plan() -> None:
+    plan = plan_zoo.load("llama_zero3", {"dp": 2, "tp": 1})
+    found = estimate(llama(1), plan, batch={"input_ids": (2, 8)}, steps=1)
+    assert found.program.digest() == lower(plan, llama(1)).digest()
+
+
+def test_page_in_a_browser(tmp_path: Path) -> None:
+    """Nothing is wider than the window, narrow and wide."""
+    import shutil
+
+    browser = next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    )
+    if browser is None:
+        pytest.skip("there is no Chromium")
+    from vescale.estimation import page
+
+    file = tmp_path / "page.html"
+    probe = (
+        "<script>document.title = document.documentElement.scrollWidth <= window.innerWidth ? 'fits' : 'wide'</script>"
+    )
+    file.write_text(page(estimated(CASES["dp"], steps=1), "a plan").replace("</body>", f"{probe}</body>"))
+    for width in (500, 1400):
+        done = subprocess.run(
+            [
+                browser,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                f"--window-size={width},900",
+                "--dump-dom",
+                f"file://{file}",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert "<title>fits</title>" in done.stdout and "times the batch" in done.stdout

@@ -1,0 +1,206 @@
+"""``vescale estimate``: memory of every rank and seconds of a step for a plan and a model, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from vescale.cli._console import bytes_text, new_console, new_table, print_json, working
+from vescale.cli._inputs import MODEL_HELP, PLAN_HELP, add_json, add_mesh, load_model, load_plan, parse_mesh
+from vescale.cli._main import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vescale.estimation import Estimate
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN", nargs="?", help=PLAN_HELP)
+    parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
+    add_mesh(parser)
+    parser.add_argument(
+        "--batch",
+        action="append",
+        default=[],
+        metavar="NAME=SHAPE[:DTYPE]",
+        help="an input of the model, of global shape, as input_ids=8x4096; may be repeated",
+    )
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="its name (default: adamw), or none")
+    parser.add_argument(
+        "--device", default="cpu", metavar="NAME", help="a table of a device, as h100-80g, or a YAML file"
+    )
+    parser.add_argument(
+        "--dtype", metavar="DTYPE", help="of the model's parameters, as bfloat16 (default: as it is built)"
+    )
+    parser.add_argument("--load", type=float, default=1.0, help="of experts: how many times the mean (default: 1)")
+    parser.add_argument("--rank", type=int, default=0, help="whose activations are measured (default: 0)")
+    parser.add_argument("--steps", type=int, default=3, help="how many steps are run (default: 3)")
+    parser.add_argument("--zero-table", action="store_true", help="also stages 0 to 3 of ZeRO, and HSDP")
+    parser.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another choice, as batch=16; may be repeated",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page")
+    parser.add_argument("--calibrate", metavar="FILE", help="measure this machine, and write its table")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: it fits; 1: it does not, or the plan does not fit the model."""
+    with working("loading torch"):
+        from vescale.estimation import calibrate, estimate, page, what_if, zero_table
+        from vescale.plans import PlanError
+
+    if args.calibrate:
+        with working("measuring this machine"):
+            calibrate(args.calibrate)
+        if args.plan is None:
+            return 0
+    if args.plan is None or args.model is None or not args.batch:
+        raise UsageError(
+            "give PLAN, --model and --batch, as: llama --model hf:config.json --mesh dp=2 --batch input_ids=8x4096"
+        )
+    model, mesh = load_model(args.model), parse_mesh(args.mesh)
+    batch = dict(_input(text) for text in args.batch)
+    try:
+        if args.dtype is not None:
+            model = model.to(_dtype(args.dtype))
+        plan = load_plan(args.plan, mesh)
+        with working("running a rank without numbers"):
+            found = estimate(
+                model,
+                plan,
+                batch=batch,
+                optimizer=args.optimizer,
+                device=args.device,
+                load=args.load,
+                rank=args.rank,
+                steps=args.steps,
+            )
+            found.zero_table = tuple(zero_table(found)) if args.zero_table else ()
+            found.what_if = tuple(what_if(found, text) for text in args.what_if)
+    except PlanError as error:
+        if args.json:
+            print_json({"error": str(error)})
+        else:
+            new_console().print(str(error))
+        return 1
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    if args.html:
+        try:
+            with open(args.html, "w", encoding="utf-8") as file:
+                file.write(page(found, f"{args.plan} for {args.model}"))
+        except OSError as error:
+            raise UsageError(f"--html {args.html}: {error.strerror}") from None
+    if args.json:
+        print_json(found.to_json())
+    else:
+        _print(new_console(), found)
+    return 0 if found.fits else 1
+
+
+def _input(text: str) -> tuple[str, Any]:
+    import torch
+
+    name, _, rest = text.partition("=")
+    shape, _, dtype_name = rest.partition(":")
+    sizes = shape.split("x")
+    if not name.isidentifier() or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise UsageError(f"--batch {text}: write NAME=SHAPE[:DTYPE], as input_ids=8x4096 or x=8x16:bfloat16")
+    numbers = tuple(int(size) for size in sizes)
+    return name, torch.empty(numbers, dtype=_dtype(dtype_name), device="meta") if dtype_name else numbers
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UsageError(f"{name!r} is no dtype; write bfloat16, float32 or int64")
+    return found
+
+
+def _print(console: Console, found: Estimate) -> None:
+    peak = found.peak
+    memory = found.device.memory_bytes
+    limit = f" of {_size(memory)}" if memory is not None else ""
+    verdict = "fits" if found.fits else "does not fit"
+    console.print(f"{verdict}: {_size(found.needed_bytes)}{limit} on rank {found.peak_rank} at {peak.peak_at}")
+    table = new_table(
+        "memory at the peak", "bytes", "", "most at any instant", right=("bytes", "", "most at any instant")
+    )
+    for name, size in peak.categories.items():
+        total = sum(size.values()) if isinstance(size, dict) else size
+        table.add_row(name, f"{total:,}", bytes_text(total), bytes_text(peak.maximum[name]))
+    table.add_row("all", f"{peak.peak_bytes:,}", bytes_text(peak.peak_bytes), "")
+    if peak.first_step_bytes > peak.peak_bytes:
+        table.add_row("peak of the first step", f"{peak.first_step_bytes:,}", bytes_text(peak.first_step_bytes), "")
+    for name, size in found.outside.items():
+        table.add_row(f"outside of PyTorch: {name}", f"{size:,}", bytes_text(size), "")
+    console.print(table)
+    _print_ranks(console, found)
+    _print_time(console, found)
+    _print_rows(console, "ZeRO", "stage", found.zero_table)
+    _print_rows(console, "What if", "what_if", found.what_if)
+    for note in found.notes:
+        console.print(f"note: {note}")
+
+
+def _print_ranks(console: Console, found: Estimate) -> None:
+    if len(found.ranks) == 1:
+        console.print(f"all {len(found.ranks[0].ranks)} ranks need the same")
+        return
+    table = new_table(
+        "\nranks", "number", "peak", "parameters", "optimizer", right=("number", "peak", "parameters", "optimizer")
+    )
+    for rank in sorted(found.ranks, key=lambda one: -one.peak_bytes)[:10]:
+        names = ", ".join(map(str, rank.ranks[:6])) + (", ..." if len(rank.ranks) > 6 else "")
+        sizes = (rank.peak_bytes, rank.categories["parameters"], rank.categories["optimizer"])
+        table.add_row(names, str(len(rank.ranks)), *map(bytes_text, sizes))
+    console.print(table)
+    if len(found.ranks) > 10:
+        console.print(f"and {len(found.ranks) - 10} other kinds of ranks that need less")
+
+
+def _print_time(console: Console, found: Estimate) -> None:
+    terms = found.time.terms()
+    table = new_table("\nseconds of a step", "seconds", "relative error", right=("seconds", "relative error"))
+    for name in ("compute", "memory", "exposed", "bubble", "host"):
+        table.add_row(name, f"{terms[name]['seconds']:.4g}", f"{terms[name]['relative_error']:.0%}")
+    for name, term in terms["collectives"].items():
+        table.add_row(
+            f"  {name}, {bytes_text(term['bytes'])}", f"{term['seconds']:.4g}", f"{term['relative_error']:.0%}"
+        )
+    table.add_row("step", f"{found.step_seconds:.4g}", "")
+    console.print(table)
+    time = found.time
+    console.print(
+        f"{time.mfu:.1%} of the device's peak, {time.tokens_per_second:,.0f} tokens a second of the whole batch"
+    )
+
+
+def _print_rows(console: Console, title: str, key: str, rows: tuple[dict[str, Any], ...]) -> None:
+    if not rows:
+        return
+    names = ("peak_bytes", "parameters", "gradients", "optimizer", "unsharded", "activations")
+    table = new_table(
+        f"\n{title}", *(n.removesuffix("_bytes") for n in names), "seconds", "", right=(*names, "seconds")
+    )
+    for row in rows:
+        if "error" in row:
+            table.add_row(row[key], *[""] * len(names), "", row["error"])
+        else:
+            fits = "fits" if row["fits"] else "does not fit"
+            table.add_row(row[key], *(bytes_text(row[n]) for n in names), f"{row['step_seconds']:.4g}", fits)
+    console.print(table)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{bytes_text(num_bytes)} ({num_bytes / 1e9:.2f} GB)"

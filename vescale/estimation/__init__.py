@@ -1,0 +1,34 @@
+"""What a plan needs, before a job starts: memory of every rank by category, and seconds of a step."""
+
+from vescale.estimation._calibrate import calibrate
+from vescale.estimation._compare import Comparison, EstimateWarning, compare
+from vescale.estimation._depth import Repeats, repeats_of
+from vescale.estimation._devices import Device, Efficiency, device_names, device_of
+from vescale.estimation._estimate import Estimate, RankMemory, estimate
+from vescale.estimation._html import page
+from vescale.estimation._optimizers import OPTIMIZERS
+from vescale.estimation._step_time import StepTime
+from vescale.estimation._variants import WHAT_IF, what_if, zero_plan, zero_table
+
+__all__ = [
+    "OPTIMIZERS",
+    "WHAT_IF",
+    "Comparison",
+    "Device",
+    "Efficiency",
+    "Estimate",
+    "EstimateWarning",
+    "RankMemory",
+    "Repeats",
+    "StepTime",
+    "calibrate",
+    "compare",
+    "device_names",
+    "device_of",
+    "estimate",
+    "page",
+    "repeats_of",
+    "what_if",
+    "zero_plan",
+    "zero_table",
+]

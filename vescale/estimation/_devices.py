@@ -1,0 +1,149 @@
+"""``Device``: what a device can do, from a table in ``vescale/estimation/devices`` or in a file of the user's."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from vescale.plans import MeshAxes, did_you_mean
+
+__all__ = ["Device", "Efficiency", "device_names", "device_of"]
+
+_FOLDER = Path(__file__).parent / "devices"
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Which share of the peak an op reaches: ``(floating-point operations of one call, share)``, in ascending order."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def at(self, flops: float) -> float:
+        """Linear in the logarithm of ``flops`` between the points."""
+        points = self.points
+        if flops <= points[0][0]:
+            return points[0][1]
+        for (low, first), (high, second) in itertools.pairwise(points):
+            if flops <= high:
+                share = (math.log(flops) - math.log(low)) / (math.log(high) - math.log(low))
+                return first + share * (second - first)
+        return points[-1][1]
+
+
+@dataclass(frozen=True)
+class Device:
+    """See ``devices/schema.json`` for units and meanings; bytes, seconds, floating-point operations a second.
+
+    Attributes:
+        name: of the table.
+        memory_bytes: None: not limited.
+        rounding_bytes: blocks of the allocator are multiples of so many bytes.
+        flops: peak, by dtype.
+        bandwidth: of the device's memory.
+        efficiency: of matrix products; ``bandwidth_efficiency``: of ops that move memory.
+        ranks_per_node: devices that ``node_bandwidth`` connects.
+        node_bandwidth, node_latency, network_bandwidth, network_latency: of a rank, one way.
+        op_seconds: host time of an op on a plain tensor; ``dtensor_seconds``: of one on a DTensor.
+        outside_bytes: memory that PyTorch's allocator does not know: by name; ``communicator``: for each group.
+        confidence: of the terms, a relative error.
+        sources: where each number is from, by its key here; what says "assumption" is neither published nor measured.
+    """
+
+    name: str
+    memory_bytes: int | None
+    rounding_bytes: int
+    flops: Mapping[str, float]
+    bandwidth: float
+    efficiency: Efficiency
+    bandwidth_efficiency: float
+    ranks_per_node: int
+    node_bandwidth: float
+    node_latency: float
+    network_bandwidth: float
+    network_latency: float
+    op_seconds: float
+    dtensor_seconds: float
+    outside_bytes: Mapping[str, int]
+    confidence: Mapping[str, float]
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any], where: str) -> Device:
+        """Raises ValueError naming a key that is missing, unknown or of another type."""
+        known = dict(cls.__annotations__)
+        wrong = [key for key in data if key not in known]
+        if wrong:
+            raise ValueError(f"{where}: unknown key {wrong[0]!r}{did_you_mean(wrong[0], tuple(known))}")
+        missing = [key for key in known if key not in data]
+        if missing:
+            raise ValueError(f"{where}: no {missing[0]!r}; see vescale/estimation/devices/schema.json")
+        for key in ("flops", "outside_bytes", "confidence"):
+            if not isinstance(data[key], Mapping) or not all(_is_number(value) for value in data[key].values()):
+                raise ValueError(f"{where}: {key} is {data[key]!r}; give a mapping from names to numbers")
+        for key in known:
+            if known[key] in ("float", "int") and not (_is_number(data[key]) and data[key] > 0):
+                raise ValueError(f"{where}: {key} is {data[key]!r}; give a positive number")
+        sources = data["sources"]
+        if not isinstance(sources, Mapping) or not all(isinstance(x, str) for x in sources.values()):
+            raise ValueError(f"{where}: sources is {sources!r}; give a mapping from keys of the table to texts")
+        points = data["efficiency"]
+        if not isinstance(points, list) or not points or not all(isinstance(p, list) and len(p) == 2 for p in points):
+            raise ValueError(
+                f"{where}: efficiency is {points!r}; give a list of [operations of a call, share of the peak]"
+            )
+        values = {**data, "efficiency": Efficiency(tuple((float(f), float(s)) for f, s in sorted(points)))}
+        return cls(**values)
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        name = str(dtype).removeprefix("torch.")
+        return float(self.flops.get(name, self.flops.get("float32", max(self.flops.values()))))
+
+    def link(self, num_ranks: int, stride: int) -> tuple[float, float]:
+        """(bandwidth, latency) between ``num_ranks`` ranks whose numbers are ``stride`` apart."""
+        inside = (num_ranks - 1) * stride < self.ranks_per_node
+        if inside:
+            return self.node_bandwidth, self.node_latency
+        return self.network_bandwidth, self.network_latency
+
+    def outside(self, axes: MeshAxes) -> dict[str, int]:
+        """Bytes beside the allocator's, by what they are for; a communicator for each axis with several ranks."""
+        groups = sum(size > 1 for size in axes.sizes)
+        found = {name: int(size) for name, size in self.outside_bytes.items() if name != "communicator"}
+        if groups and "communicator" in self.outside_bytes:
+            found["communicators"] = groups * int(self.outside_bytes["communicator"])
+        return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def device_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
+
+
+def device_of(device: str | Device) -> Device:
+    """A table by name, or from a YAML file. Raises ValueError naming the tables there are."""
+    if isinstance(device, Device):
+        return device
+    file = _FOLDER / f"{device.lower()}.yaml"
+    if device.endswith((".yaml", ".yml")) or os.sep in device:
+        file = Path(device)
+    if not file.is_file():
+        raise ValueError(
+            f"there is no table of a device {device!r}; give one of {', '.join(device_names())}, or a YAML file"
+            f"{did_you_mean(device.lower(), device_names())}"
+        )
+    with file.open(encoding="utf-8") as stream:
+        data = yaml.safe_load(stream)
+    if not isinstance(data, dict):
+        raise ValueError(f"{file}: a table is a mapping")
+    return Device.from_data({"name": file.stem, **data}, str(file))

@@ -1,0 +1,145 @@
+"""A page about an estimate: one HTML file without other files."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from typing import Any
+
+from vescale.estimation._estimate import Estimate
+from vescale.estimation._memory_timeline import CATEGORIES
+
+__all__ = ["page"]
+
+_COLORS = ("#1f6feb", "#2da44e", "#8250df", "#bf8700", "#cf222e", "#0598bc", "#8c959f", "#bc4c00", "#57606a")
+_WIDTH, _HEIGHT = 1000, 260
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1f2933; --muted: #616e7c; --line: #d9dee3; --paper: #fff; --card: #f6f8fa; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --muted: #9aa5b1; --line: #3a434d; --paper: #14181d;
+  --card: #1c2229; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1040px;
+  margin: 2rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } .muted { color: var(--muted); }
+svg { display: block; width: 100%; height: auto; background: var(--card); border-radius: 8px; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .scroll { overflow-x: auto; }
+th, td { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap; } th:first-child, td:first-child
+  { text-align: left; } tbody tr { border-top: 1px solid var(--line); }
+.key { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; margin: .5rem 0; }
+.key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem; }
+label { display: block; margin: .4rem 0; } input[type=range] { width: min(100%, 24rem); vertical-align: middle; }
+"""
+
+_SCRIPT = """
+const data = JSON.parse(document.getElementById("data").textContent);
+const size = n => { const u = ["B", "KiB", "MiB", "GiB", "TiB"]; let i = 0; while (n >= 1024 && i < 4) { n /= 1024; i++; }
+  return n.toFixed(i ? 2 : 0) + " " + u[i]; };
+const rows = document.getElementById("batch"), out = document.getElementById("scaled");
+const show = () => { const f = 2 ** Number(rows.value); let sum = 0;
+  for (const [name, n] of Object.entries(data.peak)) sum += ["activations", "temporary", "input"].includes(name) ? n * f : n;
+  out.textContent = f + " times the batch: " + size(sum) + (data.memory ? (sum + data.outside <= data.memory ? ", fits" :
+    ", does not fit") : ""); };
+rows.addEventListener("input", show); show();
+"""
+
+
+def page(estimate: Estimate, title: str) -> str:
+    """The page's HTML."""
+    peak = estimate.peak
+    sums = {name: _sum(size) for name, size in peak.categories.items()}
+    data = {
+        "peak": sums,
+        "memory": estimate.device.memory_bytes,
+        "outside": sum(estimate.outside.values()),
+    }
+    verdict = "It fits" if estimate.fits else "It does not fit"
+    key = "".join(f"<span><i style='background:{c}'></i>{n}</span>" for n, c in zip(CATEGORIES, _COLORS))
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p>{verdict}: {_size(estimate.needed_bytes)} on rank {estimate.peak_rank} of {escape(str(estimate.program.axes))} "
+        f"({escape(estimate.device.name)}); the peak is at <b>{escape(peak.peak_at)}</b>. A step takes "
+        f"{estimate.step_seconds:.4g} s: {estimate.time.mfu:.1%} of the device's peak.</p>",
+        f"<h2>Memory during a step</h2><div class=key>{key}</div>{_areas(peak.timeline)}",
+        "<h2>At the peak</h2>" + _table(("category", "bytes", ""), [(n, f"{v:,}", _size(v)) for n, v in sums.items()]),
+        "<h2>Activations by module</h2>" + _bars(peak.categories["activations"]),
+        "<h2>Ranks</h2>" + _bars({_ranks(r.ranks): r.peak_bytes for r in estimate.ranks}),
+        "<h2>Collectives</h2>"
+        + _table(
+            ("axes and op", "bytes", "seconds"),
+            [(n, _size(t["bytes"]), f"{t['seconds']:.4g}") for n, t in estimate.time.terms()["collectives"].items()],
+        ),
+        "<h2>What if</h2><label>batch <input id=batch type=range min=-3 max=5 step=1 value=0></label><p id=scaled></p>"
+        "<p class=muted>Activations, inputs and temporary memory grow with the batch; <code>--what-if batch=N</code> "
+        "runs it.</p>",
+    ]
+    for name, rows in (("what_if", estimate.what_if), ("stage", estimate.zero_table)):
+        if rows:
+            parts.append(_table((name.replace("_", " "), "peak", "seconds", ""), [_row(name, row) for row in rows]))
+    parts += [f"<p class=muted>{escape(note)}</p>" for note in estimate.notes]
+    text = json.dumps(data).replace("<", "\\u003c")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>{''.join(parts)}"
+        f'<script type="application/json" id="data">{text}</script><script>{_SCRIPT}</script></body></html>\n'
+    )
+
+
+def _row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    if "error" in row:
+        return row[name], "", "", row["error"]
+    return row[name], _size(row["peak_bytes"]), f"{row['step_seconds']:.4g}", "fits" if row["fits"] else "does not fit"
+
+
+def _areas(moments: tuple[dict[str, Any], ...]) -> str:
+    """Stacked bars, one for each moment."""
+    most = max((m["bytes"] for m in moments), default=1) or 1
+    width = _WIDTH / max(len(moments), 1)
+    found = []
+    for number, moment in enumerate(moments):
+        top = float(_HEIGHT)
+        for name, color in zip(CATEGORIES, _COLORS):
+            height = moment[name] / most * (_HEIGHT - 20)
+            if height > 0:
+                top -= height
+                found.append(
+                    f"<rect x='{number * width:.1f}' y='{top:.1f}' width='{width:.2f}' height='{height:.1f}' fill='{color}'>"
+                    f"<title>{escape(moment['at'])}: {name} {_size(moment[name])}</title></rect>"
+                )
+    return f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='memory by moment'>{''.join(found)}</svg>"
+
+
+def _bars(sizes: dict[str, int], most: int = 30) -> str:
+    chosen = sorted(sizes.items(), key=lambda item: -item[1])
+    largest = max((size for _, size in chosen), default=1) or 1
+    rows = "".join(
+        f"<tr><td>{escape(name or '(the model)')}</td><td>{_size(size)}</td><td style='min-width:12rem'>"
+        f"<div style='background:{_COLORS[0]};height:.8rem;width:{100 * size / largest:.1f}%'></div></td></tr>"
+        for name, size in chosen[:most]
+    )
+    rest = sum(size for _, size in chosen[most:])
+    if rest:
+        rows += f"<tr><td>{len(chosen) - most} more</td><td>{_size(rest)}</td><td></td></tr>"
+    return f"<div class=scroll><table><tbody>{rows}</tbody></table></div>"
+
+
+def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks[:4])) + (f", ... ({len(ranks)} ranks)" if len(ranks) > 4 else "")
+
+
+def _sum(size: Any) -> int:
+    return sum(size.values()) if isinstance(size, dict) else int(size)
+
+
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{num_bytes} B" if unit == "B" else f"{size:.2f} {unit}"

@@ -1,0 +1,200 @@
+"""Memory by category at each instant of a rehearsal, with the modules that were left out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vescale.estimation._depth import Repeats
+from vescale.estimation._memory_log import Block, Instant
+from vescale.estimation._rehearsal import Rehearsal
+
+__all__ = ["CATEGORIES", "MemoryTimeline", "Moment", "OpenBlock", "timeline_of"]
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "unsharded",
+    "communication",
+    "activations",
+    "temporary",
+    "input",
+    "rounding",
+)
+_AT_REST = ("parameters", "gradients", "optimizer", "unsharded")
+_FORWARD = ("forward", "loss")
+
+
+@dataclass(frozen=True)
+class OpenBlock:
+    """Memory of one category and module, from one instant to another, ``count`` times while no module that it stands for
+    runs."""
+
+    block: Block
+    category: str
+    module: str | None
+    repeats: Repeats | None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The most that consecutive instants of one kind need."""
+
+    at: str
+    num_bytes: int
+    categories: dict[str, int]
+
+
+@dataclass
+class MemoryTimeline:
+    """Bytes by category at each instant.
+
+    Attributes:
+        instants: of the rehearsal.
+        categories: by name, an array over the instants.
+        total: their sum.
+        blocks: what they consist of.
+    """
+
+    instants: list[Instant]
+    categories: dict[str, np.ndarray]
+    total: np.ndarray
+    blocks: list[OpenBlock] = field(repr=False, default_factory=list)
+
+    def peak_of(self, step: int) -> int:
+        """The instant of a step at which memory is highest."""
+        numbers = np.array([i for i, instant in enumerate(self.instants) if instant.step == step])
+        return int(numbers[np.argmax(self.total[numbers])])
+
+    def end_of_forward(self, step: int) -> int:
+        """The last instant before a step's backward."""
+        return _ends_of_forwards(self.instants, step + 1)[-1]
+
+    def at(self, instant: int) -> dict[str, int]:
+        return {name: int(found[instant]) for name, found in self.categories.items()}
+
+    def largest(self, step: int) -> dict[str, int]:
+        """The maximum of each category in a step, which need not be at one instant."""
+        numbers = [i for i, instant in enumerate(self.instants) if instant.step == step]
+        return {name: int(found[numbers].max()) for name, found in self.categories.items()}
+
+    def activations(self, instant: int) -> dict[str, int]:
+        """By module, those that are there at an instant; the modules that were left out among them."""
+        found: dict[str, int] = {}
+        for one in self.blocks:
+            if one.category != "activations" or not _is_there(one.block, instant):
+                continue
+            own = one.module if one.module is not None else "loss"
+            paths = [own]
+            if one.repeats is not None and not one.repeats.holds(self.instants[instant].module):
+                rest = own.removeprefix(one.repeats.stand_in)
+                paths = [path + rest for path in one.repeats.paths()]
+            for path in paths:
+                found[path] = found.get(path, 0) + one.block.num_bytes
+        return dict(sorted(found.items()))
+
+    def moments(self, step: int, depth: int = 3) -> list[Moment]:
+        """The step as a list of moments; ``depth``: of the modules that are told apart."""
+        found: list[Moment] = []
+        numbers: list[int] = []
+
+        def close(label: str) -> None:
+            best = numbers[int(np.argmax(self.total[numbers]))]
+            found.append(Moment(label, int(self.total[best]), self.at(best)))
+
+        last = ""
+        for number, instant in enumerate(self.instants):
+            if instant.step != step:
+                continue
+            label = label_of(instant, depth)
+            if label != last and numbers:
+                close(last)
+                numbers = []
+            last = label
+            numbers.append(number)
+        if numbers:
+            close(last)
+        return found
+
+
+def label_of(instant: Instant, depth: int = 99) -> str:
+    module = ".".join((instant.module or "").split(".")[:depth])
+    return f"{instant.phase} {module}".rstrip()
+
+
+def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int = 1) -> MemoryTimeline:
+    """``rounding``: the allocator's blocks are multiples of so many bytes."""
+    log = rehearsal.log
+    number = len(log.instants)
+    ends = _ends_of_forwards(log.instants, rehearsal.num_steps)
+    changes = {name: np.zeros(number + 1, dtype=np.int64) for name in CATEGORIES}
+    more = [{name: np.zeros(number + 1, dtype=np.int64) for name in CATEGORIES} for _ in repeats]
+    found = []
+    for block in log.blocks:
+        category, module = _category(block, rehearsal, ends)
+        stays = category in _AT_REST[:3] or any(_is_there(block, end) for end in ends)
+        held = _held_bytes(block, category, module, rehearsal) if stays else []
+        runs = [(n, sum(size for path, size in held if r.holds(path))) for n, r in enumerate(repeats)]
+        own = next((repeats[n] for n, size in runs if size), None)
+        found.append(OpenBlock(block, category, module, own))
+        end = block.end if block.end is not None else number
+        padding = -block.num_bytes % rounding
+        for name, size in ((category, block.num_bytes), ("rounding", padding)):
+            changes[name][block.begin] += size
+            changes[name][end] -= size
+        for n, held_bytes in runs:
+            if held_bytes:
+                for name, size in ((category, held_bytes), ("rounding", padding)):
+                    more[n][name][block.begin] += size * (repeats[n].count - 1)
+                    more[n][name][end] -= size * (repeats[n].count - 1)
+    inside = [np.array([r.holds(i.module) and i.phase != "start" for i in log.instants], dtype=bool) for r in repeats]
+    categories = {}
+    for name in CATEGORIES:
+        total = np.cumsum(changes[name])[:-1]
+        for in_repeats, extra in zip(inside, more):
+            there = np.cumsum(extra[name])[:-1]
+            total = total + (there if name in _AT_REST else np.where(in_repeats, 0, there))
+        categories[name] = total
+    return MemoryTimeline(log.instants, categories, sum(categories.values()), found)  # type: ignore[arg-type]
+
+
+def _held_bytes(block: Block, category: str, module: str | None, rehearsal: Rehearsal) -> list[tuple[str | None, int]]:
+    """Whose memory a block is: (module, bytes). Gradients of several modules may be in one block."""
+    holders = rehearsal.holders.get(block.storage) if category == "gradients" else None
+    if holders is None or len({path for path, _ in holders.values()}) == 1:
+        return [(module, block.num_bytes)]
+    return list(holders.values())
+
+
+def _category(block: Block, rehearsal: Rehearsal, ends: Sequence[int]) -> tuple[str, str | None]:
+    known = rehearsal.kinds.get(block.storage)
+    instant = rehearsal.log.instants[block.begin]
+    if known is not None:
+        return known
+    if instant.phase in _FORWARD and any(_is_there(block, end) for end in ends):
+        return "activations", instant.module
+    if block.is_communicated:
+        return "communication", instant.module
+    if instant.phase == "recompute" and _outlives_module(block, rehearsal.log.instants):
+        return "activations", instant.module
+    return "temporary", instant.module
+
+
+def _outlives_module(block: Block, instants: Sequence[Instant]) -> bool:
+    """Whether the block is there after the recomputation that made it."""
+    if block.end is None:
+        return True
+    return instants[block.end].phase != "recompute"
+
+
+def _ends_of_forwards(instants: Sequence[Instant], num_steps: int) -> list[int]:
+    """The last instant of each step's forward."""
+    found = {i.step: n for n, i in enumerate(instants) if i.phase in _FORWARD}
+    return [found[step] for step in range(num_steps) if step in found]
+
+
+def _is_there(block: Block, instant: int) -> bool:
+    return block.begin <= instant and (block.end is None or block.end > instant)

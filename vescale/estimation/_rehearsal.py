@@ -1,0 +1,229 @@
+"""``rehearse``: some steps of one rank of a parallelized model, with the engine's own code and without numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale.buffer import observe_allocations
+from vescale.checks import unchecked
+from vescale.comm import CommRecord, record_comms
+from vescale.compat import local_of
+from vescale.compat.fake_worlds import fake_world
+from vescale.estimation._memory_log import Instant, MemoryLog
+from vescale.estimation._op_costs import OpCosts
+from vescale.estimation._received_tokens import balanced_tokens
+from vescale.estimation._unfilled import UnfilledTensors
+from vescale.estimation._unknown_values import Routing
+from vescale.fsdp import state_of
+from vescale.plans import MeshAxes, Plan
+from vescale.runtime import current_activation, locate, parallelize
+
+__all__ = ["Rehearsal", "StateTensor", "rehearse"]
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor of the optimizer's state of a parameter."""
+
+    num_bytes: int
+    numel: int
+    parameter_numel: int
+    module: str | None
+
+
+@dataclass
+class Rehearsal:
+    """What was seen.
+
+    Attributes:
+        log: all memory.
+        kinds: by number of the storage, the category and the path of the module it belongs to.
+        holders: of gradients, by number of the storage and name of the parameter, the module and the bytes in it.
+        costs: of the ops of the last step.
+        collectives: of the last step.
+        states: of the optimizer.
+        num_steps: how many steps have run.
+    """
+
+    log: MemoryLog
+    num_steps: int
+    kinds: dict[int, tuple[str, str | None]] = field(default_factory=dict)
+    holders: dict[int, dict[str, tuple[str, int]]] = field(default_factory=dict)
+    costs: OpCosts = field(default_factory=OpCosts)
+    collectives: list[CommRecord] = field(default_factory=list)
+    states: list[StateTensor] = field(default_factory=list)
+
+
+@dataclass
+class _Place:
+    """Where the run is."""
+
+    step: int = -1
+    phase: str = "start"
+
+    def __call__(self) -> Instant:
+        if self.phase == "backward":
+            activation = current_activation()
+            if activation is not None:
+                return Instant(self.step, "recompute", activation.frames[-1].path)
+            found = locate()
+            return Instant(self.step, "backward", found.path if found is not None else None)
+        if self.phase == "forward":
+            activation = current_activation()
+            if activation is not None:
+                return Instant(self.step, "forward", activation.frames[-1].path)
+            return Instant(self.step, "loss", None)
+        return Instant(self.step, self.phase, None)
+
+
+def rehearse(
+    model: nn.Module,
+    plan: Plan,
+    axes: MeshAxes,
+    rank: int,
+    batch: Mapping[str, Any],
+    make_optimizer: MakeOptimizer | None,
+    loss: Loss,
+    *,
+    num_steps: int = 3,
+    routing: Routing | None = None,
+) -> Rehearsal:
+    """Run ``num_steps`` training steps of ``rank``. ``model`` is on the meta device, and is used up."""
+    place = _Place()
+    log = MemoryLog(place)
+    found = Rehearsal(log, num_steps)
+    routing = routing or Routing()
+
+    def note_cost(*call: Any) -> None:
+        if place.step == num_steps - 1:
+            found.costs.add(place(), *call)
+
+    mode = UnfilledTensors(log, routing, note_cost)
+    size = 1
+    for n in axes.sizes:
+        size *= n
+    with fake_world(size, rank), _apart():  # the lock of worlds also serialises what _apart changes in the process
+        parallelize(model, plan)
+        with mode, observe_allocations(log.resized), balanced_tokens(routing):
+            model.to_empty(device="cpu")
+            inputs = {name: _given(mode, value) for name, value in batch.items()}
+            for value in inputs.values():
+                if isinstance(value, torch.Tensor):
+                    found.kinds[log.see(value.untyped_storage())] = ("input", None)
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            optimizer = make_optimizer(parameters) if make_optimizer is not None and parameters else None
+            for step in range(num_steps):
+                place.step = step
+                with record_comms() as ledger:
+                    _step(model, inputs, optimizer, loss, place, found)
+                found.collectives = ledger.records
+            place.phase = "start"
+            found.states = list(_states(model, optimizer))
+            log.is_closed = True
+    return found
+
+
+def _step(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None,
+    loss: Loss,
+    place: _Place,
+    found: Rehearsal,
+) -> None:
+    place.phase = "forward"
+    output = model(**inputs)
+    value = loss(output, inputs)
+    del output
+    place.phase = "backward"
+    value.backward()
+    del value
+    place.phase = "optimizer"
+    found.log.mark()
+    _classify(model, optimizer, found)
+    if optimizer is not None:
+        optimizer.step()
+        _classify(model, optimizer, found)
+        optimizer.zero_grad()
+    else:
+        model.zero_grad()
+
+
+def _given(mode: UnfilledTensors, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_floating_point():
+        return torch.empty_like(value)
+    return value.clone()
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """The program around sees neither random numbers, nor warnings, nor garbage collections."""
+    was_collecting = gc.isenabled()
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), unchecked(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_collecting:
+                gc.enable()
+
+
+def _classify(model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Rehearsal) -> None:
+    """Note what memory belongs to parameters, gradients, optimizer and engine."""
+
+    def note(tensor: Any, category: str, path: str | None) -> None:
+        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        if isinstance(local, torch.Tensor) and not local.is_meta:
+            storage = local.untyped_storage()
+            if storage.nbytes():
+                found.kinds.setdefault(found.log.see(storage), (category, path))
+
+    def note_storage(memory: Any, category: str, path: str) -> None:
+        with contextlib.suppress(RuntimeError, AttributeError):  # it has never been allocated
+            storage = memory.storage if category == "unsharded" else memory.local.untyped_storage()
+            found.kinds.setdefault(found.log.see(storage), (category, path))
+
+    for name, parameter in model.named_parameters():
+        path = name.rpartition(".")[0]
+        note(parameter, "parameters", path)
+        if parameter.grad is not None:
+            note(parameter.grad, "gradients", path)
+            local = local_of(parameter.grad) if isinstance(parameter.grad, DTensor) else parameter.grad
+            number = found.log.see(local.untyped_storage())
+            found.holders.setdefault(number, {})[name] = path, local.numel() * local.element_size()
+        for value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).values():
+            note(value, "optimizer", path)
+    for name, buffer in model.named_buffers():
+        note(buffer, "parameters", name.rpartition(".")[0])
+    for path, module in model.named_modules():
+        state = state_of(module)
+        for group in state.groups if state is not None else ():
+            note_storage(group.memory.gathered, "unsharded", path)
+            for bucket in group.buckets:
+                note_storage(bucket.unreduced.apart, "gradients", path)
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[StateTensor]:
+    paths: dict[Any, str] = {parameter: name.rpartition(".")[0] for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items() if optimizer is not None else ():
+        own = local_of(parameter) if isinstance(parameter, DTensor) else parameter
+        for value in state.values():
+            local = local_of(value) if isinstance(value, DTensor) else value
+            if isinstance(local, torch.Tensor):
+                num_bytes = local.numel() * local.element_size()
+                yield StateTensor(num_bytes, local.numel(), own.numel(), paths.get(parameter))

@@ -1,0 +1,74 @@
+"""A model's copy without memory, and a batch of the sizes that are asked for."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale.ir import random_inputs
+from vescale.plans import PlanError
+from vescale.rng import is_deferred
+from vescale.runtime import Runtime
+
+__all__ = ["make_batch", "skeleton_of"]
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """A copy whose parameters are on the meta device, and buffers, unless they have values and are small.
+
+    Raises PlanError for a model that has been parallelized.
+    """
+    if Runtime.of(model) is not None:
+        raise PlanError(
+            f"this {type(model).__name__} has been parallelized: estimate the plan with a model as it was before (on the "
+            "meta device it costs nothing), and compare with estimate.compare(model)"
+        )
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        if buffer.is_meta or is_deferred(buffer) or buffer.device.type != "cpu" or buffer.numel() > 1 << 20:
+            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def make_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors for ``batch``, whose values are tensors (on any device), shapes, or anything else that the forward takes.
+
+    Labels are added for models of transformers, which have a loss with them.
+
+    Raises TypeError for a batch that is no mapping.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}; give a mapping from names of the forward's inputs to shapes"
+        )
+    parameters = inspect.signature(model.forward).parameters
+    unknown = [name for name in batch if name not in parameters]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise TypeError(
+            f"batch: {type(model).__name__}.forward takes no {unknown[0]!r}; it takes {', '.join(parameters)}"
+        )
+    found = {name: _tensor(name, value) for name, value in batch.items()}
+    config = getattr(model, "config", None)
+    if config is not None and "labels" in parameters and "labels" not in found and "input_ids" in found:
+        found["labels"] = torch.empty_like(found["input_ids"])
+    if config is not None and "use_cache" in parameters:
+        found.setdefault("use_cache", False)
+    meta = {n: v for n, v in found.items() if isinstance(v, torch.Tensor) and v.is_meta}
+    return {**found, **random_inputs(meta, model, 0)}
+
+
+def _tensor(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if value.device.type == "cpu" else torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, tuple | list) and value and all(type(n) is int for n in value):
+        is_index = name.endswith(("ids", "labels", "mask", "timestep"))
+        return torch.empty(value, dtype=torch.int64 if is_index else torch.get_default_dtype(), device="meta")
+    return value

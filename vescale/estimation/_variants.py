@@ -1,0 +1,245 @@
+"""Other choices than the plan's: stages of ZeRO, checkpointing, precision, batch and mesh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate
+
+from vescale.estimation._estimate import Estimate
+from vescale.placements import RaggedShard, shard_dim
+from vescale.plans import (
+    INIT,
+    RUN,
+    CheckpointEntry,
+    MeshAxes,
+    Plan,
+    PlanError,
+    PrecisionEntry,
+    ShardEntry,
+    UnitEntry,
+)
+
+__all__ = ["WHAT_IF", "changed", "what_if", "zero_plan", "zero_table"]
+
+WHAT_IF = (
+    "batch=16, sequence=4096, stage=2 (of ZeRO), offload=true, checkpoint=full (selective, offload, none), "
+    "precision=bfloat16, mesh=dp:4 (axes joined with +), optimizer=sgd, load=1.2, device=h200-141g"
+)
+
+
+def what_if(estimate: Estimate, text: str) -> dict[str, Any]:
+    """``batch=16,stage=2``: one row of a table; ``error`` says why there is no such estimate.
+
+    Raises ValueError for text of another form.
+    """
+    changes: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not equals or not value:
+            raise ValueError(f"what-if {part!r}: write NAME=VALUE, as {WHAT_IF}")
+        changes[name] = value
+    return changed(estimate, changes, text)
+
+
+def changed(estimate: Estimate, changes: Mapping[str, str], label: str) -> dict[str, Any]:
+    """The row of an estimate with other choices."""
+    given = dict(estimate.given)
+    try:
+        for name, value in changes.items():
+            _change(given, name, value, _unit_paths(estimate))
+        other = estimate.again(**given)
+    except PlanError as error:
+        return {"what_if": label, "error": str(error)}
+    return {"what_if": label, **row_of(other)}
+
+
+def row_of(estimate: Estimate) -> dict[str, Any]:
+    peak = estimate.peak
+    sizes = {k: sum(v.values()) if isinstance(v, dict) else v for k, v in peak.categories.items()}
+    return {
+        "peak_bytes": estimate.peak_bytes,
+        "needed_bytes": estimate.needed_bytes,
+        "fits": estimate.fits,
+        "step_seconds": estimate.step_seconds,
+        **sizes,
+    }
+
+
+def _change(given: dict[str, Any], name: str, value: str, units: tuple[str, ...]) -> None:
+    plan: Plan = given["plan"]
+    if name in ("batch", "sequence", "seq"):
+        number, dim = _number(name, value), 0 if name == "batch" else 1
+        given["batch"] = {key: _resized(x, dim, number) for key, x in given["batch"].items()}
+    elif name == "stage":
+        given["plan"] = zero_plan(plan, _batch_axes(plan), _number(name, value), units)
+    elif name == "checkpoint":
+        given["plan"] = _checkpointed(plan, value)
+    elif name == "offload":
+        given["plan"] = _with_offload(plan, units) if value.lower() in ("1", "true", "yes") else plan
+    elif name == "precision":
+        given["plan"] = _with_precision(plan, value)
+    elif name == "mesh":
+        given["plan"] = _on_mesh(plan, value)
+    elif name == "load":
+        given["load"] = float(value)
+    elif name in ("optimizer", "device"):
+        given[name] = value
+    else:
+        raise ValueError(f"what-if {name!r}: write one of {WHAT_IF}")
+
+
+def _number(name: str, value: str) -> int:
+    if not value.isdecimal():
+        raise ValueError(f"what-if {name}={value}: give a whole number")
+    return int(value)
+
+
+def _resized(x: Any, dim: int, size: int) -> Any:
+    if isinstance(x, torch.Tensor) and x.ndim > dim:
+        shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+        return torch.empty(shape, dtype=x.dtype, device="meta")
+    if isinstance(x, tuple | list) and len(x) > dim and all(type(n) is int for n in x):
+        return (*x[:dim], size, *x[dim + 1 :])
+    return x
+
+
+def _batch_axes(plan: Plan) -> tuple[str, ...]:
+    """Axes over which inputs of the model are cut along dim 0."""
+    found = {
+        axis: None
+        for entry in plan.entries
+        if isinstance(entry, ShardEntry) and entry.path.text.startswith("<in")
+        for axis, placement in entry.placements
+        if shard_dim(placement) == 0
+    }
+    return tuple(axis for axis in plan.axes.names if axis in found)
+
+
+def zero_plan(plan: Plan, axes: tuple[str, ...], stage: int, units: tuple[str, ...] = ()) -> Plan:
+    """``plan`` with parameters, gradients and optimizer state at rest in parts over ``axes``; stage 0: whole. Entries that
+    already cut parameters raggedly are left out, and those that make them whole while they run.
+
+    Raises PlanError for a stage that there is not, and where no axis has several ranks.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise PlanError(f"there is no stage {stage} of ZeRO; give 0, 1, 2 or 3")
+    own = [axis for axis in axes if plan.axes.size(axis) > 1]
+    if stage and not own:
+        raise PlanError("no axis over which the plan cuts the batch has several ranks, over which to shard parameters")
+    ragged = {
+        (entry.path.text, axis)
+        for entry in plan.entries
+        if isinstance(entry, ShardEntry)
+        for axis, placement in entry.placements
+        if isinstance(placement, RaggedShard)
+    }
+    found = Plan(plan.axes)
+    for entry in plan.entries:
+        if isinstance(entry, UnitEntry):
+            continue
+        if isinstance(entry, ShardEntry):
+            left = tuple((axis, p) for axis, p in entry.placements if (entry.path.text, axis) not in ragged)
+            if not left:
+                continue
+            entry = replace(entry, placements=left)
+        found.add(entry)
+    if stage:
+        found.shard(".*", {axis: RaggedShard() for axis in own}, phase=INIT)
+        found.shard(".*", {axis: Replicate() for axis in own}, phase=RUN)
+        for path in (*units, "") if stage < 3 else ():
+            found.unit(path, reshard_after_forward=False, reshard_after_backward=None if stage == 2 else False)
+    return found
+
+
+def zero_table(estimate: Estimate) -> list[dict[str, Any]]:
+    """Stages 0 to 3, and for every divisor of the axis of the batch stage 3 over that many ranks with replicas (HSDP)."""
+    plan: Plan = estimate.given["plan"]
+    rows = []
+    for stage in range(4):
+        rows.append({"stage": str(stage), **changed(estimate, {"stage": str(stage)}, f"stage={stage}")})
+    data = [axis for axis in _batch_axes(plan) if plan.axes.size(axis) > 1]
+    if len(data) == 1:
+        size = plan.axes.size(data[0])
+        for part in (n for n in range(2, size) if size % n == 0):
+            given = dict(estimate.given)
+            try:
+                given["plan"] = _hybrid(plan, data[0], part, _unit_paths(estimate))
+                row = row_of(estimate.again(**given))
+            except PlanError as error:
+                row = {"error": str(error)}
+            rows.append({"stage": f"HSDP {size // part}x{part}", **row})
+    return [{key: value for key, value in row.items() if key != "what_if"} for row in rows]
+
+
+def _hybrid(plan: Plan, axis: str, part: int, units: tuple[str, ...]) -> Plan:
+    """Stage 3 over ``part`` neighbours on ``axis``, which becomes two axes: replicas, and those that share parameters."""
+    replicas = f"{axis}_replicas"
+    names: list[str] = []
+    sizes: list[int] = []
+    for name, size in zip(plan.axes.names, plan.axes.sizes):
+        names += [replicas, name] if name == axis else [name]
+        sizes += [size // part, part] if name == axis else [size]
+    found = Plan(dict(zip(names, sizes)))
+    for entry in zero_plan(plan, (axis,), 0).entries:
+        if isinstance(entry, ShardEntry) and any(own == axis for own, _ in entry.placements):
+            placements = tuple(
+                pair
+                for own, p in entry.placements
+                for pair in (((replicas, p), (own, p)) if own == axis else ((own, p),))
+            )
+            entry = replace(entry, placements=placements)
+        found.add(entry)
+    return zero_plan(found, (axis,), 3, units)
+
+
+def _unit_paths(estimate: Estimate) -> tuple[str, ...]:
+    """Expressions for the repeated blocks of the model."""
+    from torch import nn
+
+    model: nn.Module = estimate.given["model"]
+    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    return tuple(re.escape(path) + r"\.\d+" for path in outer)
+
+
+def _checkpointed(plan: Plan, policy: str) -> Plan:
+    found = _without(plan, CheckpointEntry)
+    return (
+        found
+        if policy == "none"
+        else found.checkpoint(r"(.*\.)?(layers|blocks|block|h|layer|transformer_blocks)\.\d+", policy)
+    )
+
+
+def _with_precision(plan: Plan, dtype: str) -> Plan:
+    found = _without(plan, PrecisionEntry)
+    return found.precision("", param=dtype, reduce="float32")
+
+
+def _with_offload(plan: Plan, units: tuple[str, ...]) -> Plan:
+    found = _without(plan, UnitEntry)
+    for path in (*units, ""):
+        found.unit(path, offload_policy={"pin_memory": False})
+    return found
+
+
+def _on_mesh(plan: Plan, text: str) -> Plan:
+    """``dp:4+tp:2``."""
+    axes = MeshAxes.parse(text.replace(":", "=").replace("+", ","))
+    found = Plan(axes)
+    for entry in plan.entries:
+        found.add(entry)
+    return found
+
+
+def _without(plan: Plan, kind: type) -> Plan:
+    found = Plan(plan.axes)
+    for entry in plan.entries:
+        if not isinstance(entry, kind):
+            found.add(entry)
+    return found
