@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -83,6 +84,64 @@ class SumOverSize(Wrapped):
         h = self.mlp.up(x)
         mean = h.sum(-1) / h.shape[-1]
         return self.mlp(x) * mean.unsqueeze(-1) / len(h)
+
+
+def traced(function: Any) -> Any:
+    """A decorator, as libraries share them among all their functions."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@traced
+def rows_of(x: torch.Tensor) -> int:
+    return x.shape[0]
+
+
+@traced
+def mean_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(x, weight) / rows_of(x)
+
+
+class DecoratedMlp(Mlp):
+    @traced
+    @traced
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Decorated(Wrapped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = DecoratedMlp()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    @traced
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.mlp(x)
+        for function in (torch.relu, traced(torch.tanh), traced(traced(torch.sigmoid))):
+            h = function(h)
+        for change in (self.doubled, self.shifted):
+            h = change(h)
+        return h * mean_of(h, self.scale).unsqueeze(-1)
+
+    @traced
+    def doubled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if rows_of(x) else x
+
+    @staticmethod
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return x + x.shape[1]
+
+
+def functions_of_one_decorator() -> Any:
+    models = both(Decorated)
+    for step in range(4):
+        compare(models, batch(rows=2 + step, length=4 + step % 3, seed=step))
+    return report(models[1])
 
 
 def sizes_as_numbers() -> Any:
@@ -305,7 +364,7 @@ def outputs_without_recorded_gradients() -> Any:
     return report(model)
 
 
-STATIC = (other_sizes, random_numbers, accumulation, copies, named_parameters_are_dtensors)
+STATIC = (other_sizes, functions_of_one_decorator, random_numbers, accumulation, copies, named_parameters_are_dtensors)
 FALLBACKS = {
     sizes_as_numbers: "linear is called in several ways",
     branches_on_sizes: "test_forward.py",

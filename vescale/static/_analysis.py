@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import CodeType
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,6 +27,7 @@ class FunctionPlan:
     """What is changed in a function; nodes are numbers of ``source.nodes``.
 
     Attributes:
+        swaps: of the functions called at a node, by their code; None: the function runs as it is.
         has_sites: whether functions are changed in it, or in functions that it calls.
     """
 
@@ -33,8 +35,8 @@ class FunctionPlan:
     source: FunctionSource
     patch: Patch
     actions: dict[int, Action]
-    swaps: dict[int, FunctionPlan]
-    has_sites: bool = True
+    swaps: dict[int, dict[CodeType, FunctionPlan | None]]
+    has_sites: bool
 
 
 @dataclass(eq=False)
@@ -114,7 +116,7 @@ def _plan(
         if source is None or node < 0 or not can_be_site(source.nodes[node], source.nodes) or not calls[0].is_direct:
             return Problem(f"{line}: {name_of(calls[0].function)} cannot be reached from the source")
         actions[node] = action
-    swaps: dict[int, FunctionPlan] = {}
+    swaps: dict[int, dict[CodeType, FunctionPlan | None]] = {}
     for (part, offset, _), called in call.called.items():
         node = -1 if source is None else source.node_of[part].get(offset, -1)
         is_reached = node >= 0 and source is not None and isinstance(source.nodes[node], ast.Call) and called.is_direct
@@ -124,20 +126,24 @@ def _plan(
             continue  # a constructor, or an attribute of a configuration: what it returns decides branches of its caller
         if isinstance(inner, Problem):
             return inner
-        if inner is None:
-            continue
         name = called.code.co_name
         if not is_reached:
+            if inner is None:
+                continue
             return Problem(f"{where}: {name} cannot be reached from the source of its caller")
-        if node in swaps or node in actions:
-            return Problem(f"{where}: several functions are called at one place ({name})")
-        inner.has_sites = bool(inner.actions) or any(below.has_sites for below in inner.swaps.values())
-        swaps[node] = inner
+        swaps.setdefault(node, {})[called.code] = inner
+    swaps = {node: plans for node, plans in swaps.items() if any(plans.values())}
+    for node, plans in swaps.items():
+        if node in actions:
+            names = ", ".join(code.co_name for code in plans)
+            return Problem(f"{where}: {names} and a torch function are called at one place")
     if source is None:
         calls_torch = any(one in by_call for one in call.all_below())
         return Problem(f"{where}: the source of {call.code.co_name} is not known") if calls_torch else None
     patch = replace(untaken_branches(call, source), sites=tuple(sorted(actions)), swaps=tuple(sorted(swaps)))
-    return FunctionPlan(call, source, patch, actions, swaps) if patch else None
+    called_plans = [plan for plans in swaps.values() for plan in plans.values() if plan is not None]
+    has_sites = bool(actions) or any(plan.has_sites for plan in called_plans)
+    return FunctionPlan(call, source, patch, actions, swaps, has_sites) if patch else None
 
 
 def _line(source: FunctionSource | None, node: int) -> int:

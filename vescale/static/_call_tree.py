@@ -130,8 +130,8 @@ class CallTree:
                 return known
         if not self._running:
             return None
-        for _, call in reversed(self._running):
-            if code in call.parts:
+        for running, call in reversed(self._running):
+            if code in call.parts and (code is not call.code or _is_same_function(frame, running)):
                 return call
         top, call = self._running[-1]
         position = call.parts[top.f_code], top.f_lasti
@@ -141,6 +141,15 @@ class CallTree:
                 back = back.f_back  # a module that the function has made for itself
             call.called[key] = FunctionCall(call.module, code, (call, *position), back is top)
         return call.called[key]
+
+
+def _is_same_function(frame: types.FrameType, other: types.FrameType) -> bool:
+    """Whether two frames with the same code run the same function: functions that a decorator returns share their code and
+    differ in their free variables."""
+    if other.f_code is not frame.f_code:
+        return not frame.f_code.co_freevars  # ``other`` runs a part of the function
+    own, others = frame.f_locals, other.f_locals
+    return all(own.get(name) is others.get(name) for name in frame.f_code.co_freevars)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,8 +90,9 @@ class StaticProgram:
             for action in plan.actions.values():
                 if isinstance(action, Eager):
                     yield plan.call.module, name_of(action.function), action.reason
-            for inner in plan.swaps.values():
-                yield from of(inner)
+            for plans in plan.swaps.values():
+                for inner in filter(None, plans.values()):
+                    yield from of(inner)
 
         for path in self.static_modules():
             forward = self.plans[path].forward
@@ -176,8 +177,8 @@ class StaticProgram:
         cells: dict[str, Any] = {REFUSE: functools.partial(_refuse, plan.call.code.co_filename), SLICE: slice}
         for node, action in plan.actions.items():
             cells[site_name(node)] = self._site(action, callee_of(plan.source.nodes[node]), plan.call.module, module)
-        for node, inner in plan.swaps.items():
-            cells[site_name(node)] = _Swap(inner, functools.partial(self._patched, module=module))
+        for node, plans in plan.swaps.items():
+            cells[site_name(node)] = _Swap(plans, functools.partial(self._patched, module=module))
         return make_function(function, code, cells)
 
     def _site(self, action: Action, callee: Any, path: str, module: nn.Module) -> Any:
@@ -226,10 +227,13 @@ class StaticProgram:
 
 
 class _Swap:
-    """Looks up the patched function that is called at a place."""
+    """Looks up the patched function that is called at a place, where the recorded step called those with ``plans``."""
 
-    def __init__(self, plan: FunctionPlan, make: Callable[[Any, FunctionPlan], Any]) -> None:
-        self.plan, self.make = plan, make
+    def __init__(
+        self, plans: Mapping[types.CodeType, FunctionPlan | None], make: Callable[[Any, FunctionPlan], Any]
+    ) -> None:
+        self.plans, self.make = plans, make
+        self.has_sites = any(plan is not None and plan.has_sites for plan in plans.values())
         self.made: dict[types.FunctionType, Any] = {}
 
     def __call__(self, called: Any) -> Any:
@@ -241,11 +245,15 @@ class _Swap:
                 function, own = type(called).forward, called
             else:
                 function, own = type(called).__call__, called
-            if getattr(function, "__code__", None) is not self.plan.call.code and not self.plan.has_sites:
+            if getattr(function, "__code__", None) not in self.plans and not self.has_sites:
                 return called  # getattr, or a class, which calls the recorded function in turn
         made = self.made.get(function)
         if made is None:
-            made = self.made[function] = self.make(function, self.plan)
+            code = getattr(function, "__code__", None)
+            if code not in self.plans:
+                raise UnrecordedError(f"{function} is another function than was recorded")
+            plan = self.plans[code]
+            made = self.made[function] = function if plan is None else self.make(function, plan)
         return made if own is None else types.MethodType(made, own)
 
 
