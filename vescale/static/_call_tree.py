@@ -130,8 +130,8 @@ class CallTree:
                 return known
         if not self._running:
             return None
-        for running, call in reversed(self._running):
-            if code in call.parts and (code is not call.code or _is_same_function(frame, running)):
+        for below, call in reversed(self._running):
+            if code in call.parts and (code is not call.code or _is_same_function(frame, below)):
                 return call
         top, call = self._running[-1]
         position = call.parts[top.f_code], top.f_lasti

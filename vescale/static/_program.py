@@ -250,7 +250,7 @@ class _Swap:
         made = self.made.get(function)
         if made is None:
             code = getattr(function, "__code__", None)
-            if code not in self.plans:
+            if code is None or code not in self.plans:
                 raise UnrecordedError(f"{function} is another function than was recorded")
             plan = self.plans[code]
             made = self.made[function] = function if plan is None else self.make(function, plan)
