@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +201,29 @@ def another_model_on_one_rank() -> None:
     step(second if dist.get_rank() else first, batch())
 
 
+def threads_in_another_order() -> None:
+    """Training and evaluation on a thread each, which take turns in another order on each rank."""
+    model, errors = parallel(), []
+
+    def on_a_thread(work: Callable[[], Any]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except StepMismatchError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    turns = [lambda: step(model, batch()), lambda: model.eval()(batch())]
+    step(model, batch())
+    for work in turns if dist.get_rank() == 0 else turns[::-1]:
+        on_a_thread(work)
+        if errors:
+            raise errors[0]
+
+
 MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (different_data, InputMismatchError, r"input 'x' of forward 1 of Net.*on rank 0.*on rank 1.*given=\"local\".*Sampler"),
     (different_data_over_tp, InputMismatchError, "the input 'x' of forward 1 of Net"),
@@ -224,6 +248,7 @@ MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (a_skipped_batch, InputMismatchError, "the input 'x' of forward 5 of Net"),
     (a_sharded_value_on_one_rank, StepMismatchError, r"rank 0 is before a read of full.*rank 1 is before the backward"),
     (another_model_on_one_rank, StepMismatchError, "forward 2 of Net.*forward 1 of Net"),
+    (threads_in_another_order, StepMismatchError, "in training.*in evaluation.*several threads run forwards"),
 ]  # fmt: skip
 
 

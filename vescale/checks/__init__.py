@@ -2,6 +2,7 @@
 
 from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
 from vescale.checks._descriptions import describe, sum_of_bits, tensor_text
+from vescale.checks._mismatches import InputMismatchError, StepMismatchError
 from vescale.checks._replaced_parameters import (
     RegisteredParameters,
     ReplacedParameterError,
@@ -9,14 +10,7 @@ from vescale.checks._replaced_parameters import (
     replacement_of,
 )
 from vescale.checks._settings import check_every, check_mode, is_unchecked, unchecked
-from vescale.checks._steps import (
-    InputMismatchError,
-    LocalPart,
-    StepChecks,
-    StepMismatchError,
-    start_checks,
-    step_checks,
-)
+from vescale.checks._steps import LocalPart, StepChecks, start_checks, step_checks
 
 __all__ = [
     "InputMismatchError",

@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -39,25 +40,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.checks._call_site import call_site
+from vescale.checks._mismatches import (
+    SAME_STEPS,
+    SEVERAL_THREADS,
+    InputMismatchError,
+    StepMismatchError,
+    data_text,
+    uneven_text,
+)
 from vescale.checks._settings import FIRST, check_every, check_mode, is_unchecked
 from vescale.comm import Board, Consensus, ConsensusError, RankGoneError, first_difference, wait_limit
 from vescale.compat import default_store, default_timeout, is_alone
 
-__all__ = ["InputMismatchError", "LocalPart", "StepChecks", "StepMismatchError", "start_checks", "step_checks"]
+__all__ = ["LocalPart", "StepChecks", "start_checks", "step_checks"]
 
 Rows = Sequence[tuple[str, str]]
-
-
-class StepMismatchError(RuntimeError):
-    """Ranks are about to do different things, or some do not come; ``ranks``: those that differ from most, or are absent."""
-
-    def __init__(self, problem: str, ranks: Sequence[int]) -> None:
-        super().__init__(problem)
-        self.ranks = tuple(ranks)
-
-
-class InputMismatchError(StepMismatchError):
-    """Ranks give different values where all have to give the same."""
 
 
 class LocalPart:
@@ -92,6 +89,8 @@ class StepChecks:
         self._awaited: tuple[str, int] | None
         self._noted: list[tuple[str, str]]
         self._open: deque[str] = deque()
+        self._lock = threading.Lock()  # one event at a time
+        self._threads: set[int] = set()  # that have run forwards
         self.begin()
 
     def begin(self) -> None:
@@ -99,6 +98,7 @@ class StepChecks:
         self._mode, self._every = check_mode(), check_every()
         self.is_on = self._has_others and self._mode != "off"
         self._forwards, self._noted, self._awaited = 0, [], None
+        self._threads.clear()
 
     @property
     def is_due(self) -> bool:
@@ -130,6 +130,7 @@ class StepChecks:
 
         Raises StepMismatchError and InputMismatchError, on every rank that comes.
         """
+        self._threads.add(threading.get_ident())
         return self._meet(f"forward {self._forwards} of {model}, {mode}", inputs, parts)
 
     def await_backward(self, model: str) -> int:
@@ -179,6 +180,10 @@ class StepChecks:
             self._board = Board.open(self.ranks, self._consensus.place)
 
     def _meet(self, site: str, inputs: Rows, parts: Sequence[LocalPart]) -> list[Mapping[int, Any]] | None:
+        with self._lock:
+            return self._meet_alone(site, inputs, parts)
+
+    def _meet_alone(self, site: str, inputs: Rows, parts: Sequence[LocalPart]) -> list[Mapping[int, Any]] | None:
         if not self._is_ready:
             self._start()
         self._number += 1
@@ -236,9 +241,12 @@ class StepChecks:
         )
         return StepMismatchError(
             f"rank {dist.get_rank()} is before {site} ({where}), and ranks {absent} have not come for {_limit():g} s: "
-            f"{last}. {_SAME_STEPS}",
+            f"{last}. {self._advice()}",
             absent,
         )
+
+    def _advice(self) -> str:
+        return SAME_STEPS + (SEVERAL_THREADS if len(self._threads) > 1 else "")
 
     # Descriptions, where digests differ or nobody waits
 
@@ -257,7 +265,7 @@ class StepChecks:
         try:
             messages = self._consensus.exchange(message, lambda: f"comparing {site}")
         except ConsensusError as error:
-            raise StepMismatchError(f"{error}. {_SAME_STEPS}", error.ranks) from None
+            raise StepMismatchError(f"{error}. {SAME_STEPS}", error.ranks) from None
         return [json.loads(each) for each in messages]
 
     def _put(self, message: bytes) -> None:
@@ -280,22 +288,22 @@ class StepChecks:
                 for each in (*keys, f"{key} read"):
                     store.delete_key(each)
             if self._compare(found):
-                raise InputMismatchError(_uneven_text(found, self.ranks), self.ranks)
+                raise InputMismatchError(uneven_text(found, self.ranks), self.ranks)
 
     def _compare(self, found: Sequence[dict[str, Any]]) -> list[Mapping[int, Any]] | None:
         if len({each["site"] for each in found}) > 1:
             difference = first_difference("", {r: [("", e["site"])] for r, e in zip(self.ranks, found)})
             places = "; ".join(f"rank {r} is before {e['site']} ({e['where']})" for r, e in zip(self.ranks[:16], found))
-            raise StepMismatchError(f"ranks run different steps: {places}. {_SAME_STEPS}", difference.ranks)
+            raise StepMismatchError(f"ranks run different steps: {places}. {self._advice()}", difference.ranks)
         inputs = {rank: [tuple(row) for row in each["inputs"]] for rank, each in zip(self.ranks, found)}
         if len({tuple(rows) for rows in inputs.values()}) > 1:
             difference = first_difference("what is given", inputs)
-            raise InputMismatchError(_data_text(found[0]["site"], difference), difference.ranks)
+            raise InputMismatchError(data_text(found[0]["site"], difference), difference.ranks)
         names = {tuple(part[0] for part in each["parts"]) for each in found}
         if len(names) > 1:
             rows = {r: [(part[0], "given") for part in e["parts"]] for r, e in zip(self.ranks, found)}
             difference = first_difference("what is given", rows)
-            raise InputMismatchError(_data_text(found[0]["site"], difference), difference.ranks)
+            raise InputMismatchError(data_text(found[0]["site"], difference), difference.ranks)
         for number, (name, _, _, axes) in enumerate(found[0]["parts"]):
             groups: dict[tuple[int, ...], dict[int, list[tuple[str, str]]]] = {}
             for rank, coordinate, each in zip(self.ranks, self._coordinates, found):
@@ -304,7 +312,7 @@ class StepChecks:
             for group in groups.values():
                 if len({tuple(rows) for rows in group.values()}) > 1:
                     difference = first_difference("what is given", group)
-                    raise InputMismatchError(_data_text(found[0]["site"], difference, local=True), difference.ranks)
+                    raise InputMismatchError(data_text(found[0]["site"], difference, local=True), difference.ranks)
         shapes: list[Mapping[int, Any]] = [
             {index: tuple(each["parts"][number][1]) for index, each in enumerate(found)}
             for number in range(len(found[0]["parts"]))
@@ -313,40 +321,6 @@ class StepChecks:
 
 
 _MAX_NOTED = 64
-_SAME_STEPS = (
-    "Every rank has to make the same calls in the same order, also for an evaluation (no `if rank == 0:` around a call of "
-    "the model, its backward, or a read of what is cut over ranks), and to see as many batches"
-)
-
-
-def _uneven_text(found: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
-    first = {rank: {part[0]: part[1] for part in each["parts"]} for rank, each in zip(ranks, found)}
-    return (
-        f'parts of inputs that are given as given="local" have different sizes in {found[0]["site"]}: {first}; ranks that '
-        "do not wait for each other take them as equal. Give equal parts (drop_last=True), pass the global batch, or set "
-        "VESCALE_CHECK=steps"
-    )
-
-
-def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
-    name = f"the input {difference.name!r}" if difference.name else "an input"
-    found = " and ".join(
-        f"{text} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {list(ranks)}'}"
-        for text, ranks in difference.found
-    )
-    if local:
-        return (
-            f"ranks disagree about {name} of {site}, of which they have the same part: {found}. Ranks that differ only on "
-            "other axes have to give the same part: use vescale.ShardedBatchSampler(dataset, batch_size, mesh, axes), or "
-            "write all axes over which the data differ in the plan's entry. If they differ on purpose: `with "
-            "vescale.unchecked():`"
-        )
-    return (
-        f"ranks disagree about {name} of {site}: it is {found}. A plain value is the global one, the same on every rank. If "
-        "each rank has its own part of the batch (a DistributedSampler), write that in the plan, "
-        'plan.shard("<in:name>", Shard(0), mesh="dp", given="local"), and draw the parts with vescale.ShardedBatchSampler; '
-        "or seed the sampler alike on every rank. If values differ on purpose: `with vescale.unchecked():`"
-    )
 
 
 def _digest(value: object) -> int:
