@@ -6,6 +6,7 @@ import gc
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,54 @@ def test_greedy_choice() -> None:
     assert choose([[free, cheap, dear]] * 2, 60) == [2, 1]
     assert choose([[free, cheap, dear]] * 2, 1) == [2, 2]
     assert choose([[free, dear], [free, cheap]], 140) == [0, 1]  # the cheap module first
+
+
+class Notes:
+    """Keeps what it is given, as a key/value cache does; with a lock it cannot be copied."""
+
+    def __init__(self, locked: bool) -> None:
+        self.kept: list[torch.Tensor] = []
+        self.lock = threading.Lock() if locked else None
+
+
+class Noting(nn.Module):
+    def __init__(self, writes: bool = True) -> None:
+        super().__init__()
+        self.layer, self.writes = nn.Linear(WIDTH, WIDTH), writes
+
+    def forward(self, x: torch.Tensor, notes: Notes) -> torch.Tensor:
+        x = self.layer(x).tanh()
+        if self.writes:
+            notes.kept.append(x)
+        return x * (1 + len(notes.kept))
+
+
+class Noted(nn.Module):
+    def __init__(self, writes: bool = True) -> None:
+        super().__init__()
+        self.inner = Noting(writes)
+
+    def forward(self, x: torch.Tensor, notes: Notes) -> torch.Tensor:
+        return self.inner(x, notes)
+
+
+def test_objects_that_a_checkpointed_forward_writes_to() -> None:
+    """The recomputation gets a copy of the object as it was; where there is none, writing to it is an error."""
+    grads = []
+    for plan in (Plan({"dp": 1}), Plan({"dp": 1}).checkpoint("inner", "full")):
+        torch.manual_seed(0)
+        model, notes = parallelize(Noted(), plan), Notes(locked=False)
+        model(inputs(), notes).square().sum().backward()
+        assert len(notes.kept) == 1
+        grads.append([p.grad.to_local() for p in model.parameters()])  # type: ignore[union-attr]
+    assert all(map(torch.equal, *grads))
+    model = parallelize(Noted(), Plan({"dp": 1}).checkpoint("inner", "full"))
+    with pytest.raises(
+        RuntimeError, match=r"module 'inner' writes tensors to an object .* cannot be copied \(TypeError.*lock"
+    ):
+        model(inputs(), Notes(locked=True))
+    model = parallelize(Noted(writes=False), Plan({"dp": 1}).checkpoint("inner", "full"))
+    model(inputs(), Notes(locked=True)).sum().backward()
 
 
 def test_explain(tmp_path: Path) -> None:

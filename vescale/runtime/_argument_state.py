@@ -43,9 +43,10 @@ def held_objects(value: Any) -> dict[int, Any]:
     return found
 
 
-def copy_state(value: Any) -> Any:
-    """A copy of ``value`` with the same tensors, to be given to a second forward; itself where it cannot be copied."""
+def copy_state(value: Any) -> tuple[Any, str]:
+    """A copy of ``value`` with the same tensors, to be given to a second forward, and an empty text; or, where an object
+    cannot be copied, ``value`` itself and why."""
     try:
-        return copy.deepcopy(value, held_objects(value))
-    except Exception:  # whatever an object does when it is copied
-        return value
+        return copy.deepcopy(value, held_objects(value)), ""
+    except Exception as error:  # whatever an object does when it is copied
+        return value, f"{type(error).__name__}: {error}"

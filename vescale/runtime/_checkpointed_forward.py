@@ -157,12 +157,19 @@ class _Call:
         self.has_run = True
         with no_torch_function():
             before = GeneratorStates(self.device_type)
-            untouched = copy_state(self._given) if self._has_state else self._given
+            untouched, why_not = copy_state(self._given) if self._has_state else (self._given, "")
+            held = set(held_objects(self._given)) if why_not else set()
         with self.kept.keeping(), self.work if self.work is not None else contextlib.nullcontext():
             result = self._forward(inputs)
         with no_torch_function():
             if before.have_moved():
                 self.draws = before
+            if why_not and held != set(held_objects(self._given)):
+                raise RuntimeError(
+                    f"the checkpointed module {self.owner.path!r} writes tensors to an object among its arguments that cannot "
+                    f"be copied ({why_not}), so that its recomputation would write them a second time: turn caches off "
+                    "(use_cache=False), or leave the module out of the plan's checkpoint entries"
+                )
             if self._has_state:
                 self._warn_of_state(untouched)
         self._given = untouched
@@ -183,7 +190,7 @@ class _Call:
     def _forward(self, inputs: Sequence[torch.Tensor]) -> Any:
         numbers = self._numbers
         with no_torch_function():
-            given = copy_state(self._given) if self._has_state and self._is_again else self._given
+            given = copy_state(self._given)[0] if self._has_state and self._is_again else self._given
             args, kwargs = map_tensors(lambda x: inputs[numbers[id(x)]] if id(x) in numbers else x, given)
         return self.owner._forward(*args, **kwargs)
 
