@@ -167,8 +167,8 @@ class _Call:
             if why_not and held != set(held_objects(self._given)):
                 raise RuntimeError(
                     f"the checkpointed module {self.owner.path!r} writes tensors to an object among its arguments that "
-                    f"cannot be copied ({why_not}), so that its recomputation would write them a second time: turn caches off "
-                    "(use_cache=False), or leave the module out of the plan's checkpoint entries"
+                    f"cannot be copied ({why_not}), so that its recomputation would write them a second time: turn caches "
+                    "off (use_cache=False), or leave the module out of the plan's checkpoint entries"
                 )
             if self._has_state:
                 self._warn_of_state(untouched)
