@@ -153,6 +153,38 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# A placement of a certain tensor, as a Python class with arguments; and meshes with blanks between their axes.
+OTHER_NOTATION = re.compile(
+    r"`[^`]*\b(?:Partial|Replicate|Shard)\([^`)]*\)? ?->[^`]*`"
+    r"|`(?:Shard|Partial|InterleavedShard)\([^`)]+\)`|`Replicate\(\)`"
+    r"|\b(?:dp|tp|cp|pp|ep|fsdp) ?= ?\d+(?:, | x )(?:dp|tp|cp|pp|ep|fsdp) ?= ?\d+"
+)
+
+
+def other_notation(name: str, text: str) -> list[str]:
+    text = re.sub(r"^```python\n.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"In Python these are[\s\S]*?Several|^\| text \| meaning \| in Python \|\n(\|.*\n)*",
+        "",
+        text,
+        flags=re.MULTILINE,
+    )
+    return [f"{name}: {found}" for found in OTHER_NOTATION.findall(text)]
+
+
+def test_cuts_are_written_in_one_notation() -> None:
+    """That of plans, which the glossary explains; PyTorch's classes in blocks of Python alone."""
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "examples" / "README.md"]
+    wrong = [found for page in pages for found in other_notation(page.name, page.read_text())]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("text", ["an `Shard(0)` DTensor", "on dp=2, tp=2", "dp=2 x tp=2", "`Shard(0) -> Replicate()`"])
+def test_other_notations_are_seen(text: str) -> None:
+    assert other_notation("a.md", text)
+    assert not other_notation("a.md", "an `S(0)` DTensor on `dp=2,tp=2`, `P -> R`; `Shard` is a class")
+
+
 def headings(file: Path) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
