@@ -26,6 +26,7 @@ from vescale.plans import Plan
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["index", "how-to", "coming-from", "choose"]
+CHAPTERS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
 
 
 def blocks(path: Path) -> list[str]:
@@ -60,6 +61,28 @@ def test_blocks_run_on_two_ranks(ranks: RankPools, tmp_path: Path) -> None:
     pages = [f"docs/{page}.md" for page in PAGES]
     first, second = ranks.run(run_pages, pages, str(tmp_path), world_size=2)
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("chapter", "world_size"),
+    [
+        pytest.param(chapter, size, marks=[] if (chapter.stem[0], size) == ("3", 2) else [pytest.mark.slow])
+        for chapter in CHAPTERS
+        for size in (1, 2, 4)
+    ],
+    ids=lambda value: getattr(value, "stem", value),
+)
+def test_chapters_of_the_tutorial_run(chapter: Path, world_size: int, ranks: RankPools, tmp_path: Path) -> None:
+    """With the answers of the exercises."""
+    assert chapter.read_text().count("<summary>Answer</summary>") == len(
+        re.findall(r"^\*\*\d\.\*\*", chapter.read_text(), re.MULTILINE)
+    )
+    ranks.run(run_blocks, str(chapter.relative_to(ROOT)), str(tmp_path), world_size=world_size)
+
+
+def test_chapters_share_their_model() -> None:
+    """The first block is one text in all chapters."""
+    assert len(CHAPTERS) == 5 and len({blocks(chapter)[0] for chapter in CHAPTERS}) == 1
 
 
 @pytest.mark.slow
@@ -138,7 +161,7 @@ def test_names_in_tables_exist(page: str) -> None:
 def test_links_between_pages_lead_somewhere() -> None:
     """Also in plain text, on GitHub: files and headings."""
     wrong = []
-    pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), ROOT / "examples" / "README.md"]
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), ROOT / "examples" / "README.md"]
     for page in pages:
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -174,7 +197,7 @@ def other_notation(name: str, text: str) -> list[str]:
 
 def test_cuts_are_written_in_one_notation() -> None:
     """That of plans, which the glossary explains; PyTorch's classes in blocks of Python alone."""
-    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "examples" / "README.md"]
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "examples" / "README.md"]
     wrong = [found for page in pages for found in other_notation(page.name, page.read_text())]
     assert not wrong, "\n".join(wrong)
 
@@ -192,7 +215,7 @@ def headings(file: Path) -> set[str]:
 
 def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
-    missing = [page.name for page in (ROOT / "docs").glob("*.md") if page.name not in text]
+    missing = [page.name for page in (ROOT / "docs").rglob("*.md") if page.name not in text]
     assert not missing
 
 
