@@ -118,7 +118,7 @@ NIGHTLY = [
         "test_mixtures.py",
         "test_selection_biases_that_follow_the_load",
         ("{'dp': 1, 'tp': 4}",),
-        "the same on dp=2, tp=2",
+        "the same on dp=2,tp=2",
     ),
     Family(
         "test_llama.py",

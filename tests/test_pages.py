@@ -19,13 +19,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.page_preludes import ELSEWHERE, NOT_RUN, PRELUDES, WHOLE
 from tests.ranks import RankPools
 from vescale.cli._main import COMMANDS
 from vescale.compat import uninstall
 from vescale.plans import Plan
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["index", "how-to", "coming-from", "choose"]
+PAGES = ["index", "how-to", "coming-from", "choose", "all"]
+CHAPTERS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
 
 
 def blocks(path: Path) -> list[str]:
@@ -60,6 +62,96 @@ def test_blocks_run_on_two_ranks(ranks: RankPools, tmp_path: Path) -> None:
     pages = [f"docs/{page}.md" for page in PAGES]
     first, second = ranks.run(run_pages, pages, str(tmp_path), world_size=2)
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("chapter", "world_size"),
+    [
+        pytest.param(chapter, size, marks=[] if (chapter.stem[0], size) == ("3", 2) else [pytest.mark.slow])
+        for chapter in CHAPTERS
+        for size in (1, 2, 4)
+    ],
+    ids=lambda value: getattr(value, "stem", value),
+)
+def test_chapters_of_the_tutorial_run(chapter: Path, world_size: int, ranks: RankPools, tmp_path: Path) -> None:
+    """With the answers of the exercises."""
+    assert chapter.read_text().count("<summary>Answer</summary>") == len(
+        re.findall(r"^\*\*\d\.\*\*", chapter.read_text(), re.MULTILINE)
+    )
+    ranks.run(run_blocks, str(chapter.relative_to(ROOT)), str(tmp_path), world_size=world_size)
+
+
+def run_reference(page: str, prelude: str, folder: str) -> int:
+    """The blocks of a reference page, one after the other, behind what the page leaves out."""
+    os.chdir(folder)
+    space: dict[str, Any] = {"__name__": page}
+    exec(compile(prelude, f"{page}: prelude", "exec"), space)
+    found = [
+        (number, block)
+        for number, block in enumerate(blocks(ROOT / "docs" / f"{page}.md"))
+        if (page, number) not in NOT_RUN
+    ]
+    for number, block in found:
+        exec(compile(block, f"{page}: block {number}", "exec"), space)
+    dist.barrier()
+    return len(found)
+
+
+DAILY_REFERENCE = {"fsdp"}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[] if page in DAILY_REFERENCE else [pytest.mark.slow]) for page in PRELUDES]
+)
+def test_blocks_of_reference_pages_run(page: str, ranks: RankPools, tmp_path: Path) -> None:
+    assert min(ranks.run(run_reference, page, PRELUDES[page], str(tmp_path), world_size=2)) > 0
+
+
+def test_every_block_of_python_runs_somewhere() -> None:
+    """Or is listed with the reason, and then it is Python at least."""
+    assert set(WHOLE) == set(PAGES)
+    missing = []
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        for number, block in enumerate(blocks(path)):
+            ast.parse(block)
+            runs = path.stem in {*WHOLE, *ELSEWHERE, *PRELUDES}
+            if not runs and (path.stem, number) not in NOT_RUN:
+                missing.append(f"{path.name}, block {number}: give it a prelude in tests/page_preludes.py")
+    assert not missing, "\n".join(missing)
+    pages = {page: len(blocks(ROOT / "docs" / f"{page}.md")) for page, _ in NOT_RUN}
+    assert all(number < pages[page] for page, number in NOT_RUN), "the table names blocks that are not there"
+    assert all((ROOT / file).exists() for file in ELSEWHERE.values())
+    for reason in NOT_RUN.values():
+        assert all((ROOT / file).exists() for file in re.findall(r"(?:tests|docs)/[\w/.-]+\w", reason)), reason
+
+
+def test_figures_are_those_of_their_pages() -> None:
+    """Each row of the page Benchmarks: its numbers and its script are on the page that it links."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "benchmarks.md").read_text().splitlines()
+        if line.startswith("| ") and "`benchmarks/" in line
+    ]
+    assert len(rows) >= 25
+    named = set()
+    for figure, value, script, date, machine in rows:
+        (target,) = re.findall(r"\(([\w-]+\.md)#", figure)
+        text = (ROOT / "docs" / target).read_text()
+        (name,) = re.findall(r"`benchmarks/(\w+)\.py`", script)
+        named.add(name)
+        assert (ROOT / "benchmarks" / f"{name}.py").exists()
+        assert f"benchmarks/{name}" in text or f"benchmarks.{name}" in text, (figure, target)
+        absent = [number for number in re.findall(r"\d+\.\d+|\d+", value) if number not in text]
+        assert not absent, f"{figure}: {absent} not in {target}"
+        assert machine in ("idle", "busy", "two cores")
+        assert date == "not recorded" or date in re.sub(r"\s+", " ", text), f"{figure}: {date} not in {target}"
+    unnamed = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - named
+    assert unnamed == {"gpu", "gpu_engine", "optimizer_step"}, "the last sentence of the page names these"
+
+
+def test_chapters_share_their_model() -> None:
+    """The first block is one text in all chapters."""
+    assert len(CHAPTERS) == 5 and len({blocks(chapter)[0] for chapter in CHAPTERS}) == 1
 
 
 @pytest.mark.slow
@@ -138,7 +230,7 @@ def test_names_in_tables_exist(page: str) -> None:
 def test_links_between_pages_lead_somewhere() -> None:
     """Also in plain text, on GitHub: files and headings."""
     wrong = []
-    pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), ROOT / "examples" / "README.md"]
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), ROOT / "examples" / "README.md"]
     for page in pages:
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -153,6 +245,38 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# A placement of a certain tensor, as a Python class with arguments; and meshes with blanks between their axes.
+OTHER_NOTATION = re.compile(
+    r"`[^`]*\b(?:Partial|Replicate|Shard)\([^`)]*\)? ?->[^`]*`"
+    r"|`(?:Shard|Partial|InterleavedShard)\([^`)]+\)`|`Replicate\(\)`"
+    r"|\b(?:dp|tp|cp|pp|ep|fsdp) ?= ?\d+(?:, | x )(?:dp|tp|cp|pp|ep|fsdp) ?= ?\d+"
+)
+
+
+def other_notation(name: str, text: str) -> list[str]:
+    text = re.sub(r"^```python\n.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"In Python these are[\s\S]*?Several|^\| text \| meaning \| in Python \|\n(\|.*\n)*",
+        "",
+        text,
+        flags=re.MULTILINE,
+    )
+    return [f"{name}: {found}" for found in OTHER_NOTATION.findall(text)]
+
+
+def test_cuts_are_written_in_one_notation() -> None:
+    """That of plans, which the glossary explains; PyTorch's classes in blocks of Python alone."""
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "examples" / "README.md"]
+    wrong = [found for page in pages for found in other_notation(page.name, page.read_text())]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("text", ["an `Shard(0)` DTensor", "on dp=2, tp=2", "dp=2 x tp=2", "`Shard(0) -> Replicate()`"])
+def test_other_notations_are_seen(text: str) -> None:
+    assert other_notation("a.md", text)
+    assert not other_notation("a.md", "an `S(0)` DTensor on `dp=2,tp=2`, `P -> R`; `Shard` is a class")
+
+
 def headings(file: Path) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
@@ -160,7 +284,7 @@ def headings(file: Path) -> set[str]:
 
 def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
-    missing = [page.name for page in (ROOT / "docs").glob("*.md") if page.name not in text]
+    missing = [page.name for page in (ROOT / "docs").rglob("*.md") if page.name not in text]
     assert not missing
 
 

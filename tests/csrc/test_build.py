@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -30,7 +31,7 @@ def included(name: str) -> list[Path]:
 
 def compiler() -> str | None:
     """What setuptools would compile with."""
-    command = sysconfig.get_config_var("CXX") or "c++"
+    command = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
     return shutil.which(shlex.split(command)[0])
 
 

@@ -78,7 +78,12 @@ class DBuffer(LocalPart):
         """The same of reduce-scatters: group, op, and the result, without memory, where the caller gives none."""
 
     def placement(self, tensor: int | str, split_factor: int = 1) -> RaggedShard:
-        """The ragged placement of a tensor along the (only) sharded axis; see :meth:`TensorGroup.placement`."""
+        """The ragged placement of a tensor along the (only) sharded axis; see :meth:`TensorGroup.placement`.
+
+        Args:
+            tensor: its name, or its number in the group.
+            split_factor: the pieces that later axes make of dim 0, for a strided placement.
+        """
         index = self.group.index(tensor) if isinstance(tensor, str) else tensor
         return self.group.placement(index, self.num_pieces, split_factor)
 
@@ -89,7 +94,11 @@ class DBuffer(LocalPart):
         return self
 
     def mul_(self, factor: float | torch.Tensor) -> DBuffer:
-        """Scale all tensors."""
+        """Scale all tensors.
+
+        Args:
+            factor: a number, or a 0-dim tensor.
+        """
         self.local.mul_(factor)
         return self
 
@@ -100,7 +109,11 @@ class DBuffer(LocalPart):
         return self
 
     def copy_(self, other: DBuffer) -> DBuffer:
-        """Copy the other's values; converts dtypes and crosses devices."""
+        """Copy the other's values; converts dtypes and crosses devices.
+
+        Args:
+            other: a buffer of the same group and placements.
+        """
         self._must_match(other, "copy_")
         self.local.copy_(other.local, non_blocking=True)
         return self
@@ -120,6 +133,9 @@ class DBuffer(LocalPart):
         """The vector norm of all tensors together, the same on every rank; 0-dim, float32 for half precision.
 
         One all-reduce of a number where axes are sharded. Raises ValueError for a pending reduction.
+
+        Args:
+            order: of the norm, such as 2 or infinity.
         """
         if self.partial_axes:
             raise ValueError(f"norm of a buffer placed as {self.placements}: the sum is pending; reduce it first")
@@ -185,6 +201,10 @@ class DBuffer(LocalPart):
 
         ``out``: the allocated result; if this buffer is its :meth:`piece`, nothing is copied on this rank. None: a new
         buffer. Inner axes must be gathered before outer ones (ValueError).
+
+        Args:
+            axes: names or numbers of mesh axes. None: all that are sharded.
+            requester: who asks, for traces and reports.
         """
         numbers = self.shard_axes if axes is None else self._numbers(axes)
         route = self._routes.get(("all_gather", numbers, out._geometry)) if out is not None else None
@@ -219,6 +239,10 @@ class DBuffer(LocalPart):
         another group of the same ranks in the same order, to overlap with other collectives. ``at_once``: if the backend
         needs memory to do this in the background (gloo), do it synchronously, without memory. ``collective`` replaces
         :func:`vescale.comm.reduce_scatter_into`.
+
+        Args:
+            axes: names or numbers of mesh axes. None: all that are pending.
+            requester: who asks, for traces and reports.
         """
         key = "reduce_scatter", None if axes is None else tuple(axes), op, None if out is None else out._geometry
         route = self._scatters.get(key)
@@ -243,7 +267,12 @@ class DBuffer(LocalPart):
 
     def all_reduce(self, axes: Axes | None = None, *, op: str | None = None, requester: str = "") -> PendingBuffer:
         """Reduce pending axes, by default all, in place: one all-reduce over all of them. The result is a buffer over
-        the same memory, replicated along them."""
+        the same memory, replicated along them.
+
+        Args:
+            axes: names or numbers of mesh axes. None: all that are pending.
+            requester: who asks, for traces and reports.
+        """
         numbers, op = self._pending(axes, op, "all_reduce")
         result = self._placed(numbers, Replicate())
         result._allocation, result._byte_offset = self._allocation, self._byte_offset

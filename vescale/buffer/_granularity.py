@@ -39,7 +39,11 @@ class Elements:
         integers("Elements.count", [self.count], at_least=1)
 
     def block(self, shape: Sequence[int]) -> int:
-        """Elements of one block of a tensor of this shape."""
+        """Elements of one block of a tensor of this shape.
+
+        Args:
+            shape: of the tensor.
+        """
         return self.count
 
 
@@ -61,6 +65,9 @@ class Rows:
 
     def block(self, shape: Sequence[int]) -> int:
         """Elements of one block of a tensor of this shape.
+
+        Args:
+            shape: of the tensor.
 
         Raises:
             ValueError: the rows of a matrix in a stack are not a multiple of ``count``.
@@ -89,6 +96,9 @@ class Tile:
 
     def block(self, shape: Sequence[int]) -> int:
         """Elements of one band of tiles of a tensor of this shape.
+
+        Args:
+            shape: of the tensor.
 
         Raises:
             ValueError: the tensor has fewer dims than the tile, or a band would run into the next matrix.
@@ -163,6 +173,9 @@ class GranularityTable:
 
     def blocks(self, shapes: Mapping[str, Sequence[int]]) -> list[int]:
         """The block of every parameter in elements, 1 where no pattern matches: the ``blocks`` of ``plan_layout``.
+
+        Args:
+            shapes: of all parameters, by name.
 
         Raises:
             ValueError: a granularity does not suit a shape, or a pattern matches no parameter at all.

@@ -272,6 +272,9 @@ class Layout:
     def from_json(cls, text: str) -> Layout:
         """Read :meth:`to_json`'s text, and validate it like any layout.
 
+        Args:
+            text: what :meth:`to_json` returned.
+
         Raises:
             ValueError: not JSON, not a layout, another version, or a layout that is not valid.
         """

@@ -84,6 +84,9 @@ class LocalPart:
         With ``own_storage``, its storage begins and ends with it and keeps the memory alive; :meth:`free` does not affect
         it. ``torch.save`` and ``copy.deepcopy`` act on whole storages, and fail on DTensors whose local tensor is a part
         of one.
+
+        Args:
+            shape: of the result.
         """
         if self.device.type == "meta":
             return torch.empty(shape, dtype=self.dtype, device="meta")
@@ -136,7 +139,12 @@ class LocalPart:
         return zip(self.group.names, self.views, strict=True)
 
     def load(self, tensor: int | str, whole: torch.Tensor) -> None:
-        """Copy this rank's part of a whole tensor, which it holds, into its place; casts."""
+        """Copy this rank's part of a whole tensor, which it holds, into its place; casts.
+
+        Args:
+            tensor: its name, or its number in the group.
+            whole: the global values.
+        """
         index = self.group.index(tensor) if isinstance(tensor, str) else tensor
         if tuple(whole.shape) != self.group.shapes[index]:
             raise ValueError(

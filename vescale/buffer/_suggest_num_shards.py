@@ -43,6 +43,10 @@ def suggest_num_shards(
 
     The arguments are those of :func:`plan_layout`. Causes no communication.
 
+    Args:
+        numels, blocks, alignment, tensor_alignment, effort, max_buffers: as of :func:`plan_layout`.
+        candidates: numbers of shards to try.
+
     Raises:
         TypeError, ValueError: as ``plan_layout``; or there are no candidates.
     """

@@ -38,6 +38,10 @@ class TensorGroup:
     The shapes are what a rank computes with: of a tensor that another mesh axis has cut, its local shape. One group
     describes every buffer of the same tensors (values, gradients, another dtype), so they have equal offsets.
 
+    Args:
+        names, shapes: of the tensors, in the order of ``layout``.
+        layout: where each tensor is in the buffer, from :func:`~vescale.plan_layout`.
+
     Raises:
         ValueError: names that are not unique, or a layout of other sizes.
     """

@@ -50,6 +50,8 @@ def export_hf(
         source: the folder whose tokenizer files are copied. None: the one that :func:`load_hf` read, if it did.
         dtype: of floating-point tensors in the files. None: the one they had in the files that :func:`load_hf` read, else
             the model's.
+        model: a model of transformers, parallelized or not.
+        folder: where the files go; it is made if it is missing.
 
     Raises:
         CheckpointError: on every rank, if one of them cannot write; tensors that safetensors files cannot hold.

@@ -35,6 +35,9 @@ def save(
     ``overwrite=True`` is exchanged, as a whole.
 
     Raises CheckpointError if ``path`` is there already, or, with ``overwrite=True``, is something else than a checkpoint.
+
+    Args:
+        model, optimizer, more: what to save, as of ``Checkpointer.save``.
     """
     found = Path(os.path.abspath(path))
     snapshot = take_snapshot(model, optimizer, more)
@@ -71,6 +74,9 @@ def load(
 
     Raises CheckpointError for a path that is no checkpoint, and for what does not fit; on every rank, before anything is
     changed.
+
+    Args:
+        model, optimizer, strict, rng, cast, more: as of ``Checkpointer.restore``.
     """
     error, stored = None, None
     try:

@@ -47,6 +47,9 @@ def open_stored(path: str | os.PathLike[str]) -> Stored:
     format of ``FORMATS``. No communication; only headers are read.
 
     Raises CheckpointError where nothing is there, or nothing that is known.
+
+    Args:
+        path: a folder or a file.
     """
     found = Path(path)
     if not found.exists():

@@ -25,6 +25,9 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambd
 
     Of a folder of steps, the newest that is complete by its sizes is checked. Files are read once, in one process;
     ``progress`` is called with the bytes of each file. Raises CheckpointError if there is no such checkpoint.
+
+    Args:
+        path: a step, or a folder of steps.
     """
     found = Path(path)
     if not (found / MANIFEST).exists():

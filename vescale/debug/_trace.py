@@ -51,11 +51,20 @@ class CommTrace(Observer):
         self.operations.append(operation)
 
     def count(self, op: str | None = None, axis: str | None = None) -> int:
-        """The number of operations, of one kind and over one axis (``"tp"``, ``"dp,tp"``) if given."""
+        """The number of operations, of one kind and over one axis (``"tp"``, ``"dp,tp"``) if given.
+
+        Args:
+            op: a kind, such as ``"all_reduce"``. None: all.
+            axis: None: all.
+        """
         return sum(1 for operation in self._chosen(op, axis))
 
     def bytes(self, op: str | None = None, axis: str | None = None) -> int:
-        """The number of bytes that this rank received from others in them."""
+        """The number of bytes that this rank received from others in them.
+
+        Args:
+            op, axis: as of :meth:`count`.
+        """
         return sum(operation.bytes for operation in self._chosen(op, axis))
 
     def _chosen(self, op: str | None, axis: str | None) -> Iterator[Operation]:
@@ -67,6 +76,9 @@ class CommTrace(Observer):
         """Raise CommBudgetError unless each op named (``all_reduce=8``) ran so many times, over ``axis`` where given.
 
         ``only``: and no other op did.
+
+        Args:
+            counts: a number for each op.
         """
         found = Counter(operation.op for operation in self._chosen(None, axis))
         wrong = [op for op, count in counts.items() if found[op] != count]
@@ -159,6 +171,9 @@ class CommTrace(Observer):
 
         Ranks send their events to the first rank through the store, without a collective. Times are those of each host's
         clock.
+
+        Args:
+            path: of the file, which the first rank writes.
         """
         own = self.events()
         everyone = [own]
@@ -214,6 +229,11 @@ def assert_comms(
     """A block that must run so many of the collectives named (``all_reduce=8``), over ``axis`` where given, on this rank.
 
     Raises CommBudgetError when the block is left, naming what ran and who asked for it. See :meth:`CommTrace.assert_comms`.
+
+    Args:
+        only: whether any other op is an error.
+        mesh: the mesh whose axes are named.
+        counts: a number for each op.
     """
     with comm_trace(mesh) as trace:
         yield trace

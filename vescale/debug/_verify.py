@@ -126,6 +126,7 @@ def verify(
         optimizer_fn: of a list of parameters; by default SGD with momentum.
         steps: of training; the second one sees the effects of the first.
         timeout: seconds after which a hanging collective ends the run on a mesh.
+        seed: of parameters, data and dropout.
 
     Raises ValueError for meshes and plans that do not fit each other, TypeError for functions that other processes cannot
     import.

@@ -26,6 +26,9 @@ def calibrate(file: str | os.PathLike[str], device: str | None = None) -> Device
     Collectives are those of the CPU's default table, or typical of the GPU, because other ranks would be needed.
 
     A few seconds. Raises OSError where the file cannot be written.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     names = ("float32", "bfloat16", "float64") if kind == "cpu" else ("float32", "bfloat16", "float16")

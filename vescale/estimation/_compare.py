@@ -67,7 +67,7 @@ def compare(model: nn.Module, estimate: _Estimate, optimizer: torch.optim.Optimi
     Also activations where the model's last forward is known; on a GPU the allocator's peak. Prints the table,
     and warns of more than 5 %.
 
-    Communication: none.
+    ``model``: what ran; ``estimate``: what ``vescale.estimate`` returned for it. Communication: none.
 
     Raises ValueError for a rank that the estimate does not have.
     """

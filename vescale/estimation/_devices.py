@@ -22,7 +22,7 @@ _FOLDER = Path(__file__).parent / "devices"
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Which share of the peak an op reaches: ``(floating-point operations of one call, share)``, in ascending order."""
+    """Which share of the peak an op reaches: ``points`` are (operations of one call, share), in ascending order."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -77,7 +77,12 @@ class Device:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any], where: str) -> Device:
-        """Raises ValueError naming a key that is missing, unknown or of another type."""
+        """Raises ValueError naming a key that is missing, unknown or of another type.
+
+        Args:
+            data: the table's values by name, as YAML gives them.
+            where: the table's file, for messages.
+        """
         known = dict(cls.__annotations__)
         wrong = [key for key in data if key not in known]
         if wrong:
@@ -114,7 +119,11 @@ class Device:
         return self.network_bandwidth, self.network_latency
 
     def outside(self, axes: MeshAxes) -> dict[str, int]:
-        """Bytes beside the allocator's, by what they are for; a communicator for each axis with several ranks."""
+        """Bytes beside the allocator's, by what they are for; a communicator for each axis with several ranks.
+
+        Args:
+            axes: names and sizes of the mesh's axes.
+        """
         groups = sum(size > 1 for size in axes.sizes)
         found = {name: int(size) for name, size in self.outside_bytes.items() if name != "communicator"}
         if groups and "communicator" in self.outside_bytes:
@@ -127,6 +136,7 @@ def _is_number(value: Any) -> bool:
 
 
 def device_names() -> tuple[str, ...]:
+    """Names of the tables that come with vescale, for ``device=``."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 

@@ -142,7 +142,12 @@ class Estimate:
         }
 
     def compare(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Comparison:
-        """The estimate beside what a run of this process has measured; see :func:`vescale.debug.compare_estimate`."""
+        """The estimate beside what a run of this process has measured; see :func:`vescale.debug.compare_estimate`.
+
+        Args:
+            model: what ran.
+            optimizer: whose states are counted. None: none are.
+        """
         return compare(model, self, optimizer)
 
 

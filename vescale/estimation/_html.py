@@ -44,7 +44,12 @@ rows.addEventListener("input", show); show();
 
 
 def page(estimate: Estimate, title: str) -> str:
-    """The page's HTML."""
+    """The page's HTML.
+
+    Args:
+        estimate: what ``vescale.estimate`` returned.
+        title: of the page.
+    """
     peak = estimate.peak
     sums = {name: _sum(size) for name, size in peak.categories.items()}
     data = {

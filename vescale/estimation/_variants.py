@@ -157,7 +157,11 @@ def zero_plan(plan: Plan, axes: tuple[str, ...], stage: int, units: tuple[str, .
 
 
 def zero_table(estimate: Estimate) -> list[dict[str, Any]]:
-    """Stages 0 to 3, and for every divisor of the axis of the batch stage 3 over that many ranks with replicas (HSDP)."""
+    """Stages 0 to 3, and for every divisor of the axis of the batch stage 3 over that many ranks with replicas (HSDP).
+
+    Args:
+        estimate: of a plan with ZeRO-3, or without ZeRO.
+    """
     plan: Plan = estimate.given["plan"]
     rows = []
     for stage in range(4):

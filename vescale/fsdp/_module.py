@@ -81,7 +81,9 @@ class FSDPModule:
         self._state.abandon_iteration()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: this module's parameters are not needed in backward (an embedding's)."""
+        """False: this module's parameters are not needed in backward (an embedding's).
+        ``unshard_in_backward``: whether backward gathers them. Default: True.
+        """
         for group in self._state.groups:
             group.unshard_in_backward = unshard_in_backward
 
@@ -98,63 +100,82 @@ class FSDPModule:
                 group.reshard_after_forward, group.is_kept_by_default = reshard_after_forward, False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """False keeps parameters gathered until the next forward, for gradient accumulation."""
+        """False keeps parameters gathered until the next forward, for gradient accumulation.
+        ``reshard_after_backward``: whether backward drops the gathered copy. Default: True.
+        """
         for group in self._groups(recurse):
             group.reshard_after_backward = reshard_after_backward
 
     # Prefetch
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Start to gather these modules when this one's forward starts."""
+        """Start to gather these modules when this one's forward starts.
+        ``modules``: given to ``fully_shard``, in the order of their forwards.
+        """
         self._state.forward_prefetch = _states_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Start to gather these modules when this one's backward starts, instead of the one that ran before it."""
+        """Start to gather these modules when this one's backward starts, instead of the one that ran before it.
+        ``modules``: given to ``fully_shard``, in the order of their backwards.
+        """
         self._state.backward_prefetch = _states_of(modules)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """What the next forward's gathers wait for, instead of all that the current stream has been given; used once."""
+        """What the next forward's gathers wait for, instead of all that the current stream has been given; used once.
+        ``event``: recorded on the stream of the optimizer's step.
+        """
         self._state.tree.post_optimizer_event = event
 
     # Gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False: the next backward does not wait for its reductions; more microbatches follow."""
+        """False: the next backward does not wait for its reductions; more microbatches follow.
+        ``is_last_backward``: whether the next backward is the step's last one.
+        """
         self._state.tree.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """False: gradients accumulate unreduced, in ``reduce_dtype``, without communication."""
+        """False: gradients accumulate unreduced, in ``reduce_dtype``, without communication.
+        ``requires_gradient_sync``: whether backward reduces gradients. Default: True.
+        """
         for group in self._groups(recurse):
             group.reduce_gradients = requires_gradient_sync
             group.options.all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """HSDP. False: gradients are reduce-scattered, and their sum over the replicas stays pending."""
+        """HSDP. False: gradients are reduce-scattered, and their sum over the replicas stays pending.
+        ``requires_all_reduce``: whether backward adds the replicas' sums, too. Default: True.
+        """
         for group in self._groups(recurse):
             group.options.all_reduce = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients by this instead of the number of data-parallel ranks."""
+        """Divide the sum of gradients by this instead of the number of data-parallel ranks. ``factor``: the divisor."""
         for group in self._state.groups:
             group.options.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of :meth:`set_gradient_divide_factor`."""
+        """The older name of :meth:`set_gradient_divide_factor`. ``factor``: the divisor."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Communicate sums, and divide in a step of its own."""
+        """Communicate sums, and divide in a step of its own. ``enable``: whether backends get sums alone."""
         for group in self._state.groups:
             group.options.sum_only = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """True: a parameter without a gradient gets zeros. False: it gets what other ranks contributed, None where no
-        rank did. Communication is the same on every rank either way."""
+        rank did. Communication is the same on every rank either way.
+
+        ``reduce_scatter_unused_params``: whether a parameter that nobody used gets a gradient of zeros.
+        """
         for group in self._groups(recurse):
             group.options.unused_as_zero = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many groups' unreduced gradients may be in flight at once. Raises TypeError, or ValueError below 1."""
+        """How many groups' unreduced gradients may be in flight at once. Raises TypeError, or ValueError below 1.
+        ``max_input_buffers``: at least 1.
+        """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers is {max_input_buffers!r}; expected an int of at least 1")
         if max_input_buffers < 1:
@@ -180,7 +201,10 @@ class FSDPModule:
         """True: ``nn.Linear`` layers compute the gradient of their weight where the reduce-scatter takes it from, a buffer
         of its own, instead of copying it there. No effect on tensor subclasses, where ``reduce_dtype`` is not the dtype of
         the computation, and on gradients that are added to earlier ones (accumulation without sync, a layer used twice), or
-        differentiated (``create_graph``)."""
+        differentiated (``create_graph``).
+
+        ``enable``: True turns it on, False off.
+        """
         for group in self._groups(recurse):
             use_direct_gradients(group, enable)
 
@@ -195,7 +219,10 @@ class FSDPModule:
 
         No effect on tensor subclasses, where ``reduce_dtype`` is not the dtype of the computation, where parameters stay
         (``set_reshard_after_backward(False)``), in backwards that accumulate without sync, and on modules with reentrant
-        checkpointing. Weights of ``set_direct_linear_gradients`` are copied, too. Must be the same on all ranks."""
+        checkpointing. Weights of ``set_direct_linear_gradients`` are copied, too. Must be the same on all ranks.
+
+        ``enable``: True turns it on, False off.
+        """
         for group in self._groups(recurse):
             group.options.in_place = enable
 
@@ -215,14 +242,20 @@ class FSDPModule:
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce-scatter on a process group of its own, so that it can run beside all-gathers; modules over the same ranks
-        share it. Collective: one rendezvous for each distinct set of ranks."""
+        share it. Collective: one rendezvous for each distinct set of ranks.
+
+        ``enable``: True turns it on, False off.
+        """
         for group in self._groups(recurse):
             ranks = dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.shard))
             group.options.group = group_of_ranks(tuple(sorted(ranks)), "reduce-scatter") if enable else None
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take communication buffers from the process group's own memory where its backend has such (NCCL): a memory pool
-        on its allocator. Other backends have none, and nothing changes."""
+        on its allocator. Other backends have none, and nothing changes.
+
+        ``enable``: True turns it on, False off.
+        """
         for group in self._state.groups:
             group.memory.use_backend_memory(enable)
 
@@ -231,7 +264,10 @@ class FSDPModule:
 
         FSDP2 gathers into a staging buffer in symmetric memory and copies out of it. Here parameters are views of what is
         gathered into, so that memory would have to be symmetric while it is used, by ranks that free it when they like;
-        every allocation would need a rendezvous, which is collective, in the middle of a backward."""
+        every allocation would need a rendezvous, which is collective, in the middle of a backward.
+
+        ``backend``: of symmetric memory, as FSDP2 takes it.
+        """
         raise NotImplementedError(
             f"set_symm_mem_for_comm({backend!r}) on a {type(self).__name__}: its parameters are views of the buffer that an "
             "all-gather writes, which is freed and allocated anew each time, and symmetric memory needs a rendezvous of all "
@@ -303,6 +339,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let a method of ``module`` gather and reshard as ``forward`` does. Nothing happens for other modules.
 
     Raises ValueError when there is no such method.
+
+    ``method_name``: of a method beside ``forward``, such as ``"generate"``.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -330,6 +368,8 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots, such as the stages of a pipeline, share streams and memory in flight.
 
     Raises ValueError for a module that was not given to ``fully_shard``.
+
+    ``modules``: roots that were given to ``fully_shard``.
     """
     if not modules:
         return

@@ -117,7 +117,7 @@ class GradientReducer:
         self._handle = module.register_forward_pre_hook(lambda *_: self.recover())
 
     def add(self, parameters: Sequence[tuple[str, nn.Parameter, GradientRule]]) -> None:
-        """Reduce the gradients of more parameters, on the meshes of known ones; called alike on every rank.
+        """Reduce the gradients of more ``parameters``, on the meshes of known ones; called alike on every rank.
 
         Raises GradientMismatchError and ValueError as the constructor does.
         """
@@ -179,13 +179,14 @@ class GradientReducer:
         self._schedule = Schedule()
 
     def register_comm_hook(self, hook: CommHook) -> None:
-        """Replace the all-reduces of buckets, for example to compress them; see :class:`GradientBucket`.
+        """Replace the all-reduces of buckets, for example to compress them: ``hook`` gets each :class:`GradientBucket`.
 
         The hook returns the reduced tensor, or a ``Pending`` of it, in any dtype, with the buffer's number of elements.
         It must start the same collectives on every rank.
 
         Raises RuntimeError inside a backward. ``backward()`` raises what the hook raises, and TypeError or ValueError for an
         invalid result.
+
         """
         if self._backward.current() is not None:
             raise RuntimeError("register_comm_hook in a backward; some of its gradients are on their way already")

@@ -41,7 +41,11 @@ class Coverage:
 
 
 def coverage(plan: Plan, model: nn.Module) -> Coverage:
-    """What share of ``model`` the plan places; reads names and shapes only. An axis of one rank counts like any other."""
+    """What share of ``model`` the plan places; reads names and shapes only. An axis of one rank counts like any other.
+
+    Args:
+        plan: the plan whose entries are counted.
+    """
     index = ModelIndex(model)
     resolution = resolve(plan, index, Findings())
     cut = whole = 0

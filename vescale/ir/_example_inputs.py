@@ -17,6 +17,11 @@ __all__ = ["example_inputs", "hf_inputs", "random_inputs"]
 def example_inputs(model: nn.Module, batch: int = 8, length: int = 128) -> dict[str, Any]:
     """Meta tensors that the forward runs with.
 
+    Args:
+        model: a model on the meta device.
+        batch: rows.
+        length: tokens of a row, or the edge of an image.
+
     Raises:
         PlanError: none of the guesses runs.
     """

@@ -70,6 +70,9 @@ def predict(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> Pr
 
     ``model`` and the tensors in ``inputs`` are on the meta device; tensors have their global shapes. The model is left as
     it was.
+
+    Args:
+        program: what :func:`lower` made of the plan for ``model``.
     """
     walk = _Walk(program, ModelIndex(model))
     stopped = None

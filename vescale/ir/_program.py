@@ -53,7 +53,11 @@ class Program:
 
     @classmethod
     def from_json(cls, text: str) -> Program:
-        """Raises ValueError saying what is wrong with the text. Nothing in it is executed."""
+        """Raises ValueError saying what is wrong with the text. Nothing in it is executed.
+
+        Args:
+            text: what :meth:`to_json` returned.
+        """
         return cls(*instructions_from_json(text))
 
     def diff(self, other: Program) -> ProgramDiff:

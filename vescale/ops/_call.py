@@ -87,7 +87,7 @@ class OpCall:
         return self.mesh
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """An argument by its name in the op's schema."""
+        """An argument by its ``name`` in the op's schema; ``default`` if the call leaves it out."""
         if name in self.kwargs:
             return self.kwargs[name]
         for (argument, _), value in zip(schema_arguments(self.op), self.args):
@@ -121,7 +121,7 @@ class OpCall:
         return f"operand {where} of shape {tuple(spec.shape)} placed as {placements_text(spec.placements)}"
 
     def native(self, placements: Sequence[Placements]) -> Any:
-        """PyTorch's sharding decision if the operands had these stock placements; None when it has no strategy."""
+        """PyTorch's sharding decision if the operands had these stock ``placements``; None when it has no strategy."""
         specs = [with_placements(spec, wanted) for spec, wanted in zip(self.operands, placements, strict=True)]
         args, kwargs = substitute(self.args, self.kwargs, specs, DTensorSpec)
         return native_sharding(self.op, args, kwargs, self.schema_info)

@@ -271,6 +271,10 @@ def adamw8bit_layout(
     :class:`AdamW8bit`; pass the optimizer's arguments.
 
     The policy returns the number of elements that stay together, None for parameters that are not quantized.
+
+    Args:
+        block_size, min_numel: the optimizer's.
+        block: what stays together beside: a granularity, as of ``RaggedShard``.
     """
     blocks = FlatBlocks(block_size) if block is None else RowBlocks(*block)
 

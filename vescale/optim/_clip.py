@@ -103,6 +103,10 @@ def get_total_norm(
     """The norm of all tensors (gradients, not parameters) together; they stay as they are.
 
     Arguments, result, errors and communication as in :func:`clip_grad_norm_`. A copy of Partial tensors is reduced.
+
+    Args:
+        tensors: gradients, for example.
+        norm_type, error_if_nonfinite, foreach: as of :func:`clip_grad_norm_`.
     """
     gradients = reduce_pending(_listed(tensors, "get_total_norm"))
     locals_, groups = parts_of(gradients)
@@ -117,6 +121,10 @@ def clip_grads_with_norm_(
 
     Communicates nothing: Partial gradients stay so, scaled. Takes the ``total_norm`` of :func:`get_total_norm`, so that
     one may be computed over several sets of parameters. Raises RuntimeError for foreach kernels where there are none.
+
+    Args:
+        parameters: those whose ``.grad`` is scaled.
+        foreach: whether kernels take lists of tensors. None: where they can.
     """
     listed = _listed(parameters, "clip_grads_with_norm_")
     if isinstance(total_norm, DTensor):

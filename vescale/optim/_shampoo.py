@@ -46,6 +46,8 @@ class Shampoo(PreconditionedOptimizer):
             first root may then be up to so many steps later. The schedule depends on the tiles alone. False: all in the
             same step.
         skip_nonfinite, split_replicas, compare_gradients, bucket_bytes: as in :class:`~vescale.optim.Muon`.
+        lr: learning rate.
+        weight_decay: of the parameters, decoupled from the gradient.
 
     Where L or R is not finite, so is the direction: no rank raises while others wait for it.
 

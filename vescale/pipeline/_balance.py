@@ -75,6 +75,9 @@ def partition(
 
     Dynamic programming over (parts, items); of equally good ones the one with the earliest beginnings. Raises ValueError
     for fewer items than parts, and where every way is over the limit.
+
+    Args:
+        costs: of each item, in order.
     """
     n = len(costs)
     if n < num_parts:

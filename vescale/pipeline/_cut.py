@@ -40,7 +40,13 @@ class Cut:
 
     @classmethod
     def of(cls, model: nn.Module, entry: PipelineEntry, num_ranks: int) -> Cut:
-        """The cut of an entry. Raises PlanError for paths that match nothing, or that cannot begin a stage."""
+        """The cut of an entry. Raises PlanError for paths that match nothing, or that cannot begin a stage.
+
+        Args:
+            model: the whole model.
+            entry: what ``Plan.pipeline`` has added.
+            num_ranks: of the axis that runs the stages.
+        """
         order = {name: number for number, (name, _) in enumerate(model.named_modules())}
         explicit: dict[str, int] = {}
         if entry.stages:

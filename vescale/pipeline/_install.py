@@ -51,7 +51,11 @@ class PipelineModule(nn.Module):
         return self._pipeline.step(batch)
 
     def evaluate(self, **batch: Any) -> torch.Tensor:
-        """The loss of the whole batch, without gradients, in evaluation mode; the modes of modules are restored."""
+        """The loss of the whole batch, without gradients, in evaluation mode; the modes of modules are restored.
+
+        Args:
+            batch: arguments as of a step: inputs of the model, and what the loss needs.
+        """
         return self._pipeline.evaluate(batch)
 
     @property

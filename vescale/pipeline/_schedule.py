@@ -122,6 +122,9 @@ def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Sche
     """The schedule of an entry, for ``num_stages`` stages on ``num_ranks`` ranks. No process group is needed.
 
     Raises PlanError for numbers that the schedule does not take, and for one that deadlocks.
+
+    Args:
+        entry: what ``Plan.pipeline`` has added: ``plan.pipeline_entry``.
     """
     m, name = entry.microbatches, "CSV" if entry.schedule_is_text else entry.schedule
 

@@ -23,7 +23,12 @@ _KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "back
 
 
 def schedule_page(schedule: Schedule, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """``head`` and ``rows``: a table that stands above the drawing. Empty fields are times at which a rank waits."""
+    """``head`` and ``rows``: a table that stands above the drawing. Empty fields are times at which a rank waits.
+
+    Args:
+        schedule: what :func:`make_schedule` returned.
+        title: of the page.
+    """
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     used = {action.kind for actions in schedule.actions for action in actions}

@@ -34,6 +34,9 @@ def to_local(dtensor: DTensor, *, grad_placements: Sequence[Placement] | None = 
     ``grad_placements`` are those of the gradient of the returned tensor; None: the DTensor's own, Replicate for Partial.
     No communication. Raises ValueError when those placements give some rank other elements than the DTensor's. (The
     method ``DTensor.to_local`` is PyTorch's own, and finds that out in backward.)
+
+    Args:
+        dtensor: any DTensor.
     """
     if grad_placements is not None and has_custom([*dtensor.placements, *grad_placements]):
         grad_placements = resolve_gradient(
@@ -69,6 +72,7 @@ def from_local(
         shape: the global shape; needed for ragged placements, whose local tensors do not tell it.
         stride: of the global tensor; the result is row-major, as every local tensor of ours is.
         grad_placements: the placements that the gradient is brought to; None: ``placements``, Replicate for Partial.
+        local_tensor: what this rank holds; flat for ragged placements.
 
     Raises:
         RuntimeError: a local tensor that is a DTensor.

@@ -23,6 +23,10 @@ def normalize_placements(
     Negative dims become positive; a ragged placement without units is balanced; a :class:`RaggedShard` with ``Shard(0)``
     on a later axis becomes the :class:`StridedRaggedShard` that it means.
 
+    Args:
+        placements: one for each mesh axis.
+        mesh: a mesh, or the sizes of its axes.
+
     Raises:
         ValueError: a placement count that is not the mesh's, dims out of range, several ragged axes, units that do not
             fit the axis or cover the tensor, a wrong ``split_factor``, pending reductions whose order would matter.

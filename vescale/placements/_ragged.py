@@ -183,6 +183,9 @@ class StridedRaggedShard(RaggedShard):
     owns a run inside each tp rank's rows, so that its rows of the whole tensor are strided. ``split_factor``, the
     number of pieces that the later ``Shard(0)`` axes make, records that reordering. With ``Shard(0)`` on an *earlier*
     axis, plain :class:`RaggedShard` is sufficient.
+
+    Args:
+        dims, local_units, block: as of :class:`RaggedShard`.
     """
 
     split_factor: int

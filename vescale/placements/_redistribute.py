@@ -52,6 +52,8 @@ def redistribute(
             redistribution is asynchronous then, too.
         forward_dtype: cast to this dtype before communicating; the result has it. None: keep.
         backward_dtype: communicate gradients in this dtype; they then get the input's. None: the input's.
+        dtensor: any DTensor.
+        device_mesh: None, or the tensor's own.
 
     Raises:
         NotImplementedError: another mesh than the tensor's.
@@ -128,6 +130,9 @@ def full_tensor(dtensor: DTensor, *, grad_placements: Sequence[Placement] | None
     """The global tensor on every rank; differentiable. Communicates as ``redistribute`` to Replicate does.
 
     ``grad_placements``, of Replicate and Partial, are those of the gradient of the returned tensor; None: Replicate.
+
+    Args:
+        dtensor: any DTensor.
     """
     replicated = [Replicate()] * dtensor.device_mesh.ndim
     gradient = resolve_gradient("full_tensor", replicated, grad_placements, dtensor.shape, dtensor.device_mesh)

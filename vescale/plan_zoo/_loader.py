@@ -36,7 +36,11 @@ def names() -> tuple[str, ...]:
 
 
 def path_of(name: str) -> Path:
-    """The YAML file of a plan, to read or to copy. Raises PlanError naming the plans there are."""
+    """The YAML file of a plan, to read or to copy. Raises PlanError naming the plans there are.
+
+    Args:
+        name: one of :func:`names`.
+    """
     if name not in names():
         from vescale.plans import PlanError, did_you_mean
 
@@ -45,7 +49,11 @@ def path_of(name: str) -> Path:
 
 
 def about(name: str) -> About:
-    """The axes and description in the plan's file."""
+    """The axes and description in the plan's file.
+
+    Args:
+        name: one of :func:`names`.
+    """
     text = path_of(name).read_text(encoding="utf-8")
     data = yaml.safe_load(_ENTRIES.split(text, 1)[0])
     return About(name, tuple(data.get("mesh", {})), str(data.get("description", "")))
@@ -55,6 +63,9 @@ def load(name: str, mesh: DeviceMesh | Mapping[str, int] | MeshAxes) -> Plan:
     """The plan ``name`` for a mesh with the axes that the plan names, or more.
 
     Raises PlanError for an unknown name, or a mesh that lacks an axis of the plan.
+
+    Args:
+        mesh: a ``DeviceMesh``, or names and sizes of axes.
     """
     from vescale.plans import Plan
 

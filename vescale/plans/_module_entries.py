@@ -29,7 +29,13 @@ class ModuleEntries(PlanEntries):
         source: Source | None = None,
     ) -> Self:
         """Compute in other dtypes in the modules that ``path`` matches, and in all inside of them (an inner entry wins);
-        ``""`` is the model itself. See :class:`PrecisionEntry`; dtypes may be names such as ``"bfloat16"``."""
+        ``""`` is the model itself. See :class:`PrecisionEntry`; dtypes may be names such as ``"bfloat16"``.
+
+        Args:
+            param: parameters are cast to it while their module runs.
+            reduce: gradients are reduced in it. None: in ``param``.
+            output: floating outputs are cast to it.
+        """
         source = source or calling_line()
         given = {"param": param, "reduce": reduce, "output": output}
         try:

@@ -35,7 +35,8 @@ class Plan(ModuleEntries):
 
     Every entry is checked the moment it is written (path, axis, placement); what needs a model is checked by
     ``lower(plan, model)``. Entries are never removed, and changed by :meth:`local_inputs` only. Two plans are equal when
-    their axes and entries are.
+    their axes and entries are. All methods that add an entry take ``source``, where it is written, for messages; without
+    it, that is the calling line.
 
     Args:
         mesh: a DeviceMesh with axis names, or ``{axis: size}`` to write, check and lower a plan without devices.
@@ -126,6 +127,9 @@ class Plan(ModuleEntries):
 
         ``mesh`` overrides the sizes in the file, whose axis names it must have; without it the file's ``mesh`` section
         must give all sizes. Nothing in a plan is ever executed.
+
+        Args:
+            file: a path, or YAML text.
 
         Raises:
             PlanError: with line and column, for bad YAML, a duplicate key, anything outside the schema, a bad path or

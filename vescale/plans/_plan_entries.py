@@ -137,7 +137,7 @@ class PlanEntries:
         *,
         source: Source | None = None,
     ) -> Self:
-        """Declare the placements that a local tensor has already; nothing moves."""
+        """Declare the ``placement`` that the local tensor ``path`` has already; nothing moves."""
         source = source or calling_line()
         return self._add(AnnotateEntry(self._path(path, source), self._placements(placement, mesh, source), source))
 
@@ -149,7 +149,7 @@ class PlanEntries:
         *,
         source: Source | None = None,
     ) -> Self:
-        """Give placements to tensors that are made inside the forward of the modules that ``path`` matches."""
+        """Give ``placement`` to tensors that are made inside the forward of the modules that ``path`` matches."""
         source = source or calling_line()
         parsed = self._module(path, "factory", source)
         return self._add(FactoryEntry(parsed, self._placements(placement, mesh, source), source))
@@ -204,7 +204,8 @@ class PlanEntries:
         outputs: Mapping[str, Placement] | None = None,
         source: Source | None = None,
     ) -> Self:
-        """Run the modules that ``path`` matches on plain local tensors; see :class:`LocalEntry`."""
+        """Run the modules that ``path`` matches on plain local tensors: ``kind="experts"`` (``dispatch``: ``"mask"`` or
+        ``"all_to_all"``), or any, with the placements of its ``inputs`` and ``outputs``; see :class:`LocalEntry`."""
         source = source or calling_line()
         parsed = self._module(path, "local", source)
         if dispatch is not None and dispatch not in ("mask", "all_to_all"):
@@ -272,7 +273,7 @@ class PlanEntries:
         return self._add(UnitEntry(parsed, keep, reshard_after_backward, precision, pinned, source))
 
     def add(self, entry: Entry) -> Self:
-        """Add an entry of another plan, with its source. Raises PlanError for an axis that this plan does not have."""
+        """Add ``entry`` of another plan, with its source. Raises PlanError for an axis that this plan does not have."""
         for stage in (value for value in vars(entry).values() if isinstance(value, tuple)):
             for axis, _ in stage:
                 if axis not in self._axes:

@@ -196,13 +196,21 @@ class SampleSeeds(Dataset[Sample], Generic[Sample]):
 
     While a sample is read, the generators of torch (CPU), numpy and Python are seeded for it; afterwards they are restored.
     Call :meth:`set_epoch` before each epoch to draw other numbers.
+
+    Args:
+        dataset: what is read, by index.
+        seed: the same on every rank.
     """
 
     def __init__(self, dataset: Dataset[Sample], seed: int) -> None:
         self.dataset, self.seed, self.epoch = dataset, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the numbers of this epoch from now on. Persistent worker processes do not see the change."""
+        """Draw the numbers of this epoch from now on. Persistent worker processes do not see the change.
+
+        Args:
+            epoch: a number.
+        """
         self.epoch = epoch
 
     def __len__(self) -> int:

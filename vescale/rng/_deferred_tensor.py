@@ -73,6 +73,7 @@ class DeferredTensor(MemorylessTensor):
 
 
 def is_deferred(tensor: Any) -> bool:
+    """Whether ``tensor`` was made inside of :func:`deferred_init` and has no values yet."""
     return isinstance(tensor, DeferredTensor)
 
 

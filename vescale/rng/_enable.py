@@ -32,6 +32,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
+    """Whether random ops on DTensors draw each rank's part of one device's numbers, see :func:`enable`."""
     return is_installed("random")
 
 

@@ -142,6 +142,12 @@ def rand(
     """``torch.rand(*size)`` as a DTensor, each rank generating its own part; replicated without ``placements``.
 
     Works without :func:`enable`. Raises RuntimeError for Partial placements. Communication: none.
+
+    Args:
+        size: global.
+        device_mesh: the mesh. None: that of the surrounding ``with mesh:``.
+        dtype, requires_grad: as of ``torch.rand``.
+        generator: draws the numbers, the same on every rank. None: the default one.
     """
     op = RandomOp("uniform_", (0.0, 1.0))
     return _factory(op, size, dtype, requires_grad, device_mesh, placements, generator)
@@ -155,7 +161,11 @@ def randn(
     requires_grad: bool = False,
     generator: torch.Generator | None = None,
 ) -> DTensor:
-    """``torch.randn(*size)`` as a DTensor; see :func:`rand`."""
+    """``torch.randn(*size)`` as a DTensor; see :func:`rand`.
+
+    Args:
+        size, device_mesh, placements, dtype, requires_grad, generator: as of :func:`rand`.
+    """
     op = RandomOp("normal_", (0.0, 1.0))
     return _factory(op, size, dtype, requires_grad, device_mesh, placements, generator)
 
@@ -170,5 +180,9 @@ def randint(
     dtype: torch.dtype = torch.int64,
     generator: torch.Generator | None = None,
 ) -> DTensor:
-    """``torch.randint(low, high, size)`` as a DTensor; see :func:`rand`."""
+    """``torch.randint(low, high, size)`` as a DTensor; see :func:`rand`.
+
+    Args:
+        size, device_mesh, placements, dtype, generator: as of :func:`rand`.
+    """
     return _factory(RandomOp("random_", (low, high)), size, dtype, False, device_mesh, placements, generator)

@@ -69,6 +69,7 @@ def materialize(
         into: returns the memory of a placed tensor's part, by name. None, or if it returns None: new memory.
         mesh_of: returns the mesh of a placed tensor, by name; it has the same ranks as ``mesh``. None, or if it returns
             None: ``mesh``.
+        module: a module that was constructed inside of :func:`deferred_init`.
 
     Raises:
         ValueError: placements that do not fit a tensor or the mesh.
@@ -100,6 +101,11 @@ def materialize_tensor(
     """One deferred tensor with values: whole, or as a DTensor of which this rank computes its part.
 
     Raises TypeError for a tensor that has values, ValueError for placements that do not fit. Communication: none.
+
+    Args:
+        tensor: a tensor or parameter that was made inside of ``deferred_init``.
+        mesh: None: the result is plain and whole.
+        placements: one for each axis of ``mesh``.
     """
     _check_deferred(tensor)
     maker = _Maker(mesh, None)

@@ -187,6 +187,9 @@ def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:
     """How often each site of a parallelized model communicated on this rank so far without a plan entry that requests it.
 
     Raises KeyError for a model that was not given to :func:`parallelize`.
+
+    Args:
+        model: what :func:`~vescale.parallelize` returned.
     """
     runtime = Runtime.of(model)
     if runtime is None:
@@ -198,6 +201,9 @@ def gradient_reducer(model: nn.Module) -> GradientReducer:
     """The reducer of a parallelized model's gradients: for ``no_sync()``, hooks and reports.
 
     Raises KeyError for a model that was not given to :func:`parallelize`, and on ranks outside of its mesh.
+
+    Args:
+        model: what :func:`~vescale.parallelize` returned.
     """
     runtime = Runtime.of(model)
     if runtime is None or runtime.gradients.reducer is None:
@@ -213,6 +219,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     ``reshard_after_backward=False`` keeps those gathered. Inside, ``.grad`` is None, or incomplete.
 
     Raises KeyError for a model that was not given to :func:`parallelize`, and on ranks outside of its mesh.
+
+    Args:
+        model: what :func:`~vescale.parallelize` returned.
     """
     with gradient_reducer(model).no_sync():
         yield
@@ -223,6 +232,9 @@ def finish_gradients(model: nn.Module, *, units: bool = True) -> None:
     ``units=False``: those of units are complete.
 
     Communication: that of a backward's end: one reduction for each unit and each bucket.
+
+    Args:
+        model: what :func:`~vescale.parallelize` returned.
     """
     states = states_in(model) if units else []
     with torch.no_grad():

@@ -72,6 +72,9 @@ def report(model: nn.Module) -> StaticReport:
     """What of a model in static mode runs on local tensors, and why the rest does not. No communication.
 
     Raises KeyError for a model that is not in static mode.
+
+    Args:
+        model: what :func:`~vescale.parallelize` returned.
     """
     forward = static_forward(model)
     programs = list(forward.programs.values())

@@ -1,0 +1,142 @@
+"""What the blocks of reference pages leave out: the model, the mesh, the data around the lines that a page is about.
+
+``PRELUDES`` has, for a page, the code that stands before its blocks; ``NOT_RUN`` the blocks that are only compiled, and why.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ELSEWHERE", "NOT_RUN", "PRELUDES", "WHOLE"]
+
+# Pages that are scripts, without a prelude.
+WHOLE = ["all", "choose", "coming-from", "how-to", "index"]
+# page -> the test that runs it
+ELSEWHERE = {"placements": "tests/placements/test_docs.py"}
+
+_COMMON = """
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.data import DataLoader
+import vescale
+from vescale import ALL, INIT, RUN, InterleavedShard, Plan, RaggedShard, lower, parallelize, plan_layout, plan_zoo
+from vescale.placements import distribute_tensor
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+torch.manual_seed(0)
+mesh = vescale.init_mesh("dp=-1")
+x = torch.randn(8, 8)
+model = Net()
+"""
+_PLANNED = """
+plan = Plan(mesh)
+plan.shard("<in:x>", Shard(0), mesh="dp")
+"""
+_TRAINED = (
+    _COMMON
+    + _PLANNED
+    + """
+model = parallelize(model, plan)
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+)
+
+PRELUDES = {
+    "checkpoint": _TRAINED
+    + """
+from vescale.optim import EMA
+scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+ema = EMA(model, 0.9)
+batches = vescale.ShardedBatchSampler(range(64), 8, mesh, "dp")
+range = lambda first, last: iter([first])
+""",
+    "checks": _COMMON
+    + """
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 8)
+    def forward(self, tokens):
+        return self.embed(tokens).sum()
+dataset = torch.arange(128).view(64, 2) % 8
+plan = Plan(mesh)
+model = Embedded()
+""",
+    "dispatch": _TRAINED
+    + """
+def train_step():
+    model(x).sum().backward()
+    optimizer.step()
+""",
+    "estimate": "",
+    "fsdp": _COMMON,
+    "gradients": _COMMON
+    + """
+from types import SimpleNamespace
+batches = [SimpleNamespace(first=x, second=x)]
+optimizer = torch.optim.AdamW(model.parameters())
+def loss(model, x):
+    return model(x).square().mean()
+""",
+    "optimizers": _COMMON
+    + """
+from types import SimpleNamespace
+class Loss(Net):
+    def forward(self, x):
+        return SimpleNamespace(loss=super().forward(x).square().mean())
+model = Loss()
+batches = [x]
+def evaluate(model):
+    model(x)
+""",
+    "planner": _COMMON
+    + """
+layer = nn.ModuleDict({"mlp": nn.ModuleDict({"up_proj": nn.Linear(256, 512, bias=False)})})
+""",
+    "plans": _COMMON,
+    "rng": _COMMON
+    + """
+dtensor = distribute_tensor(x, mesh, [Shard(0)])
+""",
+    "static": _COMMON + _PLANNED,
+}
+
+# (page, number of the block): only compiled
+NOT_RUN = {
+    ("activation-checkpointing", 0): "three alternatives for one path, which a plan refuses together",
+    ("checkpoint-hf", 0): "needs the weights of Llama-3-8B; tests/checkpoint/test_hf.py runs these calls",
+    ("dbuffer", 0): "leaves out where gradients come from; tests/buffer/test_dbuffer.py",
+    ("dbuffer", 1): "three axes; tests/buffer/test_dbuffer.py",
+    ("debug", 0): "starts a watch for the rest of the process; tests/debug/test_hang_report.py",
+    ("debug", 1): "counts the collectives of a larger model; tests/debug/test_trace.py",
+    ("debug", 2): "leaves out the training step; tests/debug/test_monitor.py",
+    ("debug", 3): "starts jobs of its own; tests/debug/test_verify.py",
+    ("debug", 4): "waits for a person; tests/debug/test_breakpoint.py",
+    ("optimizers-matrix", 0): "needs a model with these names; tests/optim/test_muon.py",
+    ("pipeline", 0): "eight devices; docs/tutorial/5-four-axes.md runs the same on two and four ranks",
+    ("pipeline", 1): "follows the block before; tests/pipeline/test_schedules.py",
+    ("pipeline", 2): "follows the block before; tests/pipeline/test_composition.py",
+    ("placements-ops", 0): "the uneven cut is one for three ranks; tests/ops",
+    ("placements-ops", 1): "four ranks; tests/ops/test_register_rule.py runs it",
+    ("placements-checkpoint", 0): "the uneven cut is one for four ranks; tests/placements",
+    ("plans", 2): "two axes with several ranks each; tests/plan_zoo/test_context.py",
+    ("zoo", 0): "four ranks; tests/plan_zoo/test_context.py",
+    ("zoo", 1): "three alternatives; tests/plans/test_from_hf.py",
+    ("zoo", 2): "needs a model; tests/ir/test_new_plan.py",
+    ("zoo", 3): "needs a model with such a plan; tests/plans",
+    ("zoo", 4): "a hook of the reader's loop; tests/plan_zoo/test_mixtures.py",
+}

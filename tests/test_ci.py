@@ -1,0 +1,57 @@
+"""The file of the CI: it is read as the service reads it, and what it calls is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+FILE = ROOT / ".github" / "workflows" / "ci.yml"
+CI: dict[Any, Any] = yaml.safe_load(FILE.read_text())
+STEPS = [(name, step) for name, job in CI["jobs"].items() for step in job["steps"]]
+# The contexts that may stand in ${{ }}, and what is read from them here.
+KNOWN = re.compile(r"matrix\.(torch|compiler|python)|github\.(ref|event_name|workflow)")
+
+
+def test_jobs_have_what_the_service_demands() -> None:
+    assert set(CI[True]) >= {"push", "pull_request", "schedule"}  # YAML 1.1 reads the key `on` as true
+    for name, job in CI["jobs"].items():
+        assert job["runs-on"] and job["steps"][0]["uses"].startswith("actions/checkout@"), name
+    for name, step in STEPS:
+        assert ("run" in step) != ("uses" in step), (name, step)
+
+
+def test_the_matrix_covers_the_declared_versions() -> None:
+    """From the oldest torch of pyproject.toml to the newest there is, with a compiler and without."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = [text for text in project["dependencies"] if text.startswith("torch")]
+    matrix = CI["jobs"]["test"]["strategy"]["matrix"]
+    assert matrix["compiler"] == [True, False]
+    assert matrix["torch"][0] == torch.replace(">=", "==") + ".*"
+    assert matrix["torch"][-1] == "torch", "the newest, whatever its number"
+    (pinned,) = re.findall(r"^TORCH := torch==(\d+\.\d+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f"torch=={pinned}.*" in matrix["torch"]
+    oldest = project["requires-python"].removeprefix(">=")
+    pythons = {str(step["with"]["python-version"]) for _, step in STEPS if "setup-python" in step.get("uses", "")}
+    assert any(oldest in text for text in pythons)
+
+
+def test_commands_are_targets_of_the_makefile() -> None:
+    text = (ROOT / "Makefile").read_text().replace("$(VENV)", ".venv")
+    targets = set(re.findall(r"^([\w./-]+):", text, re.MULTILINE))
+    used = {target for _, step in STEPS for target in re.findall(r"\bmake ([\w./-]+)", step.get("run", ""))}
+    assert used == {"lint", "test", "test-all", "docs", ".venv/.ready"}
+    assert used <= targets
+
+
+@pytest.mark.parametrize("step", [step for _, step in STEPS if "run" in step], ids=lambda step: step["run"][:30])
+def test_commands_are_shell(step: dict[str, Any]) -> None:
+    expressions = re.findall(r"\$\{\{(.*?)\}\}", step["run"])
+    assert all(KNOWN.search(expression) for expression in expressions)
+    subprocess.run(["bash", "-n", "-c", re.sub(r"\$\{\{.*?\}\}", "x", step["run"])], check=True)

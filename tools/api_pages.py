@@ -1,0 +1,362 @@
+"""The API reference: a Markdown page for each package of vescale, from signatures and docstrings.
+
+A hook of mkdocs (``hooks`` in mkdocs.yml), which adds the pages to the site. ``python tools/api_pages.py DIR`` writes them
+as files.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import importlib
+import inspect
+import itertools
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import vescale
+
+__all__ = ["PAGES", "described", "members", "on_files", "page", "parameters", "public"]
+
+# package -> names that programs use, in the order of the page. The other names in ``__all__`` are for vescale's own
+# packages, and change without notice.
+PAGES: dict[str, list[str]] = {
+    "vescale": [name for name in vescale._PUBLIC if name.islower() or name not in {"ALL", "BWD", "FWD", "INIT", "RUN"}],
+    "vescale.plans": [
+        "MissingMeshError",
+        "HfImportWarning",
+        "ATTENTION_METHODS",
+        "PIPELINE_SCHEDULES",
+        "placement_text",
+        "parse_placement",
+    ],
+    "vescale.plan_zoo": ["names", "load", "about", "About", "path_of"],
+    "vescale.ir": ["check", "coverage", "predict", "example_inputs", "Finding", "LoweringError"],
+    "vescale.runtime": ["gradient_reducer", "finish_gradients", "preflight", "MissingValuesWarning"],
+    "vescale.static": ["report", "StaticReport"],
+    "vescale.pipeline": ["make_schedule", "schedule_page", "partition", "Cut", "PipelineModule"],
+    "vescale.fsdp": ["report", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy", "ResidencyError"],
+    "vescale.checkpoint": [
+        "Checkpointer",
+        "save",
+        "load",
+        "load_hf",
+        "export_hf",
+        "verify",
+        "open_stored",
+        "read_tensors",
+        "Stored",
+        "CheckpointError",
+        "CheckpointWarning",
+    ],
+    "vescale.optim": [
+        "clip_grad_norm_",
+        "clip_grads_with_norm_",
+        "get_total_norm",
+        "AdamW8bit",
+        "adamw8bit_layout",
+        "EMA",
+        "Muon",
+        "muon_groups",
+        "muon_layout",
+        "Shampoo",
+        "SOAP",
+        "report",
+        "OptimizerReport",
+        "ParameterReport",
+    ],
+    "vescale.rng": [
+        "enable",
+        "disable",
+        "is_enabled",
+        "rand",
+        "randn",
+        "randint",
+        "SampleSeeds",
+        "materialize_tensor",
+        "is_deferred",
+        "DeferredValueError",
+    ],
+    "vescale.placements": [
+        "distribute_tensor",
+        "from_local",
+        "to_local",
+        "full_tensor",
+        "redistribute",
+        "normalize_placements",
+        "FlattenedShard",
+    ],
+    "vescale.buffer": [
+        "TensorGroup",
+        "PendingBuffer",
+        "GranularityTable",
+        "Rows",
+        "Tile",
+        "Elements",
+        "FFN_WEIGHTS",
+        "BufferMismatchError",
+    ],
+    "vescale.estimation": [
+        "Estimate",
+        "Device",
+        "Efficiency",
+        "Comparison",
+        "RankMemory",
+        "StepTime",
+        "calibrate",
+        "device_names",
+        "zero_table",
+        "page",
+        "EstimateWarning",
+    ],
+    "vescale.debug": [
+        "monitor",
+        "Monitor",
+        "StepRecord",
+        "flops_per_token",
+        "comm_trace",
+        "CommTrace",
+        "assert_comms",
+        "CommBudgetError",
+        "verify",
+        "Verification",
+        "hang_report",
+        "on_exception",
+        "dispatch_stats",
+        "compare_estimate",
+    ],
+    "vescale.ops": ["register_rule", "Decision", "OpCall", "strict_placements"]
+    + ["PlacementFallbackError", "PlacementFallbackWarning", "entries", "families"],
+    "vescale.comm": ["record_comms", "Ledger", "CommRecord", "join_axes"],
+    "vescale.compat": ["install", "uninstall", "patch_states", "self_check", "UnsupportedTorchError"],
+}
+
+# Classes whose objects programs are given, and do not make.
+RESULTS = {
+    "CommTrace",
+    "Comparison",
+    "Cut",
+    "FSDPModule",
+    "Layout",
+    "Ledger",
+    "Monitor",
+    "OptimizerReport",
+    "PendingBuffer",
+}
+RESULTS |= {"PipelineModule", "Program", "StepRecord", "StepTime", "UnshardHandle", "Verification", "About", "OpCall"}
+# Methods that vescale calls, and programs do not.
+CALLED_INSIDE = {"decay", "ended", "gaps", "index", "loaded_state", "slices", "started", "waits", "resolve", "run"}
+
+_SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Example|Examples):\s*$")
+_ITEM = re.compile(r"^ {4}(\*{0,2}`{0,2}[\w. ,*`]+?`{0,2})(?: \([^)]*\))?: +(\S.*)$|^ {4}(\*{0,2}[\w, ]+):$")
+
+
+def public() -> Iterator[tuple[str, str, Any]]:
+    """(package, name, object) of everything that has a place in the reference."""
+    for package, names in PAGES.items():
+        module = importlib.import_module(package)
+        for name in names:
+            value = getattr(module, name)
+            if not isinstance(value, types.ModuleType):
+                yield package, name, value
+
+
+def members(cls: type) -> Iterator[tuple[str, Callable[..., Any] | property]]:
+    """Public methods and properties that a class of vescale defines, or inherits from another one of vescale."""
+    met: set[str] = set()
+    for base in cls.__mro__:
+        if not base.__module__.startswith("vescale"):
+            continue
+        for name, value in vars(base).items():
+            function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+            if name.startswith("_") or name in met | CALLED_INSIDE or getattr(function, "__isabstractmethod__", False):
+                continue
+            if inspect.isfunction(function) or isinstance(function, property):
+                met.add(name)
+                if _doc(function) and not _same_in_torch(cls, name):
+                    yield name, function
+
+
+def _same_in_torch(cls: type, name: str) -> bool:
+    """Methods that replace one of PyTorch's, which PyTorch documents: those of an optimizer, a module, FSDP2's modules."""
+    return any(name in vars(base) for base in cls.__mro__ if base.__module__.startswith("torch."))
+
+
+def parameters(value: Any) -> list[str]:
+    """Names of what a call takes, without those of a private meaning."""
+    if isinstance(value, type) and (value.__name__ in RESULTS or issubclass(value, enum.Enum | Warning | Exception)):
+        return []
+    try:
+        found = inspect.signature(value).parameters
+    except (TypeError, ValueError):
+        return []
+    return [name for name in found if name not in ("self", "cls") and not name.startswith("_")]
+
+
+def described(value: Any, owner: type | None = None) -> set[str]:
+    """Names that the docstrings of ``value``, and of its class, explain: in a section, below a field, or quoted."""
+    texts = [_doc(value)]
+    if isinstance(value, type):
+        texts += [_doc(value.__init__)]
+    if owner is not None:
+        texts += [_doc(owner)]
+    found: set[str] = set()
+    for text in texts:
+        for line in text.splitlines():
+            if item := _ITEM.match(line):
+                found |= set(re.findall(r"\w+", item[1] or item[3] or ""))
+        found |= {name for quoted in re.findall(r"``([^`]+)``", text) for name in re.findall(r"\w+", quoted)}
+    if isinstance(value, type):
+        found |= set(_field_docs(value))
+    return found
+
+
+def _doc(value: Any) -> str:
+    text = inspect.getdoc(value) or ""
+    # What Python and dataclasses write themselves explains nothing.
+    return "" if text.startswith(("Initialize self", getattr(value, "__name__", "?") + "(")) else text
+
+
+def _field_docs(cls: type) -> dict[str, str]:
+    """The strings below the fields of a class."""
+    found: dict[str, str] = {}
+    for base in cls.__mro__[:-1]:
+        try:
+            (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        except (OSError, TypeError, ValueError, SyntaxError):
+            continue
+        body = getattr(node, "body", [])
+        for field, text in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found.setdefault(ast.unparse(field.target), inspect.cleandoc(str(text.value.value)))
+    return found
+
+
+def markdown(text: str) -> str:
+    """A docstring's reStructuredText as Markdown."""
+    lines: list[str] = []
+    literal = table = in_items = False
+    text = re.sub(r"``([^`]+)``", lambda quoted: f"`{' '.join(quoted[1].split())}`", inspect.cleandoc(text))
+    for line in text.splitlines():
+        if re.fullmatch(r"=+( +=+)+", line):  # a table: as it stands
+            if not table:
+                lines += ["", "```text"]
+                table = True
+            lines.append(line)
+            continue
+        if table and not line.strip():
+            lines += ["```", ""]
+            table = False
+        if table:
+            lines.append(line)
+            continue
+        if literal and line.strip() and not line.startswith(" "):
+            literal = False
+        if section := _SECTION.match(line):
+            lines += ["", f"**{section[1]}**", ""]
+            in_items = section[1] in ("Args", "Attributes", "Raises")
+            continue
+        if not literal and in_items and (item := _ITEM.match(line)):
+            names = (item[1] or item[3]).replace("`", "").replace("*", r"\*")
+            lines.append(f"- `{names}`: {_inline(item[2] or '')}".replace(r"`\*", r"`*").replace(r"*\*", "**"))
+            continue
+        if line.rstrip().endswith("::"):
+            literal = True
+            line = line.rstrip()[:-1]
+        lines.append(line if literal and line.startswith(" ") else _inline(line.strip() if not in_items else line))
+    if table:
+        lines += ["```"]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+
+
+def _inline(line: str) -> str:
+    line = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", line)
+    parts = re.split(r"(`[^`]+`)", re.sub(r"``([^`]+)``", r"`\1`", line))
+    for index, part in enumerate(parts):
+        if not part.startswith("`"):
+            parts[index] = part.replace("<", "&lt;").replace("*", r"\*").replace("[", r"\[")
+    return "".join(parts)
+
+
+def signature_text(name: str, value: Any) -> str:
+    try:
+        found = inspect.signature(value)
+    except (TypeError, ValueError):
+        return name
+    shown = []
+    for parameter in found.parameters.values():
+        if parameter.name in ("self", "cls") or parameter.name.startswith("_"):
+            continue
+        text = str(parameter)
+        text = re.sub(r"<.*? at 0x[0-9a-f]+>|<(class|function) '?[^>]*>", "...", text)
+        shown.append((parameter.kind, text.replace("'", "") if "->" not in text else text))
+    texts = []
+    starred = False
+    for kind, text in shown:
+        if kind is inspect.Parameter.KEYWORD_ONLY and not starred:
+            texts.append("*")
+            starred = True
+        starred |= kind is inspect.Parameter.VAR_POSITIONAL
+        texts.append(text)
+    ending = found.return_annotation
+    after = "" if ending is inspect.Signature.empty or isinstance(value, type) else f" -> {_type_text(ending)}"
+    one = f"{name}({', '.join(texts)}){after}"
+    if len(one) <= 100:
+        return one
+    return f"{name}(\n" + "".join(f"    {text},\n" for text in texts) + f"){after}"
+
+
+def _type_text(annotation: Any) -> str:
+    return annotation.strip("'") if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _entry(name: str, value: Any, level: int, owner: type | None = None) -> str:
+    full = f"{owner.__name__}.{name}" if owner else name
+    parts = [f"{'#' * level} `{full}`"]
+    if isinstance(value, property):
+        return "\n\n".join([*parts, markdown(_doc(value))])
+    if not callable(value):
+        shown = ", ".join(map(str, value)) if isinstance(value, list | tuple | set | frozenset | dict) else repr(value)
+        kind = type(value).__name__
+        return "\n\n".join([*parts, f"A `{kind}`: `{shown}`" if len(shown) < 400 else f"A `{kind}`."])
+    is_shown = not isinstance(value, type) or bool(parameters(value))
+    if is_shown:
+        parts.append(f"```python\n{signature_text(full, value)}\n```")
+    parts.append(markdown(_doc(value)))
+    if isinstance(value, type):
+        if value.__init__ is not object.__init__ and not issubclass(value, BaseException):
+            parts.append(markdown(_doc(value.__init__)))
+        fields = {field: text for field, text in _field_docs(value).items() if not field.startswith("_")}
+        parts.append("\n".join(f"- `{field}`: {_inline(' '.join(text.split()))}" for field, text in fields.items()))
+        parts += [_entry(inner, member, level + 1, value) for inner, member in members(value)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def page(package: str) -> str:
+    """The reference of one package."""
+    parts = [f"# {package}", markdown(_doc(importlib.import_module(package)))]
+    parts += [_entry(name, value, 2) for where, name, value in public() if where == package]
+    return "\n\n".join(parts) + "\n"
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """mkdocs asks for the pages of the site."""
+    from mkdocs.structure.files import File
+
+    for package in PAGES:
+        files.append(File.generated(config, f"api/{package}.md", content=page(package)))
+    return files
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for package in PAGES:
+        (folder / f"{package}.md").write_text(page(package))
