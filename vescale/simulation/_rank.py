@@ -127,7 +127,7 @@ def _ask_stages(link: Link) -> None:
         link.tell("need", rank=dist.get_global_rank(runner.group, runner.schedule.rank_of[stage - 1]))
         return original(runner, stage)
 
-    Runner.header = header  # type: ignore[method-assign]
+    Runner.header = header  # type: ignore[method-assign, assignment]
 
 
 def _ending(error: BaseException, seconds: float) -> Ending:
