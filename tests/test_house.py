@@ -36,7 +36,8 @@ FLOORS = {
     "optim": 6,
     "estimation": 7,
     "debug": 7,
-    "cli": 8,
+    "simulation": 8,
+    "cli": 9,
 }
 SIDEWAYS = {("comm", "compat"), ("comm", "csrc"), ("compat", "csrc"), ("ops", "rng"), ("plan_zoo", "plans")}
 SIDEWAYS |= {("debug", "estimation")}
@@ -235,6 +236,7 @@ ALLOWED_CALLS = {
     ("cli/_env.py", "importlib.import_module"): "the package's own compat",
     ("cli/_main.py", "importlib.import_module"): "the package's own commands",
     ("cli/_inputs.py", "importlib.import_module"): "MODEL, pkg.module:factory, is code that the user asks to run",
+    ("simulation/_rank.py", "runpy.run_path"): "SCRIPT is code that the user asks to run",
     ("csrc/_loader.py", "importlib.import_module"): "the package's own helpers, by names in the code",
     ("compat/patches.py", "importlib.import_module"): "vescale.ops, by the name in the file",
     ("compat/needs.py", "importlib.import_module"): "names of torch's modules, from a table",

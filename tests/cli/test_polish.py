@@ -15,7 +15,21 @@ import pytest
 from vescale.cli import main
 from vescale.cli._console import working
 
-COMMANDS = ("", "advise", "attach", "demo", "diff", "env", "explain", "lint", "plan new", "verify", "zoo", "zoo import")
+COMMANDS = (
+    "",
+    "advise",
+    "attach",
+    "demo",
+    "diff",
+    "env",
+    "explain",
+    "lint",
+    "plan new",
+    "simulate",
+    "verify",
+    "zoo",
+    "zoo import",
+)
 
 MODEL = """
 import torch

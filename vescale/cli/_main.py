@@ -30,6 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Show what a plan does to a model: instructions, hooks, predicted collectives.",
     ),
     "estimate": ("vescale.cli._estimate", "Estimate memory of every rank and seconds of a step, without ranks."),
+    "simulate": (
+        "vescale.cli._simulate",
+        "Run a script as some ranks of a job, without devices: memory, collectives, mismatches, deadlocks.",
+    ),
     "diff": ("vescale.cli._diff", "Show what two plans do differently."),
     "verify": ("vescale.cli._verify", "Train on one device and on meshes of local ranks, and compare every value."),
     "zoo": ("vescale.cli._zoo", "List and show the plans that ship with vescale."),

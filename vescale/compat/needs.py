@@ -143,7 +143,7 @@ torch.utils.checkpoint: _checkpoint_without_reentrant_generator(fn); CheckpointF
 OPTIONAL = (
     *_parsed(
         """
-torch._C._distributed_c10d: _unregister_process_group
+torch._C._distributed_c10d: _unregister_process_group; FakeWork.wait
 torch.distributed.distributed_c10d: _World; _world
 torch.testing._internal.distributed.fake_pg: FakeStore
 """,

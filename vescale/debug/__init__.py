@@ -8,6 +8,7 @@ from vescale.debug._breakpoint import breakpoint, on_exception
 from vescale.debug._dispatch_stats import DispatchStats, OpDispatch, dispatch_stats
 from vescale.debug._hang_report import HangReport, hang_report, start_from_environment
 from vescale.debug._local_ranks import ProcessFailed, messages
+from vescale.debug._locations import place_of_traceback
 from vescale.debug._model_flops import flops_per_token
 from vescale.debug._monitor import Monitor, monitor
 from vescale.debug._monitor_output import StepRecord
@@ -44,6 +45,7 @@ __all__ = [
     "monitor",
     "newest_socket",
     "on_exception",
+    "place_of_traceback",
     "start_from_environment",
     "verify",
 ]

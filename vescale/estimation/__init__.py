@@ -6,11 +6,18 @@ from vescale.estimation._depth import Repeats, repeats_of
 from vescale.estimation._devices import Device, Efficiency, device_names, device_of
 from vescale.estimation._estimate import Estimate, RankMemory, estimate
 from vescale.estimation._html import page
+from vescale.estimation._memory_log import Instant, MemoryLog
+from vescale.estimation._memory_timeline import CATEGORIES, timeline_of
 from vescale.estimation._optimizers import OPTIMIZERS
+from vescale.estimation._received_tokens import balanced_tokens
+from vescale.estimation._rehearsal import Rehearsal, classify
 from vescale.estimation._step_time import StepTime
+from vescale.estimation._unfilled import UnfilledTensors
+from vescale.estimation._unknown_values import Routing
 from vescale.estimation._variants import WHAT_IF, what_if, zero_plan, zero_table
 
 __all__ = [
+    "CATEGORIES",
     "OPTIMIZERS",
     "WHAT_IF",
     "Comparison",
@@ -18,16 +25,24 @@ __all__ = [
     "Efficiency",
     "Estimate",
     "EstimateWarning",
+    "Instant",
+    "MemoryLog",
     "RankMemory",
+    "Rehearsal",
     "Repeats",
+    "Routing",
     "StepTime",
+    "UnfilledTensors",
+    "balanced_tokens",
     "calibrate",
+    "classify",
     "compare",
     "device_names",
     "device_of",
     "estimate",
     "page",
     "repeats_of",
+    "timeline_of",
     "what_if",
     "zero_plan",
     "zero_table",

@@ -82,7 +82,9 @@ class MemoryLog:
                 number, self._count = self._count, self._count + 1
             self._numbers[key] = number
             self._references[key] = weakref.ref(storage, lambda _, n=number: self._gone(key, n, is_part))  # type: ignore[misc]
-            if not is_part and storage.nbytes():
+            if (
+                not is_part and storage.nbytes() and storage.device.type != "meta"
+            ):  # shapes are propagated without memory
                 self._allocate(number, storage.nbytes())
         return number
 
@@ -104,7 +106,7 @@ class MemoryLog:
                 block.is_communicated = True
 
     def _owner(self, storage: torch.UntypedStorage) -> int | None:
-        if not self._ranges or not storage.nbytes():
+        if not self._ranges or not storage.nbytes() or storage.device.type == "meta":
             return None
         try:
             begin = storage.data_ptr()

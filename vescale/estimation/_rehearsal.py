@@ -27,7 +27,7 @@ from vescale.fsdp import state_of
 from vescale.plans import MeshAxes, Plan
 from vescale.runtime import current_activation, locate, parallelize
 
-__all__ = ["Rehearsal", "StateTensor", "rehearse"]
+__all__ = ["Rehearsal", "StateTensor", "classify", "rehearse"]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
@@ -152,10 +152,10 @@ def _step(
     del value
     place.phase = "optimizer"
     found.log.mark()
-    _classify(model, optimizer, found)
+    classify(model, optimizer, found)
     if optimizer is not None:
         optimizer.step()
-        _classify(model, optimizer, found)
+        classify(model, optimizer, found)
         optimizer.zero_grad()
     else:
         model.zero_grad()
@@ -183,7 +183,7 @@ def _apart() -> Iterator[None]:
                 gc.enable()
 
 
-def _classify(model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Rehearsal) -> None:
+def classify(model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Rehearsal) -> None:
     """Note what memory belongs to parameters, gradients, optimizer and engine."""
 
     def note(tensor: Any, category: str, path: str | None) -> None:
@@ -215,7 +215,8 @@ def _classify(model: nn.Module, optimizer: torch.optim.Optimizer | None, found: 
         for group in state.groups if state is not None else ():
             note_storage(group.memory.gathered, "unsharded", path)
             for bucket in group.buckets:
-                note_storage(bucket.unreduced.apart, "gradients", path)
+                with contextlib.suppress(AttributeError):  # before the first backward
+                    note_storage(bucket.unreduced.apart, "gradients", path)
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[StateTensor]:

@@ -4,6 +4,7 @@
 from vescale.pipeline._balance import partition
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._install import PipelineModule, parallelize
+from vescale.pipeline._runner import Runner
 from vescale.pipeline._schedule import Action, Schedule, make_schedule
 from vescale.pipeline._schedule_page import schedule_page
 from vescale.pipeline._staged_program import StagedProgram
@@ -12,6 +13,7 @@ __all__ = [
     "Action",
     "Cut",
     "PipelineModule",
+    "Runner",
     "Schedule",
     "StagedProgram",
     "make_schedule",

@@ -1,0 +1,139 @@
+"""A process that is one rank of a job whose other ranks do not exist: what a training script asks PyTorch for.
+
+For processes that run one script and end: nothing is taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
+from torch.overrides import TorchFunctionMode
+
+from vescale.compat.needs import ESTIMATES, require
+from vescale.compat.patching import Changes
+
+require(ESTIMATES)  # this module is no part of what vescale imports at first
+from torch._C._distributed_c10d import FakeWork  # noqa: E402
+from torch.testing._internal.distributed import fake_pg  # noqa: E402, F401  # registers the backend
+
+__all__ = ["OnHost", "become_rank", "reduction_name", "work_of"]
+
+
+def become_rank(rank: int, world_size: int, store: dist.Store, waited: Callable[[Any], None]) -> None:
+    """From now on, ``init_process_group`` of any backend makes a fake world in which this process is ``rank``.
+
+    ``store``: the rendezvous. ``waited``: called with each work that the program waits for.
+    """
+    changes = Changes()
+    initialize, make_mesh = dist.init_process_group, device_mesh.init_device_mesh
+
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        timeout = kwargs.get("timeout", args[1] if len(args) > 1 else None)
+        initialize("fake", rank=rank, world_size=world_size, store=store, timeout=timeout)
+
+    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        if not dist.is_initialized():
+            init_process_group()
+        kwargs.pop("backend_override", None)
+        return make_mesh("cpu", *args, **kwargs)
+
+    class Connection:
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return store
+
+    changes.function(initialize, init_process_group)
+    changes.function(make_mesh, init_device_mesh)
+    changes.function(dist.TCPStore, Connection)
+    changes.function(dist.FileStore, Connection)
+    changes.function(distributed_c10d.monitored_barrier, lambda group=None, *_, **__: dist.barrier(group))
+    for kind in (FakeWork, dist.Work):
+        _note_waits(changes, kind, waited)
+    _without_devices(changes)
+
+
+def _note_waits(changes: Changes, kind: Any, waited: Callable[[Any], None]) -> None:
+    for name in ("wait", "block_current_stream", "synchronize"):
+        original = vars(kind).get(name)
+        if original is None:
+            continue
+
+        def wait(work: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            waited(work)
+            return _original(work, *args, **kwargs)
+
+        changes.attribute(kind, name, wait)
+
+
+def _without_devices(changes: Changes) -> None:
+    """Calls of ``torch.cuda`` that scripts make for their own device do nothing."""
+    if torch.cuda.is_available():
+        changes.attribute(torch.cuda, "is_available", lambda: False)
+    for name in (
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "reset_peak_memory_stats",
+        "manual_seed",
+        "manual_seed_all",
+    ):
+        changes.attribute(torch.cuda, name, lambda *_, **__: None)
+    for name in (
+        "current_device",
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+    ):
+        changes.attribute(torch.cuda, name, lambda *_, **__: 0)
+    changes.attribute(torch.accelerator, "set_device_index", lambda *_: None)
+
+
+_HOST = ("cpu", "meta")
+
+
+class OnHost(TorchFunctionMode):
+    """Tensors that a script asks for on a device, which there is none of, are made on the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("cuda", "pin_memory") and args and isinstance(args[0], torch.Tensor):
+            return args[0]
+        if any(_is_device(x) for x in args[1:]):
+            args = (args[0], *(_host(x) for x in args[1:]))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _host(kwargs["device"])}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)
+
+
+def _is_device(x: Any) -> bool:
+    return isinstance(x, torch.device) or (isinstance(x, str) and x.partition(":")[0] == "cuda")
+
+
+def _host(x: Any) -> Any:
+    if isinstance(x, int) and not isinstance(x, bool):
+        return "cpu"
+    return "cpu" if _is_device(x) and torch.device(x).type not in _HOST else x
+
+
+def work_of(result: Any) -> Any:
+    """The work that an operator of c10d returns, as the program gets it; None if it returns none."""
+    last = result[-1] if isinstance(result, tuple) else result
+    if isinstance(last, torch.ScriptObject):
+        try:
+            return dist.Work.unbox(last)
+        except (RuntimeError, TypeError):
+            return None
+    return last if isinstance(last, dist.Work) else None
+
+
+def reduction_name(operator: Any) -> str:
+    """``sum``, ``max``, ... of the argument of an operator of c10d."""
+    found: Any = operator.op() if hasattr(operator, "op") else operator
+    return str(dist.ReduceOp.RedOpType(int(found)).name).lower()

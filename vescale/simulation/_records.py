@@ -1,0 +1,96 @@
+"""What a simulated rank has done, as plain data: its collectives, its waits, memory, and how its program ended."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Collective", "Ending", "RankRecord", "ranks_text"]
+
+
+@dataclass
+class Collective:
+    """A collective, or a message, as one rank started it.
+
+    Attributes:
+        op: ``all_reduce``, ``all_gather``, ``send``, ... as in :class:`vescale.comm.Operation`.
+        group: the process group's name, by which ranks find each other; ``ranks``: its global ranks.
+        axis: the mesh axes it spans, joined with ``,``, or "".
+        bytes: that this rank receives from others.
+        site: who asked for it, and the line of the program.
+        peer: of a message, the other rank; None: any.
+        agreed: what must be equal on all ranks of the group, by name: sizes, dtype, root, reduction.
+    """
+
+    op: str
+    group: str
+    ranks: list[int]
+    axis: str
+    bytes: int
+    site: str
+    peer: int | None = None
+    agreed: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_message(self) -> bool:
+        return self.op in ("send", "recv")
+
+    def text(self) -> str:
+        over = f"axis {self.axis!r}" if self.axis else "ranks"
+        details = ", ".join(f"{name} {value}" for name, value in self.agreed.items())
+        details = f" ({details})" if details else ""
+        if self.is_message:
+            to = "to" if self.op == "send" else "from"
+            other = "any rank" if self.peer is None else f"rank {self.peer}"
+            return f"{self.op} {to} {other}{details} at {self.site}"
+        return f"{self.op} of {over} {ranks_text(self.ranks)}{details} at {self.site}"
+
+
+@dataclass
+class Ending:
+    """How a rank's program ended.
+
+    Attributes:
+        how: ``normally``; ``error``; ``never-comes``: it waited for a key of the store; ``timeout``.
+        text: of an error, its type and message. at: the line of the program.
+    """
+
+    how: str = "normally"
+    text: str = ""
+    at: str = ""
+
+
+@dataclass
+class RankRecord:
+    """One simulated rank.
+
+    Attributes:
+        collectives: in the order in which they were started.
+        order: ``n`` where collective n was started, ``~n`` where the program waited for it.
+        peak_bytes: of memory; ``categories``: those of :mod:`vescale.estimation` at that instant.
+        host_seconds: processor seconds of the program without those of the simulated ops.
+    """
+
+    rank: int
+    collectives: list[Collective] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    peak_bytes: int = 0
+    peak_at: str = ""
+    categories: dict[str, int] = field(default_factory=dict)
+    host_seconds: float = 0.0
+    ending: Ending = field(default_factory=Ending)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RankRecord:
+        collectives = [Collective(**one) for one in data["collectives"]]
+        return cls(**{**data, "collectives": collectives, "ending": Ending(**data["ending"])})
+
+
+def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
+    """``[0, 1, 2]``; of many, ``[0, 1, 2, ..., 1023]``."""
+    if len(ranks) <= 8:
+        return str(list(ranks))
+    return f"[{', '.join(map(str, ranks[:3]))}, ..., {ranks[-1]}]"

@@ -1,0 +1,161 @@
+"""``Tracer``: the collectives of a simulated rank in order, and where its program waits for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale.comm import Operation
+from vescale.compat import tree_leaves
+from vescale.compat.simulated_ranks import reduction_name
+from vescale.debug import CommTrace
+from vescale.simulation._records import Collective
+
+__all__ = ["Call", "Tracer"]
+
+_SIZED = (
+    "allreduce_",
+    "broadcast_",
+    "reduce_",
+    "_allgather_base_",
+    "_reduce_scatter_base_",
+    "send",
+    "recv_",
+    "recv_any_source_",
+)
+# Operators whose sizes must be equal on all ranks. Those of lists may differ by rank, and of all-to-alls as well.
+
+
+@dataclass
+class Call:
+    """A call of an operator of c10d.
+
+    Attributes:
+        name: of the operator; ``arguments``: by name.
+        ranks: global ranks of the group.
+        agreed: see :class:`Collective`. root, peer: global ranks.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    group: str
+    ranks: tuple[int, ...]
+    is_async: bool
+    agreed: dict[str, Any] = field(default_factory=dict)
+    root: int | None = None
+    peer: int | None = None
+
+    @classmethod
+    def of(cls, op: Any, args: Any, kwargs: Any) -> Call:
+        names = [argument.name for argument in op._schema.arguments]
+        arguments = {**dict(zip(names, args)), **kwargs}
+        group = arguments["process_group"]
+        if not isinstance(group, dist.ProcessGroup):
+            group = dist.ProcessGroup.unbox(group)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        call = cls(
+            op.overloadpacket.__name__, arguments, str(group.group_name), ranks, bool(arguments.get("async_op", True))
+        )
+        for name in ("src", "dst"):
+            if name in arguments:
+                call.peer = ranks[arguments[name]]
+        if "root_rank" in arguments:
+            call.root = call.agreed["root"] = ranks[arguments["root_rank"]]
+        if "reduce_op" in arguments:
+            call.agreed["reduction"] = reduction_name(arguments["reduce_op"])
+        if call.name in _SIZED:
+            given = next((arguments[n] for n in ("input_tensor", "input", "tensors") if n in arguments), ())
+            tensors = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
+            call.agreed["bytes"] = sum(x.numel() * x.element_size() for x in tensors)
+            call.agreed["dtype"] = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in tensors}))
+        return call
+
+
+class Tracer(CommTrace):
+    """A communication trace, with what ranks must agree on and with waits.
+
+    Attributes:
+        collectives, order: see :class:`RankRecord`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives: list[Collective] = []
+        self.order: list[int] = []
+        self._call: Call | None = None
+        self._functional = False
+        self._works: dict[int, tuple[Any, int]] = {}
+        self._results: dict[int, int] = {}
+        self._waited: set[int] = set()
+
+    def started(self, operation: Operation) -> None:
+        """Called for each operation, before it runs."""
+        super().started(operation)
+        if not self.operations or self.operations[-1] is not operation:
+            return
+        number, call = len(self.collectives), self._call
+        one = Collective(
+            operation.op, operation.group, list(operation.ranks), operation.axes, operation.bytes, _site(operation)
+        )
+        if call is not None and not operation.requester:
+            one.agreed = call.agreed
+        if call is not None and one.is_message:
+            one.peer = call.peer
+        self.collectives.append(one)
+        self.order.append(number)
+        if call is None and not self._functional:  # it cannot be seen where the program waits
+            self._wait(number)
+
+    def begin(self, call: Call) -> None:
+        """The next operation is this call."""
+        self._call = call
+
+    def end(self, work: Any) -> int | None:
+        """The call has returned. The number of the operation; None: of a group of one rank."""
+        call, self._call = self._call, None
+        if call is None or len(call.ranks) == 1 or not self.collectives:
+            return None
+        number = len(self.collectives) - 1
+        if work is not None:
+            self._works[id(work)] = work, number
+        if not call.is_async:
+            self._wait(number)
+        return number
+
+    def begin_functional(self) -> None:
+        self._functional = True
+
+    def end_functional(self, before: int, result: Any) -> None:
+        """A functional collective has returned; ``before``: how many operations there were."""
+        self._functional = False
+        if len(self.collectives) > before:
+            for x in tree_leaves(result):
+                if isinstance(x, torch.Tensor):
+                    self._results[x.untyped_storage()._cdata] = len(self.collectives) - 1
+
+    def waited_for_result(self, tensor: torch.Tensor) -> None:
+        number = self._results.get(tensor.untyped_storage()._cdata)
+        if number is not None:
+            self._wait(number)
+
+    def waited(self, work: Any) -> None:
+        """The program waits for a work."""
+        _, number = self._works.pop(id(work), (None, None))
+        if number is not None:
+            self._wait(number)
+
+    def _wait(self, number: int) -> None:
+        if number not in self._waited:
+            self._waited.add(number)
+            self.order.append(~number)
+
+
+def _site(operation: Operation) -> str:
+    who = operation.requester or operation.module
+    if operation.module and operation.module not in who:
+        who = f"{who} in {operation.module}"
+    phase = f"({operation.phase})" if operation.phase else ""
+    return " ".join(part for part in (operation.line, who, phase) if part)
