@@ -7,7 +7,7 @@ import importlib.util
 import re
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -109,3 +109,12 @@ def test_docstrings_become_markdown() -> None:
     )
     assert text.splitlines()[0] == "Runs `f` of `Plan` on &lt;in>."
     assert "- `one, two`: the first." in text and "**Returns**" in text
+    block = "Runs:\n\n```python\nwith a ``quoted`` <in>:\n    ...\n```"
+    assert api.markdown(block) == block
+
+
+def test_signatures_are_those_of_the_source() -> None:
+    def shown(x: Literal["a", "b"] = "a", *rest: int, key: float | None = None, made: Any = Path) -> bool: ...
+
+    text = "shown(x: Literal['a', 'b'] = 'a', *rest: int, key: float | None = None, made: Any = ...) -> bool"
+    assert api.signature_text("shown", shown) == text

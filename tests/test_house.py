@@ -128,7 +128,7 @@ def words_of(text: str) -> set[str]:
 def test_the_vocabulary_is_standard() -> None:
     """In names, strings, comments and docs."""
     wrong, used = [], set()
-    for path in (*sources(), ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (*sources(), ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         name = str(path.relative_to(ROOT))
         standard = STANDARD_USES.get(name, set())
         for number, line in enumerate(path.read_text().splitlines(), 1):

@@ -243,8 +243,16 @@ def markdown(text: str) -> str:
     """A docstring's reStructuredText as Markdown."""
     lines: list[str] = []
     literal = table = in_items = False
-    text = re.sub(r"``([^`]+)``", lambda quoted: f"`{' '.join(quoted[1].split())}`", inspect.cleandoc(text))
+    parts = re.split(r"(^```.*?^```$)", inspect.cleandoc(text), flags=re.DOTALL | re.MULTILINE)
+    for index in range(0, len(parts), 2):  # outside of blocks
+        parts[index] = re.sub(r"``([^`]+)``", lambda quoted: f"`{' '.join(quoted[1].split())}`", parts[index])
+    text = "".join(parts)
+    fenced = False
     for line in text.splitlines():
+        if fenced or line.startswith("```"):
+            fenced ^= line.startswith("```")
+            lines.append(line)
+            continue
         if re.fullmatch(r"=+( +=+)+", line):  # a table: as it stands
             if not table:
                 lines += ["", "```text"]
@@ -294,9 +302,13 @@ def signature_text(name: str, value: Any) -> str:
     for parameter in found.parameters.values():
         if parameter.name in ("self", "cls") or parameter.name.startswith("_"):
             continue
-        text = str(parameter)
+        text = str(parameter.replace(annotation=inspect.Parameter.empty, default=inspect.Parameter.empty))
+        if parameter.annotation is not inspect.Parameter.empty:
+            text += f": {_type_text(parameter.annotation)}"
+        if parameter.default is not inspect.Parameter.empty:
+            text += f" = {parameter.default!r}"
         text = re.sub(r"<.*? at 0x[0-9a-f]+>|<(class|function) '?[^>]*>", "...", text)
-        shown.append((parameter.kind, text.replace("'", "") if "->" not in text else text))
+        shown.append((parameter.kind, text))
     texts = []
     starred = False
     for kind, text in shown:
