@@ -20,13 +20,10 @@ from tests.optim.meshes import GRIDS, LINES, assert_equal, build, on_mesh, set_g
 from tests.placements.on_ranks import make_mesh
 from tests.ranks import RankPools
 from tests.whole import whole
-from vescale import plan_zoo
-from vescale.cli._demo_job import Job, make_model
 from vescale.comm import record_comms
 from vescale.fsdp import fully_shard
 from vescale.optim import SOAP, Muon, Shampoo, clip_grad_norm_, muon_groups, muon_layout
 from vescale.placements import local_region
-from vescale.runtime import parallelize
 
 
 class Block(nn.Module):
@@ -508,45 +505,3 @@ def late_groups() -> None:
 
 def test_late_groups(ranks: RankPools) -> None:
     ranks.run(late_groups, world_size=2)
-
-
-# A plan, and 200 steps.
-
-
-def llama(num_steps: int) -> tuple[list[float], list[float]]:
-    """(losses on one device, on a mesh): the demo's small Llama with the zoo's ZeRO-3 plan over two axes."""
-    job = Job(axes=(), num_steps=num_steps, plan="llama_zero3", vocab_size=256)
-    adamw = [r"model\.embed_tokens\.weight", r"lm_head\.weight"]
-    losses: tuple[list[float], list[float]] = ([], [])
-    for found, on_mesh_ in zip(losses, (False, True)):
-        model = make_model(job)
-        if on_mesh_:
-            parallelize(model, plan_zoo.load(job.plan, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))))
-        groups = muon_groups(model, adamw=adamw, verbose=False)
-        optimizer = Muon(groups, lr=0.01, ns_dtype=torch.float32)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(num_steps):
-            starts = torch.randint(0, 256, (4, 1), generator=generator)
-            ids = (starts + 3 * torch.arange(16)) % 256
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-    return losses
-
-
-def losses_follow_one_device(num_steps: int) -> None:
-    alone, on_mesh_ = llama(num_steps)
-    assert alone[-1] < alone[0]
-    for a, b in zip(alone, on_mesh_):
-        assert abs(a - b) <= 1e-4 * abs(a), (alone, on_mesh_)
-
-
-def test_losses_of_a_plan_follow_one_device(ranks: RankPools) -> None:
-    ranks.run(losses_follow_one_device, 3, world_size=4)
-
-
-@pytest.mark.slow
-def test_losses_of_200_steps_follow_one_device(ranks: RankPools) -> None:
-    ranks.run(losses_follow_one_device, 200, world_size=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -149,7 +149,7 @@ class AdamW8bit(ExactStates):
         names = self.param_groups[group].get("param_names")
         return names[place] if names else f"group {group}, parameter {place}"
 
-    def loaded_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    def loaded_state(self, parameter: torch.Tensor, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Codes stay uint8 and maxima float32, cut as this optimizer's."""
         at = [
             (g, i) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"]) if p is parameter

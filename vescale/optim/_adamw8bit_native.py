@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,11 +34,13 @@ _MAP = np.dtype(
         ("thresholds", np.uint64),
         ("first_codes", np.uint64),
         ("lines", np.uint64),
+        ("bytes", np.uint64),
         ("zero_code", np.int64),
     ]
 )
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _CODES = 2
+_WIDTH = 16  # at most so many elements in a vector; shows in no result
 
 
 def is_native(one: Update) -> bool:
@@ -65,6 +68,7 @@ def update_all(updates: Sequence[Update]) -> None:
         ctypes.c_int64(len(items)),
         ctypes.c_void_p(_maps().ctypes.data),
         ctypes.c_int32(torch.get_num_threads()),
+        ctypes.c_int32(_WIDTH),
     )
 
 
@@ -90,9 +94,12 @@ def _rows(one: Update) -> list[tuple[Any, ...]]:
 
 
 _LINES = np.dtype(
-    [(name, np.float32, 8) for name in ("borders", "slopes", "offsets", "from", "to")] + [("margin", np.float32)]
+    [("borders", np.int32, 8)]
+    + [(name, np.float32, 8) for name in ("slopes", "offsets", "caps")]
+    + [(name, np.int32) for name in ("below", "factor")]
 )
-_MARGIN = 2.0**-11  # far more than the rounding of numbers up to 256, far less than the distance of codes
+_UNITS = 2048  # of a code; far fewer than float32 tells apart, far more than its rounding needs
+_NEAR = 4  # units in the last place on both sides of a border
 
 
 @functools.cache
@@ -103,30 +110,40 @@ def _maps() -> npt.NDArray[np.void]:
 _KEPT: list[npt.NDArray[Any]] = []
 
 
-def _map_row(signed: bool) -> tuple[int, int, int, int, int]:
+def _map_row(signed: bool) -> tuple[int, ...]:
     found = dynamic_map(signed)
     padded = np.append(found.thresholds.numpy(), np.float32(np.inf))  # behind the last threshold there is none
-    lines = _lines(found.thresholds.numpy()[found.zero_code :].astype(np.float64), signed)
-    _KEPT.extend((padded, lines))  # C++ gets their addresses
-    pointers = found.values.data_ptr(), padded.ctypes.data, found.first_codes.ctypes.data, lines.ctypes.data
+    lines = _lines(found.thresholds.numpy()[found.zero_code :], signed)
+    planes = np.ascontiguousarray(found.values.numpy().astype("<f4").view(np.uint8).reshape(256, 4).T)
+    _KEPT.extend((padded, lines, planes))  # C++ gets their addresses
+    pointers = found.values.data_ptr(), *(a.ctypes.data for a in (padded, found.first_codes, lines, planes))
     return *pointers, found.zero_code
 
 
-def _lines(thresholds: npt.NDArray[np.float64], signed: bool) -> npt.NDArray[np.void]:
-    """The codes of positive numbers, decade by decade, as straight lines; ``thresholds``: of these codes, from zero's on."""
-    lines = np.zeros((), dtype=_LINES)
-    width = 1 if signed else 2
-    lines["to"][0] = thresholds[0] * (1 - 1e-6)
-    lines["offsets"][0] = 0.5
-    for decade in range(1, 8):
-        count = width * 2 ** (decade - 1)
-        low = count - (width - 1)  # the first code
-        slope = count / 0.9 * 10.0 ** (7 - decade)
-        lines["slopes"][decade] = slope
-        lines["offsets"][decade] = low - count / 9.0 - _MARGIN / 2
-        lines["borders"][decade] = thresholds[low - 1]
-        # Tables decide next to the borders, and between the end of the even part of a decade and the next border.
-        lines["from"][decade] = thresholds[low - 1] * (1 + 1e-6)
-        lines["to"][decade] = min(10.0 ** (decade - 7), thresholds[low + count - 1]) * (1 - 1e-6)
-    lines["margin"] = _MARGIN
+def _lines(borders: npt.NDArray[np.float32], signed: bool) -> npt.NDArray[np.void]:
+    """The codes of magnitudes as straight lines, one a decade and one for 1; ``borders``: the least number of each code
+    above zero's."""
+    lines, exact = np.zeros((), dtype=_LINES), borders.astype(np.float64)
+    last, ends = 0, []
+    for decade in range(7):
+        count = 2**decade if signed else 2 ** (decade + 1)
+        first, last = last + 1, last + count
+        slope, offset = count / 0.9 * 10.0 ** (6 - decade), first - count / 9.0
+        if decade == 0:  # down to zero
+            slope = 0.5 / exact[0] if signed else 1 / (exact[1] - exact[0])
+            offset = 1 - exact[0] * slope
+        inner = np.arange(first, last)
+        assert np.abs(exact[inner] * slope + offset - (inner + 1)).max(initial=0) < 0.1 / _UNITS
+        lines["slopes"][decade] = slope * _UNITS
+        lines["offsets"][decade] = offset * _UNITS + 0.5
+        lines["caps"][decade] = (last + 1) * _UNITS - 1
+        ends.append(borders[last])
+    lines["offsets"][7] = lines["caps"][7] = (last + 1.5) * _UNITS
+    lines["borders"] = np.array([*ends, np.inf], dtype=np.float32).view(np.int32) - _NEAR
+    # The upper half of a float32 counts 1/128 of its logarithm: decades from 10**-6.35 on.
+    lines["below"] = round((127 - 6.35 / math.log10(2)) * 128)
+    lines["factor"] = math.floor(65536 * math.log10(2) / 128)
+    upper = (np.array([*ends, 1.0], dtype=np.float32).view(np.int32) >> 16) - lines["below"]
+    decades = np.maximum(upper, 0) * lines["factor"] >> 16
+    assert (decades == [0, 1, 2, 3, 4, 5, 6, 6]).all()  # that of a border, or the one before it
     return lines

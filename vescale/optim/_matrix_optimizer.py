@@ -11,13 +11,14 @@ import torch.distributed as dist
 from vescale.compat import note_writes
 from vescale.optim._adamw_update import ADAMW_DEFAULTS, adamw_states, adamw_update
 from vescale.optim._agreed_gradients import agreed_gradients
-from vescale.optim._loaded_states import check_same_algorithms, put_states
 from vescale.optim._matrix_blocks import MatrixGrid
 from vescale.optim._matrix_exchange import MatrixExchange, MatrixStep
 from vescale.optim._matrix_parameters import Algorithm, MatrixParameter, MatrixParameters, local_tensor
 from vescale.optim._matrix_schedule import OwnedMatrix, plan_rounds
 from vescale.optim._ownership import Ownership
 from vescale.optim._report import ParameterReport
+from vescale.optim._saved_algorithms import check_same_algorithms
+from vescale.optim._state_loading import ExactStates
 from vescale.placements import Box
 
 __all__ = ["MatrixOptimizer"]
@@ -25,7 +26,7 @@ __all__ = ["MatrixOptimizer"]
 _MAX_EXCHANGES = 8  # for different sets of parameters with gradients
 
 
-class MatrixOptimizer(torch.optim.Optimizer):
+class MatrixOptimizer(ExactStates):
     """Base of optimizers whose update of a matrix needs all of it.
 
     The gradient of a matrix, or what is made of it element by element, goes to the one rank that owns the matrix; the
@@ -248,14 +249,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return reports
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in PyTorch, but states keep the dtype that they were saved in.
+        """As in PyTorch, but states keep the dtype that they were saved in. After an error the optimizer is as it was.
 
         Raises ValueError for a state of another algorithm, naming the parameter.
         """
         check_same_algorithms(self.param_groups, state_dict["param_groups"])
-        before = {tensor: dict(states) for tensor, states in self.state.items()}
         super().load_state_dict(state_dict)
-        put_states(self, before, state_dict)
         groups = {tensor: group for group in self.param_groups for tensor in group["params"]}
         for parameter in self._known().all:
             parameter.group = groups[parameter.tensor]  # the groups are new objects

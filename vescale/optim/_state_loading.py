@@ -1,12 +1,16 @@
-"""``load_state_dict`` that keeps the dtypes of states: torch's casts those of floating-point parameters."""
+"""``load_state_dict`` that keeps the dtypes and cuts of states: torch's casts those of floating-point parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from vescale.placements import distribute_tensor
 
 __all__ = ["ExactStates"]
 
@@ -36,7 +40,7 @@ class ExactStates(Optimizer):
             params_here = chain.from_iterable(group["params"] for group in self.param_groups)
             params = dict(zip(saved, params_here, strict=True))
             loaded = {
-                params[key]: self.loaded_state(params[key], state)
+                params[key]: self.loaded_state(params[key], state, before.get(params[key], {}))
                 for key, state in aside["state"].items()
                 if key in params
             }
@@ -56,9 +60,26 @@ class ExactStates(Optimizer):
             for hook in hooks:
                 hook.remove()
 
-    def loaded_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of ``parameter`` from a saved one: values on its device (``step`` where it was), dtypes as saved."""
+    def loaded_state(self, parameter: torch.Tensor, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of ``parameter`` from a saved one: copies in the dtypes that were saved, placed like its ``own`` state.
+
+        Whole tensors are cut without communication; DTensors that are placed otherwise are redistributed, on all ranks.
+        """
         return {
-            key: value.to(parameter.device) if isinstance(value, torch.Tensor) and key != "step" else value
+            key: _placed(value.detach(), own.get(key)) if isinstance(value, torch.Tensor) else value
             for key, value in state.items()
         }
+
+
+def _placed(value: torch.Tensor, like: Any) -> torch.Tensor:
+    if not isinstance(like, torch.Tensor):
+        return value.clone()
+    if not isinstance(like, DTensor):
+        return value.to(like.device, copy=True)
+    if not isinstance(value, DTensor):
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return (
+        value.redistribute(placements=like.placements).clone()
+        if value.device_mesh == like.device_mesh
+        else value.clone()
+    )

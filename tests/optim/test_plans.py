@@ -1,0 +1,123 @@
+"""The optimizers on models that a plan cuts: experts over an axis of their own, and losses of the demo model."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.optim.meshes import assert_equal, on_mesh
+from tests.plan_zoo.models import MODELS
+from tests.ranks import RankPools
+from vescale import Plan, plan_zoo
+from vescale.cli._demo_job import Job, make_model
+from vescale.optim import SOAP, AdamW8bit, Muon, Shampoo, muon_groups
+from vescale.placements import RaggedShard
+from vescale.plans import INIT, RUN
+from vescale.runtime import parallelize
+
+EXPERTS = {f"model.layers.*.mlp.experts.{name}": Shard(0) for name in ("gate_up_proj", "down_proj")}
+EMBEDDINGS = [r"model\.embed_tokens\.weight", r"lm_head\.weight"]
+KINDS: list[tuple[Any, str, dict[str, Any]]] = [
+    (AdamW8bit, "", {"min_numel": 256}),
+    (Muon, "muon", {}),
+    (Shampoo, "shampoo", {"precondition_frequency": 2, "max_preconditioner_dim": 40}),
+    (SOAP, "soap", {"precondition_frequency": 2}),
+]
+LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "muon": (Muon, {"lr": 0.01, "ns_dtype": torch.float32}),
+    "shampoo": (Shampoo, {"lr": 0.001}),
+    "soap": (SOAP, {"lr": 0.003}),
+}
+
+
+def groups_for(model: nn.Module, algorithm: str) -> list[dict[str, Any]]:
+    """Embeddings and vectors by AdamW, the matrices by ``algorithm``."""
+    groups = muon_groups(model, adamw=EMBEDDINGS, verbose=False)
+    for group in groups:
+        if group["algorithm"] == "muon":
+            group.update(algorithm=algorithm)
+            if algorithm != "muon":
+                del group["blocks"]
+    return groups
+
+
+def experts_over_an_axis() -> None:
+    """Mixtral, whose experts are cut over ``ep`` and, like all else, over ``fsdp`` at rest; equal gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    model = MODELS["mixtral"].build()
+    alone = copy.deepcopy(model)
+    given = SimpleNamespace(extra_parallel_plan={"ep": EXPERTS})
+    model.get_parallel_plan = lambda: given  # type: ignore[assignment]
+    plan = Plan.from_model(model, mesh, batch_axes=["fsdp", "ep"], shard_axis=None)
+    plan.shard(".*", RaggedShard(block=256), mesh="fsdp", phase=INIT)
+    plan.shard(".*", Replicate(), mesh="fsdp", phase=RUN)
+    parallelize(model, plan)
+    experts = model.get_parameter("model.layers.0.mlp.experts.down_proj")
+    assert isinstance(experts, DTensor) and experts.placements[1] == Shard(0), experts
+    step = 0
+    for kind, algorithm, options in KINDS:
+        optimizers = [
+            kind(groups_for(m, algorithm) if algorithm else m.named_parameters(), lr=0.01, **options)
+            for m in (model, alone)
+        ]
+        for _ in range(5):
+            step += 1
+            generator = torch.Generator().manual_seed(step)
+            for p, twin in zip(model.parameters(), alone.parameters(), strict=True):
+                twin.grad = torch.randn(twin.shape, generator=generator)
+                p.grad = on_mesh(twin.grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else twin.grad
+            for optimizer in optimizers:
+                optimizer.step()
+        assert_equal(*optimizers)
+
+
+def test_experts_over_an_axis_have_the_bits_of_one_device(ranks: RankPools) -> None:
+    ranks.run(experts_over_an_axis, world_size=4)
+
+
+# Losses with real gradients.
+
+
+def llama(num_steps: int, algorithm: str) -> tuple[list[float], list[float]]:
+    """(losses on one device, on a mesh): the demo's small Llama with the zoo's ZeRO-3 plan over two axes."""
+    job = Job(axes=(), num_steps=num_steps, plan="llama_zero3", vocab_size=256)
+    kind, options = LOSSES[algorithm]
+    losses: tuple[list[float], list[float]] = ([], [])
+    for found, on_mesh_ in zip(losses, (False, True)):
+        model = make_model(job)
+        if on_mesh_:
+            parallelize(model, plan_zoo.load(job.plan, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))))
+        optimizer = kind(groups_for(model, algorithm), **options)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(num_steps):
+            starts = torch.randint(0, 256, (4, 1), generator=generator)
+            ids = (starts + 3 * torch.arange(16)) % 256
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    return losses
+
+
+def losses_follow_one_device(num_steps: int, algorithm: str) -> None:
+    alone, on_mesh_ = llama(num_steps, algorithm)
+    assert alone[-1] < alone[0]
+    worst = max(abs(a - b) / abs(a) for a, b in zip(alone, on_mesh_))
+    assert worst <= 1e-4, (worst, alone, on_mesh_)
+
+
+def test_losses_of_a_plan_follow_one_device(ranks: RankPools) -> None:
+    ranks.run(losses_follow_one_device, 3, "muon", world_size=4)
+
+
+@pytest.mark.slow
+def test_losses_of_200_steps_follow_one_device(ranks: RankPools) -> None:
+    ranks.run(losses_follow_one_device, 200, "muon", world_size=4)
