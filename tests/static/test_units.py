@@ -16,6 +16,7 @@ from tests.ranks import RankPools
 from tests.static.models import Mlp, both, same
 from vescale import Plan
 from vescale.comm import record_comms
+from vescale.fsdp import state_of
 from vescale.placements import RaggedShard
 from vescale.plans import INIT, RUN
 from vescale.runtime import no_sync
@@ -103,16 +104,19 @@ def repeated_forwards() -> StaticReport:
     """A branch that was not recorded, behind the last unit: the forward is repeated, and units have run twice."""
     models = both(Blocks, plan_of("zero3"), {"dp": 2})
     for step, factor in enumerate((1, 1, 1000, 1e-3, 1)):
-        found = []
+        found: list[list[Any]] = []
         for model in models:
             model.zero_grad()
             scale: Any = model.scale
             with torch.no_grad():
                 scale.to_local().mul_(factor)
             out = model(batch(step))
+            root = state_of(model)
+            assert root is not None
+            waiting = len(root.tree.comm.prefetches), [g.forward_places for s in root.tree.states for g in s.groups]
             with record_comms() as ledger:
                 out.square().mean().backward()
-            found.append([(r.op, r.axes, r.requester, r.bytes) for r in ledger.records])
+            found.append([str(waiting), *((r.op, r.axes, r.requester, r.bytes) for r in ledger.records)])
         assert found[0] == found[1], (step, _difference(*found))
         for (name, p), (_, q) in zip(models[0].named_parameters(), models[1].named_parameters(), strict=True):
             assert same(p.grad, q.grad), (step, name)
