@@ -46,9 +46,14 @@ def tp_plan(mesh: DeviceMesh, mlp: str = r"(.*\.)?mlp") -> Plan:
     return plan
 
 
-def both(build: Callable[[], nn.Module], plan: Callable[[DeviceMesh], Plan] = tp_plan) -> tuple[nn.Module, nn.Module]:
-    """The same model in eager and in static mode."""
-    mesh = mesh_of()
+def both(
+    build: Callable[[], nn.Module],
+    plan: Callable[[DeviceMesh], Plan] = tp_plan,
+    sizes: dict[str, int] | None = None,
+) -> tuple[nn.Module, nn.Module]:
+    """The same model in eager and in static mode; ``sizes``: of the mesh, by axis."""
+    sizes = sizes or {"tp": 2}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     made = []
     for mode in ("eager", "static"):
         torch.manual_seed(0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.ranks import RankPools
 from tests.static.models import Mlp, both, compare, mesh_of, tp_plan
@@ -334,21 +334,6 @@ def named_parameters_are_dtensors() -> Any:
     return report(model)
 
 
-class Checkpointed(Wrapped):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.utils.checkpoint.checkpoint(self.mlp, x, use_reentrant=False)
-        return out
-
-
-def checkpoints() -> Any:
-    import torch.utils.checkpoint  # noqa: F401
-
-    models = both(Checkpointed)
-    for step in range(3):
-        compare(models, batch(seed=step))
-    return report(models[1])
-
-
 class TwoOutputs(Wrapped):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h = self.mlp(x)
@@ -364,8 +349,25 @@ def outputs_without_recorded_gradients() -> Any:
     return report(model)
 
 
+def cut_by_rows(mesh: Any) -> Any:
+    return tp_plan(mesh).shard("<in>", Shard(0))
+
+
+def other_divisions() -> Any:
+    """Sizes that the ranks share evenly in the recorded step, and not in others, and the other way round."""
+    reports = []
+    for recorded in (4, 5):
+        models = both(Twice, cut_by_rows)
+        for step, rows in enumerate((recorded, recorded, 3, 6, 7, 4)):
+            compare(models, batch(rows=rows, seed=step))
+        reports.append(report(models[1]))
+    assert reports[0].static_steps == 3 and reports[1].static_steps == 1, reports
+    return reports[0]
+
+
 STATIC = (other_sizes, functions_of_one_decorator, random_numbers, accumulation, copies, named_parameters_are_dtensors)
 FALLBACKS = {
+    other_divisions: "not divisible by 2",
     sizes_as_numbers: "linear is called in several ways",
     branches_on_sizes: "test_forward.py",
     branches_on_data: "test_forward.py",
@@ -376,7 +378,6 @@ FALLBACKS = {
     hooks_of_users: "hooks",
     settings_of_modules: "requires_grad of parameters has changed",
     exceptions: "attributes of the model have changed",
-    checkpoints: "checkpoints",
     outputs_without_recorded_gradients: "",
 }
 

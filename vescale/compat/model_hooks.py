@@ -103,7 +103,7 @@ class ModelHooks:
     handlers: Mapping[Any, OpHandler]
     listener: DispatchListener
     view_copies: AbstractSet[int]
-    checkpointed: Callable[[Callable[..., Any]], Callable[..., Any]]
+    checkpointed: Callable[[Callable[..., Any], bool], Callable[..., Any]]
     registered: Callable[[nn.Module, str, nn.Module | None], None]
 
 

@@ -144,7 +144,7 @@ def accept_plain_operands(changes: Changes, hooks: ModelHooks) -> None:
 
 
 def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
-    """Have ``hooks.checkpointed(function)`` checkpointed instead of ``function``, both reentrant and not.
+    """Have ``hooks.checkpointed(function, is_reentrant)`` checkpointed instead of ``function``, both reentrant and not.
 
     It is called when ``torch.utils.checkpoint.checkpoint`` is, and returns ``function`` itself where nothing is to be done.
     The two names behind ``checkpoint`` are replaced, because callers have bound ``checkpoint`` itself.
@@ -155,11 +155,11 @@ def wrap_checkpointed_functions(changes: Changes, hooks: Any) -> None:
 
     @functools.wraps(original)
     def generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(hooks.checkpointed(fn), *args, **kwargs)
+        return original(hooks.checkpointed(fn, False), *args, **kwargs)
 
     @functools.wraps(forward)
     def reentrant(ctx: Any, run_function: Any, *args: Any) -> Any:
-        outputs = forward(ctx, hooks.checkpointed(run_function), *args)
+        outputs = forward(ctx, hooks.checkpointed(run_function, True), *args)
         found = outputs if isinstance(outputs, tuple) else (outputs,)
         ctx.vescale_specs = [spec_of(x) if isinstance(x, DTensor) else None for x in found]
         return outputs

@@ -171,6 +171,11 @@ inline py::object enter_together(const py::tuple& operands, const py::tuple& gra
     if (is_any_linked) {
         auto node = c10::make_intrusive<EnterLocalBackward>(std::move(objects), std::move(unused));
         node->set_next_edges(torch::autograd::collect_next_edges(tensors));
+        if (std::all_of(tensors.begin(), tensors.end(), [](const auto& tensor) { return tensor.is_leaf(); })) {
+            // As soon as its gradient is complete, like the node behind it that accumulates the gradient: reductions of
+            // gradients then start during backward, also where the local tensor is older than the forward.
+            node->set_sequence_nr(UINT64_MAX);
+        }
         for (const auto& local : locals) {
             torch::autograd::set_history(
                 torch::autograd::isDifferentiableType(local.scalar_type()) ? local : at::Tensor(), node);

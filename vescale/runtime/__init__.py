@@ -2,10 +2,12 @@
 
 from vescale.runtime._activation import Activation, Frame, current_activation
 from vescale.runtime._attribution import locate, module_of_node
+from vescale.runtime._checkpointed_forward import CheckpointedForward
 from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
 from vescale.runtime._init_mesh import init_mesh
 from vescale.runtime._missing_values import MissingValuesWarning
 from vescale.runtime._modes import register_mode
+from vescale.runtime._module_calls import resumed
 from vescale.runtime._parallelize import (
     finish_gradients,
     gradient_reducer,
@@ -25,6 +27,7 @@ from vescale.runtime._token_exchange import TokenExchange
 
 __all__ = [
     "Activation",
+    "CheckpointedForward",
     "Frame",
     "ImplicitCommunicationError",
     "ImplicitCommunicationWarning",
@@ -50,6 +53,7 @@ __all__ = [
     "reduce_units",
     "register_mode",
     "report",
+    "resumed",
     "shard_batch",
     "unit_groups",
 ]

@@ -18,10 +18,11 @@ It is :func:`torch.utils.checkpoint.checkpoint` around the module's own forward,
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -60,6 +61,22 @@ class CheckpointedForward:
         self._forward = module.forward
         module.forward = self.forward
         runtime.saved.reads_graph = True
+
+    @property
+    def saves_by_policy(self) -> bool:
+        """Whether results of ops are saved, or copied to the host, and not all computed again."""
+        return self.budget is not None or self.policy.kind != "full"
+
+    @property
+    def inner(self) -> Callable[..., Any]:
+        """The forward that is checkpointed."""
+        return self._forward
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward``, checkpointed as this one."""
+        twin = copy.copy(self)
+        twin._forward = forward
+        return twin.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         activation = current_activation()

@@ -18,7 +18,7 @@ from vescale.runtime._function_mode import RuntimeMode
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._write_back import write_back
 
-__all__ = ["Enter", "Leave", "checkpointed", "module_hooks"]
+__all__ = ["Enter", "Leave", "checkpointed", "module_hooks", "resumed"]
 
 
 class _Hook:
@@ -157,26 +157,31 @@ def _activate(runtime: Runtime) -> Activation:
     return activation
 
 
-def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
+def checkpointed(function: Callable[..., Any], is_reentrant: bool) -> Callable[..., Any]:
     """The function to checkpoint in place of ``function``: it runs in the current module, also when it is recomputed."""
     activation = current_activation()
     if activation is None:
         return function
+    if (
+        activation.static is not None and len(activation.frames) == 1
+    ):  # else a module in eager mode, inside of a static one
+        static: Callable[..., Any] = activation.static.checkpointed(function)
+        return static
     if activation.recorder is not None:
-        activation.recorder.problems[""] = "it checkpoints activations"
+        function = activation.recorder.checkpointed(function, is_reentrant)
     runtime, frame = activation.runtime, activation.frames[-1]
     module, path = frame.module, frame.path  # the frame holds arguments, and the graph would keep them
 
     @functools.wraps(function, updated=())
     def inside(*args: Any, **kwargs: Any) -> Any:
-        with _resumed(runtime, module, path):
+        with resumed(runtime, module, path):
             return function(*args, **kwargs)
 
     return inside
 
 
 @contextmanager
-def _resumed(runtime: Runtime, module: nn.Module, path: str) -> Iterator[None]:
+def resumed(runtime: Runtime, module: nn.Module, path: str) -> Iterator[None]:
     """Inside of a module again, after its forward has ended."""
     stack = activations()
     if stack and stack[-1].runtime is runtime:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vescale.compat import MODULE_CALL
+from vescale.runtime import CheckpointedForward
 from vescale.static._source import code_objects
 
 __all__ = ["CallTree", "FunctionCall", "Site"]
@@ -114,7 +115,7 @@ class CallTree:
         return trace
 
     def _find(self, frame: types.FrameType) -> FunctionCall | None:
-        code, back = frame.f_code, frame.f_back
+        code, back = frame.f_code, _without_checkpoint(frame.f_back)
         if self._is_root and not self.forwards:
             root = self.forwards[""] = FunctionCall("", code, None, True)
             return root
@@ -150,6 +151,17 @@ def _is_same_function(frame: types.FrameType, other: types.FrameType) -> bool:
         return not frame.f_code.co_freevars  # ``other`` runs a part of the function
     own, others = frame.f_locals, other.f_locals
     return all(own.get(name) is others.get(name) for name in frame.f_code.co_freevars)
+
+
+def _without_checkpoint(frame: types.FrameType | None) -> types.FrameType | None:
+    """What called a module's forward: the module's call also where an entry of the plan checkpoints the forward."""
+    below, is_checkpointed = frame, False
+    while (
+        below is not None and below.f_code.co_filename.startswith((_OURS, _TORCH)) and below.f_code not in _MODULE_CALLS
+    ):
+        is_checkpointed |= below.f_code is CheckpointedForward.forward.__code__
+        below = below.f_back
+    return below if is_checkpointed else frame
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import functools
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import CALL_OVERRIDE, hides_tensors, is_native, tensors_in
-from vescale.ir import Precision, Unit
+from vescale.ir import Precision
 from vescale.runtime import Activation, Runtime, current_activation
 from vescale.static._guards import settings
+from vescale.static._observed_ops import random_state, set_random_state
 from vescale.static._program import StaticProgram
-from vescale.static._record import Recorder, random_state, set_random_state
+from vescale.static._record import Recorder
 from vescale.static._state import ModuleStates, problems_of_modules
 from vescale.static._tensor_type import UnrecordedError
+from vescale.static._units import ModelUnits
 
 __all__ = ["StaticForward"]
 
@@ -31,6 +34,9 @@ _MAX_WAITING = 3  # forwards without a backward, after which a recording is give
 class StaticForward:
     """The forward of the outermost module of a model.
 
+    Args:
+        inner: what an entry of the plan has put around the model's own forward; None: nothing.
+
     Attributes:
         programs: by what distinguishes calls.
         recordings: how many steps were recorded.
@@ -38,8 +44,8 @@ class StaticForward:
         static_steps: how many did not.
     """
 
-    def __init__(self, runtime: Runtime, model: nn.Module) -> None:
-        self.runtime = runtime
+    def __init__(self, runtime: Runtime, model: nn.Module, inner: Callable[..., Any] | None = None) -> None:
+        self.runtime, self.inner = runtime, inner
         self.model = weakref.ref(model)
         self.programs: dict[Any, StaticProgram] = {}
         self.recordings = 0
@@ -72,6 +78,7 @@ class StaticForward:
 
     def _run(self, model: nn.Module, activation: Activation, program: StaticProgram, args: Any, kwargs: Any) -> Any:
         state = random_state() if program.draws else None
+        mark = program.units.mark()
         activation.static = program
         try:
             result = program.run(args, kwargs)
@@ -83,6 +90,7 @@ class StaticForward:
             if state is not None:
                 set_random_state(state)
             activation.static = None
+            program.units.return_to(mark)
             del activation.frames[1:]
             return self._eager(model, str(problem), args, kwargs)
         finally:
@@ -96,10 +104,10 @@ class StaticForward:
             return "the model runs inside of another forward"
         if activation.recorder is not None or activation.static is not None:
             return "the model runs inside of its own forward"
+        if self.inner is not None:
+            return "an entry of the plan, for the model itself, is around its forward"
         if not is_native():
             return "the C++ helpers are not built"
-        if any(isinstance(instruction.op, Unit) for instruction in self.runtime.program):
-            return "the plan has units, whose parameters are gathered for each module"
         if any(isinstance(instruction.op, Precision) for instruction in self.runtime.program):
             return "the plan casts parameters, inputs or outputs of modules"
         hidden = next((x for x in (*args, *kwargs.values()) if hides_tensors(x)), None)
@@ -107,6 +115,8 @@ class StaticForward:
 
     def _eager(self, model: nn.Module, reason: str, args: Any, kwargs: Any) -> Any:
         self.fallbacks[reason] += 1
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
         return type(model).forward(model, *args, **kwargs)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,7 +135,12 @@ class StaticForward:
             frame = activation.frames[-1]
             return frame.module, frame.path
 
-        names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
+        units = ModelUnits(model)
+
+        def names() -> dict[int, str]:
+            named = [*model.named_parameters(), *model.named_buffers()]
+            return {id(x): name for name, x in named} | units.names()
+
         recorder = Recorder(running, names)
         self._recorders[key] = recorder
         self.recordings += 1
@@ -136,7 +151,7 @@ class StaticForward:
                 module.__dict__[CALL_OVERRIDE] = functools.partial(_call, recorder, path, module)
         activation.recorder = recorder
         recorder.problems = problems_of_modules(model)
-        states = ModuleStates(model)
+        states = ModuleStates(model, units.parameters)
         try:
             result = recorder.run(functools.partial(type(model).forward, model), args, kwargs)
             for path, name in states.changes():
@@ -159,7 +174,8 @@ class StaticForward:
         return program
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticForward:
-        return StaticForward(copy.deepcopy(self.runtime, memo), memo[id(self.model())])
+        inner = copy.deepcopy(self.inner, memo)
+        return StaticForward(copy.deepcopy(self.runtime, memo), memo[id(self.model())], inner)
 
 
 def _call(recorder: Recorder, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vescale.compat import GLOBAL_HOOKS, HOOKS_OF_MODULES
+from vescale.fsdp import ManagedParameter
 
 __all__ = ["Guards", "settings"]
 
@@ -30,9 +31,15 @@ def settings() -> tuple[Any, ...]:
 
 
 class Guards:
-    """Attributes of modules that are numbers, flags and texts, their parameters, buffers, parts and hooks, as of now."""
+    """Attributes of modules that are numbers, flags and texts, their parameters, buffers, parts and hooks, as of now.
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    Args:
+        managed: parameters of units, of which modules have one form or the other; by (``id`` of the module, name in it).
+    """
+
+    def __init__(
+        self, modules: Iterable[tuple[str, nn.Module]], managed: Mapping[tuple[int, str], ManagedParameter]
+    ) -> None:
         self._hooks: list[dict[Any, Any]] = list(GLOBAL_HOOKS)
         self._sized: list[tuple[str, dict[str, Any]]] = []
         self._attributes = _Entries()
@@ -44,8 +51,12 @@ class Guards:
             self._attributes.add(path, held, [name for name, value in held.items() if type(value) in _COMPARED])
             for kind in _CONTAINERS:
                 self._sized.append((path, held[kind]))
-                self._objects.add(path, held[kind], list(held[kind]))
-        self._tensors = [x for x in chain.from_iterable(self._objects.values) if isinstance(x, torch.Tensor)]
+                self._objects.add(path, held[kind], [name for name in held[kind] if (id(module), name) not in managed])
+        self._at_rest = _Entries()
+        for parameter in dict.fromkeys(managed.values()):
+            self._at_rest.add(parameter.name, parameter.__dict__, ["sharded"])
+        kept = chain(self._objects.flat, self._at_rest.flat)
+        self._tensors = [x for x in kept if isinstance(x, torch.Tensor)]
         self._requires_grad = [x.requires_grad for x in self._tensors]
         self._num_entries = [len(held) for _, held in self._sized]
         self._num_hooks = list(map(len, self._hooks))
@@ -62,8 +73,7 @@ class Guards:
             return f"attributes of {self._attributes.differing(found) or 'the model'} have changed"
         if [x.requires_grad for x in self._tensors] != self._requires_grad:
             return "requires_grad of parameters has changed"
-        found = self._objects.read()
-        if found is None or not all(map(operator.is_, chain.from_iterable(found), self._objects.flat)):
+        if not (self._objects.is_unchanged() and self._at_rest.is_unchanged()):
             return "parameters, buffers or parts of modules were replaced"
         return ""
 
@@ -91,6 +101,11 @@ class _Entries:
             return [get(held) for get, held in self._getters]
         except KeyError:
             return None
+
+    def is_unchanged(self) -> bool:
+        """Whether the values are still the same objects."""
+        found = self.read()
+        return found is not None and all(map(operator.is_, chain.from_iterable(found), self.flat))
 
     def differing(self, found: list[tuple[Any, ...]] | None) -> str:
         """The path of the first dictionary whose values differ."""

@@ -11,7 +11,7 @@ __all__ = ["install", "static_forward"]
 
 
 def install(runtime: Runtime, model: nn.Module) -> None:
-    model.__dict__["forward"] = StaticForward(runtime, model)
+    model.__dict__["forward"] = StaticForward(runtime, model, model.__dict__.get("forward"))
 
 
 def static_forward(model: nn.Module) -> StaticForward:

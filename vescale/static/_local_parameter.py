@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,27 +16,32 @@ __all__ = ["LocalParameter"]
 
 
 class LocalParameter:
-    """Shows the local tensor of ``x`` as an attribute of its modules, in front of the parameter.
+    """Shows the local tensor of a parameter as an attribute of its modules, in front of the parameter.
 
     Forwards show the same tensor, so that gradients of several forwards are added in the order of eager mode.
 
     Args:
+        current: gives the parameter, or the buffer. That of a unit is another object than the one at rest.
         places: the ``__dict__`` of each module that has the parameter, and its name there.
         grad: placements of the local gradients; None: there are none.
     """
 
     def __init__(
-        self, x: DTensor, places: list[tuple[dict[str, Any], str]], grad: tuple[Placement, ...] | None
+        self,
+        current: Callable[[], DTensor],
+        places: list[tuple[dict[str, Any], str]],
+        grad: tuple[Placement, ...] | None,
     ) -> None:
-        self._x, self._places, self._grad = x, places, grad
+        self._current, self._places, self._grad = current, places, grad
         self._source: torch.Tensor | None = None
         self._shown: torch.Tensor | None = None
 
     def show(self) -> None:
-        local = local_of(self._x)
+        x = self._current()
+        local = local_of(x)
         if self._grad is not None and torch.is_grad_enabled():
             if self._source is not local or self._shown is None or self._shown.data_ptr() != local.data_ptr():
-                self._source, self._shown = local, enter_local(self._x, self._grad)
+                self._source, self._shown = local, enter_local(x, self._grad)
             local = self._shown
         for held, name in self._places:
             held[name] = local

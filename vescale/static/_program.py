@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,8 @@ from vescale.compat import (
     spec_of,
     with_torch_function,
 )
-from vescale.runtime import Runtime, current_activation
+from vescale.fsdp import ManagedParameter, state_of
+from vescale.runtime import Runtime, current_activation, resumed
 from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
 from vescale.static._analysis import FunctionPlan, ModulePlan, analyze, module_types
 from vescale.static._guards import Guards
@@ -30,11 +32,15 @@ from vescale.static._hidden import hidden_slots
 from vescale.static._local_parameter import LocalParameter
 from vescale.static._patch import REFUSE, SLICE, callee_of, make_function, patched_code, site_name
 from vescale.static._placing import LocalPlacing
-from vescale.static._record import Recorder
+from vescale.static._record import Placements, Recorder, Value
 from vescale.static._sites import EagerCall, map_in_order, read_sizes, take_sizes
+from vescale.static._state import checkpoint_of
 from vescale.static._tensor_type import TensorType, UnrecordedError, types_of
+from vescale.static._units import ModelUnits, UnitForward
 
 __all__ = ["StaticProgram"]
+
+_Place = tuple[dict[str, Any], str]  # a module's attributes, and the name of one
 
 
 class StaticProgram:
@@ -43,6 +49,7 @@ class StaticProgram:
     Attributes:
         plans: of the modules that ran, by path.
         guards: what the program depends on.
+        units: of the model.
         eager_modules: why modules run in eager mode, by path.
         draws: whether the step drew random numbers.
         steps: how many forwards ran.
@@ -51,8 +58,10 @@ class StaticProgram:
 
     def __init__(self, runtime: Runtime, model: nn.Module, recorder: Recorder) -> None:
         self.runtime = runtime
+        self._model = weakref.ref(model)
         self.plans = analyze(recorder, runtime.mesh)
-        self.guards = Guards(model.named_modules())
+        self.units = ModelUnits(model)
+        self.guards = Guards(model.named_modules(), self.units.parameters)
         self._modules = dict(model.named_modules())
         self.eager_modules = {path: plan.problem for path, plan in self.plans.items() if plan.problem}
         self.draws = any(call.is_random for call in recorder.calls)
@@ -114,6 +123,30 @@ class StaticProgram:
             self.steps += 1
             return map_in_order(result, [functools.partial(_hand_out, t) for t in self._outputs])
 
+    def checkpointed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What the recomputation of ``function`` runs, which is part of a static forward, too."""
+
+        @functools.wraps(function, updated=())
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._resumed():
+                return function(*args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def _resumed(self) -> Iterator[None]:
+        activation, model = current_activation(), self._model()
+        if activation is not None and activation.static is self:
+            yield
+            return
+        assert model is not None
+        with resumed(self.runtime, model, ""), no_torch_function():
+            again = current_activation()
+            assert again is not None
+            again.static = self
+            with self._showing():
+                yield
+
     @contextmanager
     def _showing(self) -> Iterator[None]:
         for held, shown in self._shown:
@@ -133,7 +166,9 @@ class StaticProgram:
     # Building
 
     def _build(self, recorder: Recorder) -> None:
-        parameters: dict[int, tuple[list[tuple[dict[str, Any], str]], DTensor]] = {}
+        parameters: dict[int, tuple[list[_Place], DTensor]] = {}
+        of_units: dict[ManagedParameter, list[_Place]] = {}
+        running: list[tuple[str, nn.Module, Callable[..., Any]]] = []
         for path, module in self._modules.items():
             if any(path != outer and is_inside(path, outer) for outer in self.eager_modules):
                 continue
@@ -145,28 +180,40 @@ class StaticProgram:
             if plan.problem:
                 self._show(held, CALL_OVERRIDE, self._eager_module(path, module, recorder))
                 continue
-            forward = self._forward(module, plan)
-            if path == "":
-                self._root = forward
-            else:
-                self._show(held, CALL_OVERRIDE, self._placed(path, module, forward, recorder))
+            running.append((path, module, self._forward(module, plan)))
             for name, x in [*module._parameters.items(), *module._buffers.items()]:
-                if isinstance(x, DTensor):
+                of_unit = self.units.parameters.get((id(module), name))
+                if of_unit is not None:
+                    of_units.setdefault(of_unit, []).append((held, name))
+                elif isinstance(x, DTensor):
                     parameters.setdefault(id(x), ([], x))[0].append((held, name))
         for places, x in parameters.values():
             value = recorder.values_by_id.get(id(x))
-            grads = value.grads if value is not None and x.requires_grad else ()
-            self._parameters.append(LocalParameter(x, places, next(iter(grads), None)))
+            self._parameters.append(LocalParameter(functools.partial(_itself, x), places, _grad(value, x)))
+        for path, module, forward in running:
+            state, shown = state_of(module), []
+            for parameter in [p for group in state.groups for p in group.parameters] if state is not None else ():
+                grad = _grad(recorder.named.get(parameter.name), parameter.sharded)
+                gathered = functools.partial(_gathered, parameter)
+                shown.append(LocalParameter(gathered, of_units.get(parameter, []), grad))
+            if path == "":
+                self._root = forward
+                self._parameters += shown  # the hooks of its unit are around all of this
+            else:
+                unit = None if state is None else UnitForward(state, module, shown)
+                call = self._placed(path, module, forward, recorder, unit)
+                self._show(module.__dict__, CALL_OVERRIDE, call)
 
     def _show(self, held: dict[str, Any], name: str, value: Any) -> None:
         self._shown.append((held, {name: value}))
 
     def _forward(self, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
-        forward = module.__dict__.get("forward", None) if plan.path else None
+        checkpoint = checkpoint_of(module)
+        forward = checkpoint.inner if checkpoint is not None else module.__dict__.get("forward") if plan.path else None
         forward = forward if forward is not None else types.MethodType(type(module).forward, module)
-        if plan.forward is None:
-            return forward
-        return self._patched(forward, plan.forward, module)
+        if plan.forward is not None:
+            forward = self._patched(forward, plan.forward, module)
+        return forward if checkpoint is None else checkpoint.around(forward)
 
     def _patched(self, function: Any, plan: FunctionPlan, module: nn.Module) -> Any:
         if isinstance(function, types.MethodType):
@@ -189,22 +236,25 @@ class StaticProgram:
         return EagerCall(_activation, lambda: module, path, action.function, action.inputs, action.outputs, callee)
 
     def _placed(
-        self, path: str, module: nn.Module, forward: Callable[..., Any], recorder: Recorder
+        self, path: str, module: nn.Module, forward: Callable[..., Any], recorder: Recorder, unit: UnitForward | None
     ) -> Callable[..., Any]:
-        """``forward`` between the entries of the plan at the module's boundary."""
+        """``forward`` between the entries of the plan at the module's boundary, and the hooks of its unit."""
         instructions = self.runtime.instructions.get(path)
         if instructions is None:  # of a copy of the model, which copies only what there is to do
-            return forward
+            return forward if unit is None else functools.partial(_in_unit, unit, forward)
         inputs = [LocalPlacing.of(p, recorder, self) for p in instructions.inputs]
         outputs = [LocalPlacing.of(p, recorder, self) for p in instructions.outputs]
         if not inputs and not outputs:
-            return forward
+            return forward if unit is None else functools.partial(_in_unit, unit, forward)
         local = copy.copy(instructions)
         local.inputs, local.outputs = inputs, outputs
 
         def placed(*args: Any, **kwargs: Any) -> Any:
             if inputs:
                 args, kwargs, _ = local.place_inputs(args, kwargs)
+            return inner(*args, **kwargs) if unit is None else unit.run(inner, args, kwargs)
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
             result = forward(*args, **kwargs)
             return local.place_outputs(result) if outputs else result
 
@@ -255,6 +305,27 @@ class _Swap:
             plan = self.plans[code]
             made = self.made[function] = function if plan is None else self.make(function, plan)
         return made if own is None else types.MethodType(made, own)
+
+
+def _itself(x: DTensor) -> DTensor:
+    return x
+
+
+def _gathered(parameter: ManagedParameter) -> DTensor:
+    """A parameter of a unit while that computes."""
+    x = parameter.unsharded
+    if not isinstance(x, DTensor):
+        raise UnrecordedError(f"the parameter {parameter.name} is not gathered")
+    return x
+
+
+def _grad(value: Value | None, x: torch.Tensor) -> Placements | None:
+    """Placements of the gradient of a parameter; None: there is none."""
+    return next(iter(value.grads), None) if value is not None and x.requires_grad else None
+
+
+def _in_unit(unit: UnitForward, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return unit.run(forward, args, kwargs)
 
 
 def _hand_out(kind: TensorType, local: torch.Tensor) -> torch.Tensor:

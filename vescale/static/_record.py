@@ -16,11 +16,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat import (
-    TorchDispatchMode,
     call_module,
     local_of,
     no_torch_function,
-    runs_on_locals,
     take_moves,
     tensors_in,
     versions,
@@ -30,6 +28,7 @@ from vescale.runtime import Placing, Stages
 from vescale.static._call_tree import CallTree, Site
 from vescale.static._hidden import hidden_slots
 from vescale.static._local_run import LocalRun, run_on_locals
+from vescale.static._observed_ops import ObservedOps, WithObservedOps, random_state
 
 __all__ = [
     "Boundary",
@@ -39,8 +38,6 @@ __all__ = [
     "Recorder",
     "TensorRecord",
     "Value",
-    "random_state",
-    "set_random_state",
 ]
 
 Placements = tuple[Placement, ...]
@@ -131,6 +128,10 @@ class Recorder(TorchFunctionMode):
 
     Hooks of the graph's nodes tell gradients; the step's numbers are those of any other.
 
+    Args:
+        current_module: the running module and its path.
+        names: gives the names of parameters and buffers by ``id``.
+
     Attributes:
         tree: the functions that ran.
         calls: in order.
@@ -140,7 +141,9 @@ class Recorder(TorchFunctionMode):
         problems: what rules a static forward out, by the path of the module.
     """
 
-    def __init__(self, current_module: Callable[[], tuple[nn.Module, str] | None], names: dict[int, str]) -> None:
+    def __init__(
+        self, current_module: Callable[[], tuple[nn.Module, str] | None], names: Callable[[], dict[int, str]]
+    ) -> None:
         super().__init__()
         self.tree = CallTree(current_module)
         self.calls: list[Call] = []
@@ -152,10 +155,13 @@ class Recorder(TorchFunctionMode):
         self.values_by_id: dict[int, Value] = {}
         self.problems: dict[str, str] = {}
         self.named: dict[str, Value] = {}
-        self._names = names
+        self._read_names = names
+        self._names = names()
         self._nodes: set[Any] = set()  # of the graph that are watched
         self._placed: list[tuple[DTensor, tuple[int, ...]]] = []  # by entries of the modules that run
         self._taken_over = ""
+        self._is_unrecorded = False  # inside of a module that runs in eager mode, whatever its calls are
+        self._is_checkpointed = False  # there are recomputations, which run the ops of recorded functions
 
     # Values
 
@@ -181,15 +187,22 @@ class Recorder(TorchFunctionMode):
         return "" in self.problems or not linked or any(value.grads for value in linked)
 
     def _value(self, x: DTensor) -> Value:
-        found = getattr(x, "_vescale_value", None)
-        if found is None:
-            name = self._names.get(id(x), "")
-            found = self.named.setdefault(name, Value(name, True)) if name else Value()
-            if name:
-                self.values_by_id[id(x)] = found
-            else:
-                x._vescale_value = found  # type: ignore[attr-defined]
+        found: Value | None = getattr(x, "_vescale_value", None)
+        if found is not None:
+            return found
+        name = self._name(x)
+        if (
+            not name
+        ):  # made by what is around the recorded functions: an input of a unit, which is a view of the module's
+            return self._value_of_result(x)
+        found = self.values_by_id[id(x)] = self.named.setdefault(name, Value(name, True))
         return found
+
+    def _name(self, x: torch.Tensor) -> str:
+        """Of a parameter or a buffer; "" for others."""
+        if id(x) not in self._names and isinstance(x, nn.Parameter):
+            self._names = self._read_names()  # a unit has gathered it for the first time
+        return self._names.get(id(x), "")
 
     def _record(self, x: torch.Tensor) -> TensorRecord:
         if not isinstance(x, DTensor):
@@ -226,7 +239,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if "" in self.problems:  # a checkpoint, say, whose recomputation has to run the same ops
+        if self._is_unrecorded or ("" in self.problems and not self._is_checkpointed):
             return func(*args, **kwargs)
         with no_torch_function():
             found = self.tree.site(sys._getframe(1))
@@ -238,7 +251,7 @@ class Recorder(TorchFunctionMode):
         self._taken_over = ""
         self.calls.append(call)
         before = random_state()
-        observer = _Ops()
+        observer = ObservedOps()
         with observer:
             result = func(*args, **kwargs)
         is_random = observer.draws and not all(map(torch.equal, random_state(), before))
@@ -265,7 +278,7 @@ class Recorder(TorchFunctionMode):
                 self._watch([*made, *written], edges, call)
             given = set(map(id, tensors)) - set(map(id, written))
             for x in {id(x): x for x in (*made, *written)}.values():
-                if isinstance(x, DTensor) and id(x) not in given and id(x) not in self._names:
+                if isinstance(x, DTensor) and id(x) not in given and not self._name(x):
                     self._value_of_result(x)
             call.outputs = [self._record(x) for x in made]
             return result
@@ -279,6 +292,21 @@ class Recorder(TorchFunctionMode):
         entry = entries().get(func)
         is_local = entry.is_local if entry is not None and self._taken_over == "registered function" else None
         return is_local is not None and is_local(*args, **kwargs)
+
+    def checkpointed(self, function: Callable[..., Any], is_reentrant: bool) -> Callable[..., Any]:
+        """What the recomputation of ``function`` runs: the ops as they run while they are recorded."""
+        if is_reentrant:
+            self.problems[""] = "it checkpoints activations with use_reentrant=True"
+        if self._is_unrecorded or ("" in self.problems and not self._is_checkpointed):
+            return function
+        self._is_checkpointed = True
+
+        @functools.wraps(function, updated=())
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with WithObservedOps():
+                return function(*args, **kwargs)
+
+        return run
 
     # Modules
 
@@ -304,7 +332,11 @@ class Recorder(TorchFunctionMode):
         with no_torch_function():
             inputs = [self._record(x) for x in tensors_in((args, kwargs))]
         num_placed = len(self._placed)
-        result = call_module(module, args, kwargs)
+        is_unrecorded, self._is_unrecorded = self._is_unrecorded, self._is_unrecorded or path in self.problems
+        try:
+            result = call_module(module, args, kwargs)
+        finally:
+            self._is_unrecorded = is_unrecorded
         with no_torch_function():
             outputs = [self._record(x) for x in tensors_in(result)]
         if any(versions(x) != before for x, before in self._placed[num_placed:]):
@@ -340,44 +372,3 @@ def _sent(call: Call | None, records: dict[int, TensorRecord], sent: Any, arrive
 def _arrived(value: Value, grad: torch.Tensor) -> None:
     if isinstance(grad, DTensor):
         value.grads.add(tuple(grad.placements))
-
-
-class _Ops(TorchDispatchMode):
-    """Sees the ops of one torch function.
-
-    Attributes:
-        changed: why they do not all run on the local tensors as they are; "" if they do.
-        draws: whether one may draw random numbers.
-        has_plain: whether one runs on plain tensors.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.changed = ""
-        self.draws = False
-        self.has_plain = False
-
-    def __torch_dispatch__(
-        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
-        if not any(isinstance(x, DTensor) for x in tensors_in((args, kwargs))):
-            self.has_plain = True
-        elif not self.changed and not runs_on_locals(func, args, kwargs):
-            self.changed = f"{func} does not run on the local tensors as they are"
-        return func(*args, **kwargs)
-
-
-def random_state() -> list[torch.Tensor]:
-    """The states of the default generators."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return states
-
-
-def set_random_state(states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])

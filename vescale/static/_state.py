@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from vescale.compat import CALL_OVERRIDE, HOOKS_OF_MODULES, tensors_in
+from vescale.fsdp import state_of
+from vescale.runtime import CheckpointedForward
 
-__all__ = ["ModuleStates", "problems_of_modules"]
+__all__ = ["ModuleStates", "checkpoint_of", "problems_of_modules"]
 
 _OURS = ("_parameters", "_buffers", "_modules", CALL_OVERRIDE, *HOOKS_OF_MODULES)
 
 
 class ModuleStates:
-    """The attributes of a model's modules before a forward."""
+    """The attributes of a model's modules before a forward.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._held = {path: _state(module) for path, module in model.named_modules()}
+    Args:
+        managed: parameters that units exchange, as (``id`` of the module, name in it).
+    """
+
+    def __init__(self, model: nn.Module, managed: Collection[tuple[int, str]]) -> None:
+        self._managed = managed
+        self._held = {path: _state(module, managed) for path, module in model.named_modules()}
         self._modules = dict(model.named_modules())
 
     def changes(self) -> Iterator[tuple[str, str]]:
         """(path, attribute) of each attribute that was written to, with a tensor in it or a number."""
         for path, module in self._modules.items():
-            before, after = self._held[path], _state(module)
+            before, after = self._held[path], _state(module, self._managed)
             for name in before.keys() | after.keys():
                 if before.get(name) != after.get(name):
                     yield path, name
@@ -35,16 +42,29 @@ def problems_of_modules(model: nn.Module) -> dict[str, str]:
     """Why modules cannot be static whatever their forward does, by path."""
     problems = {}
     for path, module in model.named_modules():
-        if path and any(len(module.__dict__[name]) > _num_ours(name) for name in HOOKS_OF_MODULES):
+        if path and any(len(module.__dict__[name]) > _num_ours(name, module) for name in HOOKS_OF_MODULES):
             problems[path] = "it has hooks, which get DTensors"
+        owner = checkpoint_of(module)
+        if owner is not None and owner.saves_by_policy:
+            problems[path] = "its checkpoint saves results of ops"
     return problems
 
 
-def _num_ours(kind: str) -> int:
-    return 1 if "forward" in kind else 0
+def checkpoint_of(module: nn.Module) -> CheckpointedForward | None:
+    """What checkpoints the module by plan; None: nothing does."""
+    owner = getattr(module.__dict__.get("forward"), "__self__", None)
+    return owner if isinstance(owner, CheckpointedForward) else None
 
 
-def _state(module: nn.Module) -> dict[str, Any]:
+def _num_ours(kind: str, module: nn.Module) -> int:
+    """The runtime's, and a unit's."""
+    if "forward" not in kind:
+        return 0
+    num_of_unit = 0 if state_of(module) is None else 1 if "pre" in kind else 2
+    return 1 + num_of_unit
+
+
+def _state(module: nn.Module, managed: Collection[tuple[int, str]]) -> dict[str, Any]:
     """Attributes by identity, and the sizes of those that can grow."""
     state: dict[str, Any] = {}
     for name, value in module.__dict__.items():
@@ -58,5 +78,6 @@ def _state(module: nn.Module) -> dict[str, Any]:
             state[name] = id(value)
     for kind in ("_parameters", "_buffers"):
         for name, value in module.__dict__[kind].items():
-            state[f"{kind}.{name}"] = id(value)
+            if (id(module), name) not in managed:
+                state[f"{kind}.{name}"] = id(value)
     return state

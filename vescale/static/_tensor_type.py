@@ -68,6 +68,16 @@ class TensorType:
             shape.append(whole)
         return tuple(shape)
 
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raises UnrecordedError, on all ranks alike, where the ranks' parts are to the whole as they were not recorded."""
+        if len(shape) != len(self.factors):
+            raise UnrecordedError(f"a tensor of {len(shape)} dims in place of one of {len(self.factors)}")
+        for dim, (size, factor) in enumerate(zip(shape, self.factors)):
+            if factor == 0 and size != self.sizes[dim][0]:
+                raise UnrecordedError(f"size {size}, which the ranks share unevenly, in place of {self.sizes[dim][0]}")
+            if factor > 1 and size % factor:
+                raise UnrecordedError(f"size {size} is not divisible by {factor}")
+
     def to_global(self, local: torch.Tensor, op: str) -> torch.Tensor:
         """The DTensor with this local tensor, in autograd."""
         if self.placements is None or isinstance(local, DTensor):
@@ -86,6 +96,7 @@ class TensorType:
         if self._accepted[0] is not spec:
             if tuple(spec.placements) != self.placements:
                 raise UnrecordedError(f"a tensor that is {tuple(spec.placements)} in place of {self.placements}")
+            self._check_shape(tuple(x.shape))
             self._accepted[0] = spec
         return enter_local(x, self.grad)
 

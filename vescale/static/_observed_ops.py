@@ -1,0 +1,64 @@
+"""The ops of one torch function, as they are observed while a step is recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from vescale.compat import TorchDispatchMode, runs_on_locals, tensors_in
+
+__all__ = ["ObservedOps", "WithObservedOps", "random_state", "set_random_state"]
+
+
+class WithObservedOps(TorchFunctionMode):
+    """Runs torch functions as a :class:`Recorder` does: by PyTorch's path for each op."""
+
+    def __torch_function__(
+        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with ObservedOps():
+            return func(*args, **(kwargs or {}))
+
+
+class ObservedOps(TorchDispatchMode):
+    """Sees the ops of one torch function.
+
+    Attributes:
+        changed: why they do not all run on the local tensors as they are; "" if they do.
+        draws: whether one may draw random numbers.
+        has_plain: whether one runs on plain tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = ""
+        self.draws = False
+        self.has_plain = False
+
+    def __torch_dispatch__(
+        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        if not any(isinstance(x, DTensor) for x in tensors_in((args, kwargs))):
+            self.has_plain = True
+        elif not self.changed and not runs_on_locals(func, args, kwargs):
+            self.changed = f"{func} does not run on the local tensors as they are"
+        return func(*args, **kwargs)
+
+
+def random_state() -> list[torch.Tensor]:
+    """The states of the default generators."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def set_random_state(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
