@@ -325,6 +325,21 @@ def test_explain_shows_the_sizes_of_uneven_cuts(run: Run) -> None:
     assert row["sizes"] == [chunk] * 4 + [last] and row["dim"] == 0 and row["axis"] == "tp"
 
 
+def test_explain_shows_the_sizes_of_uneven_inputs(run: Run) -> None:
+    Path("inputs.yaml").write_text(
+        "mesh: {dp: 2, cp: 3}\nshard:\n  <in:input_ids>: {dp: S(0), cp: S(-1)}\n  <in:labels>: {dp: S(0), cp: S(0)}\n"
+    )
+    shapes = ("--input", "input_ids=5x7:int64", "--input", "labels=5x7:int64")
+    code, out, _ = run("explain", "inputs.yaml", "--model", "hf:llama.json", "--only", "memory", *shapes)
+    assert code == 0 and "<in:input_ids>" in out and "2 x 3, 1" in out, out
+    code, out, _ = run("explain", "inputs.yaml", "--model", "hf:llama.json", "--json", *shapes)
+    assert [(row["name"], row["dim"], row["axis"], row["sizes"]) for row in json.loads(out)["uneven_cuts"]] == [
+        ("<in:input_ids>", 0, "dp", [3, 2]),
+        ("<in:input_ids>", 1, "cp", [3, 3, 1]),
+        ("<in:labels>", 0, "dp,cp", [1, 1, 1, 1, 1, 0]),
+    ]
+
+
 def test_lint_knows_the_blocks_of_an_optimizer(run: Run) -> None:
     Path("wide.py").write_text(MODULE.replace("8, 16", "96, 80").replace("16, 8", "80, 96"))
     rest = "mesh: {dp: 4, tp: 2}\nshard:\n  <in:x>: {dp: S(0)}\n  .*: {dp: {init: %s, run: R}}\n"

@@ -5,15 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import RankPools, run_cases
 from tests.runtime.compare import assert_same_gradients
@@ -145,32 +151,94 @@ class Two(nn.Module):
         return self.use(self, self.linear(x))
 
 
+def later_write(m: Any, h: Any) -> Any:
+    y = m.b(h)
+    h.add_(1)
+    return y * 2
+
+
+def later_write_behind(m: Any, h: Any) -> Any:
+    y = m.b(h)
+    y.add_(1)
+    return h * 2
+
+
+def freed(m: Any, h: Any) -> Any:
+    m.b(h).add_(1)
+    gc.collect()
+    return h * 2
+
+
+def write_to_a_row(m: Any, h: Any) -> Any:
+    y = m.b(h)
+    y[1].mul_(2)
+    return h.t() * 2
+
+
+def row_of_old(m: Any, h: Any) -> Any:
+    row = h[1]
+    y = m.b(h)
+    y.zero_()
+    return row * 2
+
+
+def second_copy(m: Any, h: Any) -> Any:
+    y = m.b(h)
+    m.a(h.detach())
+    return y + 1
+
+
+def read_by_another(m: Any, h: Any) -> Any:
+    m.b(h).fill_(2)
+    return m.a(h)
+
+
+def stale_reads_are_refused(mesh: Any) -> None:
+    arriving: list[dict[str, Any]] = [{}, {"<in>": S1}]
+    for entries in arriving:
+        for use in (later_write, later_write_behind, freed, write_to_a_row, row_of_old, second_copy, read_by_another):
+            _, model = model_and_copy(Two(use), {"b.<in>": S0, "a.<in:x>": S0, **entries}, mesh)
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad), pytest.raises(PlanError, match=r"before or behind b\.<in>.*written"):
+                    model(torch.ones(4, 6, dtype=torch.float64))
+        for use in (before_read, written_inside, overwritten):
+            _, model = model_and_copy(Two(use), {"b.<in>": S0, "a.<in:x>": S0, **entries}, mesh)
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad):
+                    model(torch.ones(4, 6, dtype=torch.float64))
+
+
+def before_read(m: Any, h: Any) -> Any:
+    h.mul_(2)
+    y = m.b(h)
+    z = y + h
+    assert z.shape == h.shape
+    y.add_(1)
+    assert h.shape == (4, 6) and h.size(0) == 4
+    return y * z
+
+
+def written_inside(m: Any, h: Any) -> Any:
+    y = m.a(h)
+    return y + h
+
+
+def overwritten(m: Any, h: Any) -> Any:
+    y = m.b(h)
+    del y
+    h = h * 3
+    h.add_(1)
+    return m.b(h) + h
+
+
 def moved_and_refused() -> None:
     """What a boundary that moves data cannot follow raises, on every rank, and names the entry."""
     mesh = make_mesh(tp=2)
 
-    def later_write(m: Any, h: Any) -> Any:
-        y = m.b(h)
-        h.add_(1)
-        return y * 2
-
-    def later_write_behind(m: Any, h: Any) -> Any:
-        y = m.b(h)
-        y.add_(1)
-        return h * 2
-
-    def freed(m: Any, h: Any) -> Any:
-        m.b(h).add_(1)
-        gc.collect()
-        return h * 2
-
     def a_view_of_it(m: Any, h: Any) -> Any:
         return m.a(h, h[:2].sum(0))
 
-    for use, entries in ((later_write, {"b.<in>": S0}), (later_write_behind, {"b.<in>": S0}), (freed, {"b.<in>": S0})):
-        _, model = model_and_copy(Two(use), entries, mesh)
-        with pytest.raises(PlanError, match=r"before or behind b\.<in>.*write|entry"):
-            model(torch.randn(4, 6, dtype=torch.float64))
+    stale_reads_are_refused(mesh)
     reference, model = model_and_copy(Two(a_view_of_it), {"a.<in:x>": S0}, mesh)
     x = torch.randn(4, 6, dtype=torch.float64)
     torch.testing.assert_close(whole(model(x).detach()), reference(x).detach())
@@ -181,6 +249,26 @@ def moved_and_refused() -> None:
 
 def test_what_cannot_be_followed_is_refused(ranks: RankPools) -> None:
     ranks.run(moved_and_refused, world_size=2)
+
+
+def in_a_fake_world() -> None:
+    """The first of two ranks: what raises does so before anything would be received."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stale_reads_are_refused(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+
+
+@pytest.mark.parametrize("without", ["VESCALE_DISPATCH=stock", "VESCALE_NO_NATIVE=1"])
+def test_old_values_are_found_without_helpers(without: str) -> None:
+    """Python follows writes where C++ does not."""
+    name, _, value = without.partition("=")
+    code = "from tests.runtime.test_aliasing import in_a_fake_world; in_a_fake_world()"
+    environment = {**os.environ, name: value, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def identity() -> None:

@@ -25,6 +25,8 @@ from tests.whole import whole
 from vescale.runtime import parallelize
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-10}
+# An output that is a view of what was written to: it may not be used, but the forward ends.
+FAILED_ONCE = (1789,)
 # What a boundary that moves data may answer instead of what one device does.
 REFUSED = ("one tensor; here they are two", "is the same memory on one device", "by way of to_local()")
 
@@ -166,7 +168,7 @@ def compare_all(seeds: list[int]) -> tuple[Counter[str], list[str]]:
 
 
 def test_drawn_modules(ranks: RankPools) -> None:
-    seeds = range(10_000) if NIGHTLY else range(150)
+    seeds = range(10_000) if NIGHTLY else (*range(149), *FAILED_ONCE)
     (outcomes, failures), _ = ranks.run(compare_all, list(seeds), world_size=2, timeout=3600.0)
     assert not failures, "\n\n".join(failures[:5])
     assert outcomes["equal"] > len(seeds) * 0.5, outcomes
@@ -177,7 +179,7 @@ def main() -> None:
 
     pools = RankPools()
     (outcomes, failures), _ = pools.run(
-        module.compare_all, list(range(int(sys.argv[1]), int(sys.argv[2]))), world_size=2
+        module.compare_all, list(range(int(sys.argv[1]), int(sys.argv[2]))), world_size=2, timeout=36_000.0
     )
     print("\n\n".join(failures[: int(sys.argv[3]) if len(sys.argv) > 3 else 5]), flush=True)
     print(outcomes, len(failures))

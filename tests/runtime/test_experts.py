@@ -272,3 +272,69 @@ def refused() -> None:
 
 def test_plans_that_cannot_be_right_are_refused(ranks: RankPools) -> None:
     ranks.run(refused, world_size=2)
+
+
+class WritingExperts(Experts):
+    """Write to an input of theirs; count their calls, and draw a number in each."""
+
+    def __init__(self, written: str) -> None:
+        super().__init__(separate=False)
+        self.written = written
+        self.register_buffer("num_calls", torch.zeros(1))
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        self.num_calls += torch.rand(1).ceil()
+        given = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
+        if self.written:
+            given[self.written].mul_(1 if self.written == "top_k_index" else 0.5)
+        return super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+class WrittenMixture(Mixture):
+    """All tokens choose experts of the first rank. The inputs of the experts are read again afterwards."""
+
+    def __init__(self, written: str) -> None:
+        super().__init__(None, False)
+        self.experts = WritingExperts(written)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = (x * 2).reshape(-1, 8)
+        weights, index = torch.topk(self.router(x.reshape(-1, 8)).softmax(-1), 2, dim=-1)
+        weights, index = weights * 1.5, index % 2
+        out = self.experts(flat, index, weights)
+        return (out + flat * 3 + weights.sum(-1, keepdim=True) + index.sum(-1, keepdim=True)).reshape(x.shape)
+
+
+def written(sizes: dict[str, int]) -> None:
+    x = torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    for name in ("hidden_states", "top_k_weights", "top_k_index"):
+        reference, model = pair(lambda n=name: WrittenMixture(n), entries("whole"), sizes)
+        assert_same_step(reference, model, x, tolerance=1e-10)
+        for how in (("experts", "mask"), ("experts", "all_to_all"), ("features", "mask")):
+            _, model = pair(lambda n=name: WrittenMixture(n), entries(*how), sizes)
+            for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):  # the last rank has no token
+                with mode(), pytest.raises(PlanError, match=f"'experts' write to their input '{name}' in place"):
+                    model(x)
+
+
+def probed(dispatch: str) -> None:
+    """What the experts do to find out what they return leaves no trace: in buffers, or in streams of random numbers."""
+    reference, model = pair(lambda: WrittenMixture(""), entries("experts", dispatch), {"ep": 2})
+    x = torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    rank, state = torch.distributed.get_rank(), torch.get_rng_state()
+    assert_same_step(reference, model, x, tolerance=1e-10)
+    assert model.get_buffer("experts.num_calls").item() == (1 if rank == 0 else 0)
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.rand(1), (torch.rand(1) if rank == 0 else None)  # of one device, and of this rank's experts
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 2}, pytest.param({"dp": 2, "ep": 2}, marks=pytest.mark.slow)], ids=str)
+def test_writes_to_inputs(ranks: RankPools, sizes: dict[str, int]) -> None:
+    ranks.run(written, sizes, world_size=2 * len(sizes))
+
+
+@pytest.mark.parametrize("dispatch", ["mask", "all_to_all"])
+def test_the_first_call_leaves_no_trace(ranks: RankPools, dispatch: str) -> None:
+    ranks.run(probed, dispatch, world_size=2)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import vescale
 from tests.ranks import RankPools
-from vescale.plans import axis_sizes
+from vescale.plans import PlanMismatchError, axis_sizes
 from vescale.runtime._init_mesh import _fill
 
 
@@ -57,3 +57,17 @@ def on_ranks() -> None:
 
 def test_a_process_group_that_is_there(ranks: RankPools) -> None:
     ranks.run(on_ranks, world_size=2)
+
+
+def differing() -> None:
+    rank = dist.get_rank()
+    for axes in ({"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}), ({"dp": 2}, {"tp": 2}):
+        with pytest.raises(
+            PlanMismatchError, match=r"init_mesh: .*on rank 0 and .*on rank 1; give every rank the same"
+        ):
+            vescale.init_mesh(axes[rank])
+    assert vescale.init_mesh("dp=2").shape == (2,)
+
+
+def test_ranks_that_differ(ranks: RankPools) -> None:
+    ranks.run(differing, world_size=2)

@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         except (ValueError, OSError) as error:
             return _refused(error, args.json)
     if args.json:
-        print_json(_as_dict(plan, program, model, prediction) | {"pipeline": pipeline})
+        uneven = [row._asdict() for row in uneven_rows(program, model, inputs)]
+        print_json(_as_dict(plan, program, model, prediction) | {"uneven_cuts": uneven, "pipeline": pipeline})
         return 0
     console = new_console()
     sections: dict[str, Any] = {
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         "hooks": lambda: _print_hooks(console, program),
         "units": lambda: _print_units(console, program, model),
         "checkpoints": lambda: print_checkpoints(console, program),
-        "memory": lambda: _print_memory(console, program, model),
+        "memory": lambda: _print_memory(console, program, model, inputs),
         "collectives": lambda: _print_collectives(console, prediction, inputs),
     }
     if program.pipeline is not None or args.only == "pipeline":
@@ -105,7 +106,7 @@ def _title(section: str, plan: Plan, args: argparse.Namespace) -> str:
         "hooks": "Hooks (modules that get one, and how many instructions each runs)",
         "units": "Units (gathered around a forward and backward; bytes of a rank, exchanged with others in one collective)",
         "checkpoints": "Forwards that run again in backward (repeated layers merged)",
-        "memory": "Parameters and buffers",
+        "memory": "Parameters and buffers, and what is cut unevenly",
         "collectives": "Predicted collectives of one step (bytes that a rank exchanges with others)",
         "pipeline": "Stages and their schedule (a forward takes one unit of time, a backward two)",
     }[section]
@@ -223,12 +224,12 @@ def _memory(program: Program, model: nn.Module) -> dict[str, int]:
     return {"model_bytes": total, "first_rank_bytes": local, "gathered_bytes": gathered}
 
 
-def _print_memory(console: Console, program: Program, model: nn.Module) -> None:
+def _print_memory(console: Console, program: Program, model: nn.Module, inputs: dict[str, Any]) -> None:
     memory = _memory(program, model)
     console.print(
         f"{bytes_text(memory['model_bytes'])} in all, {bytes_text(memory['first_rank_bytes'])} on the first rank at rest"
     )
-    rows = uneven_rows(program, model)
+    rows = uneven_rows(program, model, inputs)
     if rows:
         console.print(uneven_table(rows))
     if memory["gathered_bytes"]:
@@ -364,7 +365,6 @@ def _as_dict(plan: Plan, program: Program, model: nn.Module, prediction: Predict
         ],
         "checkpoints": checkpoint_rows(program),
         "memory": _memory(program, model),
-        "uneven_cuts": [row._asdict() for row in uneven_rows(program, model)],
         "collectives": None,
     }
     if prediction is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale.cli._console import new_table
@@ -17,7 +17,7 @@ __all__ = ["UnevenRow", "uneven_rows", "uneven_table"]
 
 
 class UnevenRow(NamedTuple):
-    """A parameter or buffer; ``sizes`` by rank of ``axis``; ``number`` of repeated layers that have it alike."""
+    """A parameter, buffer or input; ``sizes`` by rank of ``axis``; ``number`` of repeated layers that have it alike."""
 
     name: str
     dim: int
@@ -26,11 +26,13 @@ class UnevenRow(NamedTuple):
     number: int
 
 
-def uneven_rows(program: Program, model: nn.Module) -> list[UnevenRow]:
-    from vescale.ir import merge_repeats, uneven_cuts
+def uneven_rows(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> list[UnevenRow]:
+    """Of ``inputs``, whole tensors by name, then of the model's parameters and buffers."""
+    from vescale.ir import merge_repeats, uneven_cuts, uneven_inputs
 
+    found = [UnevenRow(cut.name, cut.dim, cut.axis, cut.sizes, 1) for cut in uneven_inputs(program, model, inputs)]
     rows = ((cut.name, (cut.dim, cut.axis, cut.sizes)) for cut in uneven_cuts(program, model))
-    return [UnevenRow(name, dim, axis, sizes, count) for name, (dim, axis, sizes), count in merge_repeats(rows)]
+    return found + [UnevenRow(name, dim, axis, sizes, count) for name, (dim, axis, sizes), count in merge_repeats(rows)]
 
 
 def uneven_table(rows: Sequence[UnevenRow]) -> Any:

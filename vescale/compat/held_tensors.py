@@ -15,10 +15,13 @@ __all__ = ["held_tensors", "weak_node"]
 
 def weak_node(tensor: torch.Tensor) -> Callable[[], Any]:
     """A function that returns the node that made the tensor, while the graph exists; without a compiler, while the tensor
-    exists."""
+    exists. It returns None for a view whose base was written to where autograd does not allow it: using it raises."""
     module: Any = csrc.load_module("dispatch")
     if module is not None:
-        found: Callable[[], Any] = module.WeakNode(tensor)
+        try:
+            found: Callable[[], Any] = module.WeakNode(tensor)
+        except RuntimeError:  # from grad_fn
+            return lambda: None
         return found
     reference = weakref.ref(tensor)
 

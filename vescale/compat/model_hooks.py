@@ -53,6 +53,9 @@ class DispatchListener:
         """After operands of a view were brought elsewhere (local tensor and spec, before and now): the result is a view of
         the new ones, and what is written to it does not reach the old ones by itself."""
 
+    def requires_current(self, tensor: DTensor) -> None:
+        """Before Python reads the local tensor, where there is no C++ dispatcher."""
+
     def wrote(self, tensor: DTensor) -> None:
         """After an op has written to ``tensor`` in place."""
 

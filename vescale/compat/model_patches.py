@@ -86,10 +86,9 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
 
     changes.attribute(tensor_dispatch, "get_active_debug_mode", get_active_debug_mode)
     write_through_python(changes, copies)
-    require = native_require_current()
-    if require is not None:
-        for name in ("to_local", "full_tensor", "redistribute"):
-            changes.attribute(DTensor, name, _reading(getattr(DTensor, name), require))
+    require = native_require_current() or listener.requires_current
+    for name in ("to_local", "full_tensor", "redistribute"):
+        changes.attribute(DTensor, name, _reading(getattr(DTensor, name), require))
     changes.attribute(DTensor, "full_tensor", _telling_of_reads(DTensor.full_tensor, listener))
 
 

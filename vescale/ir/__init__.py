@@ -30,7 +30,7 @@ from vescale.ir._packed_weights import Packing, packed_dims
 from vescale.ir._predict import Prediction, predict
 from vescale.ir._program import Program
 from vescale.ir._replica_checks import refuse_part_of_replicas
-from vescale.ir._uneven_cuts import UnevenCut, uneven_cuts
+from vescale.ir._uneven_cuts import UnevenCut, uneven_cuts, uneven_inputs
 from vescale.ir._unit_layouts import UnitBucket, unit_buckets
 
 __all__ = [
@@ -78,5 +78,6 @@ __all__ = [
     "refuse_part_of_replicas",
     "stand_in_for_experts",
     "uneven_cuts",
+    "uneven_inputs",
     "unit_buckets",
 ]

@@ -1,22 +1,27 @@
-"""Which parameters may be cut into parts of unequal size while their module computes, and the sizes of the parts."""
+"""Which parameters may be cut into parts of unequal size while their module computes, and the sizes of the parts, also of
+inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.ir._attention_heads import is_attention
 from vescale.ir._model_index import ModelIndex, StateTensor, enclosing
-from vescale.ir._operations import Place
+from vescale.ir._operations import Place, Wrap
 from vescale.ir._program import Program
 from vescale.ir._resolution import Resolution
 from vescale.placements import local_region
 
-__all__ = ["UnevenCut", "refusal_of_uneven", "uneven_cuts"]
+__all__ = ["UnevenCut", "refusal_of_uneven", "uneven_cuts", "uneven_inputs"]
 
 
 def refusal_of_uneven(
@@ -53,7 +58,8 @@ def refusal_of_uneven(
 
 @dataclass(frozen=True)
 class UnevenCut:
-    """A dim of a parameter or buffer that the ranks of a mesh axis hold in parts of unequal size: ``sizes`` by rank."""
+    """A dim of a parameter, buffer or input that the ranks of a mesh axis hold in parts of unequal size: ``sizes`` by rank.
+    Where several axes cut it, ``axis`` has their names, and the position on the last one changes first."""
 
     name: str
     dim: int
@@ -76,5 +82,25 @@ def uneven_cuts(program: Program, model: nn.Module) -> tuple[UnevenCut, ...]:
     return tuple(found)
 
 
-def _part_sizes(size: int, num_ranks: int) -> tuple[int, ...]:
-    return tuple(local_region((size,), (Shard(0),), (num_ranks,), (rank,)).local_shape[0] for rank in range(num_ranks))
+def uneven_inputs(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[UnevenCut, ...]:
+    """The dims of the model's ``inputs``, whole tensors by name, that ``Shard`` cuts unevenly."""
+    entries = [i for i in program if i.path == "" and isinstance(i.op, Wrap) and i.op.given == "global"]
+    names = list(inspect.signature(model.forward).parameters)
+    by_name = {names[i.index] if isinstance(i.index, int) else i.index: i.op for i in entries}
+    axes, found = program.axes, []
+    for name, x in inputs.items():
+        op = by_name.get(name, by_name.get(None))
+        if not isinstance(x, torch.Tensor) or not isinstance(op, Wrap):
+            continue
+        for dim, size in enumerate(x.shape):
+            cutting = [n for n, p in enumerate(op.placements) if type(p) is Shard and p.dim % max(x.ndim, 1) == dim]
+            sizes = _part_sizes(size, *(axes.sizes[n] for n in cutting))
+            if len(set(sizes)) > 1:
+                found.append(UnevenCut(f"<in:{name}>", dim, ",".join(axes.names[n] for n in cutting), sizes))
+    return tuple(found)
+
+
+def _part_sizes(size: int, *num_ranks: int) -> tuple[int, ...]:
+    cuts = (Shard(0),) * len(num_ranks)
+    coordinates = itertools.product(*map(range, num_ranks))
+    return tuple(local_region((size,), cuts, num_ranks, at).local_shape[0] for at in coordinates)

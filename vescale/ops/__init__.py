@@ -34,6 +34,7 @@ from vescale.ops import (
     vector_norms,
     views,
 )
+from vescale.ops._boundary_copies import LIVE_COPIES, read_arguments
 from vescale.ops._call import OpCall
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import (
@@ -64,7 +65,7 @@ from vescale.ops._registry import (
     register_family,
 )
 from vescale.ops._ring_schedule import Meeting, RingSchedule, Runs, meetings
-from vescale.ops._view_copies import LIVE_COPIES, remember_copy, write_through
+from vescale.ops._view_copies import remember_copy, write_through
 from vescale.ops.elementwise import is_elementwise
 
 __all__ = [
@@ -96,6 +97,7 @@ __all__ = [
     "meetings",
     "observe",
     "prepare_conversion",
+    "read_arguments",
     "register",
     "register_aten",
     "register_family",

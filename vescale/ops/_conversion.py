@@ -41,6 +41,7 @@ from vescale.compat import (
     permit_writes,
     spec_of,
 )
+from vescale.ops._boundary_copies import pass_boundary, read
 from vescale.ops._conversion_plans import (
     Placements,
     Stage,
@@ -148,8 +149,8 @@ def convert(
         requester: name of the communication in the ledger.
         outdated: ``x`` is passed on at the boundary of a module, where one device has one tensor. Where nothing moves, the
             result is ``x``, or a view of it, if it requires a gradient: they share memory, version and history. Where data
-            move, an op that reads one of the two after a write to the other calls ``outdated()`` before, which raises. (Only
-            the C++ dispatcher sees that.)
+            move, what reads one of the two after a write to the other calls ``outdated()`` before, which raises: every op;
+            without the C++ dispatcher, every torch function in a model's forward.
     """
     target, stages = _stages(
         tuple(x.placements),
@@ -161,15 +162,17 @@ def convert(
     result: DTensor | None = _native.convert(x, target, stages, requester, outdated)
     if result is not None:
         return result
+    read(x)
     complete = tuple(f if t is None else t for f, t in zip(x.placements, target))
     with no_torch_function():
         if outdated is not None and complete == tuple(x.placements) and not x.is_inference():
-            if not (x.requires_grad and torch.is_grad_enabled()):
+            if not x.requires_grad or not torch.is_grad_enabled():
                 return x
             passed: DTensor = _Pass.apply(x, stages, requester)
             permit_writes(passed)
             return passed
-        return _Convert.apply(x, complete, stages, requester)
+        made: DTensor = _Convert.apply(x, complete, stages, requester)
+    return pass_boundary(x, made, outdated)
 
 
 def prepare_conversion(

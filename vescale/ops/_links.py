@@ -8,6 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import local_of, native_require_current
+from vescale.ops._boundary_copies import IN_PYTHON, read
+from vescale.ops._boundary_copies import settle as _settle
 from vescale.ops._conversion import NATIVE as _native
 
 __all__ = ["link_view", "require_current", "settle", "settle_view", "share_version"]
@@ -35,8 +37,13 @@ def require_current(x: DTensor) -> None:
     """Before anything but an op reads ``x``: as ops do, brings it up to date, or calls ``outdated`` of a conversion."""
     if _require_current is not None:
         _require_current(x)
+    else:
+        read(x)
 
 
 def settle(written: DTensor, other: DTensor) -> None:
     """Of the two tensors of a conversion with ``outdated``, ``other`` has the values of ``written`` now."""
-    _native.settle_group(local_of(written), local_of(other))
+    if IN_PYTHON:
+        _settle(local_of(written), local_of(other))
+    else:
+        _native.settle_group(local_of(written), local_of(other))

@@ -20,20 +20,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import DTensorSpec, local_of, no_torch_function
+from vescale.ops._boundary_copies import LIVE_COPIES, ORIGIN, note_writes
 from vescale.ops._links import link_view, settle_view
 from vescale.ops._observer import report_implicit_move
 from vescale.placements import move_local
 
-__all__ = ["LIVE_COPIES", "remember_copy", "write_through"]
-
-# By number, the copies that exist: writes are only followed while there are any.
-LIVE_COPIES: set[int] = set()
+__all__ = ["remember_copy", "write_through"]
 
 # Storages of copies whose bases C++ does not watch, by the same numbers.
 _UNWATCHED: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-# An attribute of the copy's storage: it is there for every view of the copy, and goes when the last of them does.
-_ORIGIN = "_vescale_copy_of"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +57,7 @@ def remember_copy(local: torch.Tensor, source: DTensorSpec, copy: torch.Tensor, 
     origin = _Origin(local, source, target, tuple(copy.shape), copy.stride(), int(copy.storage_offset()))
     number = id(origin)
     LIVE_COPIES.add(number)
-    setattr(storage, _ORIGIN, origin)
+    setattr(storage, ORIGIN, origin)
     if not link_view(local, copy, _update):
         _UNWATCHED[number] = weakref.ref(storage)
     weakref.finalize(origin, _forget, number)
@@ -77,13 +72,14 @@ def write_through(x: DTensor) -> None:
     """``x`` was written to: if it views a gathered copy, bring the copy's new values to what it is a copy of."""
     storage = local_of(x).untyped_storage()
     written = [storage]
-    while (origin := getattr(storage, _ORIGIN, None)) is not None:
+    while (origin := getattr(storage, ORIGIN, None)) is not None:
         with torch.no_grad(), no_torch_function():
             copy, source, target = _copy_of(origin, storage), origin.source, origin.target
             origin.local.copy_(move_local(copy, source.mesh, source.shape, target.placements, source.placements).wait())
             settle_view(copy)
         storage = origin.local.untyped_storage()
         written.append(storage)
+    note_writes(written)
     if _UNWATCHED:
         _follow_writes({one.data_ptr() for one in written}, {one.data_ptr() for one in written[:-1]})
 
@@ -94,7 +90,7 @@ def _follow_writes(written: set[int], current: set[int]) -> None:
         storage = reference()
         if storage is None or storage.data_ptr() in current:
             continue
-        origin = getattr(storage, _ORIGIN)
+        origin = getattr(storage, ORIGIN)
         if origin.local.untyped_storage().data_ptr() in written:
             _gather_again(storage)
             written.add(storage.data_ptr())
@@ -106,7 +102,7 @@ def _update(on_copy: torch.Tensor) -> None:
 
 
 def _gather_again(storage: torch.UntypedStorage) -> None:
-    origin: _Origin = getattr(storage, _ORIGIN)
+    origin: _Origin = getattr(storage, ORIGIN)
     source, target = origin.source, origin.target
     report_implicit_move(
         "a view, after a write to what it views,", "self", origin.local, source.placements, target.placements, _EDIT

@@ -19,6 +19,10 @@ If the result is Partial, the gradient of the weights is summed here, and that o
 any column-sharded weight: the ``<in>`` entry of this module, or of one around it, reduces the sum over all of their uses.
 Gradients of parameters are Partial on axes that shard the tokens. Every rank computes all of these gradients, zeros if no
 token was routed to it, so that all ranks take part in each reduction and exchange.
+
+A module that writes to its tokens, ids or weights in place writes to its caller's tensors on one device. Where experts or
+their features are spread over ranks it would write to copies, or a part of a sum, and raises PlanError instead. Elsewhere
+the caller's tensors get the new values.
 """
 
 from __future__ import annotations
@@ -35,12 +39,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import axis_group
-from vescale.compat import map_tensors, no_torch_function, tensors_in
+from vescale.compat import map_tensors, no_torch_function, tensors_in, versions
 from vescale.ir import Instruction, Local
 from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import local_region, shard_dim
 from vescale.plans import PlanError
-from vescale.runtime._local_region import local_state
+from vescale.runtime._generator_states import GeneratorStates
+from vescale.runtime._local_region import local_state, write_back_local
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._token_exchange import TokenExchange
 
@@ -68,7 +73,8 @@ class ExpertRegion:
 
     Raises:
         PlanError: at the first call, if experts are sharded and the forward does not take tokens, ids and weights; on every
-            rank, before any communication.
+            rank, before any communication. If the forward writes to one of its inputs (see the module's description); on
+            every rank, unless the values decide whether it does.
     """
 
     def __init__(self, runtime: Runtime, module: nn.Module, path: str, instruction: Instruction) -> None:
@@ -87,6 +93,7 @@ class ExpertRegion:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = self._signature.bind(*args, **kwargs)
         with no_torch_function():
+            callers = _named_tensors(call)
             for name, value in call.arguments.items():
                 call.arguments[name] = map_tensors(lambda x: self._placed(x, self.op.inputs), value)
             names = self._routing(call) if self._expert_axes else None
@@ -94,8 +101,12 @@ class ExpertRegion:
             arriving = tuple(self._arriving(axis, p, tokens.ndim) for axis, p in enumerate(tokens.placements))
             leaving = tuple(self._leaving(axis, p) for axis, p in enumerate(arriving))
             for name, value in call.arguments.items():
-                call.arguments[name] = map_tensors(lambda x: self._entered(x, tokens, arriving, leaving), value)
-            given = list(tensors_in(list(call.arguments.values())))
+                call.arguments[name] = map_tensors(lambda x: self._arrived(x, tokens, arriving), value)
+            arrived = [x for _, x in _named_tensors(call)]
+            for name, value in call.arguments.items():
+                call.arguments[name] = map_tensors(lambda x: _entered(x, leaving), value)
+            given = [x for _, x in _named_tensors(call)]
+            before = [versions(x) for x in given]
 
             def entered(name: str, x: torch.Tensor) -> torch.Tensor:
                 return self._entered_state(name, x, arriving) if isinstance(x, DTensor) else x
@@ -103,6 +114,9 @@ class ExpertRegion:
             with local_state(self.module, entered):
                 if names is None:
                     result = self._forward(*call.args, **call.kwargs)
+                    for (name, x), placed, local, version in zip(callers, arrived, given, before, strict=True):
+                        if versions(local) != version:
+                            self._follow_write(name, x, placed, local)
                 else:
                     compute = self._exchanged if self.op.dispatch == "all_to_all" else self._routed
                     result = compute(call, names, _Routing(*(call.arguments[name] for name in names)), arriving)
@@ -131,14 +145,25 @@ class ExpertRegion:
         is_summed = axis in (*self._expert_axes, *self._feature_axes) and arriving.is_replicate()
         return Partial() if is_summed else arriving
 
-    def _entered(
-        self, x: torch.Tensor, tokens: DTensor, arriving: Sequence[Placement], leaving: Sequence[Placement]
-    ) -> torch.Tensor:
-        if not isinstance(x, DTensor):
+    def _arrived(self, x: torch.Tensor, tokens: DTensor, arriving: Sequence[Placement]) -> torch.Tensor:
+        if not isinstance(x, DTensor) or (x is tokens and tuple(x.placements) == tuple(arriving)):
             return x
-        if x is not tokens or tuple(x.placements) != tuple(arriving):
-            x = convert(x, arriving, requester=self._requester)
-        return enter_local(x, leaving, always=True)
+        return convert(x, arriving, requester=self._requester)
+
+    def _follow_write(self, name: str, x: torch.Tensor, placed: torch.Tensor, local: torch.Tensor) -> None:
+        """The module has written to ``local``, of ``placed``, which the caller's tensor ``x`` was converted to."""
+        if any(self.runtime.mesh.size(axis) > 1 for axis in self._feature_axes):
+            raise self._refused_write(name)
+        if isinstance(x, DTensor) and isinstance(placed, DTensor):
+            write_back_local(x, placed, local, f"{self._requester}: written back")
+
+    def _refused_write(self, name: str) -> PlanError:
+        return PlanError(
+            f"the experts {self.path!r} write to their input {name!r} in place. On one device this changes the caller's "
+            "tensor; here each rank computes with some experts or features only, and what it writes is not what one device "
+            f"writes. Write to a copy in the module ({name} = {name}.clone())",
+            self.source,
+        )
 
     def _entered_state(self, name: str, x: DTensor, arriving: Sequence[Placement]) -> torch.Tensor:
         """This rank's part of a parameter. Its gradient: each rank adds that of its own tokens.
@@ -218,22 +243,36 @@ class ExpertRegion:
             leading = (1,) * (given.tokens.ndim - 2)
             arguments = {**call.arguments, **{n: x.view(*leading, *x.shape) for n, x in zip(names, pairs)}}
             local = inspect.BoundArguments(self._signature, arguments)
+            before = [versions(x) for x in pairs]
             with self._local_count(last - first):
                 found: torch.Tensor = self._forward(*local.args, **local.kwargs)
+            for name, x, version in zip(names, pairs, before, strict=True):
+                if versions(x) != version:
+                    raise self._refused_write(name)
             return found.reshape(-1, found.shape[-1])
 
+        if kind not in self._results:  # also on ranks with rows, so that all of them find writes
+            with self._without_traces(), torch.inference_mode(False), torch.no_grad():
+                row = run(*(x.new_zeros(1, n) for x, n in zip(flat, (flat.tokens.shape[-1], 1, 1))))
+            self._results[kind] = row.shape[-1], row.dtype
         if len(rows):
             found = run(flat.tokens[rows], (flat.ids[rows, slots] - first)[:, None], flat.weights[rows, slots][:, None])
-            self._results[kind] = found.shape[-1], found.dtype
             out = found.new_zeros(len(flat.tokens), found.shape[-1]).index_add(0, rows, found)
         else:
-            if kind not in self._results:  # what a row of zeros gives
-                with torch.no_grad():
-                    row = run(*(x.new_zeros(1, n) for x, n in zip(flat, (flat.tokens.shape[-1], 1, 1))))
-                self._results[kind] = row.shape[-1], row.dtype
             width, dtype = self._results[kind]
             out = flat.tokens.new_zeros(len(flat.tokens), width, dtype=dtype)
         return out.view(*given.tokens.shape[:-1], out.shape[-1])
+
+    @contextmanager
+    def _without_traces(self) -> Iterator[None]:
+        """Inside, the module runs on copies of its buffers; afterwards the random generators are as before."""
+        buffers = {name for name, _ in self.module.named_buffers()}
+        states = GeneratorStates(self.runtime.mesh.device_type)
+        with local_state(self.module, lambda name, x: x.clone() if name in buffers else x):
+            try:
+                yield
+            finally:
+                states.restore()
 
     @contextmanager
     def _local_count(self, count: int) -> Iterator[None]:
@@ -272,6 +311,15 @@ class ExpertRegion:
         for axis in axes:
             share = share * mesh.size(axis) + coordinate[axis]
         return share, math.prod(mesh.size(axis) for axis in axes)
+
+
+def _entered(x: torch.Tensor, leaving: Sequence[Placement]) -> torch.Tensor:
+    return enter_local(x, leaving, always=True) if isinstance(x, DTensor) else x
+
+
+def _named_tensors(call: inspect.BoundArguments) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a call, each with the name of the argument that holds it."""
+    return [(name, x) for name, value in call.arguments.items() for x in tensors_in([value])]
 
 
 def _first(call: inspect.BoundArguments) -> DTensor:

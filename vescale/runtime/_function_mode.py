@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from vescale.compat import filter_functions
-from vescale.ops import When, entries, wrap_global
+from vescale.ops import When, entries, read_arguments, wrap_global
 from vescale.runtime._activation import Activation
 from vescale.runtime._factories import FACTORIES, METHOD_FACTORIES, place_made
 
@@ -57,6 +57,7 @@ class RuntimeMode(TorchFunctionMode):
         mixed = _mixed(args, kwargs)
         if mixed is None:
             return func(*args, **kwargs)
+        read_arguments(func, args, kwargs)
         if mixed:
             self._tell("plain operand")
             args, kwargs = self._globalize(args), self._globalize(kwargs)

@@ -32,6 +32,7 @@ from vescale.ops import (
     entries,
     remember_copy,
     report_implicit_move,
+    require_current,
     run_interleaved,
     running_module,
     view_of_uneven_shards,
@@ -154,6 +155,9 @@ class _Listener(DispatchListener):
     def viewed_copies(self, op: Any, moves: Sequence[tuple[torch.Tensor, Any, torch.Tensor, Any]]) -> None:
         for local, source, copy, target in moves:
             remember_copy(local, source, copy, target)
+
+    def requires_current(self, tensor: DTensor) -> None:
+        require_current(tensor)
 
     def wrote(self, tensor: DTensor) -> None:
         write_through(tensor)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale.plans import MeshAxes, axis_sizes
+from vescale.comm import Consensus, ConsensusError, compare_descriptions
+from vescale.plans import MeshAxes, PlanMismatchError, axis_sizes
 
 __all__ = ["init_mesh"]
 
@@ -35,7 +36,11 @@ def init_mesh(axes: str | Mapping[str, int], *, device: str | None = None) -> De
     Raises:
         ValueError: names or sizes that make no mesh, or another number of ranks than the job has.
 
-    Communication: a rendezvous if the process group is not initialized, and what making the groups of a mesh takes.
+        PlanMismatchError: ranks give other axes, sizes or types of device, on every rank, or some ranks do not come
+            (``init_device_mesh`` hangs then).
+
+    Communication: a rendezvous if the process group is not initialized, a round through its store in which the ranks compare
+    the mesh, and what making the groups of a mesh takes.
     """
     sizes = axis_sizes(axes, may_be_open=True) if isinstance(axes, str) else dict(axes)
     kind = device or _accelerator()
@@ -47,7 +52,22 @@ def init_mesh(axes: str | Mapping[str, int], *, device: str | None = None) -> De
         dist.init_process_group(_backend(kind), store=dist.HashStore(), rank=0, world_size=1)
     elif not dist.is_initialized():
         dist.init_process_group(_backend(kind))
+    if math.prod(filled.sizes) > 1:
+        _compare(f"{filled} on {kind}")
     return init_device_mesh(kind, filled.sizes, mesh_dim_names=filled.names)
+
+
+def _compare(mesh: str) -> None:
+    """Raise on every rank if ranks are about to make different meshes: their groups would wait for each other."""
+    rounds = Consensus(range(dist.get_world_size()), "init_mesh")
+    try:
+        found = compare_descriptions({"mesh": [("axes", mesh)]}, rounds, lambda: f"init_mesh({mesh})")
+    except ConsensusError as error:
+        raise PlanMismatchError(f"{error}; call init_mesh on every rank", error.ranks) from None
+    if found is not None:
+        raise PlanMismatchError(
+            f"ranks disagree about init_mesh: {found.text()}; give every rank the same axes", found.ranks
+        )
 
 
 def _accelerator() -> str:

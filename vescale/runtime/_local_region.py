@@ -18,7 +18,7 @@ from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import shard_dim, without_partials
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["LocalRegion", "local_state"]
+__all__ = ["LocalRegion", "local_state", "write_back_local"]
 
 
 class LocalRegion:
@@ -82,18 +82,8 @@ class LocalRegion:
                 result = self._forward(*args, **kwargs)
             for (x, placed), local, version in zip(given, inputs, before, strict=True):
                 if versions(local) != version:
-                    self._write_back(x, placed, local)
+                    write_back_local(x, placed, local, f"{requester}: written back")
             return map_tensors(self._leave, result)
-
-    def _write_back(self, x: DTensor, placed: DTensor, local: torch.Tensor) -> None:
-        """The region has written to ``local``, of ``placed``, which ``x`` was converted to."""
-        name = f"local region {self.path}: written back"
-        new = leave_local(local, placed.device_mesh, placed.placements, placed.shape, name)
-        version = versions(local)
-        with torch.inference_mode() if x.is_inference() else contextlib.nullcontext():
-            x.copy_(convert(new, x.placements, requester=name))
-        if versions(local) != version:  # it is the local tensor of x, and the module's write has counted already
-            set_versions((local,), version)
 
     def _leave(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, DTensor):
@@ -104,6 +94,16 @@ class LocalRegion:
             if dim is not None:
                 shape[dim] *= self.runtime.mesh.size(axis)
         return leave_local(x, self.runtime.mesh, self.outputs, shape, f"local region {self.path}")
+
+
+def write_back_local(x: DTensor, placed: DTensor, local: torch.Tensor, requester: str) -> None:
+    """A region has written to ``local``, of ``placed``, which ``x`` was converted to: bring the values to ``x``."""
+    new = leave_local(local, placed.device_mesh, placed.placements, placed.shape, requester)
+    version = versions(local)
+    with torch.inference_mode() if x.is_inference() else contextlib.nullcontext():
+        x.copy_(convert(new, x.placements, requester=requester))
+    if versions(local) != version:  # it is the local tensor of x, and the module's write has counted already
+        set_versions((local,), version)
 
 
 @contextmanager
