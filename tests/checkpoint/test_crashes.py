@@ -4,35 +4,23 @@ saved before is always there, and a step that is there is right."""
 from __future__ import annotations
 
 import os
-import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
+from tests.checkpoint.killing import check_folder, filled, model_of
 from vescale.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, _disk, save, verify
 
 # What changes files and folders: a child process ends before one of these, or in the middle of a write.
 CHANGES = ("make_folder", "create", "write", "sync", "sync_folder", "rename", "exchange", "remove_tree")
-
-
-def model_of(step: int, size: int = 40) -> nn.Module:
-    """Every value tells the step."""
-    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(step)
-    return model
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -80,29 +68,10 @@ def kill_at(point: int) -> Callable[[int], None]:
 
 
 def check(folder: Path, allowed: set[int]) -> int:
-    """The newest step is complete, one of these, and has its values; a further save works and cleans up."""
-    checkpoints = Checkpointer(folder, asynchronous=False, keep=2)
-    steps = checkpoints.steps()
-    assert steps and steps[-1] in allowed, steps
-    for step in steps:
-        model = model_of(-1)
-        found = checkpoints.restore(model=model, step=step)
-        assert found is not None and found["step"] == step
-        assert all((p == step).all() for p in model.parameters()), step
-        assert not verify(folder / f"step-{step}")
-    checkpoints.restore(model=model)
-    checkpoints.save(9, model=model_of(9))
-    checkpoints.close()
-    assert checkpoints.steps() == [steps[-1], 9]
-    assert sorted(os.listdir(folder)) == sorted([".lock", "latest", f"step-{steps[-1]}", "step-9"])
-    return steps[-1]
-
-
-def filled(folder: Path) -> Path:
-    with Checkpointer(folder, asynchronous=False, keep=2) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(step, model=model_of(step))
-    return folder
+    """See :func:`check_folder`."""
+    newest = check_folder(folder, min(allowed), last=max(allowed))
+    assert newest in allowed
+    return newest
 
 
 def save_three(folder: Path) -> None:
@@ -138,74 +107,6 @@ def test_killed_at_every_change(tmp_path: Path) -> None:
         outcomes.append(check(folder, {2, 3}))
         shutil.rmtree(folder)
     assert outcomes == sorted(outcomes) and {2, 3} == set(outcomes)  # there is one change that makes the step
-
-
-def random_kill(folder: Path, generator: random.Random, victim: str) -> int:
-    """An asynchronous save in a process of its own, of which the writer or all is killed after a random time."""
-    filled(folder)
-    delay = generator.random() * 0.12
-
-    def work() -> None:
-        checkpoints = Checkpointer(folder, keep=2)
-        model = model_of(3, 500)
-        checkpoints._saver._writer._start()  # type: ignore[union-attr]
-        checkpoints.save(3, model=model)
-        time.sleep(delay)
-        if victim == "writer":
-            os.kill(checkpoints._saver.writer_pid or 0, signal.SIGKILL)
-            try:
-                checkpoints.wait()
-            except CheckpointError as error:
-                assert "signal 9" in str(error)
-        else:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    status = in_child(work)
-    assert status == (0 if victim == "writer" else -signal.SIGKILL)
-    time.sleep(0.6)  # the writer of a killed process ends by itself
-    steps = Checkpointer(folder).steps()
-    assert steps[-1] in (2, 3) and 2 in steps
-    for step in steps:
-        model = model_of(-1, 500 if step == 3 else 40)
-        Checkpointer(folder).restore(model=model, step=step)
-        assert all((p == step).all() for p in model.parameters())
-        assert not verify(folder / f"step-{step}")
-    return steps[-1]
-
-
-@pytest.mark.parametrize("victim", ["writer", "all"])
-def test_killed_at_random_times(tmp_path: Path, victim: str) -> None:
-    generator = random.Random(0)
-    for point in range(3):
-        random_kill(tmp_path / str(point), generator, victim)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["writer", "all"])
-def test_killed_at_many_random_times(tmp_path: Path, victim: str) -> None:
-    generator = random.Random(1)
-    outcomes = {random_kill(tmp_path / str(point), generator, victim) for point in range(100)}
-    assert outcomes == {2, 3}
-
-
-@pytest.mark.slow
-def test_killed_at_a_thousand_points(tmp_path: Path) -> None:
-    """The whole sweep again and again, with other numbers of tensors."""
-    done, round_number = 0, 0
-    while done < 1000:
-        round_number += 1
-        number = points(filled(tmp_path / f"counted {round_number}"))
-        for point in range(1, number + 1):
-            folder = filled(tmp_path / "sweep")
-
-            def work(folder: Path = folder, point: int = point) -> None:
-                counting(kill_at(point))
-                save_three(folder)
-
-            assert in_child(work) == -signal.SIGKILL
-            check(folder, {2, 3})
-            shutil.rmtree(folder)
-            done += 1
 
 
 @pytest.fixture

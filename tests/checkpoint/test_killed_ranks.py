@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.checkpoint.test_crashes import check, counting, filled, kill_at, model_of
+from tests.checkpoint.killing import filled, model_of
+from tests.checkpoint.test_crashes import check, counting, kill_at
 from vescale.checkpoint import Checkpointer, CheckpointError
 
 _WAIT = 2  # seconds that a rank waits for the others

@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
-from tests.optim.test_adamw8bit_ranks import model_of, set_gradients, sharded
+from tests.optim import test_adamw8bit_ranks as dense
+from tests.optim.test_adamw8bit_ranks import set_gradients
 from tests.ranks import RankPools
 from tests.whole import whole_tensors
+from vescale import parallelize
 from vescale.checkpoint import Checkpointer
 from vescale.optim import EMA, SOAP, AdamW8bit, Muon, Shampoo, muon_groups
+from vescale.placements import RaggedShard
+from vescale.plans import INIT, RUN, Plan
 
 OPTIMIZERS = ("adamw", "sgd", "adamw8bit", "muon", "soap", "shampoo")
 EMBEDDINGS = [r"embed\.weight"]
+
+
+class Net(dense.Net):
+    """Tied, frozen and unused parameters, one without a dim, and four experts in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 32, 96))
+
+
+def model_of() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def sharded(kind: str) -> Any:
+    """``plan``: units of a plan. ``ep``: whole experts over one axis, everything sharded at rest over both."""
+    model, world = model_of(), dist.get_world_size()
+    if kind != "ep":
+        return dense.sharded(kind, model)
+    plan = Plan(init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("fsdp", "ep")))
+    plan.shard("experts", Shard(0), mesh="ep")
+    for path, axes in (("experts", ["fsdp"]), ("(?!experts).*", ["fsdp", "ep"])):
+        for axis in axes:
+            plan.shard(path, RaggedShard(block=256), mesh=axis, phase=INIT)
+            plan.shard(path, Replicate(), mesh=axis, phase=RUN)
+    parallelize(model, plan)
+    return model
 
 
 def optimizer_of(kind: str, model: nn.Module) -> Any:
@@ -87,19 +121,22 @@ def load(cases: list[tuple[str, str, str]]) -> None:
         assert_same(everything(model, optimizer, ema), everything(one, expected, averages), f"{what}, next steps")
 
 
-PAIRS = [("fsdp", 4), ("hsdp", 4), ("tp", 4), ("plan", 4)], [("fsdp", 3), ("plan", 2), ("hsdp", 4), ("plain", 1)]
+SOURCES = [("fsdp", 4), ("hsdp", 4), ("tp", 4), ("plan", 4), ("ep", 4)]
+TARGETS = [("fsdp", 3), ("plan", 2), ("hsdp", 4), ("ep", 2), ("plain", 1)]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_from_four_ranks_to_two(ranks: RankPools, tmp_path: Path, optimizer: str) -> None:
-    ranks.run(save, [("hsdp", optimizer, str(tmp_path))], world_size=4)
-    ranks.run(load, [("plan", optimizer, str(tmp_path))], world_size=2)
+@pytest.mark.parametrize(
+    ("optimizer", "source", "target"), [("adamw", "hsdp", "plan"), ("muon", "ep", "plan"), ("adamw8bit", "fsdp", "ep")]
+)
+def test_from_four_ranks_to_two(ranks: RankPools, tmp_path: Path, optimizer: str, source: str, target: str) -> None:
+    ranks.run(save, [(source, optimizer, str(tmp_path))], world_size=4)
+    ranks.run(load, [(target, optimizer, str(tmp_path))], world_size=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_pair_of_meshes(ranks: RankPools, tmp_path: Path, optimizer: str) -> None:
-    for kind, world in PAIRS[0]:
+    for kind, world in SOURCES:
         ranks.run(save, [(kind, optimizer, str(tmp_path / kind))], world_size=world)
-    for (source, _), (kind, world) in itertools.product(*PAIRS):
-        ranks.run(load, [(kind, optimizer, str(tmp_path / source))], world_size=world)
+    for kind, world in TARGETS:
+        ranks.run(load, [(kind, optimizer, str(tmp_path / source)) for source, _ in SOURCES], world_size=world)

@@ -399,3 +399,14 @@ def test_trains_like_one_device_and_fsdp2(ranks: RankPools, start: int) -> None:
     names = daily_sample(one.name for one in CASES[start : start + 10])
     assert len({one.name for one in CASES}) == len(CASES)
     assert ranks.run(run_all, names, world_size=4, timeout=600) == [len(names)] * 4
+
+
+def reduced_several_times() -> None:
+    """With reentrant checkpointing each call of a unit is reduced apart; which experts the ranks have used differs."""
+    compare(
+        functools.partial(Net, block=Experts, recompute=True, repeat=3), net_loss, steps=5, stock=False, microbatches=2
+    )
+
+
+def test_experts_of_a_unit_that_is_reduced_several_times(ranks: RankPools) -> None:
+    ranks.run(reduced_several_times, world_size=2)

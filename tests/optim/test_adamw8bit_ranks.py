@@ -71,8 +71,8 @@ def model_of() -> Net:
     return Net()
 
 
-def sharded(kind: str) -> nn.Module:
-    model, world = model_of(), dist.get_world_size()
+def sharded(kind: str, model: Any = None) -> Any:
+    model, world = model if model is not None else model_of(), dist.get_world_size()
     policy = adamw8bit_layout()
     if kind == "plain":
         return model

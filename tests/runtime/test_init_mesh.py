@@ -8,7 +8,7 @@ import torch.distributed as dist
 import vescale
 from tests.ranks import RankPools
 from vescale.plans import PlanMismatchError, axis_sizes
-from vescale.runtime._init_mesh import _fill
+from vescale.runtime._init_mesh import _check_store, _fill
 
 
 @pytest.mark.parametrize(
@@ -71,3 +71,16 @@ def differing() -> None:
 
 def test_ranks_that_differ(ranks: RankPools) -> None:
     ranks.run(differing, world_size=2)
+
+
+def test_the_store_of_an_earlier_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that torchrun has restarted would wait for addresses of processes that are gone."""
+    for name, value in (("TORCHELASTIC_USE_AGENT_STORE", "True"), ("TORCHELASTIC_RESTART_COUNT", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=r"attempt 2.* set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        _check_store()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    _check_store()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    _check_store()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,8 @@ _THREADS = 4
 # Short reads that are less than a page apart are fetched together.
 _GAP = 4096
 _MAX_PIECES = 512
+_ALIGNMENT = 64
+_STAGE_BYTES = MAX_READ_BYTES + _MAX_PIECES * _ALIGNMENT
 
 
 def read_tensors(
@@ -111,12 +114,31 @@ def _batches(reads: Iterable[ByteRead]) -> Iterator[list[ByteRead]]:
         yield batch
 
 
+class _Stages:
+    """Memory of one thread for bytes on their way, used again for each batch: what is allocated and freed for each one
+    stays with the allocator, in as many pieces as there are threads and sizes."""
+
+    def __init__(self) -> None:
+        self.used = 0
+        self._memory: torch.Tensor | None = None
+
+    def next(self, nbytes: int) -> torch.Tensor:
+        start = -(-self.used // _ALIGNMENT) * _ALIGNMENT
+        if start + nbytes > _STAGE_BYTES:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        if self._memory is None:
+            self._memory = torch.empty(_STAGE_BYTES, dtype=torch.uint8)
+        self.used = start + nbytes
+        return self._memory[start : start + nbytes]
+
+
 class _Files:
     """Files of a checkpoint, each opened once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[str, int] = {}
+        self._of_thread = threading.local()
 
     def __enter__(self) -> _Files:
         return self
@@ -125,6 +147,14 @@ class _Files:
         for descriptor in self._open.values():
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+    def stages(self) -> _Stages:
+        """Of the thread that calls this, for its next batch."""
+        found: _Stages | None = getattr(self._of_thread, "stages", None)
+        if found is None:
+            found = self._of_thread.stages = _Stages()
+        found.used = 0
+        return found
 
     def descriptor(self, name: str) -> int:
         found = self._open.get(name)
@@ -158,6 +188,7 @@ def _fetch(files: _Files, batch: list[ByteRead]) -> None:
     """One read system call for all of a batch, unless the system returns less."""
     buffers: list[Any] = []
     staged: list[tuple[ByteRead, torch.Tensor]] = []
+    stages = files.stages()
     position = batch[0].start
     for read in batch:
         if read.start > position:
@@ -165,7 +196,7 @@ def _fetch(files: _Files, batch: list[ByteRead]) -> None:
         if read.is_direct:
             buffers.append(_bytes_of(read.target))
         else:
-            stage = torch.empty(read.nbytes // read.dtype.itemsize, dtype=read.dtype)
+            stage = stages.next(read.nbytes).view(read.dtype)
             staged.append((read, stage))
             buffers.append(_bytes_of(stage))
         position = read.start + read.nbytes

@@ -139,7 +139,7 @@ def commit(job: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns ``{"warnings": [...], "is_new": whether ranks have to agree anew who writes what}``.
 
-    Raises OSError and ManifestError; the step is then not there, unless only removing failed.
+    Raises OSError and ManifestError; the step is then not there. What fails behind it (the pointer, removing) is a warning.
     """
     parent, temporary = job["parent"], os.path.join(job["parent"], job["temporary"])
     final = os.path.join(parent, job["name"])
@@ -163,11 +163,10 @@ def commit(job: Mapping[str, Any]) -> dict[str, Any]:
             _disk.rename(temporary, final)
     _disk.sync_folder(parent)
     if job["points"]:
-        point = os.path.join(parent, f"{POINTER}.tmp-{job['id']}")
-        _disk.remove_tree(point)
-        _write(point, f"{job['name']}\n".encode())
-        _disk.rename(point, os.path.join(parent, POINTER))
-        _disk.sync_folder(parent)
+        try:
+            _point(parent, job["name"], job["id"])
+        except OSError as error:  # the new step is there, and readers look for it themselves
+            warnings.append(f"{os.path.join(parent, POINTER)} could not be replaced: {error}")
     _disk.remove_tree(old)
     for step in job["aside"]:
         source = os.path.join(parent, step_name(step))
@@ -225,6 +224,19 @@ def _remove(parent: str, name: str, own: str) -> None:
     _disk.rename(path, f"{path}.old-{own}")
     _disk.sync_folder(parent)
     _disk.remove_tree(f"{path}.old-{own}")
+
+
+def _point(parent: str, name: str, own: str) -> None:
+    """Replace the pointer."""
+    made = os.path.join(parent, f"{POINTER}.tmp-{own}")
+    _disk.remove_tree(made)
+    try:
+        _write(made, f"{name}\n".encode())
+        _disk.rename(made, os.path.join(parent, POINTER))
+    except OSError:
+        _disk.remove_tree(made)
+        raise
+    _disk.sync_folder(parent)
 
 
 def _write(path: str, data: bytes) -> None:

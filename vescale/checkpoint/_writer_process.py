@@ -79,7 +79,10 @@ def main(connection: socket.socket, memory: int, parent: int) -> None:
                 answer = _commit(job)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        send(connection, answer)
+        try:
+            send(connection, answer)
+        except ConnectionError:  # the parent was killed meanwhile
+            os._exit(0)
 
 
 def _write(job: dict[str, Any], image: memoryview) -> dict[str, Any]:

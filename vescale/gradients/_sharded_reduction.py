@@ -182,7 +182,11 @@ def reduce_unused(reductions: Sequence[ShardedReduction]) -> None:
             together[reduction.unit.order].append(reduction)
     error: OrderMismatchError | None = None
     for order, members in together.items():
-        flags = {r.first_flag: r.received for r in members if not r.options.unused_as_zero}
+        flags: dict[int, list[int]] = {}
+        for r in members:
+            if not r.options.unused_as_zero:  # a bucket is reduced several times with reentrant checkpointing
+                earlier = flags.get(r.first_flag, r.received)
+                flags[r.first_flag] = [max(pair) for pair in zip(earlier, r.received, strict=True)]
         device = members[0].gradients.unreduced.buffer.device
         own = torch.frombuffer(order.message(flags), dtype=torch.uint8).to(device)
         group = members[0].gradients.axes.data_parallel.group

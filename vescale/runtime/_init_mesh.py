@@ -35,7 +35,8 @@ def init_mesh(axes: str | Mapping[str, int], *, device: str | None = None) -> De
 
     Raises:
         ValueError: names or sizes that make no mesh, or another number of ranks than the job has.
-
+        RuntimeError: torchrun has restarted the ranks with the store of the attempt before, in which they would find each
+            other's old addresses.
         PlanMismatchError: ranks give other axes, sizes or types of device, on every rank, or some ranks do not come
             (``init_device_mesh`` hangs then).
 
@@ -51,6 +52,7 @@ def init_mesh(axes: str | Mapping[str, int], *, device: str | None = None) -> De
     if is_alone:
         dist.init_process_group(_backend(kind), store=dist.HashStore(), rank=0, world_size=1)
     elif not dist.is_initialized():
+        _check_store()
         dist.init_process_group(_backend(kind))
     if math.prod(filled.sizes) > 1:
         _compare(f"{filled} on {kind}")
@@ -67,6 +69,18 @@ def _compare(mesh: str) -> None:
     if found is not None:
         raise PlanMismatchError(
             f"ranks disagree about init_mesh: {found.text()}; give every rank the same axes", found.ranks
+        )
+
+
+def _check_store() -> None:
+    """The agent of torchrun keeps one store for all attempts unless it is told otherwise (pytorch#135712): ranks that are
+    restarted read keys of the attempt before, and wait for addresses where nobody is."""
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if attempt and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise RuntimeError(
+            f"torchrun has restarted this job (attempt {attempt}) with the store of the attempt before, in which ranks find "
+            "addresses of processes that are gone; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, "
+            "on every host"
         )
 
 
