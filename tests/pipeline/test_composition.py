@@ -113,12 +113,12 @@ def test_counts_are_those_of_the_ledger(ranks: RankPools, case: str | None) -> N
             assert number == predicted[stage]["reductions"] - tied, (rank, stage, by_stage, predicted)
 
 
-def zoo_case(name: str, sizes: dict[str, int], dropout: float) -> dict[str, float]:
+def zoo_case(name: str, sizes: dict[str, int], dropout: float, length: int = 16) -> dict[str, float]:
     def plan() -> Plan:
         made = plan_zoo.load(name, mesh_of(**sizes))
         return made.pipeline(split_before=["model.layers.1"], microbatches=2)
 
-    batches = [token_batch(step, length=16) for step in range(2)]
+    batches = [token_batch(step, length=length) for step in range(2)]
     return same_steps(lambda: make_llama(attention_dropout=dropout, tie_word_embeddings=True), plan, batches)
 
 
@@ -129,6 +129,13 @@ def zoo_case(name: str, sizes: dict[str, int], dropout: float) -> dict[str, floa
 )
 def test_sequences_in_parts(ranks: RankPools, name: str, sizes: dict[str, int], dropout: float) -> None:
     assert_exact(ranks.run(zoo_case, name, sizes, dropout, world_size=4), loss=1e-6)
+
+
+@pytest.mark.slow
+def test_a_rank_without_tokens(ranks: RankPools) -> None:
+    """Eight tokens in the plan's eight runs for each rank: the first has them all."""
+    sizes = {"pp": 2, "dp": 1, "cp": 2, "tp": 1}
+    assert_exact(ranks.run(zoo_case, "llama_cp", sizes, 0.0, 8, world_size=4), loss=1e-6)
 
 
 def make_mixtral() -> nn.Module:
