@@ -21,6 +21,7 @@ NAMES = ("ids", "labels")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1F1B": {"splits": [2], "schedule": "1F1B"},
     "ZBV": {"splits": [1, 2, 3], "schedule": "ZBV"},
+    "four ranks": {"splits": [1, 2, 3], "schedule": "1F1B", "pp": 4},
     "none": {},
     "ZeRO": {"splits": [1, 2, 3], "schedule": "Interleaved1F1B", "zero": True},
 }
@@ -39,7 +40,8 @@ def placed(model: nn.Module, layout: str) -> tuple[nn.Module, torch.optim.Optimi
         for name in NAMES:
             plan.shard(f"<in:{name}>", Shard(0), mesh="dp")
     else:
-        plan = Plan(mesh_of(pp=2, dp=world // 2))
+        stages = given.get("pp", 2)
+        plan = Plan(mesh_of(pp=stages, dp=world // stages))
         if given.get("zero"):
             sharded_at_rest(plan, ".*", "dp")
         plan.pipeline(split_before=[f"blocks.{n}" for n in given["splits"]], schedule=given["schedule"], microbatches=4)
@@ -120,3 +122,27 @@ def from_hugging_face(folder: str) -> float:
 def test_from_files_of_hugging_face(ranks: RankPools, tmp_path: Any) -> None:
     make_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
     assert ranks.run(from_hugging_face, str(tmp_path), world_size=2) == [0.0, 0.0]
+
+
+def with_checkpointer(folder: str, layouts: list[str]) -> float:
+    """As ``journey``: each layout restores the newest step of the folder, makes one step, and saves it."""
+    reference = make_net()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    worst, names = 0.0, dict(reference.named_parameters())
+    for number, layout in enumerate(layouts):
+        torch.manual_seed(50 + number)
+        model, own = placed(Net().double() if number else make_net(), layout)
+        with checkpoint.Checkpointer(folder) as saved:
+            if number:
+                assert saved.restore(model=model, optimizer=own) is not None
+            expected, actual = step(reference, optimizer, number), step(model, own, number)
+            saved.save(number, model=model, optimizer=own)
+        worst = max(worst, rel(actual, expected))
+        for name, parameter in model.named_parameters():
+            worst = max(worst, rel(whole(parameter.detach()), names[name].detach()))
+    return worst
+
+
+def test_from_four_stages_and_back(ranks: RankPools, tmp_path: Any) -> None:
+    layouts = ["four ranks", "none", "four ranks", "1F1B", "four ranks"]
+    assert max(ranks.run(with_checkpointer, str(tmp_path), layouts, world_size=4)) <= 1e-12

@@ -73,8 +73,9 @@ def is_reduction(record: CommRecord) -> bool:
     return record.op in ("reduce_scatter_v", "all_reduce") and not any(word in record.requester for word in asks)
 
 
-def counted_case(case: str | None) -> tuple[dict[int, dict[str, int]], Counter[str], Counter[int]]:
-    """What is predicted, what the ledger of the second step has, and the reductions that name a stage."""
+def counted_case(case: str | None) -> tuple[dict[int, dict[str, int]], Counter[str], Counter[int], int]:
+    """What is predicted, what the ledger of the second step has, the reductions that name a stage, and the gathers of an
+    evaluation."""
 
     def plan(mesh: Any) -> Plan:
         if case is not None:
@@ -97,28 +98,32 @@ def counted_case(case: str | None) -> tuple[dict[int, dict[str, int]], Counter[s
         counts[what or ("reductions" if is_reduction(record) else "others")] += 1
         if is_reduction(record) and record.requester.startswith("stage "):
             by_stage[int(record.requester.split()[1].rstrip(","))] += 1
-    return predicted, counts, by_stage
+    with record_comms() as ledger:
+        model.evaluate(**batch)
+    return predicted, counts, by_stage, sum(record.op == "all_gather_v" for record in ledger.records)
 
 
 @pytest.mark.parametrize("case", [None, *ZERO])
 def test_counts_are_those_of_the_ledger(ranks: RankPools, case: str | None) -> None:
     results = ranks.run(counted_case, case, world_size=4)
     predicted = results[0][0]
-    for rank, (_, counts, by_stage) in enumerate(results):
+    for rank, (_, counts, by_stage, gathers) in enumerate(results):
         own = {2: (rank // 2,), 4: ((0, 3), (1, 2))[rank // 2]}[len(predicted)]
         for what in ("sends", "receives", "gathers", "reductions"):
             assert counts[what] == sum(predicted[stage][what] for stage in own), (rank, what, counts, predicted)
         for stage, number in by_stage.items():
             tied = 0 if len(predicted) == 4 else 1
             assert number == predicted[stage]["reductions"] - tied, (rank, stage, by_stage, predicted)
+        if case != "1F1B of ZeRO-3":  # a step and an evaluation gather each unit once
+            assert gathers == counts["gathers"], (rank, gathers, counts)
 
 
-def zoo_case(name: str, sizes: dict[str, int], dropout: float) -> dict[str, float]:
+def zoo_case(name: str, sizes: dict[str, int], dropout: float, length: int = 16) -> dict[str, float]:
     def plan() -> Plan:
         made = plan_zoo.load(name, mesh_of(**sizes))
         return made.pipeline(split_before=["model.layers.1"], microbatches=2)
 
-    batches = [token_batch(step, length=16) for step in range(2)]
+    batches = [token_batch(step, length=length) for step in range(2)]
     return same_steps(lambda: make_llama(attention_dropout=dropout, tie_word_embeddings=True), plan, batches)
 
 
@@ -129,6 +134,13 @@ def zoo_case(name: str, sizes: dict[str, int], dropout: float) -> dict[str, floa
 )
 def test_sequences_in_parts(ranks: RankPools, name: str, sizes: dict[str, int], dropout: float) -> None:
     assert_exact(ranks.run(zoo_case, name, sizes, dropout, world_size=4), loss=1e-6)
+
+
+@pytest.mark.slow
+def test_a_rank_without_tokens(ranks: RankPools) -> None:
+    """Eight tokens in the plan's eight runs for each rank: the first has them all."""
+    sizes = {"pp": 2, "dp": 1, "cp": 2, "tp": 1}
+    assert_exact(ranks.run(zoo_case, "llama_cp", sizes, 0.0, 8, world_size=4), loss=1e-6)
 
 
 def make_mixtral() -> nn.Module:

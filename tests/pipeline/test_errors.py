@@ -166,6 +166,9 @@ def raised_everywhere() -> list[str]:
             found.append(str(error))
     with pytest.raises(RuntimeError, match=r"runs in stages, none of which is the model; call \.step"):
         model(**token_batch(0, names=NAMES))
+    plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4)
+    with pytest.raises(PlanError, match=r"mode='static' records a step of the whole model.* leave out mode="):
+        parallelize(Net(), plan, mode="static")
     return found
 
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.pipeline.steps import Net, make_gpt2, mesh_of, same_steps, token_batch
 from tests.ranks import RankPools
 from tests.runtime.llama import make_llama, tensor_parallel
+from vescale import parallelize
+from vescale.compat import local_of
 from vescale.plans import Plan
 
 NAMES = ("ids", "labels")
@@ -159,3 +161,27 @@ def test_checkpointed_blocks(ranks: RankPools, policy: str) -> None:
     plain = ranks.run(variant_case, None, None, world_size=2)
     again = 0 if policy == "offload" else 2 * 4 * 2  # steps, micro-batches, blocks of a stage
     assert [f["runs"] - p["runs"] for f, p in zip(found, plain)] == [again, again]
+
+
+def gradients_case() -> list[list[torch.Tensor]]:
+    """The local gradients of two steps: without a policy, with each, and with a budget, which chooses policies after one."""
+    found = []
+    given: list[dict[str, Any]] = [{"policy": policy} for policy in POLICIES.values()]
+    for options in (None, *given, {"budget_gib": 1e-6}):
+        plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4)
+        if options is not None:
+            plan.checkpoint(r"blocks.\d+", **options)
+        model = parallelize(make_net(), plan)
+        torch.manual_seed(1)
+        for step in range(2):
+            model.step(**token_batch(step, names=NAMES))
+        gradients = [parameter.grad for parameter in model.parameters()]
+        found.append([local_of(gradient) for gradient in gradients if isinstance(gradient, DTensor)])
+    return found
+
+
+def test_policies_have_the_bits_of_none(ranks: RankPools) -> None:
+    for plain, *others in ranks.run(gradients_case, world_size=2):
+        assert len(plain) > 10 and all(gradient.any() for gradient in plain)
+        for number, gradients in enumerate(others):
+            assert all(map(torch.equal, gradients, plain)) and len(gradients) == len(plain), number

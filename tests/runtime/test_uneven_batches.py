@@ -22,6 +22,7 @@ from tests.runtime.hf import quiet
 from tests.simulate import simulate
 from vescale import Plan, plan_zoo
 from vescale.comm import CommRecord, record_comms
+from vescale.placements import InterleavedShard
 from vescale.runtime import implicit_communication, parallelize
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -139,6 +140,16 @@ def test_linear_on_a_cut_sequence(sizes: dict[str, int], batch: int, length: int
     num_ranks = sizes["tp"] * sizes.get("dp", 1)
     for records in simulate(check, num_ranks, model, sizes, plan, lambda m: m(x)):
         assert Counter(r.op for r in records if ".grad" not in r.requester) <= Counter(all_reduce=len(sizes)), records
+
+
+@pytest.mark.parametrize("length", [3, 6])
+def test_runs_of_one_token(length: int) -> None:
+    """Of a sequence in as many runs as it has tokens the first rank has all, and the second none. Only sums are moved."""
+    model = seeded(SequenceParallel)
+    x = torch.randn(3, length, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plan = lambda mesh: Plan(mesh).shard("<in>", InterleavedShard(1, length), mesh="cp")  # noqa: E731
+    for records in simulate(check, 2, model, {"cp": 2}, plan, lambda m: m(x)):
+        assert Counter(r.op for r in records if ".grad" not in r.requester) <= Counter(all_reduce=1), records
 
 
 HF: dict[str, Callable[[], nn.Module]] = {

@@ -73,6 +73,7 @@ class ParameterGroup:
 
     Attributes:
         is_kept_by_default: ``reshard_after_forward`` is False because the group is the root's, not because the user set it.
+        stays_gathered: forwards without gradients do not reshard it, either.
         on_gradients: called when the first gradient of a backward is there, to arrange for the backward's end.
     """
 
@@ -99,6 +100,7 @@ class ParameterGroup:
         self.axes, self.device = axes, axes.device
         self.reshard_after_forward = reshard_after_forward
         self.is_kept_by_default = False
+        self.stays_gathered = False
         self.reshard_after_backward = True
         self.reduce_gradients = True
         self.unshard_in_backward = True
@@ -180,6 +182,8 @@ class ParameterGroup:
     def reshard_in_forward(self) -> None:
         """Reshard according to ``reshard_after_forward``, but keep nothing if no backward can follow."""
         backward_comes = torch.is_grad_enabled()
+        if self.stays_gathered and not backward_comes:
+            return
         if self.reshard_after_forward is False and (backward_comes or not self.is_kept_by_default):
             return
         if self.reshard_after_forward not in (True, False) and backward_comes and self.is_unsharded:

@@ -79,9 +79,7 @@ def _in_shape(
     if not math.prod(new_shape) or not period:
         return None
     is_even = size % num_ranks == 0
-    for d in [dim, *range(len(new_shape))]:  # the dim's own number first: there may be dims of size 1
-        if d >= len(new_shape):
-            continue
+    for d in _candidates(dim, shape, new_shape, behind):
         after = math.prod(new_shape[d + 1 :])
         outer, rest = divmod(new_shape[d] * after, period)
         if rest or not outer:
@@ -95,6 +93,23 @@ def _in_shape(
                 return FlattenedShard(d, period // after, 1)
             return Shard(d) if outer == 1 else InterleavedShard(d, outer)
     return None
+
+
+def _candidates(dim: int, shape: tuple[int, ...], new_shape: tuple[int, ...], behind: int) -> list[int]:
+    """Dims of the view, in the order in which they are tried. A cut of a single index can be described in any of them,
+    also in one that a matmul sums over. First the same dim, then the dim that has indices on both sides of the cut.
+
+    Args:
+        behind: elements of one index of the cut.
+    """
+
+    def position(d: int) -> tuple[int, bool]:
+        after = math.prod(new_shape[d + 1 :])
+        if after == behind and new_shape[d] == shape[dim]:
+            return 0, d != dim
+        return (1 if after <= behind < after * new_shape[d] else 2), d != dim
+
+    return sorted(range(len(new_shape)), key=position)
 
 
 def _share_a_dim(spec: DTensorSpec, found: Placements) -> bool:

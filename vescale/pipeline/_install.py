@@ -78,7 +78,11 @@ def parallelize(
     known = mesh if mesh is not None else plan.mesh
     try:
         if mode != "eager":
-            raise PlanError(f"pipeline: mode={mode!r} does not run stages; leave it out", entry.source)
+            raise PlanError(
+                f"pipeline: mode={mode!r} records a step of the whole model, and each rank has some of its stages; leave "
+                "out mode= of parallelize, or the plan's pipeline",
+                entry.source,
+            )
         if known is not None and MeshAxes.of(known) != plan.axes:
             raise PlanError(
                 f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(known)}; give the plan's mesh"

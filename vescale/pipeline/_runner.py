@@ -57,7 +57,8 @@ class Runner:
         self._torch_schedule = build(entry, list(self.stages), lambda output, number: number.new_zeros(()))
         for stage in self.stages:
             stage.stage_index_to_group_rank = dict(enumerate(schedule.rank_of))
-        self._releases = releases(schedule.actions[self.rank])
+        self._let_go = self._let_go_in_step = releases(schedule.actions[self.rank])
+        self._forwards = [Action(stage, "F", mb) for mb in range(entry.microbatches) for stage in own]
         self._gathered: Sequence[Any] = ()
         self._resident: set[int] = set()
         self.ties = Ties(model, cut, schedule, group, self.rank)
@@ -85,7 +86,7 @@ class Runner:
         with self._on(batch):
             kept = self.ties.set_aside() if not callable(self.entry.loss) else self.ties.set_aside(everything=True)
             with kept_gathered(self.model) as self._gathered, no_sync(self.model):
-                self._resident = set()
+                self._resident, self._let_go = set(), self._let_go_in_step
                 numbers = torch.arange(self.entry.microbatches)
                 self._torch_schedule.step(target=numbers, return_outputs=False)
             finish_gradients(self.model, units=self.entry.reduce == "step")
@@ -101,7 +102,11 @@ class Runner:
         self.model.eval()
         try:
             with torch.no_grad(), self._on(batch):
-                self._forward_only()
+                with kept_gathered(self.model) as self._gathered:
+                    self._resident, self._let_go = set(), releases(self._forwards)
+                    self._forward_only()
+                for group in self._gathered:
+                    group.reshard()
                 return self._global_loss()[0]
         finally:
             for module, mode in modes:
@@ -114,16 +119,15 @@ class Runner:
         for stage in self.stages:
             stage.has_backward = False
             stage.clear_runtime_states()
-        for mb in range(self.entry.microbatches):
-            for stage in self.stages:
-                index = stage.stage_index
-                if index - 1 not in by_index:
-                    _wait(_start(stage.get_fwd_recv_ops(mb)))
-                made = stage.forward_one_chunk(mb, (), {})
-                if index + 1 in by_index:
-                    by_index[index + 1].set_local_fwd_input(made, mb)
-                else:
-                    pending += _start(stage.get_fwd_send_ops(mb))
+        for index, _, mb in self._forwards:
+            stage = by_index[index]
+            if index - 1 not in by_index:
+                _wait(_start(stage.get_fwd_recv_ops(mb)))
+            made = stage.forward_one_chunk(mb, (), {})
+            if index + 1 in by_index:
+                by_index[index + 1].set_local_fwd_input(made, mb)
+            else:
+                pending += _start(stage.get_fwd_send_ops(mb))
         _wait(pending)
         for stage in self.stages:
             stage.clear_runtime_states()
@@ -208,7 +212,7 @@ class Runner:
 
     def _begin(self, stage: int, microbatch: int, kinds: str) -> None:
         """Let parameters go that no stage needs soon."""
-        gone = [s for kind in kinds for s in self._releases.get(Action(stage, kind, microbatch), ())]
+        gone = [s for kind in kinds for s in self._let_go.get(Action(stage, kind, microbatch), ())]
         self._resident = (self._resident - set(gone)) | {stage}
         if gone:
             for group in self._gathered:

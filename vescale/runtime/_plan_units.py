@@ -214,7 +214,8 @@ class UnitState(ModuleState):
 
     def _all_to_rest(self) -> None:
         for state in self.tree.states:
-            state.to_rest()
+            if not getattr(state, "stays_gathered", False):
+                state.to_rest()
 
     def after_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         is_last = self.tree.forward_root is self
@@ -270,8 +271,8 @@ def accumulating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def kept_gathered(model: nn.Module) -> Iterator[Sequence[ParameterGroup]]:
     """Several forwards and backwards with the same parameters: units whose entry does not ask for ``reshard_after_forward``
-    are gathered by the first that uses them, and stay so. Gives their groups: ``group.reshard()`` lets one go earlier. At
-    the end their settings are as before, and the caller reshards them."""
+    are gathered by the first that uses them, and stay so, with gradients and without. Gives their groups:
+    ``group.reshard()`` lets one go earlier. At the end their settings are as before, and the caller reshards them."""
     states = [s for s in states_in(model) if isinstance(s, UnitState) and s.reshard_root in (None, False)]
     groups = [group for state in states for group in state.groups]
     before = [(group.reshard_after_forward, group.reshard_after_backward) for group in groups]
@@ -279,12 +280,14 @@ def kept_gathered(model: nn.Module) -> Iterator[Sequence[ParameterGroup]]:
         state.stays_gathered = True
     for group in groups:
         group.reshard_after_forward = group.reshard_after_backward = False
+        group.stays_gathered = True
     try:
         yield groups
     finally:
         for state in states:
             state.stays_gathered = False
         for group, (after_forward, after_backward) in zip(groups, before):
+            group.stays_gathered = False
             group.reshard_after_forward, group.reshard_after_backward = after_forward, after_backward
 
 
