@@ -10,7 +10,7 @@ from vescale.checks._replaced_parameters import (
     replacement_of,
 )
 from vescale.checks._settings import check_every, check_mode, is_unchecked, unchecked
-from vescale.checks._steps import LocalPart, StepChecks, start_checks, step_checks
+from vescale.checks._steps import LocalPart, StepChecks, start_checks, start_checks_among, step_checks
 
 __all__ = [
     "InputMismatchError",
@@ -28,6 +28,7 @@ __all__ = [
     "listed_optimizers",
     "replacement_of",
     "start_checks",
+    "start_checks_among",
     "step_checks",
     "sum_of_bits",
     "tensor_text",

@@ -25,6 +25,7 @@ from vescale.runtime._module_calls import module_hooks
 from vescale.runtime._placing import Placing
 from vescale.runtime._precision import Casts
 from vescale.runtime._runtime import Runtime
+from vescale.runtime._stray_parameters import check_strays
 from vescale.runtime._write_back import Placed
 
 __all__ = ["add_hooks"]
@@ -88,6 +89,8 @@ class _Instructions:
         refuse_tracing()
         if self.runtime.missing_values is not None:
             self.runtime.missing_values.check((args, kwargs))
+        if self.runtime.strays:
+            check_strays(self.runtime)
         check_inputs(self.runtime, self._model, lambda: self._named_inputs(args, kwargs))
         if not self.inputs and not self.casts.param:
             return args, kwargs, None
