@@ -2,7 +2,7 @@
 
 from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
 from vescale.checks._descriptions import describe, sum_of_bits, tensor_text
-from vescale.checks._mismatches import InputMismatchError, StepMismatchError
+from vescale.checks._mismatches import SEED, InputMismatchError, StepMismatchError
 from vescale.checks._replaced_parameters import (
     RegisteredParameters,
     ReplacedParameterError,
@@ -13,6 +13,7 @@ from vescale.checks._settings import check_every, check_mode, is_unchecked, unch
 from vescale.checks._steps import LocalPart, StepChecks, start_checks, start_checks_among, step_checks
 
 __all__ = [
+    "SEED",
     "InputMismatchError",
     "LocalPart",
     "RegisteredParameters",

@@ -9,6 +9,7 @@ from vescale.comm import first_difference
 
 __all__ = [
     "SAME_STEPS",
+    "SEED",
     "SEVERAL_THREADS",
     "InputMismatchError",
     "StepMismatchError",
@@ -30,6 +31,7 @@ class InputMismatchError(StepMismatchError):
     """Ranks give different values where all have to give the same."""
 
 
+SEED = "seed of the default generator"
 SAME_STEPS = (
     "Every rank has to make the same calls in the same order, also for an evaluation (no `if rank == 0:` around a call of "
     "the model, its backward, or a read of what is cut over ranks), and to see as many batches"
@@ -97,6 +99,12 @@ def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
         f"{text} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {list(ranks)}'}"
         for text, ranks in difference.found
     )
+    if difference.name == SEED:
+        return (
+            f"ranks have drawn different random numbers in the forward before {site}: the {SEED} is {found}. Ops of a model "
+            "draw from it as on one device: call torch.manual_seed with the same seed on every rank, and draw numbers that "
+            "differ by rank (augmentation) from a torch.Generator of their own"
+        )
     if local:
         return (
             f"ranks disagree about {name} of {site}, of which they have the same part: {found}. Ranks that differ only on "

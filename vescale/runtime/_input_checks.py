@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.checks import InputMismatchError, LocalPart, StepChecks, describe, step_checks, tensor_text
+from vescale.checks import SEED, InputMismatchError, LocalPart, StepChecks, describe, step_checks, tensor_text
 from vescale.compat import DTensorSpec, has_dispatch_modes, in_backward, no_torch_function, spec_of, tensors_in
 from vescale.gradients import GradientReducer
 from vescale.ops import running_module
@@ -20,7 +20,15 @@ from vescale.runtime._activation import THREAD, current_activation
 from vescale.runtime._placing import Placing
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["check_inputs", "check_loaded", "check_move", "check_read", "note_plain_value", "watch_backward"]
+__all__ = [
+    "check_inputs",
+    "check_loaded",
+    "check_move",
+    "check_read",
+    "note_plain_value",
+    "note_random_state",
+    "watch_backward",
+]
 
 
 def check_inputs(
@@ -46,6 +54,7 @@ def check_inputs(
         if checks.compares_data:
             fully = checks.is_due
             watched = has_dispatch_modes()  # which would see the ops
+            runtime.random_state = torch.get_rng_state() if fully and not watched else None
             for name, value, placing in named():
                 if placing is None or not placing.takes_local_parts:
                     if not watched:
@@ -98,6 +107,15 @@ def _global_shape(
             ranks,
         )
     return tuple(shape)
+
+
+def note_random_state(runtime: Runtime) -> None:
+    """After a forward whose values are compared: if it has drawn from the default generator, the seed is, too."""
+    before, runtime.random_state = runtime.random_state, None
+    if before is None or has_dispatch_modes():
+        return
+    if before.numpy().tobytes() != torch.get_rng_state().numpy().tobytes():
+        runtime.checks.note(SEED, str(torch.initial_seed()))
 
 
 def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:

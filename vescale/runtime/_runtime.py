@@ -60,6 +60,7 @@ class Runtime:
         budgets: by the number of their entry in the plan.
         warned_of_state: whether the user was told that a checkpointed module writes to an argument that keeps tensors.
         warned_of_compiler: whether the user was told that torch.compile has no effect.
+        random_state: of the default generator when a forward began whose values are compared.
         strays: modules, and names of plain parameters, or modules with some, that were registered there later.
     """
 
@@ -84,6 +85,7 @@ class Runtime:
         self.last_offloaded: weakref.ref[Any] | None = None
         self.budgets: dict[int, Any] = {}
         self.warned_of_state = False
+        self.random_state: Any = None
         self.strays: list[tuple[weakref.ref[nn.Module], str]] = []
         self._factories = {i.path: tuple(i.op.placements) for i in program if isinstance(i.op, Factory)}
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
