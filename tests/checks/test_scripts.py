@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import vescale
 from tests.ranks import RankPools, run_cases
 from vescale import InputMismatchError, StepMismatchError
+from vescale.fsdp import fully_shard
 
 
 class Net(nn.Module):
@@ -57,6 +58,11 @@ def tensor_parallel() -> nn.Module:
     plan.shard("down.weight", Shard(1))
     plan.shard("down.<out>", Replicate())
     return vescale.parallelize(Net(), plan)
+
+
+def sharded() -> nn.Module:
+    torch.manual_seed(0)
+    return fully_shard(Net(), mesh=mesh())
 
 
 def batch(number: int = 0, rows: int = 4) -> torch.Tensor:
@@ -194,6 +200,30 @@ def a_sharded_value_on_one_rank() -> None:
     (y**2).mean().backward()
 
 
+def an_element_on_one_rank() -> None:
+    y = parallel()(batch())
+    if dist.get_rank() == 0:
+        y[0, 0].item()
+    dist.get_rank() == 1 and y.sum().item()
+
+
+def a_forward_of_fully_shard_on_one_rank() -> None:
+    model = sharded()
+    for number in range(3):
+        step(model, batch(number + dist.get_rank()))
+        if dist.get_rank() == 0 and number == 1:
+            model(batch())
+
+
+def an_evaluation_of_fully_shard_on_one_rank() -> None:
+    model = sharded()
+    step(model, batch())
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(batch())
+    step(model, batch())
+
+
 def another_model_on_one_rank() -> None:
     on = mesh()
     first, second = parallel(on=on), parallel(on=on)
@@ -247,6 +277,11 @@ MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (a_backward_on_one_rank, StepMismatchError, "rank 0 is before the backward of forward 1 .*rank 1 is before forward 2"),
     (a_skipped_batch, InputMismatchError, "the input 'x' of forward 5 of Net"),
     (a_sharded_value_on_one_rank, StepMismatchError, r"rank 0 is before a read of full.*rank 1 is before the backward"),
+    (an_element_on_one_rank, StepMismatchError, "rank 0 is before a read of an operand of aten.*rank 1 is before a read of"),
+    (a_forward_of_fully_shard_on_one_rank, StepMismatchError,
+     "rank 0 is before forward 4 of Net.*rank 1 is before the backward of step 3 of Net"),
+    (an_evaluation_of_fully_shard_on_one_rank, StepMismatchError,
+     "rank 0 is before forward 2 of Net, in training, without gradients.*rank 1 is before forward 2 of Net, in tr.*with gr"),
     (another_model_on_one_rank, StepMismatchError, "forward 2 of Net.*forward 1 of Net"),
     (threads_in_another_order, StepMismatchError, "in training.*in evaluation.*several threads run forwards"),
 ]  # fmt: skip
@@ -460,11 +495,20 @@ def finishing_without_a_backward() -> None:
         gradient_reducer(model).finish()
 
 
+def fully_shard_with_data_of_its_own() -> None:
+    model = sharded()
+    for number in range(3):
+        step(model, batch(number + dist.get_rank(), rows=3 + dist.get_rank()))
+        with torch.no_grad():
+            model(batch(dist.get_rank()))
+
+
 LOOK_ALIKES = [
     even_batches, own_parts, uneven_last_parts, sharded_batch_sampler, labels_of_a_sharded_batch, numbers_on_one_rank,
     dropout_in_evaluation, accumulation, accumulation_on_one_rank, several_models, several_calls, generating, checkpointing,
     lines_of_their_own, values_that_differ_on_purpose, different_work_between_steps, plain_models_on_one_rank,
     nans_and_empty_tensors, parts_of_a_mesh, loading_the_same_state,
+    fully_shard_with_data_of_its_own,
 ]  # fmt: skip
 
 
@@ -487,3 +531,53 @@ def in_mode(mode: str) -> None:
         look_alikes()
     finally:
         del os.environ["VESCALE_CHECK"]
+
+
+# Reads along some axes
+
+
+def on_two_axes() -> tuple[nn.Module, DTensor]:
+    torch.manual_seed(0)
+    plan = vescale.Plan(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    plan.shard("up.weight", Shard(0), mesh="tp").shard("up.bias", Shard(0), mesh="tp")
+    plan.shard("down.weight", Shard(1), mesh="tp").shard("down.<out>", Replicate(), mesh="tp")
+    model: Any = vescale.parallelize(Net(), plan)
+    return model, model.up.weight
+
+
+def a_read_by_one_rank_of_an_axis() -> None:
+    """The rank that reads, and the others, which are before a forward of all ranks, wait for each other."""
+    model, weight = on_two_axes()
+    if dist.get_rank() == 0:
+        weight.full_tensor()
+    model(batch())
+
+
+def another_read_by_one_rank_of_an_axis() -> None:
+    _, weight = on_two_axes()
+    if dist.get_rank() < 2:
+        weight.full_tensor() if dist.get_rank() else weight.sum().item()
+    else:
+        raise StepMismatchError("a read of full_tensor", ())
+
+
+def reads_along_an_axis() -> None:
+    """Of all ranks that have parts, and of no others; also after errors that have ended some ranks' events earlier."""
+    for run, text in (
+        (
+            a_read_by_one_rank_of_an_axis,
+            r"rank 0 is before a read of full_tensor\(\).*rank 1 is before forward 1 of Net",
+        ),
+        (another_read_by_one_rank_of_an_axis, "a read of full_tensor"),
+    ):
+        with pytest.raises(StepMismatchError, match=f"(?s){text}"):
+            run()
+        model, weight = on_two_axes()
+        for number in range(3):
+            if dist.get_rank() < 2:
+                assert weight.full_tensor().shape == (8, 4)
+            step(model, batch(number))
+
+
+def test_reads_along_an_axis_are_compared_by_its_ranks(ranks: RankPools) -> None:
+    ranks.run(reads_along_an_axis, world_size=4)

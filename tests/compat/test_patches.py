@@ -45,6 +45,7 @@ def holders() -> Iterator[tuple[str, dict[Any, Any]]]:
     yield "schema infos", dispatcher.sharding_propagator.op_to_schema_info
     yield "propagator", vars(dispatcher.sharding_propagator)
     yield "registration hooks", dict(enumerate(module_hooks._global_module_registration_hooks.values()))
+    yield "parameter hooks", dict(enumerate(module_hooks._global_parameter_registration_hooks.values()))
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and name.partition(".")[0] in ("torch", "__main__", "tests"):
             yield name, vars(module)

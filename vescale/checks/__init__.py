@@ -2,7 +2,7 @@
 
 from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
 from vescale.checks._descriptions import describe, sum_of_bits, tensor_text
-from vescale.checks._mismatches import InputMismatchError, StepMismatchError
+from vescale.checks._mismatches import SEED, InputMismatchError, StepMismatchError
 from vescale.checks._replaced_parameters import (
     RegisteredParameters,
     ReplacedParameterError,
@@ -10,9 +10,10 @@ from vescale.checks._replaced_parameters import (
     replacement_of,
 )
 from vescale.checks._settings import check_every, check_mode, is_unchecked, unchecked
-from vescale.checks._steps import LocalPart, StepChecks, start_checks, step_checks
+from vescale.checks._steps import LocalPart, StepChecks, start_checks, start_checks_among, step_checks
 
 __all__ = [
+    "SEED",
     "InputMismatchError",
     "LocalPart",
     "RegisteredParameters",
@@ -28,6 +29,7 @@ __all__ = [
     "listed_optimizers",
     "replacement_of",
     "start_checks",
+    "start_checks_among",
     "step_checks",
     "sum_of_bits",
     "tensor_text",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from vescale.comm import first_difference
 
 __all__ = [
     "SAME_STEPS",
+    "SEED",
     "SEVERAL_THREADS",
     "InputMismatchError",
     "StepMismatchError",
-    "data_text",
+    "compare_data",
+    "places_text",
     "uneven_text",
 ]
 
@@ -27,6 +31,7 @@ class InputMismatchError(StepMismatchError):
     """Ranks give different values where all have to give the same."""
 
 
+SEED = "seed of the default generator"
 SAME_STEPS = (
     "Every rank has to make the same calls in the same order, also for an evaluation (no `if rank == 0:` around a call of "
     "the model, its backward, or a read of what is cut over ranks), and to see as many batches"
@@ -35,6 +40,48 @@ SEVERAL_THREADS = (
     ". Here several threads run forwards on equal meshes, and threads take turns in another order on each rank: run them on "
     "one thread, or give the threads an order that is the same on every rank"
 )
+
+
+def places_text(
+    places: Mapping[int, str], advice: str, sites: Mapping[int, str] | None = None
+) -> tuple[str, Sequence[int]]:
+    """Of ranks that are at different ``places``: a sentence, and the ranks that are elsewhere than most. ``sites``: what
+    tells whether two places are the same."""
+    texts = "; ".join(f"rank {rank} is before {place}" for rank, place in list(places.items())[:16])
+    difference = first_difference("", {rank: [("", site)] for rank, site in (sites or places).items()})
+    return f"ranks run different steps: {texts}. {advice}", difference.ranks
+
+
+def compare_data(
+    found: Sequence[dict[str, Any]], ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]]
+) -> list[Mapping[int, Any]] | None:
+    """Compare what ranks give. Where their parts have different sizes, the shape of each part by position of the rank.
+
+    Raises InputMismatchError.
+    """
+    inputs = {rank: [tuple(row) for row in each["inputs"]] for rank, each in zip(ranks, found)}
+    if len({tuple(rows) for rows in inputs.values()}) > 1:
+        difference = first_difference("what is given", inputs)
+        raise InputMismatchError(_data_text(found[0]["site"], difference), difference.ranks)
+    names = {tuple(part[0] for part in each["parts"]) for each in found}
+    if len(names) > 1:
+        rows = {r: [(part[0], "given") for part in e["parts"]] for r, e in zip(ranks, found)}
+        difference = first_difference("what is given", rows)
+        raise InputMismatchError(_data_text(found[0]["site"], difference), difference.ranks)
+    for number, (name, _, _, axes) in enumerate(found[0]["parts"]):
+        groups: dict[tuple[int, ...], dict[int, list[tuple[str, str]]]] = {}
+        for rank, coordinate, each in zip(ranks, coordinates, found):
+            key = tuple(coordinate[axis] for axis in axes)
+            groups.setdefault(key, {})[rank] = [(name, each["parts"][number][2])]
+        for group in groups.values():
+            if len({tuple(rows) for rows in group.values()}) > 1:
+                difference = first_difference("what is given", group)
+                raise InputMismatchError(_data_text(found[0]["site"], difference, local=True), difference.ranks)
+    shapes: list[Mapping[int, Any]] = [
+        {index: tuple(each["parts"][number][1]) for index, each in enumerate(found)}
+        for number in range(len(found[0]["parts"]))
+    ]
+    return shapes if any(len(set(each.values())) > 1 for each in shapes) else None
 
 
 def uneven_text(found: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
@@ -46,12 +93,18 @@ def uneven_text(found: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
     )
 
 
-def data_text(site: str, difference: Any, *, local: bool = False) -> str:
+def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
     name = f"the input {difference.name!r}" if difference.name else "an input"
     found = " and ".join(
         f"{text} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {list(ranks)}'}"
         for text, ranks in difference.found
     )
+    if difference.name == SEED:
+        return (
+            f"ranks have drawn different random numbers in the forward before {site}: the {SEED} is {found}. Ops of a model "
+            "draw from it as on one device: call torch.manual_seed with the same seed on every rank, and draw numbers that "
+            "differ by rank (augmentation) from a torch.Generator of their own"
+        )
     if local:
         return (
             f"ranks disagree about {name} of {site}, of which they have the same part: {found}. Ranks that differ only on "

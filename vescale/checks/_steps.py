@@ -5,7 +5,8 @@ event       what must agree
 ==========  ===================================================================================================
 forward     of a model from its root: the model, training or evaluation, with or without gradients; what it is given
 backward    of such a forward
-read        of a value that is cut over the whole mesh (``item()``, ``full_tensor()``), outside of forwards
+read        of a value that is cut over ranks (``item()``, ``full_tensor()``), outside of forwards: among the ranks along
+            the axes over which it is cut
 ==========  ===================================================================================================
 
 How they compare:
@@ -39,17 +40,19 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.checks._axis_meetings import AxisMeetings
 from vescale.checks._call_site import call_site
 from vescale.checks._mismatches import (
     SAME_STEPS,
     SEVERAL_THREADS,
     InputMismatchError,
     StepMismatchError,
-    data_text,
+    compare_data,
+    places_text,
     uneven_text,
 )
 from vescale.checks._settings import FIRST, check_every, check_mode, is_unchecked
-from vescale.comm import Board, Consensus, ConsensusError, RankGoneError, first_difference, wait_limit
+from vescale.comm import Board, Consensus, ConsensusError, CrossWaitError, RankGoneError, wait_limit
 from vescale.compat import default_store, default_timeout, is_alone
 
 __all__ = ["LocalPart", "StepChecks", "start_checks", "step_checks"]
@@ -72,20 +75,26 @@ class LocalPart:
 
 
 class StepChecks:
-    """The checks on one mesh, and all that are equal to it; use :func:`start_checks`.
+    """The checks on one mesh, and all that are equal to it, or among some ranks; use :func:`start_checks` or
+    :func:`start_checks_among`.
+
+    Args:
+        ranks: and their ``coordinates``.
 
     Attributes:
         is_on: whether there is somebody to compare with.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.ranks = mesh.mesh.flatten().tolist()
-        self._coordinates = [tuple(index) for index in (mesh.mesh >= 0).nonzero().tolist()]
-        self._has_others = mesh.size() > 1 and mesh.get_coordinate() is not None
-        self._consensus: Consensus | None = None
+    def __init__(self, ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> None:
+        self.ranks, self._coordinates = tuple(ranks), coordinates
+        self._has_others = len(self.ranks) > 1 and dist.get_rank() in self.ranks
+        self._meetings = AxisMeetings(coordinates)
+        self._channels: list[tuple[int, ...]] = []  # the ranks that this one meets on each channel
+        self._consensus: list[Consensus] = []
         self._board: Board | None = None
         self._is_ready = False
-        self._number = self._forwards = 0
+        self._numbers = [0] * self._meetings.count
+        self._forwards = 0
         self._awaited: tuple[str, int] | None
         self._noted: list[tuple[str, str]]
         self._open: deque[str] = deque()
@@ -119,7 +128,7 @@ class StepChecks:
     def begin_forward(self, number: int) -> None:
         """``number`` of the model's forward, from 1."""
         if not self._is_ready:
-            self._start()
+            self.start()
         self._forwards = number
 
     def forward(
@@ -155,16 +164,20 @@ class StepChecks:
         """
         if self.is_on and not is_unchecked():
             if not self._is_ready:
-                self._start()
+                self.start()
             if self.waits:
                 self._meet(what, rows, ())
             else:
                 self._compare(self._exchange(self._description(what, rows, ())))
 
-    def read(self, what: str) -> None:
-        """Before a value is read whose parts are on all ranks of the mesh."""
+    def step(self, what: str, axes: Sequence[int] | None = None) -> None:
+        """Before something that all ranks do, or those that differ from this one along ``axes`` only."""
         if self.is_on and self._is_ready:
-            self._meet(f"a read of {what}", (), ())
+            self._meet(what, (), (), 0 if axes is None else self._meetings.channel(axes))
+
+    def read(self, what: str, axes: Sequence[int]) -> None:
+        """Before a value is read whose parts are on the ranks along ``axes``."""
+        self.step(f"a read of {what}", axes)
 
     def note(self, name: str, text: str) -> None:
         """Something that is the same on every rank was given outside of a forward: compared with the next event."""
@@ -173,50 +186,69 @@ class StepChecks:
 
     # One event
 
-    def _start(self) -> None:
-        self._is_ready = True
-        self._consensus = Consensus(self.ranks, "steps")
-        if is_alone() or dist.get_backend() == "gloo":
-            self._board = Board.open(self.ranks, self._consensus.place)
-
-    def _meet(self, site: str, inputs: Rows, parts: Sequence[LocalPart]) -> list[Mapping[int, Any]] | None:
+    def start(self) -> None:
+        """All ranks together: places to meet, which nobody has used. Where an error has ended the events of some ranks
+        earlier than those of others, what was used before would make them wait for each other."""
+        if not self.is_on:
+            return
         with self._lock:
-            return self._meet_alone(site, inputs, parts)
+            self._is_ready = True
+            self._numbers = [0] * self._meetings.count
+            self._noted = []
+            channels, own = self._meetings.channels(), self.ranks.index(dist.get_rank())
+            self._channels = [tuple(self.ranks[index] for index in peers[own]) for peers in channels]
+            self._consensus = [
+                Consensus(ranks, f"steps {number} of {self.ranks}" if number else "steps")
+                for number, ranks in enumerate(self._channels)
+            ]
+            self._board = None
+            if is_alone() or dist.get_backend() == "gloo":
+                self._board = Board.open(self.ranks, self._consensus[0].place, channels)
 
-    def _meet_alone(self, site: str, inputs: Rows, parts: Sequence[LocalPart]) -> list[Mapping[int, Any]] | None:
-        if not self._is_ready:
-            self._start()
-        self._number += 1
-        inputs, self._noted = (*self._noted, *inputs), []
+    def _meet(
+        self, site: str, inputs: Rows, parts: Sequence[LocalPart], channel: int = 0
+    ) -> list[Mapping[int, Any]] | None:
+        with self._lock:
+            return self._meet_alone(site, inputs, parts, channel)
+
+    def _meet_alone(
+        self, site: str, inputs: Rows, parts: Sequence[LocalPart], channel: int
+    ) -> list[Mapping[int, Any]] | None:
+        self._numbers[channel] += 1
+        if not channel:  # of what all ranks are given
+            inputs, self._noted = (*self._noted, *inputs), []
         if self._board is not None and self._mode != "steps":
-            return self._meet_on_board(self._board, site, inputs, parts)
+            return self._meet_on_board(self._board, site, inputs, parts, channel)
         if self._mode == "steps":
-            return self._compare(self._exchange(self._description(site, inputs, parts)))
-        self._look_at_open()
-        if self.is_due and site.startswith("forward"):
-            self._put(self._description(site, inputs, parts))
+            return self._compare(self._exchange(self._description(site, inputs, parts), channel), channel)
+        if not channel:
+            self._look_at_open()
+            if self.is_due and site.startswith("forward"):
+                self._put(self._description(site, inputs, parts))
         return None
 
     def _meet_on_board(
-        self, board: Board, site: str, inputs: Rows, parts: Sequence[LocalPart]
+        self, board: Board, site: str, inputs: Rows, parts: Sequence[LocalPart], channel: int
     ) -> list[Mapping[int, Any]] | None:
-        where = call_site() if site.startswith("forward") else ""
+        where = "" if site.startswith("the backward") else call_site()
         digests = [_digest(site), _digest(inputs) if inputs else 0, 0, 0]
         if parts:
             digests[2] = _digest([(part.name, part.shape) for part in parts])
             digests[3] = _digest([(part.name, part.text) for part in parts])
-        marks = board.post(self._number, digests, f"{site} ({where})" if where else site)
+        number = self._numbers[channel]
+        marks = board.post(number, digests, f"{site} ({where})" if where else site, channel)
         if len(board.ranks) == 1:
             return None
         num_marks = 4 if parts else 3
         try:
-            rows = board.wait(self._number, num_marks, _limit(), _is_paused, site)
-        except (TimeoutError, RankGoneError) as problem:
-            raise self._absence(board, site, where, problem) from None
+            rows = board.wait(number, num_marks, _limit(), _is_paused, site, channel)
+        except (TimeoutError, RankGoneError, CrossWaitError) as problem:
+            raise self._absence(board, site, where or call_site(), channel, problem) from None
         first = marks[:3]
         for row in rows:
             if row[:3] != first:
-                return self._compare(self._exchange(self._description(site, inputs, parts, where or call_site())))
+                message = self._description(site, inputs, parts, where or call_site())
+                return self._compare(self._exchange(message, channel), channel)
         if parts:
             seen: dict[tuple[int, ...], int] = {}
             for coordinate, row in zip(self._part_keys(parts), rows):
@@ -228,16 +260,19 @@ class StepChecks:
         axes = sorted({axis for part in parts for axis in part.axes})
         return [tuple(coordinate[axis] for axis in axes) for coordinate in self._coordinates]
 
-    def _absence(self, board: Board, site: str, where: str, problem: Exception) -> StepMismatchError:
-        absent = [board.ranks[index] for index in board.absent(self._number)]
+    def _absence(self, board: Board, site: str, where: str, channel: int, problem: Exception) -> StepMismatchError:
+        if isinstance(problem, CrossWaitError):
+            found = {rank: board.text(board.ranks.index(rank)) for rank in problem.ranks}
+            return StepMismatchError(*places_text(found, self._advice()))
         if isinstance(problem, RankGoneError):
             return StepMismatchError(
                 f"rank {dist.get_rank()} is before {site} ({where}), and {problem}: its own error says why",
                 [problem.rank],
             )
+        positions = board.absent(self._numbers[channel], channel)
+        absent = [board.ranks[index] for index in positions]
         last = "; ".join(
-            f"rank {board.ranks[index]} came last to {board.text(index) or 'nothing'}"
-            for index in board.absent(self._number)[:8]
+            f"rank {board.ranks[index]} came last to {board.text(index) or 'nothing'}" for index in positions[:8]
         )
         return StepMismatchError(
             f"rank {dist.get_rank()} is before {site} ({where}), and ranks {absent} have not come for {_limit():g} s: "
@@ -259,18 +294,18 @@ class StepChecks:
         }
         return json.dumps(own).encode()
 
-    def _exchange(self, message: bytes) -> list[dict[str, Any]]:
-        assert self._consensus is not None
+    def _exchange(self, message: bytes, channel: int = 0) -> list[dict[str, Any]]:
         site = json.loads(message)["site"]
+        consensus = self._consensus[channel]
         try:
-            messages = self._consensus.exchange(message, lambda: f"comparing {site}")
+            messages = consensus.exchange(message, lambda: f"comparing {site}")
         except ConsensusError as error:
             raise StepMismatchError(f"{error}. {SAME_STEPS}", error.ranks) from None
-        return [json.loads(each) for each in messages]
+        found = dict(zip(consensus.ranks, messages))
+        return [json.loads(found[rank]) for rank in self._channels[channel]]
 
     def _put(self, message: bytes) -> None:
-        assert self._consensus is not None
-        key = f"{self._consensus.place} put {self._number}"
+        key = f"{self._consensus[0].place} put {self._numbers[0]}"
         if not is_alone():
             default_store().set(f"{key} {self.ranks.index(dist.get_rank())}", message.hex())
             self._open.append(key)
@@ -290,34 +325,13 @@ class StepChecks:
             if self._compare(found):
                 raise InputMismatchError(uneven_text(found, self.ranks), self.ranks)
 
-    def _compare(self, found: Sequence[dict[str, Any]]) -> list[Mapping[int, Any]] | None:
+    def _compare(self, found: Sequence[dict[str, Any]], channel: int = 0) -> list[Mapping[int, Any]] | None:
+        ranks = self._channels[channel]
         if len({each["site"] for each in found}) > 1:
-            difference = first_difference("", {r: [("", e["site"])] for r, e in zip(self.ranks, found)})
-            places = "; ".join(f"rank {r} is before {e['site']} ({e['where']})" for r, e in zip(self.ranks[:16], found))
-            raise StepMismatchError(f"ranks run different steps: {places}. {self._advice()}", difference.ranks)
-        inputs = {rank: [tuple(row) for row in each["inputs"]] for rank, each in zip(self.ranks, found)}
-        if len({tuple(rows) for rows in inputs.values()}) > 1:
-            difference = first_difference("what is given", inputs)
-            raise InputMismatchError(data_text(found[0]["site"], difference), difference.ranks)
-        names = {tuple(part[0] for part in each["parts"]) for each in found}
-        if len(names) > 1:
-            rows = {r: [(part[0], "given") for part in e["parts"]] for r, e in zip(self.ranks, found)}
-            difference = first_difference("what is given", rows)
-            raise InputMismatchError(data_text(found[0]["site"], difference), difference.ranks)
-        for number, (name, _, _, axes) in enumerate(found[0]["parts"]):
-            groups: dict[tuple[int, ...], dict[int, list[tuple[str, str]]]] = {}
-            for rank, coordinate, each in zip(self.ranks, self._coordinates, found):
-                key = tuple(coordinate[axis] for axis in axes)
-                groups.setdefault(key, {})[rank] = [(name, each["parts"][number][2])]
-            for group in groups.values():
-                if len({tuple(rows) for rows in group.values()}) > 1:
-                    difference = first_difference("what is given", group)
-                    raise InputMismatchError(data_text(found[0]["site"], difference, local=True), difference.ranks)
-        shapes: list[Mapping[int, Any]] = [
-            {index: tuple(each["parts"][number][1]) for index, each in enumerate(found)}
-            for number in range(len(found[0]["parts"]))
-        ]
-        return shapes if any(len(set(each.values())) > 1 for each in shapes) else None
+            places = {rank: f"{each['site']} ({each['where']})" for rank, each in zip(ranks, found)}
+            sites = {rank: each["site"] for rank, each in zip(ranks, found)}
+            raise StepMismatchError(*places_text(places, self._advice(), sites))
+        return compare_data(found, ranks, self._coordinates)
 
 
 _MAX_NOTED = 64
@@ -340,7 +354,9 @@ def _is_paused() -> bool:
 
 # By default group. Equal meshes share one: ops give results on any of them (PyTorch remembers decisions by equal specs), and
 # which of them are still there depends on each rank's garbage collector.
-_BY_WORLD: weakref.WeakKeyDictionary[Any, dict[DeviceMesh, StepChecks]] = weakref.WeakKeyDictionary()
+_BY_WORLD: weakref.WeakKeyDictionary[Any, dict[DeviceMesh | tuple[object, ...], StepChecks]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def step_checks(mesh: DeviceMesh) -> StepChecks | None:
@@ -350,12 +366,23 @@ def step_checks(mesh: DeviceMesh) -> StepChecks | None:
 
 def start_checks(mesh: DeviceMesh) -> StepChecks:
     """The checks on a mesh, for a new model, whose first forwards are compared fully. Called in one order on all ranks."""
+    return _begun(mesh, mesh.mesh.flatten().tolist(), [tuple(i) for i in (mesh.mesh >= 0).nonzero().tolist()])
+
+
+def start_checks_among(ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> StepChecks:
+    """The same for a model that is on no mesh of its own; these are not those of any mesh."""
+    return _begun((tuple(ranks), tuple(coordinates)), ranks, coordinates)
+
+
+def _begun(
+    key: DeviceMesh | tuple[object, ...], ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]]
+) -> StepChecks:
     known = _BY_WORLD.setdefault(dist.group.WORLD, {})
-    found = known.get(mesh)
+    found = known.get(key)
     if found is None:
-        found = known[mesh] = StepChecks(mesh)
+        found = known[key] = StepChecks(ranks, coordinates)
     found.begin()
     return found
 
 
-_NONE: dict[DeviceMesh, StepChecks] = {}
+_NONE: dict[DeviceMesh | tuple[object, ...], StepChecks] = {}

@@ -1,6 +1,6 @@
 """Variable-size collectives, process groups over mesh axes, and the communication ledger."""
 
-from vescale.comm._board import Board, RankGoneError
+from vescale.comm._board import Board, CrossWaitError, RankGoneError
 from vescale.comm._buckets import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes, bucket_limits, plan_buckets
 from vescale.comm._byte_text import bytes_text
 from vescale.comm._collectives import (
@@ -44,6 +44,7 @@ __all__ = [
     "CommRecord",
     "Consensus",
     "ConsensusError",
+    "CrossWaitError",
     "Description",
     "Difference",
     "KeptResults",

@@ -4,6 +4,9 @@ Each rank has a row, which it alone writes. What it posts has a number, the same
 bits: 16 bits of the number and 48 of a digest, so that a mark tells by itself whether it is the one that is waited for.
 The two latest posts of a rank are kept. A rank posts number n + 2 when all have read number n, because it has seen their
 posts of number n + 1.
+
+A board has channels, each with numbers of its own, on which parts of the ranks meet. A rank that waits for long writes
+where, so that ranks that wait for each other on different channels find out.
 """
 
 from __future__ import annotations
@@ -22,13 +25,12 @@ import torch.distributed as dist
 from vescale.comm._observation import Operation, tell_wait
 from vescale.compat import default_store, is_alone
 
-__all__ = ["Board", "RankGoneError"]
+__all__ = ["Board", "CrossWaitError", "RankGoneError"]
 
 NUM_MARKS = 4
-_TEXT_BYTES = 160
-_ROW_BYTES = 256  # a row: 2 * NUM_MARKS marks, the process, the start of the process, the text
-_PROCESS = 2 * NUM_MARKS
-_TEXT_AT = 8 * (_PROCESS + 2)
+# A row: the process, the start of the process, where it waits, the text; then 2 * NUM_MARKS marks for each channel.
+_PROCESS, _WAITS, _TEXT_AT, _MARKS = 0, 2, 24, 32
+_TEXT_BYTES = 8 * _MARKS - _TEXT_AT - 1
 _DIGEST_BITS = 48
 # Ranks that share a core let each other run at once; after so many looks they sleep.
 _LOOKS = 50
@@ -44,27 +46,48 @@ class RankGoneError(RuntimeError):
         self.rank = rank
 
 
+class CrossWaitError(RuntimeError):
+    """Ranks wait for each other on different channels; ``ranks``: which."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"ranks {list(ranks)} wait for each other")
+        self.ranks = tuple(ranks)
+
+
+Channels = Sequence[Sequence[Sequence[int]]]
+"""For each channel, for each position among the ranks, the positions of those that it meets, itself among them."""
+
+
 class Board:
     """Made by all ``ranks`` together; ``place`` is a prefix of keys in the store that nobody else uses.
 
     ``Board.open`` returns None, on every rank, where they are not all on one host.
     """
 
-    def __init__(self, ranks: Sequence[int], own: int, memory: mmap.mmap | bytearray) -> None:
-        self.ranks, self._own, self._memory = tuple(ranks), own, memory
+    def __init__(self, ranks: Sequence[int], own: int, memory: mmap.mmap | bytearray, channels: Channels) -> None:
+        self.ranks, self._own, self._memory, self._channels = tuple(ranks), own, memory, channels
         self._bytes = memoryview(memory)
         self._cells = self._bytes.cast("Q")
-        base = own * _ROW_BYTES
-        self._cells[base // 8 + _PROCESS] = os.getpid()
-        self._cells[base // 8 + _PROCESS + 1] = _started(os.getpid())
+        self._width = _row_cells(channels)
+        base = own * self._width
+        self._cells[base + _PROCESS] = os.getpid()
+        self._cells[base + _PROCESS + 1] = _started(os.getpid())
+        # Of each channel, where the marks of the ranks begin that this one meets.
+        self._places = [
+            [index * self._width + _MARKS + channel * 2 * NUM_MARKS for index in peers[own]]
+            for channel, peers in enumerate(channels)
+        ]
 
     @classmethod
-    def open(cls, ranks: Sequence[int], place: str) -> Board | None:
-        """A rendezvous through the store; the ranks that come late are waited for as long as the store waits."""
+    def open(cls, ranks: Sequence[int], place: str, channels: Channels = ()) -> Board | None:
+        """A rendezvous through the store; the ranks that come late are waited for as long as the store waits. Without
+        ``channels`` there is one, of all ranks."""
         own = list(ranks).index(dist.get_rank())
-        size = len(ranks) * _ROW_BYTES
         if len(ranks) == 1 or is_alone():
-            return cls(ranks[own : own + 1], 0, bytearray(_ROW_BYTES))
+            alone = [[(0,)]] * max(len(channels), 1)
+            return cls(ranks[own : own + 1], 0, bytearray(8 * _row_cells(alone)), alone)
+        channels = channels or [[range(len(ranks))] * len(ranks)]
+        size = len(ranks) * 8 * _row_cells(channels)
         store = default_store()
         store.set(f"{place} host {own}", _host())
         hosts = {bytes(store.get(f"{place} host {index}")) for index in range(len(ranks))}
@@ -86,26 +109,26 @@ class Board:
         store.get(f"{place} all")
         if memory is None or store.check([f"{place} lacks"]):
             return None
-        return cls(ranks, own, memory)
+        return cls(ranks, own, memory, channels)
 
-    def post(self, number: int, digests: Sequence[int], text: str) -> list[int]:
+    def post(self, number: int, digests: Sequence[int], text: str, channel: int = 0) -> list[int]:
         """Write this rank's marks, and a text about them; returns the marks."""
         low = (number & 0xFFFF) << _DIGEST_BITS
         marks = [low | (digest & ((1 << _DIGEST_BITS) - 1)) for digest in digests]
-        base = self._own * _ROW_BYTES
+        base = self._own * self._width
         line = text.encode()[:_TEXT_BYTES]
-        at = base + _TEXT_AT
+        at = 8 * base + _TEXT_AT
         self._bytes[at : at + len(line) + 1] = line + b"\0"
-        start = base // 8 + (number & 1) * NUM_MARKS
+        start = base + _MARKS + (2 * channel + (number & 1)) * NUM_MARKS
         for index, mark in enumerate(marks):
             self._cells[start + index] = mark
         return marks
 
-    def rows(self, number: int, num_marks: int) -> list[list[int]] | None:
-        """The marks of this number of every rank; None: some have not posted it."""
+    def rows(self, number: int, num_marks: int, channel: int = 0) -> list[list[int]] | None:
+        """The marks of this number of every rank of a channel; None: some have not posted it."""
         wanted, offset, found = number & 0xFFFF, (number & 1) * NUM_MARKS, []
-        for index in range(len(self.ranks)):
-            start = index * _ROW_BYTES // 8 + offset
+        for place in self._places[channel]:
+            start = place + offset
             marks = self._cells[start : start + num_marks].tolist()
             for mark in marks:
                 if mark >> _DIGEST_BITS != wanted:
@@ -114,37 +137,43 @@ class Board:
         return found
 
     def wait(
-        self, number: int, num_marks: int, limit: float, is_paused: Callable[[], bool], what: str
+        self, number: int, num_marks: int, limit: float, is_paused: Callable[[], bool], what: str, channel: int = 0
     ) -> list[list[int]]:
         """:meth:`rows`, when all have posted. A hang report is told of a long wait, as ``what``.
 
-        Raises RankGoneError if the process of a rank that has not posted ends; TimeoutError after ``limit`` seconds (twice
-        that under a hang report, which names the ranks and where they are), of which those do not count in which
-        ``is_paused()``.
+        Raises RankGoneError if the process of a rank that has not posted ends; CrossWaitError if ranks wait for each other;
+        TimeoutError after ``limit`` seconds (twice that under a hang report, which names the ranks and where they are), of
+        which those do not count in which ``is_paused()``.
         """
         for _ in range(_LOOKS):
-            found = self.rows(number, num_marks)
+            found = self.rows(number, num_marks, channel)
             if found is not None:
                 return found
             os.sched_yield()
         told: Operation | None = None
+        waits = self._own * self._width + _WAITS
+        crossed: object = None
         try:
             begin = looked = time.monotonic()
             while True:
-                found = self.rows(number, num_marks)
+                found = self.rows(number, num_marks, channel)
                 if found is not None:
+                    self._cells[waits] = 0
                     return found
                 time.sleep(_SLEEP)
                 now = time.monotonic()
                 if now - looked > _LIVENESS_SECONDS:
-                    if (
-                        told is None
-                        and (told := tell_wait(what, number, f"steps of {self.ranks}", self.ranks)) is not None
-                    ):
+                    self._cells[waits] = (channel + 1) << 16 | (number & 0xFFFF)
+                    ranks = self.ranks_of(channel)
+                    if told is None and (told := tell_wait(what, number, f"steps of {ranks}", ranks)) is not None:
                         limit *= 2
                     looked = now
-                    gone = [index for index in self.absent(number) if self._has_ended(index)]
-                    if gone and self.rows(number, num_marks) is None:
+                    before, crossed = crossed, self._crossed_waits()
+                    if crossed and crossed == before and self.rows(number, num_marks, channel) is None:
+                        # What this rank has written stays, so that the others find the same.
+                        raise CrossWaitError([self.ranks[index] for index, *_ in crossed])
+                    gone = [index for index in self.absent(number, channel) if self._has_ended(index)]
+                    if gone and self.rows(number, num_marks, channel) is None:
                         raise RankGoneError(self.ranks[gone[0]])
                     if now - begin > limit:
                         if not is_paused():
@@ -154,21 +183,47 @@ class Board:
             if told is not None:
                 told.ended = time.time()
 
-    def absent(self, number: int) -> list[int]:
+    def ranks_of(self, channel: int) -> tuple[int, ...]:
+        """The ranks that this one meets."""
+        return tuple(self.ranks[index] for index in self._channels[channel][self._own])
+
+    def absent(self, number: int, channel: int = 0) -> list[int]:
         """Positions of the ranks that have not posted this number."""
-        offset = (number & 1) * NUM_MARKS
-        rows = ((index, index * _ROW_BYTES // 8 + offset) for index in range(len(self.ranks)))
-        return [index for index, row in rows if self._cells[row] >> _DIGEST_BITS != number & 0xFFFF]
+        return self._absent(self._own, number & 0xFFFF, channel)
+
+    def _absent(self, waiting: int, number: int, channel: int) -> list[int]:
+        offset = _MARKS + (2 * channel + (number & 1)) * NUM_MARKS
+        peers = self._channels[channel][waiting]
+        return [i for i in peers if self._cells[i * self._width + offset] >> _DIGEST_BITS != number]
+
+    def _crossed_waits(self) -> list[tuple[int, int, list[int]]]:
+        """Of the ranks that this one waits for, directly or not, those that wait for each other: position, where it waits,
+        and for whom. Empty: at least one of them does not wait here."""
+        waits: dict[int, tuple[int, list[int]]] = {}
+        visited = [self._own]
+        for index in visited:
+            cell = self._cells[index * self._width + _WAITS]
+            if cell and (awaited := self._absent(index, cell & 0xFFFF, (cell >> 16) - 1)):
+                waits[index] = cell, awaited
+                visited += [other for other in awaited if other not in visited]
+        while ended := [i for i, (_, awaited) in waits.items() if not any(other in waits for other in awaited)]:
+            for index in ended:
+                del waits[index]
+        return [(index, *found) for index, found in sorted(waits.items())]
 
     def text(self, index: int) -> str:
         """What a rank has posted last."""
-        at = index * _ROW_BYTES + _TEXT_AT
+        at = 8 * index * self._width + _TEXT_AT
         return bytes(self._bytes[at : at + _TEXT_BYTES]).split(b"\0")[0].decode(errors="replace")
 
     def _has_ended(self, index: int) -> bool:
-        row = index * _ROW_BYTES // 8 + _PROCESS
+        row = index * self._width + _PROCESS
         process, start = self._cells[row], self._cells[row + 1]
         return process != 0 and start != 0 and _started(process) != start
+
+
+def _row_cells(channels: Channels) -> int:
+    return _MARKS + 2 * NUM_MARKS * len(channels)
 
 
 def _host() -> str:

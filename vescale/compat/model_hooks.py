@@ -83,6 +83,9 @@ class DispatchListener:
     def reads(self, tensor: DTensor, how: str) -> None:
         """Before the whole value of ``tensor`` is gathered for Python (``item()``, ``full_tensor()``)."""
 
+    def moves(self, tensor: DTensor, placements: tuple[Any, ...], how: str) -> None:
+        """Before ``tensor.redistribute(placements=placements)``."""
+
     def plain_value(self, op: Any, name: str, tensor: torch.Tensor, mesh: Any) -> None:
         """A plain tensor among DTensors on ``mesh`` is taken as the same on every rank."""
 
@@ -100,14 +103,14 @@ class ModelHooks:
         listener: what the dispatcher tells and asks.
         view_copies: what writes have to be followed for; the listener's ``wrote`` is called while it is not empty.
         checkpointed: what runs in place of a function that is checkpointed (:mod:`torch.utils.checkpoint`).
-        registered: ``(module, name, child)``, called when a child is registered in any module of the program.
+        registered: ``(module, name, child)``, called when a child or parameter is registered in any module of the program.
     """
 
     handlers: Mapping[Any, OpHandler]
     listener: DispatchListener
     view_copies: AbstractSet[int]
     checkpointed: Callable[[Callable[..., Any], bool], Callable[..., Any]]
-    registered: Callable[[nn.Module, str, nn.Module | None], None]
+    registered: Callable[[nn.Module, str, Any], None]
 
 
 def model_hooks() -> ModelHooks | None:

@@ -13,7 +13,10 @@ import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _dispatch as tensor_dispatch
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from vescale.compat.dispatch import take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
@@ -90,6 +93,7 @@ def observe_writes(changes: Changes, hooks: ModelHooks) -> None:
     for name in ("to_local", "full_tensor", "redistribute"):
         changes.attribute(DTensor, name, _reading(getattr(DTensor, name), require))
     changes.attribute(DTensor, "full_tensor", _telling_of_reads(DTensor.full_tensor, listener))
+    changes.attribute(DTensor, "redistribute", _telling_of_moves(DTensor.redistribute, listener))
 
 
 def _reading(method: Callable[..., Any], require: Callable[[DTensor], None]) -> Callable[..., Any]:
@@ -112,6 +116,16 @@ def _telling_of_reads(method: Callable[..., Any], listener: Any) -> Callable[...
     return full_tensor
 
 
+def _telling_of_moves(method: Callable[..., Any], listener: Any) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if placements is not None and self.placements != tuple(placements):
+            listener.moves(self, tuple(placements), "redistribute()")
+        return method(self, device_mesh, placements, *args, **kwargs)
+
+    return redistribute
+
+
 def _written(call: Mapping[str, Any]) -> list[DTensor]:
     """What the op wrote to, of which these are the local variables of PyTorch's function."""
     found: list[Any] = []
@@ -124,6 +138,7 @@ def _written(call: Mapping[str, Any]) -> list[DTensor]:
 
 def observe_registrations(changes: Changes, hooks: ModelHooks) -> None:
     changes.on_undo(register_module_module_registration_hook(hooks.registered).remove)
+    changes.on_undo(register_module_parameter_registration_hook(hooks.registered).remove)
 
 
 def accept_plain_operands(changes: Changes, hooks: ModelHooks) -> None:

@@ -139,9 +139,10 @@ PATCHES: tuple[Patch, ...] = (
           "inside of a model, a plain tensor among DTensors is the same on every rank",
           "PyTorch refuses plain tensors that are not scalars, in some ops before it asks for a decision", "models",
           model_patches.accept_plain_operands, issue="pytorch#115297"),
-    Patch("torch.nn.modules.module: register_module_module_registration_hook",
-          "tells of modules that are added to a model",
-          "PEFT takes the shape of an adapter from the local part of its base layer's weight", "models",
+    Patch("torch.nn.modules.module: register_module_module_registration_hook, register_module_parameter_registration_hook",
+          "tells of modules and parameters that are added to a model",
+          "PEFT takes the shape of an adapter from the local part of its base layer's weight; plain parameters that come "
+          "later are not reduced", "models",
           model_patches.observe_registrations),
     Patch(f"{_DTENSOR}.__format__", 'f"{loss:.3f}"', "PyTorch refuses it", "models", dtensor_methods.format_scalars),
     Patch("torch.utils.checkpoint: _checkpoint_without_reentrant_generator, CheckpointFunction.forward, backward",

@@ -191,6 +191,7 @@ class ModuleState(FSDP2State):
                 check_distinct(parameter for group in groups for parameter in group.parameters)
             for group in groups:
                 group.begin_iteration()
+            self.tree.begin_forward(self.modules[0], groups if self.is_root else self.groups)
         self.tree.forward_root = self
         stream, event = self.comm.gather_stream, self.tree.post_optimizer_event
         if event is None:
@@ -212,7 +213,7 @@ class ModuleState(FSDP2State):
             return
         self._forget_forward()
         if self.tree.forward_root is self:
-            self.tree.forward_root = None
+            self.tree.break_off_forward()
             self.comm.prefetches.clear()
             for state in self.tree.states:
                 state._forget_forward()
@@ -375,6 +376,7 @@ class ModuleState(FSDP2State):
             group.rebuild()
             group.memory.prepare()
             _ = group.memory.unit
+        self.tree.compare_steps(root, () if self.ignored is None else groups)
 
     def abandon_iteration(self) -> None:
         """See :meth:`FSDPModule.reset_iter_state`."""

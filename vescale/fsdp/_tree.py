@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
+
+from torch import nn
 
 from vescale.compat import profiled
 from vescale.fsdp._context import CommContext
+from vescale.fsdp._group import ParameterGroup
+from vescale.fsdp._step_comparison import StepComparison
 from vescale.gradients import BackwardTracker, reduce_unused
 
 __all__ = ["Tree"]
@@ -14,6 +18,8 @@ __all__ = ["Tree"]
 
 class Member(Protocol):
     """A state, as far as a tree knows it."""
+
+    groups: list[ParameterGroup]
 
     def conclude_backward(self, *, is_last: bool) -> None: ...
 
@@ -40,6 +46,25 @@ class Tree(Generic[MemberT]):
         self.post_optimizer_event: Any = None
         self.awaits_conclusion = False
         self._backward = BackwardTracker(self.conclude)
+        self._steps: StepComparison | None = None
+
+    def compare_steps(self, root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+        """From now on. All data-parallel ranks call it together."""
+        self._steps = StepComparison(type(root).__name__.removeprefix("FSDP"), groups)
+
+    def begin_forward(self, module: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+        """Before the outermost forward of an iteration, of a module that has ``groups``.
+
+        Raises StepMismatchError, on every rank that comes, where ranks are about to do different things.
+        """
+        if self._steps is not None:
+            self._steps.forward(module, groups)
+
+    def break_off_forward(self) -> None:
+        """An exception has ended the outermost forward."""
+        self.forward_root = None
+        if self._steps is not None:
+            self._steps.is_repeated = True
 
     @property
     def is_broken_off(self) -> bool:
@@ -53,6 +78,8 @@ class Tree(Generic[MemberT]):
             self._backward.follow()
             if self.on_backward is not None:
                 self.on_backward()
+            if self._steps is not None:
+                self._steps.backward([group for state in self.states for group in state.groups])
 
     def expect_conclusion(self) -> None:
         """Gradients are about to be reduced apart from a backward; the caller then calls :meth:`conclude`."""

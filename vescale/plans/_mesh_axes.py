@@ -75,7 +75,7 @@ class MeshAxes:
         """The axis's position. Raises ValueError naming the axes and a near miss."""
         if name not in self.names:
             raise ValueError(
-                f"the mesh has no axis {name!r} (axes: {', '.join(self.names)}){did_you_mean(name, self.names)}"
+                f"the mesh has no axis {name!r} (axes: {', '.join(self.names)}){did_you_mean(str(name), self.names)}"
             )
         return self.names.index(name)
 

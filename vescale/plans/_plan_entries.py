@@ -369,6 +369,10 @@ class PlanEntries:
         if isinstance(mesh, str):
             yield mesh, spec
             return
+        if not isinstance(mesh, Sequence) or not all(isinstance(axis, str) for axis in mesh):
+            raise PlanError(
+                f"mesh={mesh!r} is not the name of an axis; give mesh={self._axes.names[0]!r}, or several", source
+            )
         placements = [spec] * len(mesh) if isinstance(spec, Placement | str) else list(spec)
         if len(placements) != len(mesh):
             raise PlanError(

@@ -42,9 +42,10 @@ from vescale.ops import (
 from vescale.placements import move_local
 from vescale.runtime._adapters import AdapterWatch
 from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
-from vescale.runtime._input_checks import check_read, note_plain_value
+from vescale.runtime._input_checks import check_move, check_read, note_plain_value
 from vescale.runtime._linear_on_partial import DERIVATIVE_HANDLERS, accumulated, derivative, where
 from vescale.runtime._module_calls import checkpointed
+from vescale.runtime._stray_parameters import StrayWatch
 
 __all__ = ["install_handlers"]
 
@@ -69,7 +70,7 @@ def install_handlers() -> None:
             own[op] = OpHandler(entry.handler, applies, bool(entry.takes_plain))
     own.update((op, OpHandler(handler)) for op, handler in INPLACE_VIEW_HANDLERS.items())
     own.update((op, OpHandler(handler, takes_plain=True)) for op, handler in DERIVATIVE_HANDLERS.items())
-    install_part("models", ModelHooks(own, _Listener(), LIVE_COPIES, checkpointed, AdapterWatch()))
+    install_part("models", ModelHooks(own, _Listener(), LIVE_COPIES, checkpointed, StrayWatch(AdapterWatch())))
 
 
 def _is_pending(op: Any, schema: Any) -> bool:
@@ -142,6 +143,8 @@ def _masked_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class _Listener(DispatchListener):
     def redistribution(self, op: Any, moves: Sequence[tuple[int, torch.Tensor, Any, Any]]) -> None:
         if running_module() is None:
+            for _, _, source, target in moves:
+                check_move(source, target.placements, f"an operand of {op}")
             return
         names = [argument.name for argument in op._schema.arguments]
         for position, local, source, target in moves:
@@ -164,6 +167,10 @@ class _Listener(DispatchListener):
 
     def reads(self, tensor: DTensor, how: str) -> None:
         check_read(tensor, how)
+
+    def moves(self, tensor: DTensor, placements: tuple[Any, ...], how: str) -> None:
+        if running_module() is None:
+            check_move(spec_of(tensor), placements, how)
 
     def plain_value(self, op: Any, name: str, tensor: torch.Tensor, mesh: Any) -> None:
         note_plain_value(str(op), name, tensor, mesh)

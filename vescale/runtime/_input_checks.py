@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.checks import InputMismatchError, LocalPart, StepChecks, describe, step_checks, tensor_text
-from vescale.compat import has_dispatch_modes, in_backward, no_torch_function, tensors_in
+from vescale.checks import SEED, InputMismatchError, LocalPart, StepChecks, describe, step_checks, tensor_text
+from vescale.compat import DTensorSpec, has_dispatch_modes, in_backward, no_torch_function, spec_of, tensors_in
 from vescale.gradients import GradientReducer
 from vescale.ops import running_module
 from vescale.placements import local_region, shard_dim
@@ -20,7 +20,15 @@ from vescale.runtime._activation import THREAD, current_activation
 from vescale.runtime._placing import Placing
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["check_inputs", "check_loaded", "check_read", "note_plain_value", "watch_backward"]
+__all__ = [
+    "check_inputs",
+    "check_loaded",
+    "check_move",
+    "check_read",
+    "note_plain_value",
+    "note_random_state",
+    "watch_backward",
+]
 
 
 def check_inputs(
@@ -46,6 +54,7 @@ def check_inputs(
         if checks.compares_data:
             fully = checks.is_due
             watched = has_dispatch_modes()  # which would see the ops
+            runtime.random_state = torch.get_rng_state() if fully and not watched else None
             for name, value, placing in named():
                 if placing is None or not placing.takes_local_parts:
                     if not watched:
@@ -100,6 +109,15 @@ def _global_shape(
     return tuple(shape)
 
 
+def note_random_state(runtime: Runtime) -> None:
+    """After a forward whose values are compared: if it has drawn from the default generator, the seed is, too."""
+    before, runtime.random_state = runtime.random_state, None
+    if before is None or has_dispatch_modes():
+        return
+    if before.numpy().tobytes() != torch.get_rng_state().numpy().tobytes():
+        runtime.checks.note(SEED, str(torch.initial_seed()))
+
+
 def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
     """Have ranks compare when a backward that reduces gradients reaches the outputs of a forward."""
     checks = runtime.checks
@@ -120,16 +138,19 @@ def _begin_backward(checks: StepChecks, reducer: GradientReducer | None, model: 
 
 
 def check_read(tensor: DTensor, how: str) -> None:
-    """Before the value of a DTensor is gathered by all ranks of its mesh, outside of models.
+    """Before the value of a DTensor is gathered, outside of models, by the ranks along the axes over which it is cut."""
+    spec = spec_of(tensor)
+    check_move(spec, (Replicate(),) * spec.mesh.ndim, how)
 
-    Where it is cut along some axes only, some ranks may read it without the others; they are not asked.
-    """
-    checks = step_checks(tensor.device_mesh)
+
+def check_move(spec: DTensorSpec, target: Sequence[Placement], how: str) -> None:
+    """Before a DTensor is moved to other placements outside of models: by the ranks along the axes that communicate."""
+    mesh, placements = spec.mesh, spec.placements
+    axes = [a for a, p in enumerate(placements) if not p.is_replicate() and p != target[a] and mesh.size(a) > 1]
+    checks = step_checks(mesh) if axes else None
     if checks is None or not checks.is_on or in_backward() or running_module() is not None:
         return
-    mesh = tensor.device_mesh
-    if all(mesh.size(axis) == 1 or not p.is_replicate() for axis, p in enumerate(tensor.placements)):
-        checks.read(f"{how} of a DTensor of shape {tuple(tensor.shape)} placed as {tuple(tensor.placements)}")
+    checks.read(f"{how}, a DTensor of shape {tuple(spec.shape)} placed as {tuple(placements)}", axes)
 
 
 def note_plain_value(op: str, name: str, tensor: torch.Tensor, mesh: Any) -> None:

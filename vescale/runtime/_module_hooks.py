@@ -20,11 +20,12 @@ from vescale.runtime._attribution import module_of_node
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._foreign_tools import refuse_tracing
 from vescale.runtime._generation import add_generate, is_generating, whole_output
-from vescale.runtime._input_checks import check_inputs, watch_backward
+from vescale.runtime._input_checks import check_inputs, note_random_state, watch_backward
 from vescale.runtime._module_calls import module_hooks
 from vescale.runtime._placing import Placing
 from vescale.runtime._precision import Casts
 from vescale.runtime._runtime import Runtime
+from vescale.runtime._stray_parameters import check_strays
 from vescale.runtime._write_back import Placed
 
 __all__ = ["add_hooks"]
@@ -88,6 +89,8 @@ class _Instructions:
         refuse_tracing()
         if self.runtime.missing_values is not None:
             self.runtime.missing_values.check((args, kwargs))
+        if self.runtime.strays:
+            check_strays(self.runtime)
         check_inputs(self.runtime, self._model, lambda: self._named_inputs(args, kwargs))
         if not self.inputs and not self.casts.param:
             return args, kwargs, None
@@ -177,6 +180,7 @@ class _Instructions:
         elif self.is_root:
             output = map_tensors(self._finished, output)
         if self.is_root:
+            note_random_state(self.runtime)
             watch_backward(self.runtime, self._model, output)
             model = self._module()
             if model is not None:

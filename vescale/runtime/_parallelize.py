@@ -174,6 +174,7 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
     runtime.adopt(model, "")
     model.register_load_state_dict_pre_hook(_before_loading)
     before.mark_replaced("parallelize")
+    runtime.checks.start()
     return model
 
 

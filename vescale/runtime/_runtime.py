@@ -60,6 +60,8 @@ class Runtime:
         budgets: by the number of their entry in the plan.
         warned_of_state: whether the user was told that a checkpointed module writes to an argument that keeps tensors.
         warned_of_compiler: whether the user was told that torch.compile has no effect.
+        random_state: of the default generator when a forward began whose values are compared.
+        strays: modules, and names of plain parameters, or modules with some, that were registered there later.
     """
 
     def __init__(
@@ -83,6 +85,8 @@ class Runtime:
         self.last_offloaded: weakref.ref[Any] | None = None
         self.budgets: dict[int, Any] = {}
         self.warned_of_state = False
+        self.random_state: Any = None
+        self.strays: list[tuple[weakref.ref[nn.Module], str]] = []
         self._factories = {i.path: tuple(i.op.placements) for i in program if isinstance(i.op, Factory)}
         self._attention = {i.path: i.op.methods for i in program if isinstance(i.op, Attention)}
         self.checks: StepChecks = start_checks(mesh)
@@ -137,7 +141,7 @@ class Runtime:
         self.gradients.adopt(module, path)
         self.gradients.attach()
 
-    def has_adopted(self, module: nn.Module) -> bool:
+    def has_adopted(self, module: Any) -> bool:
         return module in self._adopted
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:

@@ -1,8 +1,7 @@
 """The mesh of an entry is a number.
 
 error: PlanError|TypeError
-says: 7.5 | mesh
-open: the error is Python's
+says: mesh=7.5 is not the name of an axis | mesh='tp'
 """
 
 from torch.distributed.tensor import Replicate, Shard  # noqa: F401

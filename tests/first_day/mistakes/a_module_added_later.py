@@ -1,8 +1,7 @@
 """A module is added after `parallelize`.
 
-error: RuntimeError
-says: head | before
-open: plain parameters that come later are not looked for
+error: PlanError
+says: head.weight | before parallelize
 """
 
 import torch

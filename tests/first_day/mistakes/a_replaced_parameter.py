@@ -1,8 +1,7 @@
 """A parameter is replaced by a plain one after `parallelize`.
 
-error: RuntimeError
+error: PlanError
 says: up.weight | DTensor | before
-open: plain parameters that come later are not looked for
 """
 
 import torch

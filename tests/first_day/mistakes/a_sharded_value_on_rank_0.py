@@ -2,7 +2,6 @@
 
 error: RuntimeError
 says: rank 0 | Shard
-open: an element of a sharded tensor is not watched
 """
 
 from torch.distributed.tensor import Shard

@@ -1,8 +1,7 @@
 """Only rank 0 asks for the full state dict.
 
 error: RuntimeError
-says: rank 1 | full_state_dict | rank 0
-open: a gather of a state dict is not watched
+says: rank 1 | a_state_dict_on_rank_0.py | rank 0 | forward 1
 """
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

@@ -2,7 +2,6 @@
 
 error: RuntimeError
 says: seed | rank 1
-open: the generator's state is not compared
 """
 
 import torch

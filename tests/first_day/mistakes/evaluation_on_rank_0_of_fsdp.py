@@ -2,7 +2,6 @@
 
 error: RuntimeError
 says: rank 0 | rank 1 | forward
-open: fully_shard alone compares no steps
 """
 
 from tests.first_day.start import Net, inputs, rank, start
