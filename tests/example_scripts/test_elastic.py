@@ -57,9 +57,10 @@ def assert_one_device(out: Path, argv: list[str]) -> None:
     steps = {int(str(record["step"])) for record in found}
     assert steps == set(range(max(steps) + 1)) and len(expected) == min(len(steps), _EPOCH)
     for record in found:
-        if int(str(record["step"])) >= _EPOCH:
+        step = int(str(record["step"]))
+        if step >= _EPOCH:
             break
-        assert record["loss"] == pytest.approx(expected[record["step"]], rel=3e-5), record  # type: ignore[index]
+        assert record["loss"] == pytest.approx(expected[step], rel=3e-5), record
 
 
 def test_meshes() -> None:
