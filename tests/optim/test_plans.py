@@ -33,7 +33,6 @@ KINDS: list[tuple[Any, str, dict[str, Any]]] = [
 LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "muon": (Muon, {"lr": 0.01, "ns_dtype": torch.float32}),
     "shampoo": (Shampoo, {"lr": 0.001}),
-    "soap": (SOAP, {"lr": 0.003}),
 }
 
 
@@ -114,8 +113,9 @@ def losses_follow_one_device(num_steps: int, algorithm: str) -> None:
     assert worst <= 1e-4, (worst, alone, on_mesh_)
 
 
-def test_losses_of_a_plan_follow_one_device(ranks: RankPools) -> None:
-    ranks.run(losses_follow_one_device, 3, "muon", world_size=4)
+@pytest.mark.parametrize("algorithm", ["muon", "shampoo"])  # SOAP: docs/optimizers-matrix.md, "Bits"
+def test_losses_of_a_plan_follow_one_device(ranks: RankPools, algorithm: str) -> None:
+    ranks.run(losses_follow_one_device, 3, algorithm, world_size=4)
 
 
 @pytest.mark.slow
