@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -277,6 +278,8 @@ def test_plans_that_cannot_be_right_are_refused(ranks: RankPools) -> None:
 class WritingExperts(Experts):
     """Write to an input of theirs; count their calls, and draw a number in each."""
 
+    num_calls: torch.Tensor
+
     def __init__(self, written: str) -> None:
         super().__init__(separate=False)
         self.written = written
@@ -308,10 +311,10 @@ class WrittenMixture(Mixture):
 def written(sizes: dict[str, int]) -> None:
     x = torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     for name in ("hidden_states", "top_k_weights", "top_k_index"):
-        reference, model = pair(lambda n=name: WrittenMixture(n), entries("whole"), sizes)
+        reference, model = pair(functools.partial(WrittenMixture, name), entries("whole"), sizes)
         assert_same_step(reference, model, x, tolerance=1e-10)
         for how in (("experts", "mask"), ("experts", "all_to_all"), ("features", "mask")):
-            _, model = pair(lambda n=name: WrittenMixture(n), entries(*how), sizes)
+            _, model = pair(functools.partial(WrittenMixture, name), entries(*how), sizes)
             for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):  # the last rank has no token
                 with mode(), pytest.raises(PlanError, match=f"'experts' write to their input '{name}' in place"):
                     model(x)
