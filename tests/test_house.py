@@ -16,6 +16,7 @@ PACKAGE = ROOT / "vescale"
 
 # package -> floor; a package imports only strictly lower floors, and the packages of its own floor named in SIDEWAYS.
 FLOORS = {
+    "errors": 0,
     "csrc": 0,
     "compat": 0,
     "comm": 0,
@@ -40,6 +41,7 @@ FLOORS = {
     "cli": 9,
 }
 SIDEWAYS = {("comm", "compat"), ("comm", "csrc"), ("compat", "csrc"), ("ops", "rng"), ("plan_zoo", "plans")}
+SIDEWAYS |= {("comm", "errors"), ("compat", "errors")}
 SIDEWAYS |= {("debug", "estimation")}
 
 

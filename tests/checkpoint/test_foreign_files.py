@@ -20,11 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vescale.checkpoint._dcp import open_dcp
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._reader import read_tensors
 from vescale.checkpoint._safetensors import open_safetensors
 from vescale.checkpoint._stored import Stored
 from vescale.checkpoint._torch_save import open_torch_save
+from vescale.errors import CheckpointError
 
 STATE = {
     "a.weight": torch.arange(12, dtype=torch.float32).view(3, 4),

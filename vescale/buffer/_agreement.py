@@ -9,12 +9,15 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm import all_gather_into
+from vescale.errors import Coded
 
 __all__ = ["BufferMismatchError", "check_same_buffers"]
 
 
-class BufferMismatchError(ValueError):
+class BufferMismatchError(Coded, ValueError):
     """Ranks of one process group have planned different buffers."""
+
+    code = "VS0501"
 
 
 def check_same_buffers(

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from vescale.errors import BufferMemoryError
+
 __all__ = ["Allocation", "observe_allocations"]
 
 _OBSERVERS: list[Callable[[torch.UntypedStorage], None]] = []
@@ -46,7 +48,7 @@ class Allocation:
     def reserve(self, num_bytes: int) -> int:
         """The byte offset of a new place. Raises RuntimeError once memory has been allocated."""
         if self._storage is not None:
-            raise RuntimeError("a place was asked for in an allocation that is in use; reserve all places first")
+            raise BufferMemoryError("a place was asked for in an allocation that is in use; reserve all places first")
         offset = -(-self.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self.num_bytes = offset + num_bytes
         return offset
@@ -59,7 +61,7 @@ class Allocation:
     def storage(self) -> torch.UntypedStorage:
         """Raises RuntimeError before the first :meth:`allocate`."""
         if self._storage is None:
-            raise RuntimeError("the memory of this buffer has never been allocated; call allocate() first")
+            raise BufferMemoryError("the memory of this buffer has never been allocated; call allocate() first")
         return self._storage
 
     def attach(self, storage: torch.UntypedStorage) -> None:

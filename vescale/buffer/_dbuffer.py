@@ -17,6 +17,7 @@ from vescale.buffer._allocation import Allocation
 from vescale.buffer._local_part import LocalPart
 from vescale.buffer._tensor_group import TensorGroup
 from vescale.comm import Pending, all_gather_into, all_reduce_, axis_group, reduce_scatter_into
+from vescale.errors import DBufferError
 from vescale.placements import RaggedShard
 
 __all__ = ["DBuffer", "PendingBuffer"]
@@ -138,7 +139,7 @@ class DBuffer(LocalPart):
             order: of the norm, such as 2 or infinity.
         """
         if self.partial_axes:
-            raise ValueError(f"norm of a buffer placed as {self.placements}: the sum is pending; reduce it first")
+            raise DBufferError(f"norm of a buffer placed as {self.placements}: the sum is pending; reduce it first")
         wide = torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
         part = _norm(self.local if order >= 0 else self._without_padding(), order, wide)
         if not self.shard_axes:
@@ -156,7 +157,7 @@ class DBuffer(LocalPart):
 
     def _must_match(self, other: DBuffer, what: str) -> None:
         if other.group.layout != self.group.layout or other.begin != self.begin or other.numel != self.numel:
-            raise ValueError(
+            raise DBufferError(
                 f"{what} between buffers of {self.group.names[:3]}... placed as {self.placements} and of "
                 f"{other.group.names[:3]}... placed as {other.placements}; both must have one layout and hold the same "
                 "elements: use the same TensorGroup, and gather or scatter one of them"
@@ -170,7 +171,7 @@ class DBuffer(LocalPart):
         numbers = self._numbers(axes)
         for axis in numbers:
             if not isinstance(self.placements[axis], Replicate | Partial):
-                raise ValueError(
+                raise DBufferError(
                     f"piece along axis {axis} of a buffer placed as {self.placements}; only an axis along which every "
                     "rank holds the whole can be cut"
                 )
@@ -214,7 +215,7 @@ class DBuffer(LocalPart):
         out = out if out is not None else self._placed(numbers, Replicate()).allocate()
         self._must_nest(out)
         if out.dtype != self.dtype or _kinds(out.placements) != _kinds(self._replaced(numbers, Replicate())):
-            raise ValueError(
+            raise DBufferError(
                 f"all_gather of {self.dtype} {self.placements} along {numbers} into {out.dtype} {out.placements}; the "
                 "dtypes must be equal and the axes replicated"
             )
@@ -251,7 +252,7 @@ class DBuffer(LocalPart):
             piece = out if out is not None else self._placed(numbers, RaggedShard())
             piece._must_nest(self)
             if piece.dtype != self.dtype or _kinds(piece.placements) != _kinds(self._replaced(numbers, RaggedShard())):
-                raise ValueError(
+                raise DBufferError(
                     f"reduce_scatter of {self.dtype} {self.placements} along {numbers} into {piece.dtype} "
                     f"{piece.placements}; the dtypes must be equal and the axes sharded"
                 )
@@ -283,7 +284,7 @@ class DBuffer(LocalPart):
         self._must_be(numbers, Partial, what)
         ops = {str(getattr(self.placements[axis], "reduce_op", "")) for axis in numbers}
         if op is None and len(ops) > 1:
-            raise ValueError(
+            raise DBufferError(
                 f"{what} of axes {numbers} placed as {self.placements}: one collective has one operation; reduce the "
                 "axes one after the other, or pass op="
             )
@@ -295,13 +296,13 @@ class DBuffer(LocalPart):
         for axis in axes:
             number = names.index(axis) if isinstance(axis, str) and axis in names else axis
             if not isinstance(number, int) or not 0 <= number < self.mesh.ndim:
-                raise ValueError(f"axis {axis!r} of a mesh with axes {names or self.mesh.ndim}; name one of them")
+                raise DBufferError(f"axis {axis!r} of a mesh with axes {names or self.mesh.ndim}; name one of them")
             found.append(number)
         return tuple(sorted(found))
 
     def _must_be(self, axes: tuple[int, ...], kind: type[Placement], what: str) -> None:
         if not axes or any(not isinstance(self.placements[axis], kind) for axis in axes):
-            raise ValueError(
+            raise DBufferError(
                 f"{what} along axes {axes} of a buffer placed as {self.placements}: they must be {kind.__name__}; "
                 "choose other axes, or build the buffer with that placement"
             )
@@ -313,7 +314,7 @@ class DBuffer(LocalPart):
         coarser = set(whole.shard_axes) - set(self.shard_axes)
         in_order = not coarser and all(axis < min(finer) for axis in whole.shard_axes) if finer else not coarser
         if whole.group.layout != self.group.layout or whole.mesh != self.mesh or not in_order:
-            raise ValueError(
+            raise DBufferError(
                 f"the pieces of {self.placements} do not follow each other in {whole.placements}: a later axis of the "
                 "mesh cuts finer, so gather it before (and scatter it after) the earlier ones, on one mesh and with one "
                 "TensorGroup"
@@ -357,18 +358,18 @@ def _checked(
 ) -> tuple[Placement | None, ...]:
     placements = tuple(placements)
     if len(placements) != mesh.ndim:
-        raise ValueError(
+        raise DBufferError(
             f"{len(placements)} placements {placements} for a mesh of {mesh.ndim} axes; give one for each axis"
         )
     for placement in placements:
         if placement is not None and not isinstance(placement, Replicate | Partial | RaggedShard):
-            raise ValueError(
+            raise DBufferError(
                 f"a buffer placed as {placement!r}; use Replicate(), RaggedShard(), Partial(), or None for an axis along "
                 "which every rank has a buffer of its own"
             )
     num_pieces = math.prod(mesh.size(axis) for axis, p in enumerate(placements) if isinstance(p, RaggedShard))
     if group.layout.num_shards % num_pieces:
-        raise ValueError(
+        raise DBufferError(
             f"placements {placements} cut the buffer into {num_pieces} pieces, and its layout was planned for "
             f"{group.layout.num_shards} shards; plan it for a multiple of {num_pieces}"
         )
@@ -381,7 +382,7 @@ def _piece(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, int]:
         return 1, 0
     found = axis_group(mesh, axes)
     if list(found.coordinates) != sorted(found.coordinates):
-        raise ValueError(
+        raise DBufferError(
             f"the ranks of {mesh} do not ascend along axes {axes}, so a collective would put pieces in another order than "
             "the mesh; build the mesh from ascending ranks"
         )

@@ -15,6 +15,7 @@ from typing import Protocol
 import regex
 
 from vescale.buffer._integer_arguments import integers
+from vescale.errors import GranularityError
 
 __all__ = ["FFN_WEIGHTS", "Elements", "GranularityTable", "Rows", "Tile"]
 
@@ -92,7 +93,7 @@ class Tile:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dims", integers("Tile.dims", self.dims, at_least=1))
         if not self.dims:
-            raise ValueError("Tile.dims is empty; expected the size of at least one dim. Use Elements() instead.")
+            raise GranularityError("Tile.dims is empty; expected the size of at least one dim. Use Elements() instead.")
 
     def block(self, shape: Sequence[int]) -> int:
         """Elements of one band of tiles of a tensor of this shape.
@@ -104,7 +105,7 @@ class Tile:
             ValueError: the tensor has fewer dims than the tile, or a band would run into the next matrix.
         """
         if len(shape) < len(self.dims):
-            raise ValueError(
+            raise GranularityError(
                 f"a tensor of shape {tuple(shape)} has no tiles of {len(self.dims)} dims {self.dims}. "
                 "Give it Elements() or a tile of at most its own dims."
             )
@@ -113,7 +114,7 @@ class Tile:
         if size >= shape[dim]:  # one band holds the whole dim
             size = shape[dim]
         elif shape[dim] % size and math.prod(shape[:dim]) > 1:
-            raise ValueError(
+            raise GranularityError(
                 f"{size} does not divide the {shape[dim]} of dim {dim} in a tensor of shape {tuple(shape)}: blocks of "
                 f"{size} would run from one matrix into the next. Nearest sizes that work: "
                 f"{_nearest_divisors(shape[dim], size)}."
@@ -153,7 +154,7 @@ class GranularityTable:
             try:
                 self._entries.append((regex.compile(pattern), granularity))
             except regex.error as error:
-                raise ValueError(
+                raise GranularityError(
                     f"pattern {pattern!r} is not a regular expression: {error}. Escape literal characters with \\."
                 ) from error
 
@@ -168,7 +169,7 @@ class GranularityTable:
                 try:
                     return granularity.block(tuple(parameter.shape))
                 except ValueError as error:
-                    raise ValueError(f"parameter {name!r}, {granularity}: {error}") from error
+                    raise GranularityError(f"parameter {name!r}, {granularity}: {error}") from error
         return None
 
     def blocks(self, shapes: Mapping[str, Sequence[int]]) -> list[int]:
@@ -182,7 +183,7 @@ class GranularityTable:
         """
         unused = [p.pattern for p, _ in self._entries if not any(p.fullmatch(name) for name in shapes)]
         if unused:
-            raise ValueError(
+            raise GranularityError(
                 f"pattern {unused[0]!r} matches none of {len(shapes)} parameters, for example "
                 f"{', '.join(list(shapes)[:3])}. Patterns are matched against whole names; correct or drop it."
             )

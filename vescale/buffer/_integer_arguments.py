@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 
+from vescale.errors import ArgumentTypeError, LayoutPlanningError
+
 __all__ = ["integers"]
 
 
@@ -19,7 +21,9 @@ def integers(name: str, values: Iterable[object], at_least: int = 0) -> tuple[in
     try:
         items = list(values)
     except TypeError:
-        raise TypeError(f"{name} is {values!r}; expected a sequence of integers. Pass a list or a tuple.") from None
+        raise ArgumentTypeError(
+            f"{name} is {values!r}; expected a sequence of integers. Pass a list or a tuple."
+        ) from None
     for i, value in enumerate(items):
         where = name if len(items) == 1 else f"{name}[{i}]"
         try:
@@ -27,11 +31,13 @@ def integers(name: str, values: Iterable[object], at_least: int = 0) -> tuple[in
                 raise TypeError
             number = operator.index(value)  # type: ignore[arg-type]
         except TypeError:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{where} is {value!r} of type {type(value).__name__}; expected an integer number of elements. "
                 "Convert it with int() where it is computed."
             ) from None
         if number < at_least:
-            raise ValueError(f"{where} is {number}; expected at least {at_least}. Fix the value that is passed.")
+            raise LayoutPlanningError(
+                f"{where} is {number}; expected at least {at_least}. Fix the value that is passed."
+            )
         found.append(number)
     return tuple(found)

@@ -12,6 +12,7 @@ import torch
 from vescale.buffer._allocation import Allocation
 from vescale.buffer._layout import ShardSlice
 from vescale.buffer._tensor_group import TensorGroup
+from vescale.errors import DBufferError
 from vescale.placements import contiguous_stride
 
 __all__ = ["LocalPart"]
@@ -147,7 +148,7 @@ class LocalPart:
         """
         index = self.group.index(tensor) if isinstance(tensor, str) else tensor
         if tuple(whole.shape) != self.group.shapes[index]:
-            raise ValueError(
+            raise DBufferError(
                 f"{self.group.names[index]}: a tensor of shape {tuple(whole.shape)} for a place of shape "
                 f"{self.group.shapes[index]}; give the tensor that the group was planned for"
             )

@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Any
 
 from vescale.buffer._integer_arguments import integers
+from vescale.errors import LayoutTextError, UnknownTensorError
 
 __all__ = ["ModelShapes", "Unit", "group_units", "shape_list", "shape_list_names"]
 
@@ -63,7 +64,7 @@ class ModelShapes:
         try:
             data: Any = json.loads(text)
             if data["format"] != _FORMAT:
-                raise ValueError(f"format is {data['format']!r}")
+                raise LayoutTextError(f"format is {data['format']!r}")
             units = tuple(
                 Unit(
                     path=str(unit["path"]),
@@ -74,7 +75,7 @@ class ModelShapes:
             )
             return cls(str(data["name"]), str(data["source"]), units)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
+            raise LayoutTextError(
                 f"not a shape list ({type(error).__name__}: {error}); expected the text of ModelShapes.to_json with "
                 f"format {_FORMAT!r}. Build it with tools/build_shapes.py."
             ) from error
@@ -113,5 +114,5 @@ def shape_list(name: str) -> ModelShapes:
         KeyError: there is no list of this name.
     """
     if name not in shape_list_names():
-        raise KeyError(f"no shape list {name!r}; there are {', '.join(shape_list_names())}.")
+        raise UnknownTensorError(f"no shape list {name!r}; there are {', '.join(shape_list_names())}.")
     return ModelShapes.from_json((resources.files("vescale.buffer") / "shapes" / f"{name}.json").read_text("utf-8"))

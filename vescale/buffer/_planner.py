@@ -10,6 +10,7 @@ from vescale.buffer._integer_arguments import integers
 from vescale.buffer._layout import Layout
 from vescale.buffer._plan_buffer import Group, plan_group
 from vescale.buffer._split_buffers import BufferPlan, split_group
+from vescale.errors import LayoutPlanningError
 
 __all__ = ["Effort", "plan_layout", "table_cap"]
 
@@ -28,7 +29,9 @@ def table_cap(effort: Effort) -> int:
     if isinstance(effort, int) and not isinstance(effort, bool) and effort > 0:
         return effort
     if not isinstance(effort, str) or effort not in _CAPS:
-        raise ValueError(f"effort is {effort!r}; expected 'fast', 'thorough' or a positive number of table entries.")
+        raise LayoutPlanningError(
+            f"effort is {effort!r}; expected 'fast', 'thorough' or a positive number of table entries."
+        )
     native, fallback = _CAPS[effort]
     return native if csrc.load("planner") is not None else fallback
 
@@ -123,12 +126,12 @@ def plan_layout(
     (tensor_alignment,) = integers("tensor_alignment", [tensor_alignment], at_least=1)
     (max_buffers,) = integers("max_buffers", [max_buffers], at_least=1)
     if len(numels) != len(blocks):
-        raise ValueError(
+        raise LayoutPlanningError(
             f"plan_layout got {len(numels)} numels and {len(blocks)} blocks; each tensor has one of each. "
             "Pass 1 as the block of a tensor that may be cut anywhere."
         )
     if order not in ("auto", "default"):
-        raise ValueError(f"order is {order!r}; expected 'auto' or 'default'. 'auto' is never worse.")
+        raise LayoutPlanningError(f"order is {order!r}; expected 'auto' or 'default'. 'auto' is never worse.")
     group = Group(numels, blocks, num_shards, alignment, tensor_alignment)
     cap = table_cap(effort)
     if max_buffers == 1:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vescale.buffer._integer_arguments import integers
 from vescale.buffer._planner import Effort, plan_layout
 from vescale.buffer._split_buffers import BufferPlan
+from vescale.errors import LayoutPlanningError
 
 __all__ = ["ShardSuggestion", "suggest_num_shards"]
 
@@ -52,7 +53,7 @@ def suggest_num_shards(
     """
     sizes = sorted(set(integers("candidates", candidates, at_least=1)))
     if not sizes:
-        raise ValueError(
+        raise LayoutPlanningError(
             "candidates is empty; expected at least one number of shards. Pass for example (64, 128, 256)."
         )
     suggestions: list[ShardSuggestion] = []

@@ -14,6 +14,7 @@ import torch
 from vescale.buffer._integer_arguments import integers
 from vescale.buffer._layout import Layout, ShardSlice
 from vescale.buffer._planner import Effort, plan_layout
+from vescale.errors import DBufferError, UnknownTensorError
 from vescale.placements import RaggedShard, StridedRaggedShard
 
 __all__ = ["COLLECTIVE_ALIGNMENT_BYTES", "TensorGroup", "alignment_in_elements"]
@@ -55,10 +56,10 @@ class TensorGroup:
         object.__setattr__(self, "shapes", tuple(tuple(int(n) for n in shape) for shape in self.shapes))
         if len(set(self.names)) != len(self.names):
             twice = sorted({name for name in self.names if self.names.count(name) > 1})
-            raise ValueError(f"a group has two tensors named {twice[0]!r}; tensors are found by name: rename one")
+            raise DBufferError(f"a group has two tensors named {twice[0]!r}; tensors are found by name: rename one")
         numels = tuple(math.prod(shape) for shape in self.shapes)
         if len(self.names) != len(self.shapes) or numels != self.layout.numels:
-            raise ValueError(
+            raise DBufferError(
                 f"{len(self.names)} names, tensors of {numels} elements, and a layout of {self.layout.numels}; plan the "
                 "layout of these shapes (TensorGroup.plan does)"
             )
@@ -106,7 +107,7 @@ class TensorGroup:
     def index(self, name: str) -> int:
         """Raises KeyError for a name that is not in the group."""
         if name not in self._index:
-            raise KeyError(f"no tensor {name!r} in this group of {len(self)}: {', '.join(self.names[:8])}")
+            raise UnknownTensorError(f"no tensor {name!r} in this group of {len(self)}: {', '.join(self.names[:8])}")
         return self._index[name]
 
     @cached_property

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vescale.checkpoint._checkpointer import Checkpointer
-    from vescale.checkpoint._errors import CheckpointError, CheckpointWarning
     from vescale.checkpoint._hf_export import export_hf
     from vescale.checkpoint._hf_load import load_hf
     from vescale.checkpoint._one_shot import load, save
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from vescale.checkpoint._reader import read_tensors
     from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
     from vescale.checkpoint._verification import verify
+    from vescale.errors import CheckpointError, CheckpointWarning
 
 _MODULES = {
     "Checkpointer": "_checkpointer",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from vescale.checkpoint._errors import CheckpointError
+from vescale.errors import HfLoadError
 
 __all__ = ["base_of", "base_tensors"]
 
@@ -37,7 +37,7 @@ def base_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[
             if around is None or not _is_adapted(around):
                 plain.append(part)
             elif part == "modules_to_save":
-                raise CheckpointError(
+                raise HfLoadError(
                     f"{name} is PEFT's copy of a module, which it trains instead (modules_to_save): load the weights first "
                     "and call get_peft_model afterwards, or leave modules_to_save out"
                 )

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._local_blocks import LocalBlocks
 from vescale.checkpoint._stored import StoredBox, StoredTensor
+from vescale.errors import DamagedFileError
 from vescale.placements import Box, contiguous_stride
 
 __all__ = ["MAX_READ_BYTES", "BoxIndex", "ByteRead", "plan_reads"]
@@ -77,7 +77,7 @@ class BoxIndex:
                 found += common[0].numel
                 yield box, common[0]
         if found != block.numel:
-            raise CheckpointError(
+            raise DamagedFileError(
                 f"{self.name}: the checkpoint's boxes hold {found} of the {block.numel} elements of the block at "
                 f"{block.offset} of sizes {block.sizes}; its index is damaged"
             )

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from vescale.checkpoint._errors import CheckpointError, CheckpointWarning
 from vescale.checkpoint._gathering import Gathering, first_rank_decides
 from vescale.checkpoint._loading import load_stored
 from vescale.checkpoint._saving import Saver, Target
@@ -18,6 +17,13 @@ from vescale.checkpoint._snapshot import take_snapshot
 from vescale.checkpoint._step_folder import MANIFEST, Retention, complete_steps, find_problems, step_name, step_numbers
 from vescale.checkpoint._step_format import open_step
 from vescale.checkpoint._verification import verify_step
+from vescale.errors import (
+    CheckpointError,
+    CheckpointOptionError,
+    CheckpointWarning,
+    NoSuchStepError,
+    UnsavableValueError,
+)
 
 __all__ = ["Checkpointer"]
 
@@ -60,16 +66,16 @@ class Checkpointer:
         verify: Verify = "sizes",
     ) -> None:
         if keep is not None and keep < 2:
-            raise ValueError(
+            raise CheckpointOptionError(
                 f"keep is {keep}; expected at least 2, so that a damaged step is not the only one, or None for all"
             )
         if keep_every is not None and keep_every < 1:
-            raise ValueError(f"keep_every is {keep_every}; expected a positive number of steps")
+            raise CheckpointOptionError(f"keep_every is {keep_every}; expected a positive number of steps")
         if verify not in ("none", "sizes", "checksums"):
-            raise ValueError(f'verify is {verify!r}; expected "none", "sizes" or "checksums"')
+            raise CheckpointOptionError(f'verify is {verify!r}; expected "none", "sizes" or "checksums"')
         name, which = (best, "min") if best is None or isinstance(best, str) else best
         if which not in ("min", "max"):
-            raise ValueError(f'best is {best!r}; expected a name, or (name, "min" or "max")')
+            raise CheckpointOptionError(f'best is {best!r}; expected a name, or (name, "min" or "max")')
         self.folder = Path(folder)
         self._best = name
         self._retention = Retention(keep, keep_every, name, which == "max")
@@ -94,7 +100,7 @@ class Checkpointer:
                 was saved before is as it was. Objects that are no tensors and no plain data; nothing is pickled.
         """
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise ValueError(f"step is {step!r}; expected a number that is not negative")
+            raise CheckpointOptionError(f"step is {step!r}; expected a number that is not negative")
         metric = self._metric(more)
         snapshot = take_snapshot(model, optimizer, more)
         replace = self._may_be_replaced(step)
@@ -175,7 +181,7 @@ class Checkpointer:
         try:
             number = None if value is None else float(value)
         except (TypeError, ValueError):
-            raise CheckpointError(
+            raise UnsavableValueError(
                 f"{self._best} is {value!r}; best={self._best!r} needs a number, or nothing"
             ) from None
         return {"name": self._best, "value": number if number is not None and number == number else None}
@@ -197,7 +203,7 @@ class Checkpointer:
                 return found
             text = f"{self.folder / step_name(found)} is damaged: {'; '.join(problems[:5])}"
             if step != "latest":
-                raise CheckpointError(text)
+                raise NoSuchStepError(text)
             warnings.warn(f"passed by: {text}", CheckpointWarning, stacklevel=3)
             excluded.append(found)
 
@@ -209,10 +215,10 @@ class Checkpointer:
         ]
         if step != "latest":
             if step not in known:
-                raise CheckpointError(f"{folder} has no step {step}; it has {self.steps()}")
+                raise NoSuchStepError(f"{folder} has no step {step}; it has {self.steps()}")
             problems = find_problems(os.path.join(folder, step_name(int(step)))) if checks else []
             if problems:
-                raise CheckpointError(
+                raise NoSuchStepError(
                     f"step {step} is not complete: {'; '.join(problems)}; complete are {self.steps()}"
                 )
             return int(step)

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 import vescale
 from vescale.checkpoint._data_file import align, write_data_file
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._hf_files import copy_beside
 from vescale.checkpoint._json_values import decode
 from vescale.checkpoint._safetensors_layout import create_file, index_of, plan_files, write_block
@@ -28,6 +27,7 @@ from vescale.checkpoint._saving import dtype_name
 from vescale.checkpoint._step_folder import commit, pack_part
 from vescale.checkpoint._stored import Stored, StoredTensor
 from vescale.checkpoint._stored_blocks import BLOCK_BYTES, block_shapes, block_values, blocks_of
+from vescale.errors import ConvertError
 
 __all__ = ["TARGETS", "convert", "num_bytes", "plain_values"]
 
@@ -68,7 +68,7 @@ def convert(
     Raises CheckpointError where the target exists, or cannot hold what the source has; the target is then not there.
     """
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists already; choose a new folder, or remove it")
+        raise ConvertError(f"{target} exists already; choose a new folder, or remove it")
     temporary = target.parent / f"{target.name}.tmp-{uuid.uuid4().hex[:16]}"
     try:
         temporary.mkdir(parents=True)
@@ -82,7 +82,7 @@ def convert(
         os.rename(temporary, target)
         _sync(target.parent)
     except OSError as error:
-        raise CheckpointError(f"{target}: {error}") from error
+        raise ConvertError(f"{target}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return left

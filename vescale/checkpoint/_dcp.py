@@ -17,11 +17,11 @@ from typing import IO, Any
 import torch
 
 from vescale.checkpoint._cover import cover_fault
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._restricted_pickle import PLAIN_NAMES, Record, load_restricted, record_of
 from vescale.checkpoint._safetensors import read_header
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 from vescale.checkpoint._torch_save import TensorRecord, plain_value, read_torch_save
+from vescale.errors import DamagedFileError
 
 __all__ = ["chunk_places", "is_dcp", "open_dcp"]
 
@@ -73,7 +73,7 @@ def open_dcp(path: Path) -> Stored:
                 info = where.get((name, None))
                 values[str(name)] = files.value(str(name), info)
             else:
-                raise CheckpointError(f"{about} describes {name} by a {kind}; expected a tensor or bytes")
+                raise DamagedFileError(f"{about} describes {name} by a {kind}; expected a tensor or bytes")
     return Stored(path, tensors, "dcp", values)
 
 
@@ -94,17 +94,17 @@ def _metadata(path: Path) -> tuple[dict[Any, Any], dict[tuple[Any, Any], Any]]:
     try:
         metadata = load_restricted((path / _METADATA).read_bytes(), _NAMES, about)
     except OSError as error:
-        raise CheckpointError(f"{about}: {error.strerror or error}") from error
+        raise DamagedFileError(f"{about}: {error.strerror or error}") from error
     entries = metadata.get("state_dict_metadata") if isinstance(metadata, Record) else None
     places = metadata.get("storage_data") if isinstance(metadata, Record) else None
     if not isinstance(entries, dict) or not isinstance(places, dict):
-        raise CheckpointError(f"{about} is no metadata of torch.distributed.checkpoint")
+        raise DamagedFileError(f"{about} is no metadata of torch.distributed.checkpoint")
     try:
         return entries, {
             (index.get("fqn"), index.get("offset")): info for index, info in places.items() if isinstance(index, Record)
         }
     except TypeError:
-        raise CheckpointError(f"{about} has a place for something without a name") from None
+        raise DamagedFileError(f"{about} has a place for something without a name") from None
 
 
 def _tensor(files: _Files, name: str, entry: Record, where: Mapping[Any, Any]) -> StoredTensor:
@@ -113,7 +113,7 @@ def _tensor(files: _Files, name: str, entry: Record, where: Mapping[Any, Any]) -
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, torch.dtype) or not _sizes(shape) or not isinstance(chunks, list):
-        raise CheckpointError(f"{files.folder / _METADATA} has no sound entry for {name}")
+        raise DamagedFileError(f"{files.folder / _METADATA} has no sound entry for {name}")
     boxes = []
     for chunk in chunks:
         offset: Any
@@ -121,14 +121,14 @@ def _tensor(files: _Files, name: str, entry: Record, where: Mapping[Any, Any]) -
         offset, sizes = (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Record) else (None, None)
         fits = _sizes(offset) and _sizes(sizes) and len(offset) == len(sizes) == len(shape)
         if not fits or any(at + size > total for at, size, total in zip(offset, sizes, shape)):
-            raise CheckpointError(
+            raise DamagedFileError(
                 f"{files.folder / _METADATA}: {name} of shape {shape} has a chunk {sizes} at {offset}"
             )
         if math.prod(sizes):
             boxes.append(files.box(name, dtype, offset, sizes, where.get((name, offset))))
     wrong = cover_fault(boxes, shape)
     if wrong is not None:
-        raise CheckpointError(f"{files.folder / _METADATA}: the chunks of {name} of shape {shape} {wrong}")
+        raise DamagedFileError(f"{files.folder / _METADATA}: the chunks of {name} of shape {shape} {wrong}")
     return StoredTensor(shape, dtype, tuple(boxes))
 
 
@@ -155,7 +155,7 @@ class _Files:
             found = read_torch_save(file, start, length, f"{self.folder / path} at byte {start} ({name})")
         if not isinstance(found, TensorRecord) or found.shape != sizes or found.dtype != dtype:
             described = f"{found.dtype} of shape {found.shape}" if isinstance(found, TensorRecord) else "no tensor"
-            raise CheckpointError(
+            raise DamagedFileError(
                 f"{self.folder / path}: the record of {name} at {offset} holds {described}; expected {dtype} of shape "
                 f"{sizes}"
             )
@@ -176,30 +176,32 @@ class _Files:
         about = f"{self.folder / path} at byte {start} ({name})"
         found = read_torch_save(file, start, length, about)
         if isinstance(found, TensorRecord):
-            raise CheckpointError(f"{about} holds a tensor in place of a plain value")
+            raise DamagedFileError(f"{about} holds a tensor in place of a plain value")
         return plain_value(found, about)
 
     def place(self, name: str, info: Any) -> tuple[str, IO[bytes], int, int]:
         place = info if isinstance(info, Record) else Record("")
         path, start, length = (place.get(key) for key in ("relative_path", "offset", "length"))
         if not isinstance(path, str) or type(start) is not int or type(length) is not int or start < 0 or length < 0:
-            raise CheckpointError(f"{self.folder / _METADATA} does not say where {name} is")
+            raise DamagedFileError(f"{self.folder / _METADATA} does not say where {name} is")
         if place.get("transform_descriptors"):
-            raise CheckpointError(
+            raise DamagedFileError(
                 f"{self.folder / path}: {name} is stored through {place.get('transform_descriptors')}; only chunks without "
                 "compression can be read: save again without extensions"
             )
         if Path(path).is_absolute() or ".." in Path(path).parts or "\0" in path:
-            raise CheckpointError(f"{self.folder / _METADATA} names the file {path!r} outside of its folder")
+            raise DamagedFileError(f"{self.folder / _METADATA} names the file {path!r} outside of its folder")
         if path not in self._files:
             try:
                 file: IO[bytes] = self._opened.enter_context((self.folder / path).open("rb"))
             except OSError as error:
-                raise CheckpointError(f"{self.folder / path}, which holds {name}: {error.strerror or error}") from error
+                raise DamagedFileError(
+                    f"{self.folder / path}, which holds {name}: {error.strerror or error}"
+                ) from error
             self._files[path] = file, os.fstat(file.fileno()).st_size
         file, size = self._files[path]
         if start + length > size:
-            raise CheckpointError(
+            raise DamagedFileError(
                 f"{self.folder / path} has {size} bytes, but {name} is at {start} to {start + length}: the file is truncated"
             )
         return path, file, start, length

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 
-from vescale.checkpoint._errors import CheckpointError
+from vescale.errors import FolderInUseError
 
 try:
     import fcntl
@@ -51,7 +51,7 @@ class FolderLock:
         except BlockingIOError:
             holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
             os.close(descriptor)
-            raise CheckpointError(
+            raise FolderInUseError(
                 f"another job saves to {os.path.dirname(self._path)}: {holder or 'its name is not known'}; give each job a "
                 "folder of its own, or end that one"
             ) from None

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vescale.checkpoint._dcp import chunk_places, is_dcp
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._open import open_stored
 from vescale.checkpoint._torch_save import FilePart, is_torch_save
 from vescale.checkpoint._verification import verify
+from vescale.errors import CheckpointError
 
 __all__ = ["verify_any"]
 

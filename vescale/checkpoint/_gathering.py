@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._replicas import has_other_ranks
 from vescale.comm import wait_limit
 from vescale.compat import default_timeout, own_connection
+from vescale.errors import CheckpointError, SaveFailedError
 
 __all__ = ["Gathering", "first_rank_decides", "raise_together"]
 
@@ -59,11 +59,11 @@ class Gathering:
             try:
                 self._store.wait([outcome], self._timeout)
             except RuntimeError as error:  # store types have no common error class
-                raise CheckpointError(f"rank 0 did not answer within {self._timeout}: it is gone, or hangs") from error
+                raise SaveFailedError(f"rank 0 did not answer within {self._timeout}: it is gone, or hangs") from error
             answer = json.loads(self._store.get(outcome))
         self._leave([*keys[1:], outcome], f"{place} left")
         if "error" in answer:
-            raise CheckpointError(answer["error"])
+            raise SaveFailedError(answer["error"])
         return dict(answer)
 
     def _lead(
@@ -91,7 +91,7 @@ def _answer(first: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return first()
     except (OSError, ValueError) as error:
-        raise CheckpointError(_text(error)) from error
+        raise SaveFailedError(_text(error)) from error
 
 
 def _text(error: BaseException) -> str:
@@ -109,7 +109,7 @@ def raise_together(error: CheckpointError | None) -> None:
     def look(messages: Sequence[str]) -> dict[str, Any]:
         failed = [rank for rank, message in enumerate(messages) if message]
         if failed and len(messages) > 1:
-            raise CheckpointError(f"rank {failed[0]}: {messages[failed[0]]}")
+            raise SaveFailedError(f"rank {failed[0]}: {messages[failed[0]]}")
         return {}
 
     try:

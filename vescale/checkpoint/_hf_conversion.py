@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._index_map import MappedTensor, NotAnIndexMapError
+from vescale.errors import HfConversionError
 
 __all__ = ["Computed", "Conversion", "is_transformers_model", "to_files", "to_model"]
 
@@ -133,7 +133,7 @@ def to_files(model: nn.Module, tensors: Mapping[str, Form]) -> Conversion:
         if pattern is None:
             target = loading.apply_renamings(name, renamings)
             if target in found.mapped:
-                raise CheckpointError(f"{name}: transformers gives the name {target} to two tensors of the model")
+                raise HfConversionError(f"{name}: transformers gives the name {target} to two tensors of the model")
             found.mapped[target] = MappedTensor.of(name, *tensors[name])
         else:
             groups.setdefault(target, _Group(by_pattern[pattern])).sources.append((pattern, name))
@@ -180,7 +180,7 @@ def _convert(
         results = {name: (tuple(value.shape), value.dtype) for name, value in shapes.items()}
         found.computed.append(Computed(names, results, run))
     except Exception as error:  # programs of transformers raise many kinds where sources do not fit together
-        raise CheckpointError(
+        raise HfConversionError(
             f"{target}: transformers' conversion of {', '.join(names[:4])}{' ...' if len(names) > 4 else ''} failed: "
             f"{error}; these do not fit the model's configuration"
         ) from error
@@ -190,4 +190,4 @@ def _run_on_meta(run: Callable[..., dict[str, torch.Tensor]], forms: Mapping[str
     try:
         return run(lambda name: torch.empty(forms[name][0], dtype=forms[name][1], device="meta"))
     except Exception as error:
-        raise CheckpointError(f"{target}: transformers' conversion failed: {error}") from error
+        raise HfConversionError(f"{target}: transformers' conversion failed: {error}") from error

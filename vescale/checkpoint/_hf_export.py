@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._hf_conversion import Computed, Conversion, Form, to_files
 from vescale.checkpoint._hf_files import file_base, write_beside
 from vescale.checkpoint._hf_load import origin_of
@@ -22,6 +21,7 @@ from vescale.checkpoint._model_tensors import model_tensors, tied_groups
 from vescale.checkpoint._replicas import assign, has_other_ranks, repeated_position
 from vescale.checkpoint._safetensors_layout import FileLayout, create_file, index_of, plan_files, write_block
 from vescale.comm import Consensus
+from vescale.errors import CheckpointError, HfExportError
 
 __all__ = ["Export", "export_hf", "once"]
 
@@ -87,7 +87,7 @@ def _together(consensus: Consensus | None, about: str, run: Callable[[], int]) -
     except (OSError, CheckpointError, ValueError) as error:
         failure = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error)
         if consensus is None:
-            raise error if isinstance(error, CheckpointError) else CheckpointError(failure) from error
+            raise error if isinstance(error, CheckpointError) else HfExportError(failure) from error
     if consensus is None:
         return [count]
     messages = consensus.exchange(
@@ -96,7 +96,7 @@ def _together(consensus: Consensus | None, about: str, run: Callable[[], int]) -
     found = [message.decode().split(" ", 1) for message in messages]
     for rank, (_, text) in enumerate(found):
         if text:
-            raise CheckpointError(f"rank {rank}: {text}")
+            raise HfExportError(f"rank {rank}: {text}")
     return [int(number) for number, _ in found]
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.checkpoint._adapters import base_of, base_tensors
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._hf_conversion import Conversion, is_transformers_model, to_model
 from vescale.checkpoint._hf_memory import fill_the_rest, give_memory
 from vescale.checkpoint._index_map import MappedTensor, Part, row_major, source_axes
@@ -28,6 +27,7 @@ from vescale.checkpoint._reader import read_tensors, read_whole
 from vescale.checkpoint._safetensors import open_safetensors
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
 from vescale.compat import note_writes
+from vescale.errors import HfLoadError
 from vescale.gradients import other_stages
 
 __all__ = ["Origin", "load_hf", "origin_of"]
@@ -110,7 +110,7 @@ def _config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} cannot be read as JSON: {error}") from None
+        raise HfLoadError(f"{folder / 'config.json'} cannot be read as JSON: {error}") from None
     return found if isinstance(found, dict) else {}
 
 
@@ -191,7 +191,7 @@ def _check_dtype(wanted: Mapping[str, torch.Tensor], dtype: torch.dtype | None) 
     for name, tensor in wanted.items():
         fixed = isinstance(tensor, DTensor) or not (tensor.is_meta or type(tensor).__name__ == "DeferredTensor")
         if fixed and tensor.is_floating_point() and tensor.dtype != dtype:
-            raise CheckpointError(
+            raise HfLoadError(
                 f"{name} has memory in {tensor.dtype} already, and dtype={dtype} was asked for; build the model in that "
                 "dtype, or leave dtype out: values are cast to what the model has"
             )
@@ -270,7 +270,7 @@ def _fill_part(
     shape = entry.shape if entry is not None else stored.tensors[part.source].shape
     place = source_axes(part, shape)
     if place is None:
-        raise CheckpointError(f"{part.source}: a quantized tensor whose dims the model merges cannot be read by slices")
+        raise HfLoadError(f"{part.source}: a quantized tensor whose dims the model merges cannot be read by slices")
     origin, axes = place
     for begin, sizes in _blocks_of(tuple(view.shape), [dim for dim, _ in axes]):
         at, count = list(origin), [1] * len(shape)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._hf_conversion import is_transformers_model
 from vescale.checkpoint._model_tensors import replace_tensors
 from vescale.compat import local_of
+from vescale.errors import HfLoadError
 from vescale.rng import is_deferred, materialize
 
 __all__ = ["fill_the_rest", "give_memory"]
@@ -29,7 +29,7 @@ def give_memory(
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             if local_of(tensor).is_meta:
-                raise CheckpointError(
+                raise HfLoadError(
                     f"{name} is a DTensor on the meta device; call model.to_empty(device=...) before, or build the model "
                     "under vescale.deferred_init()"
                 )
@@ -62,7 +62,7 @@ def fill_the_rest(model: nn.Module, loaded: Collection[str]) -> None:
     if not rest:
         return
     if not is_transformers_model(model):
-        raise CheckpointError(
+        raise HfLoadError(
             f"{', '.join(list(rest)[:5])}: on the meta device, and not in the checkpoint, so that their values are unknown; "
             "build the model under vescale.deferred_init(), which keeps what the constructor computes"
         )

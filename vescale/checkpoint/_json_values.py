@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale.checkpoint._errors import CheckpointError
+from vescale.errors import UnknownDtypeError, UnsavableValueError
 
 __all__ = ["TensorName", "decode", "encode"]
 
@@ -78,7 +78,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, np.generic):
         return encode(value.item(), path, tensors)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise CheckpointError(
+    raise UnsavableValueError(
         f"{path} is a {kind}; a checkpoint holds tensors, numbers, text, lists, tuples and dicts, and never pickles: give "
         "what has state_dict() and load_state_dict(), or convert it first"
     )
@@ -114,12 +114,12 @@ def decode(value: Any, tensor: Callable[[TensorName], Any] = lambda name: name) 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"the checkpoint names a dtype {name!r} that this torch does not know")
+        raise UnknownDtypeError(f"the checkpoint names a dtype {name!r} that this torch does not know")
     return found
 
 
 def _numpy_dtype(text: str) -> np.dtype[Any]:
     found = np.dtype(text)
     if found.kind not in "biufc":
-        raise CheckpointError(f"the checkpoint holds an array of dtype {text!r}; expected numbers")
+        raise UnknownDtypeError(f"the checkpoint holds an array of dtype {text!r}; expected numbers")
     return found

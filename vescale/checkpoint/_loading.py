@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale.checkpoint._errors import CheckpointError, CheckpointWarning
 from vescale.checkpoint._gathering import raise_together
 from vescale.checkpoint._json_values import TensorName, decode, encode
 from vescale.checkpoint._model_state import ModelState, load_extra, model_state
@@ -20,6 +19,7 @@ from vescale.checkpoint._random_state import set_random_state
 from vescale.checkpoint._reader import read_tensors, read_whole
 from vescale.checkpoint._snapshot import MODEL, RANDOM
 from vescale.checkpoint._stored import Stored
+from vescale.errors import CheckpointError, CheckpointWarning, ContentMismatchError
 from vescale.gradients import OtherStages, other_stages
 
 __all__ = ["load_stored"]
@@ -91,7 +91,7 @@ class _Plan:
         for prefix, each in named_optimizers(optimizer).items():
             saved = (self.saved.get("optimizers") or {}).get(prefix) or _by_names(stored, prefix, state)
             if saved is None:
-                raise CheckpointError(
+                raise ContentMismatchError(
                     f"{stored.folder} has no {prefix}; it has {sorted(self.saved.get('optimizers') or {}) or 'none'}. "
                     "Pass optimizers in the form they were saved in (one, a list or a dict), or none"
                 )
@@ -166,7 +166,7 @@ class _Plan:
         saved = self.saved.get("beside") or {}
         for key, value in more.items():
             if key not in saved:
-                raise CheckpointError(
+                raise ContentMismatchError(
                     f"{self.stored.folder} has nothing saved as {key!r}; it has {sorted(saved)}: use the name that save() "
                     "was given, or leave it out"
                 )
@@ -228,7 +228,7 @@ def _give_back(value: Any, state: Any, key: str) -> None:
     elif hasattr(value, "load_state_dict"):
         value.load_state_dict(state)
     else:
-        raise CheckpointError(
+        raise ContentMismatchError(
             f"{key} is a {type(value).__qualname__} without load_state_dict; take result[{key!r}] instead of passing it"
         )
 

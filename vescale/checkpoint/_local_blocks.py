@@ -8,8 +8,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.compat import AsyncCollectiveTensor, local_of, spec_of
+from vescale.errors import UnsavableTensorError
 from vescale.placements import Box, is_sharded, own_region
 
 __all__ = ["LocalBlocks", "local_blocks"]
@@ -65,7 +65,7 @@ def local_blocks(name: str, tensor: torch.Tensor) -> LocalBlocks:
         return LocalBlocks(tensor, shape, (whole,) if tensor.numel() else (), tensor)
     spec = spec_of(tensor)
     if any(placement.is_partial() for placement in spec.placements):
-        raise CheckpointError(
+        raise UnsavableTensorError(
             f"{name}: shape {shape} placed as {tuple(spec.placements)} has a pending reduction, and a checkpoint holds "
             "values only; redistribute it to a placement without Partial first"
         )
@@ -78,7 +78,7 @@ def local_blocks(name: str, tensor: torch.Tensor) -> LocalBlocks:
         local = local.wait()
     _check_memory(name, local)
     if tuple(local.shape) != region.local_shape:
-        raise CheckpointError(
+        raise UnsavableTensorError(
             f"{name}: a DTensor of shape {shape} placed as {tuple(spec.placements)} has a local tensor of shape "
             f"{region.local_shape} on this rank, but the one found has shape {tuple(local.shape)}; build it with "
             "distribute_tensor or from_local, which check this"
@@ -88,14 +88,14 @@ def local_blocks(name: str, tensor: torch.Tensor) -> LocalBlocks:
 
 def _check_memory(name: str, local: torch.Tensor) -> None:
     if local.is_meta:
-        raise CheckpointError(
+        raise UnsavableTensorError(
             f"{name}: the tensor of shape {tuple(local.shape)} is on the meta device and has no memory; materialize the "
             "model first (vescale.materialize, or model.to_empty)"
         )
     if local.layout != torch.strided or local.is_quantized:
-        raise CheckpointError(f"{name}: its layout is {local.layout}; checkpoints hold dense tensors only")
+        raise UnsavableTensorError(f"{name}: its layout is {local.layout}; checkpoints hold dense tensors only")
     if type(local) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and _hides_memory(local):
-        raise CheckpointError(
+        raise UnsavableTensorError(
             f"{name}: a {type(local).__module__}.{type(local).__qualname__} keeps its values in other tensors; save "
             "what it is made of, or a dequantized copy, under **more"
         )

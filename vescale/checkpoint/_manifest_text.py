@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vescale.errors import Coded
+
 __all__ = ["FORMAT", "VERSION", "ManifestError", "merge_parts", "parse", "serialize"]
 
 FORMAT = "vescale-checkpoint"
@@ -18,8 +20,10 @@ VERSION = 1
 _SHOWN = 5
 
 
-class ManifestError(ValueError):
+class ManifestError(Coded, ValueError):
     """A manifest is damaged, or ranks hold what cannot be one checkpoint."""
+
+    code = "VS0901"
 
 
 def serialize(manifest: Mapping[str, Any]) -> bytes:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._stored import StoredTensor
+from vescale.errors import ContentMismatchError
 
 __all__ = ["Differences", "compare", "nearest"]
 
@@ -57,7 +57,7 @@ class Differences:
 
     def refuse(self, where: str) -> None:
         if self:
-            raise CheckpointError(
+            raise ContentMismatchError(
                 f"{where} does not fit what is to be loaded:\n{self.describe()}\nBuild the model and optimizer as they were "
                 "saved, or pass strict=False to load the rest and have these returned"
             )

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._hf_conversion import to_files
 from vescale.checkpoint._hf_export import Export, once
 from vescale.checkpoint._hf_files import file_base
@@ -19,6 +18,7 @@ from vescale.checkpoint._reader import read_whole
 from vescale.checkpoint._safetensors_layout import plan_files, write_block
 from vescale.checkpoint._stored import Stored
 from vescale.checkpoint._stored_blocks import blocks_of
+from vescale.errors import HfExportError
 
 __all__ = ["export_stored"]
 
@@ -79,7 +79,7 @@ def export_stored(
             os.fsync(descriptor)
         work.finish(model, beside)
     except OSError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+        raise HfExportError(f"{folder}: {error}") from error
     finally:
         for descriptor in opened.values():
             os.close(descriptor)

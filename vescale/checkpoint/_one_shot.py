@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._gathering import raise_together
 from vescale.checkpoint._hf_conversion import is_transformers_model
 from vescale.checkpoint._hf_load import load_hf
@@ -17,6 +16,7 @@ from vescale.checkpoint._open import open_stored
 from vescale.checkpoint._saving import Saver, Target
 from vescale.checkpoint._snapshot import take_snapshot
 from vescale.checkpoint._step_format import is_step
+from vescale.errors import CheckpointError, SaveFailedError, UnknownFormatError
 
 __all__ = ["load", "save"]
 
@@ -46,7 +46,7 @@ def save(
         expected = (
             "a checkpoint to overwrite" if overwrite else "no such path; pass overwrite=True to replace a checkpoint"
         )
-        error = CheckpointError(f"{found} is there already; expected {expected}")
+        error = SaveFailedError(f"{found} is there already; expected {expected}")
     raise_together(error)
     saver = Saver(str(found.parent), asynchronous=False, locks=False)
     try:
@@ -82,7 +82,7 @@ def load(
     try:
         stored = open_stored(path)
     except (CheckpointError, OSError) as found:
-        error = found if isinstance(found, CheckpointError) else CheckpointError(f"{path}: {found}")
+        error = found if isinstance(found, CheckpointError) else UnknownFormatError(f"{path}: {found}")
     raise_together(error)
     assert stored is not None
     if stored.format == "safetensors" and model is not None and optimizer is None and is_transformers_model(model):

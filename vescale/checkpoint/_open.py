@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vescale.checkpoint._dcp import is_dcp, open_dcp
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._safetensors import is_safetensors, open_safetensors
 from vescale.checkpoint._step_format import is_step, is_step_folder, open_newest_step, open_step
 from vescale.checkpoint._stored import Stored
 from vescale.checkpoint._torch_save import is_torch_save, open_torch_save
+from vescale.errors import UnknownFormatError
 
 __all__ = ["FORMATS", "Format", "open_stored"]
 
@@ -53,9 +53,9 @@ def open_stored(path: str | os.PathLike[str]) -> Stored:
     """
     found = Path(path)
     if not found.exists():
-        raise CheckpointError(f"{found} does not exist; expected the folder or file of a checkpoint")
+        raise UnknownFormatError(f"{found} does not exist; expected the folder or file of a checkpoint")
     for known in FORMATS:
         if known.matches(found):
             return known.open(found)
     expected = ", ".join(dict.fromkeys(known.name for known in FORMATS))
-    raise CheckpointError(f"{found} is no checkpoint in a known format; expected one of: {expected}")
+    raise UnknownFormatError(f"{found} is no checkpoint in a known format; expected one of: {expected}")

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._json_values import TensorName, decode, encode
 from vescale.checkpoint._names import nearest
 from vescale.checkpoint._stored import StoredTensor
+from vescale.errors import DamagedFileError, OptimizerNamesError
 
 __all__ = ["OptimizerLoad", "named_optimizers", "optimizer_state", "plan_optimizer_load"]
 
@@ -34,7 +34,7 @@ def named_optimizers(optimizer: Any) -> dict[str, Optimizer]:
         found = {"optimizer": optimizer}
     for name, each in found.items():
         if not hasattr(each, "state") or not hasattr(each, "param_groups"):
-            raise CheckpointError(
+            raise OptimizerNamesError(
                 f"{name} is a {type(each).__qualname__} without state and param_groups; expected a torch.optim.Optimizer, a "
                 "list or a dict of them. Pass other objects by a name of their own"
             )
@@ -63,7 +63,7 @@ def _members(prefix: str, index: int, group: Mapping[str, Any], names: Mapping[i
     for place, (parameter, given) in enumerate(zip(group["params"], own)):
         name = names.get(id(parameter), given)
         if name is None:
-            raise CheckpointError(
+            raise OptimizerNamesError(
                 f"{prefix}: parameter {place} of group {index}, of shape {tuple(parameter.shape)}, is not one of the "
                 "model's, so that its state has no name; pass the model that the optimizer was made for, or make the "
                 "optimizer with named_parameters()"
@@ -176,7 +176,7 @@ def _placed(
     if not isinstance(own, torch.Tensor):
         entry = stored.get(value)
         if entry is None:
-            raise CheckpointError(f"{value}: the checkpoint's values name this tensor, but its index does not have it")
+            raise DamagedFileError(f"{value}: the checkpoint's values name this tensor, but its index does not have it")
         own = _new_state(entry, key, group, parameter)
     load.targets[str(value)] = own
     return own

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._stored import Stored
 from vescale.checkpoint._stored_blocks import block_values
+from vescale.errors import HfLoadError
 
 __all__ = ["Quantized", "find_quantized", "read_block"]
 
@@ -66,9 +66,9 @@ def find_quantized(stored: Stored, block: Sequence[int] | None = None) -> dict[s
         elif name.endswith("_blocks") and tensor.dtype == torch.uint8:
             values, scales = name.removesuffix("_blocks"), name.removesuffix("_blocks") + "_scales"
             if scales not in stored.tensors:
-                raise CheckpointError(f"{stored.folder}: {name} has no {scales} beside it")
+                raise HfLoadError(f"{stored.folder}: {name} has no {scales} beside it")
             if tensor.shape[:-1] != stored.tensors[scales].shape or len(tensor.shape) < 3:
-                raise CheckpointError(
+                raise HfLoadError(
                     f"{stored.folder}: {name} of shape {tensor.shape} and {scales} of shape "
                     f"{stored.tensors[scales].shape}; expected scales of shape {tensor.shape[:-1]}"
                 )
@@ -89,14 +89,14 @@ def _block(name: str, shape: tuple[int, ...], grid: tuple[int, ...], wanted: Seq
     rows, columns = shape[-2:] if len(shape) > 1 else (1, *shape)
     scale_rows, scale_columns = (1, 1) if not grid else ((1, 1, *grid)[-2:])
     if len(grid) > 2 and grid[:-2] != shape[:-2]:
-        raise CheckpointError(f"{name} of shape {shape} has scales of shape {grid}")
+        raise HfLoadError(f"{name} of shape {shape} has scales of shape {grid}")
 
     def size(total: int, count: int, given: int) -> int:
         if -(-total // given) == count:
             return given
         if count and total % count == 0:
             return total // count
-        raise CheckpointError(f"{name} of shape {shape} has scales of shape {grid}; expected one for each {given}")
+        raise HfLoadError(f"{name} of shape {shape} has scales of shape {grid}; expected one for each {given}")
 
     sizes = wanted or (128, 128)
     return size(rows, scale_rows, sizes[0]), size(columns, scale_columns, sizes[1])

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from vescale.checkpoint._byte_reads import MAX_READ_BYTES, BoxIndex, ByteRead, plan_reads
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
 from vescale.checkpoint._names import compare
 from vescale.checkpoint._replicas import Shares, broadcast_shares, plan_shares
 from vescale.checkpoint._stored import Stored
 from vescale.compat import note_writes
+from vescale.errors import CheckpointError, DamagedFileError
 
 __all__ = ["read_tensors", "read_whole"]
 
@@ -60,7 +60,7 @@ def read_tensors(
     try:
         _fill(stored, {name: blocks[name] for name in blocks if name in shares.own})
     except (OSError, CheckpointError) as error:
-        failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{stored.folder}: {error}")
+        failure = error if isinstance(error, CheckpointError) else DamagedFileError(f"{stored.folder}: {error}")
     failure = shares.agree(failure)  # nobody waits for a broadcast that does not come
     if failure is not None:
         raise failure
@@ -172,7 +172,7 @@ class _Files:
         while waiting:
             count = os.preadv(descriptor, waiting, start)
             if count == 0:
-                raise CheckpointError(
+                raise DamagedFileError(
                     f"{self._folder / name} ends at byte {start}, but {sum(map(len, waiting))} more bytes belong to the "
                     "checkpoint; it was cut off: use another step, or another copy of the file"
                 )

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._local_blocks import LocalBlocks
 from vescale.comm import Consensus, requested_by
 from vescale.compat import is_alone
+from vescale.errors import CheckpointError
 
 __all__ = ["Shares", "assign", "broadcast_shares", "has_other_ranks", "plan_shares", "repeated_position"]
 

@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import IO, Any, ClassVar
 
-from vescale.checkpoint._errors import CheckpointError
+from vescale.errors import CheckpointError, UnsafePickleError
 
 __all__ = ["PLAIN_NAMES", "Record", "load_restricted", "record_of"]
 
@@ -64,7 +64,7 @@ def record_of(name: str) -> Callable[..., Record]:
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     if not isinstance(text, str) or encoding != "latin1":
-        raise CheckpointError("a pickle encodes something else than bytes")
+        raise UnsafePickleError("a pickle encodes something else than bytes")
     return text.encode("latin1")
 
 
@@ -103,7 +103,7 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full not in self._names:
-            raise CheckpointError(
+            raise UnsafePickleError(
                 f"{self._about} names {full}, which is not on the list of what a checkpoint may hold; nothing of it was "
                 "run. If you trust the file, load it with PyTorch and save the tensors again"
             )
@@ -111,7 +111,7 @@ class _Unpickler(pickle._Unpickler):
 
     def persistent_load(self, identity: Any) -> Any:
         if self._persistent is None:
-            raise CheckpointError(f"{self._about} refers to data outside of itself")
+            raise UnsafePickleError(f"{self._about} refers to data outside of itself")
         return self._persistent(identity)
 
     def load_build(self) -> None:
@@ -120,7 +120,7 @@ class _Unpickler(pickle._Unpickler):
         if isinstance(stack[-1], Record):
             stack[-1].__setstate__(state)
         elif not isinstance(stack[-1], dict):  # attributes of an OrderedDict (_metadata of a state dict) are left out
-            raise CheckpointError(f"{self._about} sets attributes of a {type(stack[-1]).__name__}")
+            raise UnsafePickleError(f"{self._about} sets attributes of a {type(stack[-1]).__name__}")
 
     dispatch[pickle.BUILD[0]] = load_build
 
@@ -140,7 +140,7 @@ class _Unpickler(pickle._Unpickler):
         stack = self.stack  # type: ignore[attr-defined]
         keywords = stack.pop()
         if keywords:
-            raise CheckpointError(f"{self._about} calls something with keywords")
+            raise UnsafePickleError(f"{self._about} calls something with keywords")
         self.load_reduce()
 
     dispatch[pickle.NEWOBJ_EX[0]] = load_newobj_ex
@@ -148,7 +148,7 @@ class _Unpickler(pickle._Unpickler):
     def _call(self, function: Any, args: Any) -> Any:
         """Only what the list gave is called; a pickle may put other objects into the place of a callable."""
         if not isinstance(args, tuple) or id(function) not in self._callables:
-            raise CheckpointError(f"{self._about} calls a {type(function).__name__}, which is not on the list")
+            raise UnsafePickleError(f"{self._about} calls a {type(function).__name__}, which is not on the list")
         return function(*args)
 
 
@@ -160,10 +160,10 @@ def load_restricted(
     Raises CheckpointError, beginning with ``about``, for another name, which it tells, and for damaged data.
     """
     if len(data) > _MAX_BYTES:
-        raise CheckpointError(f"{about} is a pickle of {len(data)} bytes; expected at most {_MAX_BYTES}")
+        raise UnsafePickleError(f"{about} is a pickle of {len(data)} bytes; expected at most {_MAX_BYTES}")
     try:
         return _Unpickler(io.BytesIO(data), names, persistent, about).load()
     except CheckpointError:
         raise
     except Exception as error:  # whatever garbled opcodes lead to
-        raise CheckpointError(f"{about} is damaged: {type(error).__name__}: {str(error)[:200]}") from None
+        raise UnsafePickleError(f"{about} is damaged: {type(error).__name__}: {str(error)[:200]}") from None

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from vescale.checkpoint._cover import cover_fault
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
+from vescale.errors import CheckpointError, DamagedFileError, SafetensorsFolderError
 
 __all__ = ["DTYPES", "MAX_HEADER", "Header", "is_safetensors", "open_safetensors", "read_header", "weight_files"]
 
@@ -84,7 +84,7 @@ def read_header(path: Path) -> Header:
                 raise _damaged(path, f"ends inside of its header: {size} bytes, header of {length}")
             text = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+        raise DamagedFileError(f"{path}: {error.strerror or error}") from error
     try:
         found = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
@@ -106,7 +106,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, .
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     dtype = DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
-        raise CheckpointError(f"{path}: {name} has the dtype {code!r}; expected one of {', '.join(DTYPES)}")
+        raise DamagedFileError(f"{path}: {name} has the dtype {code!r}; expected one of {', '.join(DTYPES)}")
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
         raise _damaged(path, f"describes {name} by shape {str(shape)[:200]} and offsets {str(offsets)[:200]}")
     begin, end = offsets
@@ -145,7 +145,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path} is no sound safetensors file: it {what}; copy or download the file again")
+    return DamagedFileError(f"{path} is no sound safetensors file: it {what}; copy or download the file again")
 
 
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
@@ -158,7 +158,7 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     if indexes:
         chosen = "model.safetensors.index.json" if "model.safetensors.index.json" in indexes else indexes[0]
         if chosen == indexes[0] and len(indexes) > 1 and chosen != "model.safetensors.index.json":
-            raise CheckpointError(f"{folder} has several indexes: {', '.join(indexes)}; give a folder with one")
+            raise SafetensorsFolderError(f"{folder} has several indexes: {', '.join(indexes)}; give a folder with one")
         weights = _weight_map(folder / chosen)
         return sorted(set(weights.values())), weights
     files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -171,12 +171,12 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         complete = {int(match[2]) for match in numbered} == set(range(1, max([n for _, n in sets], default=0) + 1))
         sharded = all(name.startswith(("shard-", "__")) for name in files)
         if not sharded and (len(sets) != 1 or len(numbered) != len(files) or not complete):
-            raise CheckpointError(
+            raise SafetensorsFolderError(
                 f"{folder} has {len(files)} safetensors files and no index: {', '.join(files[:8])}; expected "
                 "model.safetensors, model.safetensors.index.json, or all files of one numbered set"
             )
     if not files:
-        raise CheckpointError(f"{folder} has no safetensors file; expected model.safetensors or an index")
+        raise SafetensorsFolderError(f"{folder} has no safetensors file; expected model.safetensors or an index")
     return files, None
 
 
@@ -184,15 +184,19 @@ def _weight_map(path: Path) -> dict[str, str]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}; copy or download it again") from None
+        raise SafetensorsFolderError(f"{path} cannot be read as JSON: {error}; copy or download it again") from None
     weights = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(value, str) for value in weights.values()):
-        raise CheckpointError(f"{path} has no weight_map from tensor names to file names; copy or download it again")
+        raise SafetensorsFolderError(
+            f"{path} has no weight_map from tensor names to file names; copy or download it again"
+        )
     for name in sorted(set(weights.values())):
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
-            raise CheckpointError(f"{path} names the file {name!r} outside of its folder; such an index is refused")
+            raise SafetensorsFolderError(
+                f"{path} names the file {name!r} outside of its folder; such an index is refused"
+            )
         if not (path.parent / name).is_file():
-            raise CheckpointError(f"{path} names the file {name}, which is not in the folder; download it, too")
+            raise SafetensorsFolderError(f"{path} names the file {name}, which is not in the folder; download it, too")
     return weights
 
 
@@ -223,14 +227,14 @@ def open_safetensors(path: Path) -> Stored:
                 continue
             offset = offsets.get(name, (0,) * len(shape))
             if name in boxes and name not in offsets:
-                raise CheckpointError(
+                raise SafetensorsFolderError(
                     f"{folder}: {name} is in {boxes[name][0][1].file} and in {file}; expected it once"
                 )
             boxes.setdefault(name, []).append((dtype, StoredBox(offset, shape, file, start)))
     gone = [name for name in weights or () if name not in boxes]
     if gone:
         file = (weights or {})[gone[0]]
-        raise CheckpointError(f"{folder}: the index says that {gone[0]} is in {file}, which does not have it")
+        raise SafetensorsFolderError(f"{folder}: the index says that {gone[0]} is in {file}, which does not have it")
     tensors = {name: _joined(folder, name, found) for name, found in boxes.items()}
     return Stored(folder, tensors, "safetensors", {"metadata": metadata} if metadata else {})
 
@@ -253,10 +257,10 @@ def _shard_offsets(path: Path, header: Header) -> dict[str, tuple[int, ...]]:
 def _joined(folder: Path, name: str, found: list[tuple[torch.dtype, StoredBox]]) -> StoredTensor:
     dtype, first = found[0]
     if any(other != dtype or len(box.sizes) != len(first.sizes) for other, box in found):
-        raise CheckpointError(f"{folder}: the blocks of {name} have different dtypes or numbers of dims")
+        raise DamagedFileError(f"{folder}: the blocks of {name} have different dtypes or numbers of dims")
     boxes = tuple({box.offset: box for _, box in found}.values())  # replicas have equal blocks
     shape = tuple(max(box.offset[dim] + box.sizes[dim] for box in boxes) for dim in range(len(first.sizes)))
     wrong = cover_fault(boxes, shape)
     if wrong is not None:
-        raise CheckpointError(f"{folder}: the blocks of {name} of shape {shape} {wrong}; a file may be missing")
+        raise DamagedFileError(f"{folder}: the blocks of {name} of shape {shape} {wrong}; a file may be missing")
     return StoredTensor(shape, dtype, tuple(box for box in boxes if box.numel))

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._index_map import row_major
 from vescale.checkpoint._safetensors import DTYPES, MAX_HEADER
+from vescale.errors import CheckpointOptionError, HfExportError
 
 __all__ = ["FileLayout", "create_file", "index_of", "parse_size", "plan_files", "write_block"]
 
@@ -51,10 +51,12 @@ def parse_size(size: int | str) -> int:
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
         if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(f"max_shard_size={size!r}; expected a number of bytes, or text like '5GB' or '500MiB'")
+            raise CheckpointOptionError(
+                f"max_shard_size={size!r}; expected a number of bytes, or text like '5GB' or '500MiB'"
+            )
         found = float(match[1]) * _UNITS[match[2].upper()]
     if found < 1:
-        raise ValueError(f"max_shard_size={size!r}; expected at least one byte")
+        raise CheckpointOptionError(f"max_shard_size={size!r}; expected at least one byte")
     return int(found)
 
 
@@ -74,9 +76,7 @@ def plan_files(
     held = 0
     for name, (shape, dtype) in forms.items():
         if dtype not in _CODES:
-            raise CheckpointError(
-                f"{name} is {dtype}, which safetensors files cannot hold; convert it, or leave it out"
-            )
+            raise HfExportError(f"{name} is {dtype}, which safetensors files cannot hold; convert it, or leave it out")
         size = math.prod(shape) * dtype.itemsize
         if groups[-1] and held + size > limit:
             groups.append({})
@@ -107,7 +107,7 @@ def _layout(
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
-        raise CheckpointError(f"{name} would have a header of {len(text)} bytes; choose a smaller max_shard_size")
+        raise HfExportError(f"{name} would have a header of {len(text)} bytes; choose a smaller max_shard_size")
     header = struct.pack("<Q", len(text)) + text
     tensors = {tensor: (forms[tensor][1], forms[tensor][0], len(header) + begins[tensor]) for tensor in order}
     return FileLayout(name, header, tensors, len(header) + at)

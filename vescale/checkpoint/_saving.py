@@ -19,7 +19,6 @@ import torch.distributed as dist
 import vescale
 from vescale.checkpoint import _disk
 from vescale.checkpoint._data_file import align, write_data_file
-from vescale.checkpoint._errors import CheckpointError, CheckpointWarning
 from vescale.checkpoint._folder_lock import FolderLock
 from vescale.checkpoint._gathering import Gathering
 from vescale.checkpoint._local_blocks import LocalBlocks
@@ -29,6 +28,7 @@ from vescale.checkpoint._snapshot import Snapshot, samples
 from vescale.checkpoint._step_folder import Retention, clean, commit, pack_part
 from vescale.checkpoint._writer import Writer
 from vescale.comm import Consensus
+from vescale.errors import CheckpointError, CheckpointWarning, SaveFailedError
 from vescale.placements import Box
 
 __all__ = ["Saver", "Target", "dtype_name"]
@@ -102,7 +102,7 @@ class Saver:
         try:
             _fill_image(writer, layout, snapshot.blocks)
         except (OSError, RuntimeError) as error:  # no memory: the other ranks have to hear of it
-            unstaged = CheckpointError(f"the copy to memory of the host failed: {error}")
+            unstaged = SaveFailedError(f"the copy to memory of the host failed: {error}")
 
         def write() -> dict[str, Any]:
             if unstaged is not None:
@@ -151,7 +151,7 @@ class Saver:
             try:
                 self._id = gathering.round("", lambda _: {"id": self._prepare()})["id"]
             except CheckpointError as error:
-                raise CheckpointError(f"nothing was saved in {self.folder}: {error}") from error
+                raise SaveFailedError(f"nothing was saved in {self.folder}: {error}") from error
             self._gathering = gathering
         return self._gathering
 
@@ -167,7 +167,7 @@ class Saver:
             _disk.make_folder(probe)
             _disk.remove_tree(probe)
         except OSError as error:
-            raise CheckpointError(f"{self.folder} cannot be written to: {error}") from error
+            raise SaveFailedError(f"{self.folder} cannot be written to: {error}") from error
         return own
 
     def _finish(
@@ -185,14 +185,14 @@ class Saver:
             outcome = gathering.round(message, lambda messages: self._commit(messages, writing, head, target))
         except CheckpointError as error:
             self._holders = None
-            self._failure = CheckpointError(
+            self._failure = SaveFailedError(
                 f"{os.path.join(self.folder, target.name)} was not saved: {error}. What was saved before is as it was"
             )
             self._failure.__cause__ = error
             if self._writer is not None and gathering.rank == 0:  # the program may end without asking
                 warnings.warn(str(self._failure), CheckpointWarning, stacklevel=2)
         except Exception as error:  # the store is gone
-            self._failure = CheckpointError(f"{target.name} may not have been saved: {type(error).__name__}: {error}")
+            self._failure = SaveFailedError(f"{target.name} may not have been saved: {type(error).__name__}: {error}")
         else:
             if outcome["is_new"]:
                 self._holders = None
@@ -207,10 +207,10 @@ class Saver:
         try:
             failed = [rank for rank, message in enumerate(messages) if not message.startswith("ok")]
             if failed:
-                raise CheckpointError(f"rank {failed[0]}: {messages[failed[0]][2:]}")
+                raise SaveFailedError(f"rank {failed[0]}: {messages[failed[0]][2:]}")
             names, parts = zip(*(message[2:].split("\n", 1) for message in messages))
             if len(set(names)) > 1:
-                raise CheckpointError(
+                raise SaveFailedError(
                     f"ranks save different steps: {sorted(set(names))}; all have to save the same one"
                 )
             job = {
@@ -324,7 +324,7 @@ def _head(snapshot: Snapshot, target: Target) -> dict[str, Any]:
 def _check_space(folder: str, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        raise CheckpointError(
+        raise SaveFailedError(
             f"{folder} has {free} bytes left, and this rank alone has {nbytes} to write: free some, or use another"
         )
 

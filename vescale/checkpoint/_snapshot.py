@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._json_values import encode
 from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
 from vescale.checkpoint._model_state import model_state
 from vescale.checkpoint._optimizer_state import named_optimizers, optimizer_state
 from vescale.checkpoint._random_state import get_random_state
+from vescale.errors import UnsavableValueError
 from vescale.runtime import Runtime
 
 __all__ = ["MODEL", "RANDOM", "RESERVED", "Snapshot", "samples", "take_snapshot"]
@@ -58,7 +58,7 @@ def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, An
     """No communication; nothing is copied. Raises CheckpointError for what cannot be saved, with its name."""
     for name in more:
         if name in RESERVED or name.startswith("optimizer.") or name == "optimizers":
-            raise CheckpointError(f"{name!r} is a name of the checkpoint's own; pass this value by another one")
+            raise UnsavableValueError(f"{name!r} is a name of the checkpoint's own; pass this value by another one")
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {"model": None, "optimizers": {}, "beside": {}}
     buffers: set[str] = set()

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._manifest_text import ManifestError
 from vescale.checkpoint._step_folder import (
     MANIFEST,
@@ -20,6 +19,7 @@ from vescale.checkpoint._step_folder import (
     step_numbers,
 )
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
+from vescale.errors import DamagedFileError, NoSuchStepError, UnknownDtypeError
 
 __all__ = ["is_step", "is_step_folder", "open_newest_step", "open_step"]
 
@@ -38,7 +38,7 @@ def open_newest_step(path: Path) -> Stored:
     steps = complete_steps(str(path), problems.__setitem__)
     if not steps:
         found = "; ".join(text for texts in problems.values() for text in texts)
-        raise CheckpointError(f"{path} has no complete step: {found}")
+        raise NoSuchStepError(f"{path} has no complete step: {found}")
     return open_step(path / step_name(steps[-1]))
 
 
@@ -46,15 +46,15 @@ def open_step(path: Path, *, check_sizes: bool = True) -> Stored:
     """``values`` is the manifest without its index of files and tensors. Raises CheckpointError for damaged ones, and files
     of other sizes."""
     if check_sizes and (problems := find_problems(str(path))):
-        raise CheckpointError(f"{path} is not complete: {'; '.join(problems)}")
+        raise DamagedFileError(f"{path} is not complete: {'; '.join(problems)}")
     try:
         manifest = read_manifest(str(path))
     except ManifestError as error:
-        raise CheckpointError(str(error)) from error
+        raise DamagedFileError(str(error)) from error
     files = [file["name"] for file in manifest["files"]]
     for name in files:
         if os.path.basename(name) != name:
-            raise CheckpointError(f"{path}: the manifest names a file {name!r} outside of the step")
+            raise DamagedFileError(f"{path}: the manifest names a file {name!r} outside of the step")
     values = {key: value for key, value in manifest.items() if key not in ("files", "tensors")}
     return Stored(path, _Tensors(manifest["tensors"], files, values["values"]), "vescale", values)
 
@@ -81,7 +81,7 @@ class _Tensors(Mapping[str, StoredTensor]):
             )
             dtype = getattr(torch, entry["dtype"], None)
             if not isinstance(dtype, torch.dtype):
-                raise CheckpointError(f"{name} has dtype {entry['dtype']!r}, which this torch does not know")
+                raise UnknownDtypeError(f"{name} has dtype {entry['dtype']!r}, which this torch does not know")
             self._made[own] = StoredTensor(tuple(entry["shape"]), dtype, boxes)
         return self._made[own]
 

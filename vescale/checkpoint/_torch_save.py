@@ -14,9 +14,9 @@ from typing import IO, Any
 
 import torch
 
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._restricted_pickle import PLAIN_NAMES, load_restricted
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
+from vescale.errors import DamagedFileError
 
 __all__ = [
     "FilePart",
@@ -87,13 +87,13 @@ def _made(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> Te
     shape, strides = tuple(shape), tuple(strides)
     counts = (offset, *shape, *strides)
     if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype) or len(shape) != len(strides):
-        raise CheckpointError("a tensor without storage, dtype or strides")
+        raise DamagedFileError("a tensor without storage, dtype or strides")
     if not all(type(count) is int and 0 <= count < 1 << 62 for count in counts):
-        raise CheckpointError(f"a tensor of shape {shape}, strides {strides} and offset {offset}")
+        raise DamagedFileError(f"a tensor of shape {shape}, strides {strides} and offset {offset}")
     if 0 not in shape:
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides)) + 1
         if last * dtype.itemsize > storage.num_bytes:
-            raise CheckpointError(
+            raise DamagedFileError(
                 f"a tensor of shape {shape}, strides {strides} and {dtype} reaches {last * dtype.itemsize} bytes into a "
                 f"storage of {storage.num_bytes}"
             )
@@ -107,7 +107,7 @@ def _parameter(data: Any, *rest: Any) -> Any:
 def _of_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """``torch.Tensor`` and ``Parameter`` with attributes of their own, which are left out."""
     if function not in (_tensor, _tensor_of_dtype) or kind is not _parameter:
-        raise CheckpointError("a tensor of a class of its own")
+        raise DamagedFileError("a tensor of a class of its own")
     return function(*args)
 
 
@@ -170,34 +170,34 @@ def read_torch_save(file: IO[bytes], start: int, length: int, about: str) -> Any
     """
     part = FilePart(file, start, length)
     if part.read(4) != b"PK\x03\x04":
-        raise CheckpointError(
+        raise DamagedFileError(
             f"{about} is no zip: a torch.save file from before torch 1.6 (a bare pickle), or something else; load it with "
             "torch.load(weights_only=True) and save the result again"
         )
     try:
         records = {info.filename: info for info in zipfile.ZipFile(part).infolist()}
     except Exception as error:  # zipfile raises many kinds for garbled files
-        raise CheckpointError(f"{about} is truncated or damaged: {error}") from None
+        raise DamagedFileError(f"{about} is truncated or damaged: {error}") from None
     pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
-        raise CheckpointError(f"{about} is a zip without one data.pkl; expected a file written by torch.save")
+        raise DamagedFileError(f"{about} is a zip without one data.pkl; expected a file written by torch.save")
     root = pickles[0].removesuffix("data.pkl")
 
     def find(name: str) -> tuple[int, int]:
         info = records.get(root + name)
         if info is None:
-            raise CheckpointError(f"{about}: the record {name} is missing")
+            raise DamagedFileError(f"{about}: the record {name} is missing")
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
-            raise CheckpointError(f"{about}: the record {name} is compressed or encrypted")
+            raise DamagedFileError(f"{about}: the record {name} is compressed or encrypted")
         if info.header_offset < 0:
-            raise CheckpointError(f"{about} is damaged: the directory puts {name} before its first byte")
+            raise DamagedFileError(f"{about} is damaged: the directory puts {name} before its first byte")
         part.seek(info.header_offset)
         local = part.read(30)
         if len(local) < 30 or local[:4] != b"PK\x03\x04":
-            raise CheckpointError(f"{about} is damaged: no record {name} where the directory says")
+            raise DamagedFileError(f"{about} is damaged: no record {name} where the directory says")
         begin = info.header_offset + 30 + sum(struct.unpack("<HH", local[26:30]))
         if begin + info.file_size > length:
-            raise CheckpointError(f"{about} is truncated: the record {name} ends behind the file")
+            raise DamagedFileError(f"{about} is truncated: the record {name} ends behind the file")
         return begin, info.file_size
 
     def bytes_of(name: str) -> bytes:
@@ -206,14 +206,14 @@ def read_torch_save(file: IO[bytes], start: int, length: int, about: str) -> Any
         return part.read(size)
 
     if root + "byteorder" in records and bytes_of("byteorder") != b"little":
-        raise CheckpointError(f"{about} was written on a machine with another order of bytes")
+        raise DamagedFileError(f"{about} was written on a machine with another order of bytes")
 
     def storage(identity: Any) -> _Storage:
         if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
-            raise CheckpointError(f"{about} refers to data by {str(identity)[:200]}")
+            raise DamagedFileError(f"{about} refers to data by {str(identity)[:200]}")
         _, dtype, key, _, _ = identity
         if not isinstance(dtype, torch.dtype) or not isinstance(key, str):
-            raise CheckpointError(f"{about} has a storage that is no storage of torch")
+            raise DamagedFileError(f"{about} has a storage that is no storage of torch")
         begin, size = find(f"data/{key}")
         return _Storage(start + begin, size, dtype)
 
@@ -227,14 +227,14 @@ def flattened(value: Any, about: str) -> tuple[dict[str, TensorRecord], dict[str
 
     def visit(name: str, value: Any, depth: int) -> None:
         if depth > 100:
-            raise CheckpointError(f"{about} is nested more than 100 deep at {name[:100]}")
+            raise DamagedFileError(f"{about} is nested more than 100 deep at {name[:100]}")
         if isinstance(value, (dict, list, tuple)) and value and _has_tensor(value):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in items:
                 visit(f"{name}.{key}" if name else str(key), item, depth + 1)
             return
         if name in tensors or name in values:
-            raise CheckpointError(f"{about} has two values named {name}")
+            raise DamagedFileError(f"{about} has two values named {name}")
         if isinstance(value, TensorRecord):
             tensors[name or "tensor"] = value
         else:
@@ -265,7 +265,7 @@ def plain_value(value: Any, about: str) -> Any:
 
     def convert(value: Any, depth: int) -> Any:
         if depth > 100:
-            raise CheckpointError(f"{about} is nested more than 100 deep")
+            raise DamagedFileError(f"{about} is nested more than 100 deep")
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, bytes):
@@ -276,7 +276,7 @@ def plain_value(value: Any, about: str) -> Any:
             return [convert(item, depth + 1) for item in value]
         if isinstance(value, torch.dtype):
             return str(value)
-        raise CheckpointError(f"{about} holds a {type(value).__name__}; expected tensors and plain data")
+        raise DamagedFileError(f"{about} holds a {type(value).__name__}; expected tensors and plain data")
 
     return convert(value, 0)
 
@@ -315,4 +315,4 @@ def _opened(path: Path) -> IO[bytes]:
     try:
         return path.open("rb")
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+        raise DamagedFileError(f"{path}: {error.strerror or error}") from error

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from vescale.checkpoint._data_file import box_checksums
-from vescale.checkpoint._errors import CheckpointError
 from vescale.checkpoint._manifest_text import ManifestError
 from vescale.checkpoint._step_folder import MANIFEST, complete_steps, find_problems, read_manifest, step_name
+from vescale.errors import UnknownDtypeError, UnknownFormatError
 
 __all__ = ["verify", "verify_step"]
 
@@ -35,7 +35,7 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambd
         if re.fullmatch(r"step-\d+", found.name) or any(found.glob("data-*.bin")):
             return find_problems(str(found))
         if not steps and not any(found.glob("step-*")):
-            raise CheckpointError(f"{found} has no {MANIFEST} and no steps; expected a step, or a folder of steps")
+            raise UnknownFormatError(f"{found} has no {MANIFEST} and no steps; expected a step, or a folder of steps")
         if not steps:
             return [f"{found} has no complete step"]
         found = found / step_name(steps[-1])
@@ -84,5 +84,5 @@ def _check_file(path: Path, boxes: list[tuple[int, int, str, str]]) -> list[str]
 def _itemsize(name: str) -> int:
     found: Any = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"the manifest names a dtype {name!r} that this torch does not know")
+        raise UnknownDtypeError(f"the manifest names a dtype {name!r} that this torch does not know")
     return found.itemsize

@@ -18,7 +18,7 @@ import torch
 
 import vescale
 from vescale.checkpoint import _writer_process
-from vescale.checkpoint._errors import CheckpointError
+from vescale.errors import SaveFailedError
 
 __all__ = ["Writer"]
 
@@ -68,9 +68,9 @@ class Writer:
             code = self._process.wait()
             self._process = None
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            raise CheckpointError(f"the writer process {how}; the next save starts another one")
+            raise SaveFailedError(f"the writer process {how}; the next save starts another one")
         if "error" in answer:
-            raise CheckpointError(answer["error"])
+            raise SaveFailedError(answer["error"])
         return answer
 
     @property

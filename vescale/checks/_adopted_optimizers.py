@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from vescale.checks._replaced_parameters import Replacement, replacement_of
+from vescale.errors import AdoptionError, ArgumentTypeError
 from vescale.placements import distribute_tensor
 
 __all__ = ["adopt_optimizers", "listed_optimizers"]
@@ -24,7 +25,7 @@ def listed_optimizers(optimizers: Optimizers, caller: str) -> list[Optimizer]:
     found: list[Any] = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     for one in found:
         if not isinstance(getattr(one, "param_groups", None), list):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{caller} got optimizer={type(one).__name__}; expected an optimizer with param_groups, or several in a "
                 "list (a scheduler keeps its optimizer, which is what to pass)"
             )
@@ -53,7 +54,7 @@ def adopt_optimizers(optimizers: Iterable[Optimizer], by: str) -> None:
                     found.append((group["params"], index, new, state))
         known = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
         if not found and not known:
-            raise ValueError(
+            raise AdoptionError(
                 f"{by} got a {type(optimizer).__name__} that holds none of the model's parameters; pass the optimizer that "
                 "was made of model.parameters(), or make one afterwards"
             )
@@ -79,7 +80,7 @@ def _placed_value(key: Any, value: Any, old: torch.Tensor, new: Any, replaced: R
         return distribute_tensor(value.detach(), new.device_mesh, tuple(new.placements), src_data_rank=None)
     if value.ndim == 0:
         return value
-    raise ValueError(
+    raise AdoptionError(
         f"the optimizer's state {key!r} of {replaced.name!r} has shape {tuple(value.shape)}, and the parameter "
         f"{tuple(old.shape)}: only states of the parameter's shape can be cut; pass an optimizer that has not stepped to "
         f"{replaced.by}, and load its state afterwards (load_state_dict)"

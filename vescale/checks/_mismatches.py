@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vescale.comm import first_difference
+from vescale.errors import Coded
 
 __all__ = [
     "SAME_STEPS",
@@ -19,8 +20,10 @@ __all__ = [
 ]
 
 
-class StepMismatchError(RuntimeError):
+class StepMismatchError(Coded, RuntimeError):
     """Ranks are about to do different things, or some do not come; ``ranks``: those that differ from most, or are absent."""
+
+    code = "VS0301"
 
     def __init__(self, problem: str, ranks: Sequence[int]) -> None:
         super().__init__(problem)
@@ -29,6 +32,8 @@ class StepMismatchError(RuntimeError):
 
 class InputMismatchError(StepMismatchError):
     """Ranks give different values where all have to give the same."""
+
+    code = "VS0302"
 
 
 SEED = "seed of the default generator"

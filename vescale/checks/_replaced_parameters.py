@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from vescale.compat import no_torch_function
+from vescale.errors import Coded
 
 __all__ = ["RegisteredParameters", "ReplacedParameterError", "Replacement", "replacement_of"]
 
@@ -46,8 +47,10 @@ _WRITES = frozenset(
 _AVERAGES = frozenset(["lerp_", "_foreach_lerp_"])
 
 
-class ReplacedParameterError(RuntimeError):
+class ReplacedParameterError(Coded, RuntimeError):
     """A parameter is used that ``parallelize`` or ``fully_shard`` has replaced; ``name``: of the parameter."""
+
+    code = "VS0303"
 
     def __init__(self, problem: str, name: str) -> None:
         super().__init__(problem)

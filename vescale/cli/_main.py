@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from vescale import __version__
+from vescale.errors import Coded
 
 __all__ = ["COMMANDS", "UsageError", "main", "run_and_exit"]
 
@@ -41,8 +42,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
-class UsageError(Exception):
+class UsageError(Coded, Exception):
     """Bad arguments or bad input: printed without a traceback, exit code 2."""
+
+    code = "VS1801"
 
 
 def _parser() -> argparse.ArgumentParser:

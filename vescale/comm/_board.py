@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from vescale.comm._observation import Operation, tell_wait
 from vescale.compat import default_store, is_alone
+from vescale.errors import Coded
 
 __all__ = ["Board", "CrossWaitError", "RankGoneError"]
 
@@ -38,8 +39,10 @@ _SLEEP = 0.0002
 _LIVENESS_SECONDS = 0.25
 
 
-class RankGoneError(RuntimeError):
+class RankGoneError(Coded, RuntimeError):
     """The process of another rank has ended; ``rank``: which one."""
+
+    code = "VS1302"
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"the process of rank {rank} has ended")

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Literal
 
 from vescale.comm._ring_cost import Link
+from vescale.errors import BucketBytesError
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "FIRST_BUCKET_BYTES", "BucketBytes", "bucket_limits", "plan_buckets"]
 
@@ -35,10 +36,10 @@ def bucket_limits(bucket_bytes: BucketBytes, num_ranks: int, link: Link) -> tupl
         largest = max(FIRST_BUCKET_BYTES, int(step / _LATENCY_SHARE))
         return tuple(max(1, largest >> (_DOUBLINGS - i)) for i in range(_DOUBLINGS + 1))
     if isinstance(bucket_bytes, str) or not isinstance(bucket_bytes, int | Sequence):
-        raise ValueError(f"bucket_bytes={bucket_bytes!r}; give bytes, a list of bytes, or 'auto'")
+        raise BucketBytesError(f"bucket_bytes={bucket_bytes!r}; give bytes, a list of bytes, or 'auto'")
     limits = (min(FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes) if isinstance(bucket_bytes, int) else bucket_bytes
     if not limits or any(int(limit) < 1 for limit in limits):
-        raise ValueError(f"bucket_bytes={bucket_bytes!r}; a bucket holds at least one byte")
+        raise BucketBytesError(f"bucket_bytes={bucket_bytes!r}; a bucket holds at least one byte")
     return tuple(int(limit) for limit in limits)
 
 

@@ -18,20 +18,25 @@ import torch.distributed as dist
 
 from vescale.comm._waiting_ranks import WaitNotice
 from vescale.compat import default_store, default_timeout, is_alone
+from vescale.errors import Coded, EnvironmentVariableError
 
 __all__ = ["Consensus", "ConsensusError", "LateRanksWarning", "wait_limit"]
 
 
-class ConsensusError(RuntimeError):
+class ConsensusError(Coded, RuntimeError):
     """Other ranks did not come to a round in time; ``ranks``: which ones."""
+
+    code = "VS1301"
 
     def __init__(self, problem: str, ranks: Sequence[int]) -> None:
         super().__init__(problem)
         self.ranks = tuple(ranks)
 
 
-class LateRanksWarning(UserWarning):
+class LateRanksWarning(Coded, UserWarning):
     """Some ranks have come to a round and wait for others."""
+
+    code = "VS1305"
 
 
 # After this time, ranks that have not come are named in a warning.
@@ -207,5 +212,7 @@ def wait_limit() -> timedelta | None:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"VESCALE_TIMEOUT is {text!r}; set it to a positive number of seconds, or unset it")
+        raise EnvironmentVariableError(
+            f"VESCALE_TIMEOUT is {text!r}; set it to a positive number of seconds, or unset it"
+        )
     return timedelta(seconds=seconds)

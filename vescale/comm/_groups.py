@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm._observation import name_group
 from vescale.compat import make_group, without_modes
+from vescale.errors import NotInMeshError
 
 __all__ = ["AxisGroup", "axis_group", "group_of_ranks", "label_axes"]
 
@@ -71,7 +72,7 @@ def axis_group(mesh: DeviceMesh, axes: Sequence[int]) -> AxisGroup:
     axes = tuple(axes)
     own = mesh.get_coordinate()
     if own is None:
-        raise ValueError(
+        raise NotInMeshError(
             f"rank {dist.get_rank()} asks for its group on axes {axes} of {mesh}, but is not part of that mesh; call "
             "this on the mesh's ranks only"
         )

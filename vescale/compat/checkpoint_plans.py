@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat.needs import CHECKPOINTS, require
 from vescale.compat.patching import Changes
+from vescale.errors import ShardedStateError
 
 __all__ = [
     "CheckpointHooks",
@@ -170,7 +171,7 @@ def refuse_lossy_safetensors(changes: Changes, _: Any) -> None:
                     counts = Counter(item.index.fqn for item in plan.items)
                     for fqn, count in counts.items():
                         if count > 1:
-                            raise ValueError(
+                            raise ShardedStateError(
                                 f"{fqn}: rank {rank} holds {count} blocks of it, but a safetensors file holds one block "
                                 "of each tensor, so all but one would be lost; save with "
                                 "torch.distributed.checkpoint.FileSystemWriter, or save full tensors "

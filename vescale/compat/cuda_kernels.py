@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from vescale.errors import CudaError
+
 __all__ = ["compile_kernel", "fused_dropout"]
 
 
@@ -30,7 +32,7 @@ def compile_kernel(source: str, name: str) -> Callable[..., None]:
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         code = driver.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None)
         if code != 0:
-            raise RuntimeError(f"CUDA driver error {code} launching {name} with {blocks} blocks of {threads} threads")
+            raise CudaError(f"CUDA driver error {code} launching {name} with {blocks} blocks of {threads} threads")
 
     return launch
 
@@ -47,7 +49,7 @@ def _compiled(source: str, name: str) -> bytes:
 
     def check(code: int) -> None:
         if code != 0:
-            raise RuntimeError(f"NVRTC error {code} compiling {name}:\n{log()}")
+            raise CudaError(f"NVRTC error {code} compiling {name}:\n{log()}")
 
     def log() -> str:
         size = ctypes.c_size_t()

@@ -21,6 +21,7 @@ from vescale.compat.checkpoint_plans import CheckpointHooks
 from vescale.compat.dtensor import local_of, make_dtensor, spec_of
 from vescale.compat.model_hooks import tell_plain_value
 from vescale.compat.patching import Changes
+from vescale.errors import SetDataError
 
 __all__ = [
     "DTensorHooks",
@@ -147,7 +148,7 @@ def _set_data(hooks: DTensorHooks, self: Any, value: Any) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         return
     if value.shape != self.shape:
-        raise ValueError(
+        raise SetDataError(
             f"data of shape {tuple(value.shape)} for a DTensor of shape {tuple(self.shape)} placed as "
             f"{tuple(self.placements)}; expected the global tensor, the same on every rank, or a DTensor"
         )

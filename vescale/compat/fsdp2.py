@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from vescale.errors import PrivateAttributeError, UnsupportedSettingError
+
 __all__ = [
     "FSDP2Module",
     "FSDP2State",
@@ -75,7 +77,7 @@ class FSDP2Module(FSDPModule):
     module's own class. Of FSDP2's private ones, which reach into an engine that is not there, nothing is inherited."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
+        raise PrivateAttributeError(
             f"{cls.__name__} has no __new__ of its own; put the class that has one before FSDP2Module"
         )
 
@@ -83,7 +85,7 @@ class FSDP2Module(FSDPModule):
         return fsdp2_state(self)  # type: ignore[arg-type]
 
     def _set_unshard_async_op(self, async_op: bool) -> NoReturn:
-        raise NotImplementedError(
+        raise UnsupportedSettingError(
             f"_set_unshard_async_op({async_op}) is private to FSDP2: it says on which stream it allocates what it gathers; "
             "this engine has one place for that. Delete this call"
         )
@@ -121,7 +123,7 @@ class FSDP2State:
         self.conclude_accumulation()
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
+        raise PrivateAttributeError(
             f"{type(self).__name__} has no {name!r}. It is the state of a module of vescale.fsdp.fully_shard, which has not "
             "FSDP2's private attributes; use the methods of vescale.fsdp.FSDPModule, and vescale.fsdp's share_comm_ctx and "
             "register_fsdp_forward_method instead of those of torch.distributed.fsdp",

@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.errors import JoinedMeshError
+
 __all__ = ["DataParallelMeshDims", "concatenate_meshes", "mesh_over"]
 
 if TYPE_CHECKING or hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
@@ -27,7 +29,7 @@ else:  # before 2.12
 
         def __post_init__(self) -> None:
             if self.shard is None and self.replicate is None:
-                raise ValueError(
+                raise JoinedMeshError(
                     "DataParallelMeshDims got neither shard nor replicate; name an axis of the mesh, shard='dp'"
                 )
 
@@ -59,7 +61,7 @@ def _joined(world: dist.ProcessGroup, meshes: tuple[DeviceMesh, ...]) -> DeviceM
     try:
         return DeviceMesh._concatenate(list(meshes))
     except (RuntimeError, ValueError, AssertionError) as error:
-        raise ValueError(
+        raise JoinedMeshError(
             f"meshes {[mesh.mesh_dim_names or str(mesh) for mesh in meshes]} cannot be joined ({error}); take them "
             "as sub-meshes of one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then mesh['dp'] and "
             "mesh['tp']"

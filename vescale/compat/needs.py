@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from vescale.errors import Coded
+
 __all__ = [
     "CHECKPOINTS",
     "CUDA_KERNELS",
@@ -37,8 +39,10 @@ ESTIMATES = "estimates (vescale.estimate: ranks that do not exist)"
 CUDA_KERNELS = "CUDA kernels compiled at run time (random numbers on a GPU are slower without)"
 
 
-class UnsupportedTorchError(ImportError):
+class UnsupportedTorchError(Coded, ImportError):
     """The installed torch lacks something that vescale builds on."""
+
+    code = "VS1701"
 
 
 @dataclass(frozen=True)

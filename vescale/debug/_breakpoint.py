@@ -21,6 +21,7 @@ from vescale.debug._inspection import Inspector
 from vescale.debug._prompt import Prompt
 from vescale.debug._prompt_console import Console, SocketConsole, TerminalConsole, terminal_of_this_process
 from vescale.debug._stopped_ranks import JobEnded, Session
+from vescale.errors import DebugOptionError
 
 __all__ = ["breakpoint", "on_exception"]
 
@@ -50,7 +51,7 @@ def breakpoint(rank: int | Literal["all"] = 0, when: bool | Callable[[], bool] |
     frame = sys._getframe(1)
     size = dist.get_world_size() if dist.is_initialized() else 1
     if rank != "all" and not 0 <= rank < size:
-        raise ValueError(f"breakpoint: rank is {rank!r}, and the job has {size}; give one of them, or 'all'")
+        raise DebugOptionError(f"breakpoint: rank is {rank!r}, and the job has {size}; give one of them, or 'all'")
     session = _session(f"{frame.f_code.co_filename}:{frame.f_lineno}")
     if when is not None and not session.vote(bool(when() if callable(when) else when)):
         return

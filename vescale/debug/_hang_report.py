@@ -8,6 +8,7 @@ from types import TracebackType
 
 from vescale.comm import wait_limit
 from vescale.debug._watchdog import HangWatch
+from vescale.errors import DebugOptionError
 
 __all__ = ["HangReport", "hang_report", "start_from_environment", "the_watch"]
 
@@ -61,12 +62,12 @@ def hang_report(timeout: float | None = None, *, folder: str | os.PathLike[str] 
     limit = wait_limit()
     seconds = timeout if timeout is not None else limit.total_seconds() if limit is not None else None
     if seconds is None or not 0 < seconds < float("inf"):
-        raise ValueError(
+        raise DebugOptionError(
             f"hang_report: timeout is {seconds}; give a positive number of seconds, or set VESCALE_TIMEOUT"
         )
     with _LOCK:
         if _WATCHES:
-            raise RuntimeError(
+            raise DebugOptionError(
                 f"hang_report is on already, with {_WATCHES[0].limit} s; close that one first, or unset VESCALE_TIMEOUT"
             )
         _WATCHES.append(HangWatch(seconds, folder))

@@ -14,13 +14,17 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from vescale.errors import Coded
+
 __all__ = ["ProcessFailed", "messages"]
 
 _PRELOAD = ("torch", "torch.distributed.tensor", "vescale.runtime")
 
 
-class ProcessFailed(RuntimeError):
+class ProcessFailed(Coded, RuntimeError):
     """A local process raised an exception or died."""
+
+    code = "VS1402"
 
 
 def messages(

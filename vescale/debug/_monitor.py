@@ -20,6 +20,7 @@ from vescale.debug._comm_meter import CommMeter
 from vescale.debug._model_flops import flops_per_token as count_flops
 from vescale.debug._model_flops import measured_flops, peak_flops
 from vescale.debug._monitor_output import ConsoleLines, JsonLines, Output, StepRecord, TensorBoard, require_tensorboard
+from vescale.errors import DebugOptionError
 
 __all__ = ["Monitor", "monitor"]
 
@@ -95,7 +96,9 @@ class Monitor:
         self._flush()
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
-                raise ValueError(f"loss has shape {tuple(loss.shape)}; give a number, or a tensor with one element")
+                raise DebugOptionError(
+                    f"loss has shape {tuple(loss.shape)}; give a number, or a tensor with one element"
+                )
             self._waiting = record, loss.detach().clone() if loss.device.type != "cpu" else loss.detach()
             if loss.device.type == "cpu":
                 self._flush()
@@ -203,9 +206,9 @@ def monitor(
     Communication: none, except that a loss that is a pending sum is reduced.
     """
     if every < 1:
-        raise ValueError(f"every={every}; give the number of steps between two that are observed, at least 1")
+        raise DebugOptionError(f"every={every}; give the number of steps between two that are observed, at least 1")
     if ranks not in ("first", "all"):
-        raise ValueError(f"ranks={ranks!r}; give 'first' or 'all'")
+        raise DebugOptionError(f"ranks={ranks!r}; give 'first' or 'all'")
     if tensorboard is not None:
         require_tensorboard()
     parameter = next(model.parameters(), None)

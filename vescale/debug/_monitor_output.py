@@ -13,6 +13,7 @@ from rich.console import Console
 
 from vescale.comm import bytes_text
 from vescale.debug._comm_meter import AxisTraffic
+from vescale.errors import MissingPackageError
 
 __all__ = ["ConsoleLines", "JsonLines", "Output", "StepRecord", "TensorBoard", "require_tensorboard"]
 
@@ -118,7 +119,7 @@ class TensorBoard:
 def require_tensorboard() -> None:
     """Raises ImportError with what to install."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise ImportError("monitor(tensorboard=...) needs the package tensorboard; pip install tensorboard")
+        raise MissingPackageError("monitor(tensorboard=...) needs the package tensorboard; pip install tensorboard")
 
 
 def line_of(record: StepRecord) -> str:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.comm import Observer, Operation, axes_of, current_requester, name_group, observe
 from vescale.compat import default_store, is_alone
 from vescale.debug._locations import running_place
+from vescale.errors import Coded
 
 __all__ = ["CommBudgetError", "CommTrace", "assert_comms", "comm_trace"]
 
@@ -26,8 +27,10 @@ __all__ = ["CommBudgetError", "CommTrace", "assert_comms", "comm_trace"]
 _PATIENCE_SECONDS = 30.0
 
 
-class CommBudgetError(AssertionError):
+class CommBudgetError(Coded, AssertionError):
     """A program has communicated more, or less, than asserted."""
+
+    code = "VS1401"
 
 
 class CommTrace(Observer):

@@ -17,6 +17,7 @@ from torch import nn
 from vescale.debug._hang_report import hang_report
 from vescale.debug._local_ranks import ProcessFailed, messages
 from vescale.debug._verify_job import Divergence, Job, run_mesh, run_one_device
+from vescale.errors import VerifyError
 from vescale.plans import MeshAxes, Plan
 
 __all__ = ["MeshVerification", "Verification", "verify"]
@@ -132,11 +133,11 @@ def verify(
     import.
     """
     if steps < 1:
-        raise ValueError(f"verify: steps is {steps}; train at least one step")
+        raise VerifyError(f"verify: steps is {steps}; train at least one step")
     own = plan.axes if isinstance(plan, Plan) else None
     chosen = [_axes(mesh, own) for mesh in (meshes if meshes is not None else [own] if own is not None else [])]
     if not chosen:
-        raise ValueError("verify: no mesh; pass meshes=['tp=2'], or a plan with sizes")
+        raise VerifyError("verify: no mesh; pass meshes=['tp=2'], or a plan with sizes")
     for what, function in (
         ("model_fn", model_fn),
         ("loss_fn", loss_fn),
@@ -195,7 +196,7 @@ def _axes(mesh: MeshSizes, own: MeshAxes | None) -> MeshAxes:
         return found
     unknown = [name for name in found.names if name not in own.names]
     if unknown:
-        raise ValueError(f"verify: the plan has no axis {unknown[0]!r}; give sizes of {', '.join(own.names)}")
+        raise VerifyError(f"verify: the plan has no axis {unknown[0]!r}; give sizes of {', '.join(own.names)}")
     sizes = dict(zip(found.names, found.sizes))
     return MeshAxes.of({name: sizes.get(name, 1) for name in own.names})
 
@@ -206,7 +207,7 @@ def _check_importable(what: str, function: Any) -> None:
     try:
         pickle.dumps(function)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
+        raise VerifyError(
             f"verify: {what} is {function!r}, which other processes cannot import ({error}); define it at the top level of a "  # noqa: E501
             "module"
         ) from None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 
+from vescale.errors import DeviceTableError
 from vescale.plans import MeshAxes, did_you_mean
 
 __all__ = ["Device", "Efficiency", "device_names", "device_of"]
@@ -86,22 +87,22 @@ class Device:
         known = dict(cls.__annotations__)
         wrong = [key for key in data if key not in known]
         if wrong:
-            raise ValueError(f"{where}: unknown key {wrong[0]!r}{did_you_mean(wrong[0], tuple(known))}")
+            raise DeviceTableError(f"{where}: unknown key {wrong[0]!r}{did_you_mean(wrong[0], tuple(known))}")
         missing = [key for key in known if key not in data]
         if missing:
-            raise ValueError(f"{where}: no {missing[0]!r}; see vescale/estimation/devices/schema.json")
+            raise DeviceTableError(f"{where}: no {missing[0]!r}; see vescale/estimation/devices/schema.json")
         for key in ("flops", "outside_bytes", "confidence"):
             if not isinstance(data[key], Mapping) or not all(_is_number(value) for value in data[key].values()):
-                raise ValueError(f"{where}: {key} is {data[key]!r}; give a mapping from names to numbers")
+                raise DeviceTableError(f"{where}: {key} is {data[key]!r}; give a mapping from names to numbers")
         for key in known:
             if known[key] in ("float", "int") and not (_is_number(data[key]) and data[key] > 0):
-                raise ValueError(f"{where}: {key} is {data[key]!r}; give a positive number")
+                raise DeviceTableError(f"{where}: {key} is {data[key]!r}; give a positive number")
         sources = data["sources"]
         if not isinstance(sources, Mapping) or not all(isinstance(x, str) for x in sources.values()):
-            raise ValueError(f"{where}: sources is {sources!r}; give a mapping from keys of the table to texts")
+            raise DeviceTableError(f"{where}: sources is {sources!r}; give a mapping from keys of the table to texts")
         points = data["efficiency"]
         if not isinstance(points, list) or not points or not all(isinstance(p, list) and len(p) == 2 for p in points):
-            raise ValueError(
+            raise DeviceTableError(
                 f"{where}: efficiency is {points!r}; give a list of [operations of a call, share of the peak]"
             )
         values = {**data, "efficiency": Efficiency(tuple((float(f), float(s)) for f, s in sorted(points)))}
@@ -148,12 +149,12 @@ def device_of(device: str | Device) -> Device:
     if device.endswith((".yaml", ".yml")) or os.sep in device:
         file = Path(device)
     if not file.is_file():
-        raise ValueError(
+        raise DeviceTableError(
             f"there is no table of a device {device!r}; give one of {', '.join(device_names())}, or a YAML file"
             f"{did_you_mean(device.lower(), device_names())}"
         )
     with file.open(encoding="utf-8") as stream:
         data = yaml.safe_load(stream)
     if not isinstance(data, dict):
-        raise ValueError(f"{file}: a table is a mapping")
+        raise DeviceTableError(f"{file}: a table is a mapping")
     return Device.from_data({"name": file.stem, **data}, str(file))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from vescale.errors import ArgumentTypeError, EstimateError
 from vescale.estimation._compare import Comparison, compare
 from vescale.estimation._depth import Repeats, keep_first_and_last, repeats_of
 from vescale.estimation._devices import Device, device_of
@@ -22,7 +23,7 @@ from vescale.estimation._step_time import StepTime, step_time
 from vescale.estimation._unknown_values import Routing
 from vescale.ir import Local, Program, Wrap, lower
 from vescale.placements import shard_dim
-from vescale.plans import Plan, PlanError
+from vescale.plans import Plan
 
 __all__ = ["Estimate", "RankMemory", "estimate"]
 
@@ -187,9 +188,9 @@ def estimate(
         TypeError, ValueError: a batch that does not fit, an unknown optimizer or device.
     """
     if steps < 1:
-        raise ValueError(f"steps is {steps}; give at least 1 (3 shows the steady state)")
+        raise EstimateError(f"steps is {steps}; give at least 1 (3 shows the steady state)")
     if plan.pipeline_entry is not None:
-        raise PlanError(
+        raise EstimateError(
             "estimate does not run stages of a pipeline yet; estimate the plan of one stage, without its pipeline entry",
             plan.pipeline_entry.source,
         )
@@ -269,7 +270,7 @@ def _loss(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     )
     first = next((x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()), None)
     if first is None:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"the forward returns {type(output).__name__} without a loss; give loss=, a function of output and batch"
         )
     return first.float().mean()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale.errors import ArgumentTypeError, EstimateError
 from vescale.plans import did_you_mean
 
 __all__ = ["OPTIMIZERS", "make_optimizer"]
@@ -37,10 +38,12 @@ def make_optimizer(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], torch.o
         return None
     if isinstance(optimizer, str):
         if optimizer.lower() not in OPTIMIZERS:
-            raise ValueError(
+            raise EstimateError(
                 f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}{did_you_mean(optimizer, tuple(OPTIMIZERS))}"
             )
         return OPTIMIZERS[optimizer.lower()]
     if not callable(optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a name, or a function of the parameters")
+        raise ArgumentTypeError(
+            f"optimizer is a {type(optimizer).__name__}; give a name, or a function of the parameters"
+        )
     return optimizer

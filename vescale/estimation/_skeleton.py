@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale.errors import ArgumentTypeError, EstimateError
 from vescale.ir import random_inputs
-from vescale.plans import PlanError
 from vescale.rng import is_deferred
 from vescale.runtime import Runtime
 
@@ -24,7 +24,7 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     Raises PlanError for a model that has been parallelized.
     """
     if Runtime.of(model) is not None:
-        raise PlanError(
+        raise EstimateError(
             f"this {type(model).__name__} has been parallelized: estimate the plan with a model as it was before (on the "
             "meta device it costs nothing), and compare with estimate.compare(model)"
         )
@@ -46,13 +46,13 @@ def make_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     Raises TypeError for a batch that is no mapping.
     """
     if not isinstance(batch, Mapping):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"batch is a {type(batch).__name__}; give a mapping from names of the forward's inputs to shapes"
         )
     parameters = inspect.signature(model.forward).parameters
     unknown = [name for name in batch if name not in parameters]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"batch: {type(model).__name__}.forward takes no {unknown[0]!r}; it takes {', '.join(parameters)}"
         )
     found = {name: _tensor(name, value) for name, value in batch.items()}

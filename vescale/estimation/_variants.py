@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate
 
+from vescale.errors import WhatIfError
 from vescale.estimation._estimate import Estimate
 from vescale.placements import RaggedShard, shard_dim
 from vescale.plans import (
@@ -41,7 +42,7 @@ def what_if(estimate: Estimate, text: str) -> dict[str, Any]:
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
         if not equals or not value:
-            raise ValueError(f"what-if {part!r}: write NAME=VALUE, as {WHAT_IF}")
+            raise WhatIfError(f"what-if {part!r}: write NAME=VALUE, as {WHAT_IF}")
         changes[name] = value
     return changed(estimate, changes, text)
 
@@ -90,12 +91,12 @@ def _change(given: dict[str, Any], name: str, value: str, units: tuple[str, ...]
     elif name in ("optimizer", "device"):
         given[name] = value
     else:
-        raise ValueError(f"what-if {name!r}: write one of {WHAT_IF}")
+        raise WhatIfError(f"what-if {name!r}: write one of {WHAT_IF}")
 
 
 def _number(name: str, value: str) -> int:
     if not value.isdecimal():
-        raise ValueError(f"what-if {name}={value}: give a whole number")
+        raise WhatIfError(f"what-if {name}={value}: give a whole number")
     return int(value)
 
 
@@ -127,10 +128,12 @@ def zero_plan(plan: Plan, axes: tuple[str, ...], stage: int, units: tuple[str, .
     Raises PlanError for a stage that there is not, and where no axis has several ranks.
     """
     if stage not in (0, 1, 2, 3):
-        raise PlanError(f"there is no stage {stage} of ZeRO; give 0, 1, 2 or 3")
+        raise WhatIfError(f"there is no stage {stage} of ZeRO; give 0, 1, 2 or 3")
     own = [axis for axis in axes if plan.axes.size(axis) > 1]
     if stage and not own:
-        raise PlanError("no axis over which the plan cuts the batch has several ranks, over which to shard parameters")
+        raise WhatIfError(
+            "no axis over which the plan cuts the batch has several ranks, over which to shard parameters"
+        )
     ragged = {
         (entry.path.text, axis)
         for entry in plan.entries

@@ -24,6 +24,7 @@ from vescale.compat import (
     mark_as_managed,
     register_fsdp2_state,
 )
+from vescale.errors import FullyShardError
 from vescale.fsdp._extensions import is_extended
 from vescale.fsdp._group import BlockPolicy, ParameterGroup
 from vescale.fsdp._module import FSDPModule
@@ -154,7 +155,7 @@ def fully_shard(
     for name, parameter in named:
         taken = getattr(parameter, _MANAGED_BY, None)
         if taken is not None:
-            raise ValueError(
+            raise FullyShardError(
                 f"parameter {name!r} of {type(modules[0]).__name__} is tied to {taken}, which fully_shard has put into "
                 "another group already; give the modules that share it to one call, fully_shard([a, b]), or leave the inner "
                 "one to the outer call"
@@ -233,17 +234,17 @@ def _roots(module: Any) -> list[nn.Module]:
     """The given modules without those that are inside of another one."""
     given = [module] if isinstance(module, nn.Module) else list(module)
     if not given:
-        raise ValueError("fully_shard got an empty list; give at least one module")
+        raise FullyShardError("fully_shard got an empty list; give at least one module")
     for one in given:
         if isinstance(one, nn.ModuleList | nn.ModuleDict) and type(one).forward is nn.Module.forward:
-            raise ValueError(
+            raise FullyShardError(
                 f"fully_shard got a {type(one).__name__}, which has no forward to gather parameters before; give the "
                 "modules in it, one by one or as a list"
             )
         if state_of(one) is not None:
-            raise ValueError(f"fully_shard was given this {type(one).__name__} before; give each module once")
+            raise FullyShardError(f"fully_shard was given this {type(one).__name__} before; give each module once")
         if is_replicated(one):
-            raise ValueError(
+            raise FullyShardError(
                 f"fully_shard was given a {type(one).__name__} that replicate has; expected one of the two: shard it, or "
                 "leave it out"
             )
@@ -273,7 +274,7 @@ def _own_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         seen.add(id(module))
         if fsdp2_state(module) is not None:
             where = f"{path!r}, a {type(module).__name__}" if path else f"a {type(module).__name__}"
-            raise ValueError(
+            raise FullyShardError(
                 f"fully_shard was given {where} that torch.distributed.fsdp.fully_shard has sharded; give all of a model to "
                 "one of the two"
             )
@@ -346,7 +347,7 @@ def _placement(
     if wanted is None:
         return None, axes
     if not isinstance(wanted, Shard) or not -parameter.ndim <= wanted.dim < parameter.ndim:
-        raise ValueError(
+        raise FullyShardError(
             f"shard_placement_fn returned {wanted!r} for {name!r} of shape {tuple(parameter.shape)}; expected None or "
             "Shard(dim) with a dim of that tensor"
         )
@@ -358,7 +359,7 @@ def _checked_reshard(wanted: bool | int, axes: DataParallelAxes) -> bool | int:
         return wanted
     size = axes.shard_size
     if not isinstance(wanted, int) or wanted < 1 or size % wanted:
-        raise ValueError(
+        raise FullyShardError(
             f"reshard_after_forward is {wanted!r}; expected True, False, or a number of ranks that divides the {size} "
             "ranks of the shard axis"
         )

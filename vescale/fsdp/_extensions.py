@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale.compat import AsyncCollectiveTensor, plain_parts
+from vescale.errors import ArgumentTypeError, GatherHookError, UnsupportedParameterError
 from vescale.placements import contiguous_stride
 from vescale.rng import is_deferred
 
@@ -44,12 +45,12 @@ def check_extended(name: str, tensor: torch.Tensor) -> None:
     has = {hook: hasattr(tensor, hook) for hook in (PRE, POST)}
     if has[PRE] != has[POST]:
         (present,), (missing,) = ([hook for hook in has if has[hook] is wanted] for wanted in (True, False))
-        raise ValueError(
+        raise GatherHookError(
             f"parameter {name!r} of shape {tuple(tensor.shape)} is a {type(tensor).__name__} with {present} and without "
             f"{missing}; fully_shard needs both to gather it: define {missing}, or delete {present}"
         )
     if any(is_deferred(part) for part in plain_parts(tensor)):
-        raise NotImplementedError(
+        raise UnsupportedParameterError(
             f"parameter {name!r} of shape {tuple(tensor.shape)} is a {type(tensor).__name__} around deferred tensors; "
             "fully_shard materializes plain parameters only. Build it on the meta device, or convert the parameter after "
             "vescale.materialize(model)"
@@ -60,7 +61,7 @@ def require_hooks(name: str, tensor: torch.Tensor) -> None:
     """Before the first gather. Raises ValueError for one hook, NotImplementedError for none."""
     check_extended(name, tensor)
     if not hasattr(tensor, PRE):
-        raise NotImplementedError(
+        raise UnsupportedParameterError(
             f"parameter {name!r} is a {type(tensor).__name__} of local shape {tuple(tensor.shape)}; fully_shard gathers "
             f"plain tensors, DTensors, and tensor subclasses with {PRE} and {POST}. Define both in the class, convert the "
             "parameter before fully_shard, or pass it in ignored_params"
@@ -71,7 +72,7 @@ def refuse_hooks(plain: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises NotImplementedError for local tensors, of no subclass, that were given a hook."""
     for name, local in plain:
         if hasattr(local, PRE) or hasattr(local, POST):
-            raise NotImplementedError(
+            raise UnsupportedParameterError(
                 f"the local tensor of parameter {name!r}, a plain one, was given {PRE} or {POST}; fully_shard calls them on "
                 "tensor subclasses, whose local tensors are chunks of dim 0. Make the parameter one before fully_shard"
             )
@@ -80,7 +81,7 @@ def refuse_hooks(plain: Iterable[tuple[str, torch.Tensor]]) -> None:
 def check_one_kind(name: str, tensor: torch.Tensor, was_extended: bool) -> None:
     """Raises ValueError where a plain parameter was replaced by a tensor subclass after ``fully_shard``, or the reverse."""
     if is_extended(tensor) != was_extended:
-        raise ValueError(
+        raise GatherHookError(
             f"parameter {name!r} was {'a tensor subclass' if was_extended else 'a plain tensor'} when it was given to "
             f"fully_shard, and was replaced by a {type(tensor.data).__name__} since; convert parameters before fully_shard"
         )
@@ -113,7 +114,7 @@ def gather_inputs(
     match answer:
         case (list() | tuple() as inputs, metadata) if all(isinstance(one, torch.Tensor) for one in inputs):
             return tuple(inputs), metadata
-    raise TypeError(
+    raise ArgumentTypeError(
         f"{PRE} of parameter {name!r}, a {type(local).__name__}, returned {_kind(answer)}; expected (a tuple of tensors, "
         "metadata)"
     )
@@ -124,7 +125,7 @@ def _num_arguments(function: Callable[..., Any], is_bound: bool) -> int:
     signature = inspect.signature(function)
     number = len(signature.parameters) - is_bound
     if number not in (1, 5):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{PRE}{signature} takes {number} arguments beside the tensor; expected {PRE}(self, mesh), or {PRE}(self, mesh, "
             "outer_size, outer_stride, module, mp_policy)"
         )
@@ -141,13 +142,13 @@ def unsharded_of(name: str, shape: Sequence[int], answer: Any) -> tuple[torch.Te
         case (torch.Tensor() as tensor, list() | tuple() as inner) if all(type(one) is torch.Tensor for one in inner):
             pass
         case _:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{POST} of parameter {name!r} returned {_kind(answer)} the first time; expected (the unsharded tensor, a "
                 "tuple of the plain tensors whose memory it is in)"
             )
     if tuple(tensor.shape) != tuple(shape):
         if not tensor.is_contiguous() or tensor.numel() < math.prod(shape):
-            raise ValueError(
+            raise GatherHookError(
                 f"{POST} of parameter {name!r} returned a tensor of shape {tuple(tensor.shape)}, strides "
                 f"{tuple(tensor.stride())}; expected {tuple(shape)}, or a contiguous one with rows of padding at its end"
             )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from vescale.buffer import Allocation, PendingBuffer
 from vescale.comm import group_of_ranks
 from vescale.compat import backend_memory_pool, profiled
+from vescale.errors import GroupMemoryError
 from vescale.fsdp._context import CommContext
 from vescale.fsdp._residency import HOLDINGS, TRANSITIONS, Event, Residency, ResidencyError
 from vescale.fsdp._sharded_parameters import ShardedParameters
@@ -91,7 +92,7 @@ class GroupMemory:
             return self.gathered
         on_meta = [p.name for p in self.at_rest.parameters if p.sharded.is_meta]
         if on_meta:
-            raise RuntimeError(
+            raise GroupMemoryError(
                 f"parameters {', '.join(on_meta[:5])} of {self.at_rest.path or 'the root'} are on the meta device; "
                 "materialize them before the first forward: model.to_empty(device=...), then initialize or load a state dict"
             )
@@ -99,7 +100,7 @@ class GroupMemory:
         gathered = Allocation(device, pool=self._pool)
         for bucket in self.at_rest.buckets:
             if bucket.shards.device.type != ("cpu" if offloads else device.type):
-                raise RuntimeError(
+                raise GroupMemoryError(
                     f"parameters of {self.at_rest.path or 'the root'} are on {bucket.shards.device}, and the group computes "
                     f"on {device}{' with offload to cpu' if offloads else ''}; move the model with to_empty() or to(), or "
                     "load a state dict from that device"

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from vescale.buffer import Allocation, DBuffer, PendingBuffer, TensorGroup
 from vescale.comm import Pending
 from vescale.compat import local_of, mesh_over, set_versions
+from vescale.errors import GatherHookError
 from vescale.fsdp._extensions import gather_inputs, require_hooks, unsharded_of
 from vescale.fsdp._gather import all_gather
 from vescale.fsdp._layout import equal_pieces
@@ -129,7 +130,7 @@ class HookGather:
         for parameter, now, first in zip(self._parameters, inputs, self.exchange.inputs, strict=True):
             if _signature(now) != first:
                 outputs = ", ".join(f"{dtype} {shape}" for dtype, shape in first)
-                raise RuntimeError(
+                raise GatherHookError(
                     f"fsdp_pre_all_gather of parameter {parameter.name!r} returned tensors {_text(now)}, and at the first "
                     f"gather {outputs}; expected the same dtypes and shapes each time"
                 )
@@ -143,7 +144,7 @@ class HookGather:
         inputs, metadata = gather_inputs(parameter.name, local, self._mesh, parameter.shape, module, self._mp_policy)
         for tensor in inputs:
             if tensor.device != self._device:
-                raise ValueError(
+                raise GatherHookError(
                     f"fsdp_pre_all_gather of parameter {parameter.name!r} returned a tensor on {tensor.device}; expected "
                     f"{self._device}, where the group computes"
                 )

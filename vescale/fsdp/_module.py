@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 
 from vescale.comm import group_of_ranks
+from vescale.errors import ArgumentTypeError, FSDPSettingError, UnsupportedSettingError
 from vescale.fsdp._direct import use_direct_gradients
 from vescale.fsdp._group import ParameterGroup
 from vescale.fsdp._state import ModuleState, Phase, state_of
@@ -90,7 +91,7 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward``, the root's, too. Raises ValueError for anything but a bool."""
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(
+            raise FSDPSettingError(
                 f"set_reshard_after_forward got {reshard_after_forward!r}; expected a bool (a number of ranks can be given "
                 "to fully_shard only)"
             )
@@ -177,9 +178,9 @@ class FSDPModule:
         ``max_input_buffers``: at least 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers is {max_input_buffers!r}; expected an int of at least 1")
+            raise ArgumentTypeError(f"max_input_buffers is {max_input_buffers!r}; expected an int of at least 1")
         if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers is {max_input_buffers}; expected at least 1")
+            raise FSDPSettingError(f"max_input_buffers is {max_input_buffers}; expected at least 1")
         for state in self._states(recurse):
             state.max_gradient_buffers = max_input_buffers
             state.comm.max_gradient_buffers = max(state.comm.max_gradient_buffers, max_input_buffers)
@@ -192,7 +193,7 @@ class FSDPModule:
         groups = self._single_group("set_all_reduce_hook")
         for group in groups:
             if stream is not None and group.axes.replicate:
-                raise ValueError(
+                raise FSDPSettingError(
                     "set_all_reduce_hook got a stream for HSDP, whose all-reduce has one; leave stream out"
                 )
             group.options.hook, group.options.hook_stream = hook, stream
@@ -268,7 +269,7 @@ class FSDPModule:
 
         ``backend``: of symmetric memory, as FSDP2 takes it.
         """
-        raise NotImplementedError(
+        raise UnsupportedSettingError(
             f"set_symm_mem_for_comm({backend!r}) on a {type(self).__name__}: its parameters are views of the buffer that an "
             "all-gather writes, which is freed and allocated anew each time, and symmetric memory needs a rendezvous of all "
             "ranks for each allocation; expected ordinary memory, or the backend's own. Delete this call, or replace it by "
@@ -299,7 +300,7 @@ class FSDPModule:
     def _single_group(self, what: str) -> list[ParameterGroup]:
         groups = self._state.groups
         if len(groups) > 1:
-            raise ValueError(
+            raise FSDPSettingError(
                 f"{what} on a module with {len(groups)} groups over different meshes (from shard_placement_fn), which it "
                 "would mean differently; give the modules of each mesh to fully_shard separately"
             )
@@ -328,7 +329,7 @@ class FSDPModule:
 def _states_of(modules: Sequence[FSDPModule]) -> list[ModuleState]:
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(
+            raise FSDPSettingError(
                 f"expected modules that were given to fully_shard, got {type(module).__name__}; shard it before, or "
                 "leave it out"
             )
@@ -346,7 +347,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     method = getattr(module, method_name, None)
     if method is None:
-        raise ValueError(f"{type(module).__name__} has no method {method_name!r}; name one that it has")
+        raise FSDPSettingError(f"{type(module).__name__} has no method {method_name!r}; name one that it has")
 
     function = getattr(method, "__func__", None)  # of whichever module it is called on: modules can be copied
 

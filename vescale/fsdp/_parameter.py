@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, StridedShard, concatenate_meshes, local_of, make_dtensor, make_spec, spec_of
+from vescale.errors import FullyShardError, UnsupportedParameterError
 from vescale.fsdp._extensions import check_extended, copied, is_extended
 from vescale.gradients import DataParallelAxes, LocalContribution
 from vescale.placements import (
@@ -103,7 +104,7 @@ class ManagedParameter:
         if spec.mesh == axes.running_mesh:
             for axis in axes.running_data_parallel:
                 if not spec.placements[axis].is_replicate():
-                    raise ValueError(
+                    raise FullyShardError(
                         f"parameter {self.name!r} of shape {self.global_shape} is placed as {tuple(spec.placements)}, and "
                         f"fully_shard shards it over axis {axis}; it must be Replicate() there"
                     )
@@ -118,7 +119,7 @@ class ManagedParameter:
         for dim in range(1, len(shape)):
             parts = math.prod(n for n, placement in zip(mesh_shape, self._others) if shard_dim(placement) == dim)
             if largest[dim] * parts != shape[dim]:
-                raise NotImplementedError(
+                raise UnsupportedParameterError(
                     f"parameter {self.name!r} of shape {shape} is placed as {tuple(self._others)}, which cuts the "
                     f"{shape[dim]} indices of dim {dim} into {parts} parts of unequal length; fully_shard needs inner dims "
                     "that are cut evenly: make the size a multiple of the number of ranks, or leave the parameter whole"
@@ -140,7 +141,7 @@ class ManagedParameter:
         elif self.given_part(0, self.axes.shard_size)[1] * math.prod(self.place[1:]) % self.block:
             found, edit = f"must not be cut inside of {self.block} elements", "leave it out of orig_param_policy"
         if found is not None:
-            raise NotImplementedError(
+            raise UnsupportedParameterError(
                 f"parameter {self.name!r} of shape {self.shape} is a tensor subclass and {found}; fully_shard cuts those "
                 f"into chunks of dim 0, one for each of the {self.axes.shard_size} ranks: {edit}"
             )
@@ -204,7 +205,7 @@ class ManagedParameter:
         found: torch.Tensor = self.sharded
         assert isinstance(found, DTensor)
         if found.device_mesh != spec.mesh:
-            raise ValueError(
+            raise FullyShardError(
                 f"parameter {self.name!r} of shape {self.global_shape} was replaced by a DTensor on {found.device_mesh}, "
                 f"and it rests on {spec.mesh}; give a plain tensor, or one on that mesh, or load without assign=True"
             )

@@ -19,6 +19,8 @@ Rows = Sequence[tuple[str, str]]
 class ShardingMismatchError(PlanMismatchError, BufferMismatchError):
     """Ranks have given different parameters, or options, to ``fully_shard``."""
 
+    code = "VS0601"
+
 
 def compare_groups(model: str, parameters: Rows, buffers: Rows, along: dist.ProcessGroup) -> None:
     """Compare the groups that communicate ``along`` a process group: descriptions of their parameters and buffers, by name

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from vescale.errors import ReplacedInGroupError
 from vescale.fsdp._parameter import ManagedParameter, Slot
 
 __all__ = ["check_distinct", "has_replaced", "replacement", "warn_of_strays"]
@@ -38,17 +39,17 @@ def replacement(parameter: ManagedParameter) -> nn.Parameter | None:
     names = ", ".join(f"{type(module).__name__}.{name}" for module, name in parameter.slots)
     what = f"parameter {parameter.name!r} of shape {parameter.global_shape} ({names})"
     if any(value is None for value in other):
-        raise ValueError(
+        raise ReplacedInGroupError(
             f"{what} was removed after fully_shard, which gathers it with its group; expected the parameters that were "
             "there then: prune, parametrize and delete before fully_shard"
         )
     if len(other) < len(found):
-        raise ValueError(
+        raise ReplacedInGroupError(
             f"{what} was replaced in {len(other)} of its {len(found)} places after fully_shard; a tied parameter must stay "
             "one: set the new one in all places, or untie it before fully_shard"
         )
     if not isinstance(other[0], nn.Parameter):
-        raise NotImplementedError(
+        raise ReplacedInGroupError(
             f"a {type(other[0]).__name__} is in the place of {what}, as torch.func.functional_call puts it; fully_shard "
             "gathers nn.Parameters only. Write the values to the parameters, or call a module that is not sharded"
         )
@@ -63,7 +64,7 @@ def check_distinct(parameters: Iterable[ManagedParameter]) -> None:
         current = module._parameters.get(name)
         other = names.setdefault(id(current), parameter.name)
         if current is not None and other != parameter.name:
-            raise ValueError(
+            raise ReplacedInGroupError(
                 f"parameters {other!r} and {parameter.name!r} of shape {parameter.global_shape} were tied after "
                 "fully_shard, which has given each a place of its own; tie them before it, and give the modules that share "
                 "the weight to one call, fully_shard([a, b])"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
+from vescale.errors import Coded
+
 __all__ = ["CONTRACT", "HOLDINGS", "TRANSITIONS", "Event", "Holding", "Residency", "ResidencyError"]
 
 CONTRACT = """
@@ -82,8 +84,10 @@ class Event(Enum):
     GIVE_BACK = "give back"
 
 
-class ResidencyError(RuntimeError):
+class ResidencyError(Coded, RuntimeError):
     """An event in a state in which it must not happen."""
+
+    code = "VS0602"
 
     def __init__(self, group: str, state: Residency, event: Event) -> None:
         legal = ", ".join(repr(one.value) for (of, one) in TRANSITIONS if of is state)

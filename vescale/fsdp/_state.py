@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale.compat import FSDP2State, hides_tensors, in_backward, map_tensors
+from vescale.errors import RootModuleError
 from vescale.fsdp._calls import Call, Calls, watch_outputs
 from vescale.fsdp._context import CommContext
 from vescale.fsdp._group import ParameterGroup
@@ -333,7 +334,7 @@ class ModuleState(FSDP2State):
             return
         if len(self.modules) > 1:
             kinds = ", ".join(type(module).__name__ for module in self.modules)
-            raise RuntimeError(
+            raise RootModuleError(
                 f"the first forward ran a list of modules ({kinds}) that fully_shard was given together; run the module "
                 "that contains them, which must be given to fully_shard, too"
             )
@@ -348,14 +349,13 @@ class ModuleState(FSDP2State):
             if state in found:
                 continue
             if state is not self and state.is_root is not None:
-                raise RuntimeError(
+                raise RootModuleError(
                     f"{path} has run forward as a root of its own before {type(root).__name__}, which contains it; run the "
                     "outermost module that fully_shard was given first"
                 )
             found.append(state)
         for state in found:
-            state.is_root = state is self
-            state.tree = self.tree
+            state.is_root, state.tree = state is self, self.tree
             for group in state.groups:
                 group.memory.comm = self.comm
                 group.on_gradients = self.tree.follow_backward
@@ -381,7 +381,7 @@ class ModuleState(FSDP2State):
     def abandon_iteration(self) -> None:
         """See :meth:`FSDPModule.reset_iter_state`."""
         if self.is_root is False:
-            raise RuntimeError(
+            raise RootModuleError(
                 "reset_iter_state was called on a module that is not the root; call it on the outermost module that "
                 "fully_shard was given"
             )

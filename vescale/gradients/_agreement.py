@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from vescale.comm import Consensus, compare_descriptions
+from vescale.errors import Coded
 from vescale.gradients._reduction import Arrival
 
 __all__ = ["GradientMismatchError", "ObservedArrival", "agree_on_arrivals", "agree_on_parameters"]
 
 
-class GradientMismatchError(RuntimeError):
+class GradientMismatchError(Coded, RuntimeError):
     """The gradients of the ranks differ, so that their collectives would not match."""
+
+    code = "VS0702"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm import Consensus, Difference, all_reduce_, first_difference
+from vescale.errors import Coded
 from vescale.gradients._data_parallel_axes import DataParallelAxes
 from vescale.gradients._gather_sizes import GatherSizes
 
@@ -25,11 +26,13 @@ _MOST_KEPT = 1 << 16
 Entries = Sequence[tuple[str, str]]
 
 
-class OrderMismatchError(RuntimeError):
+class OrderMismatchError(Coded, RuntimeError):
     """Ranks have gathered, or reduced, different units in one place of their order, so that the contents were mixed.
 
     ``ranks``: those that differ from the majority.
     """
+
+    code = "VS0701"
 
     def __init__(self, problem: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(problem)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.comm import Pending, all_reduce_
+from vescale.errors import ArgumentTypeError, CommHookError
 
 __all__ = ["CommHook", "GradientBucket", "call_hook"]
 
@@ -49,12 +50,12 @@ def call_hook(hook: CommHook, bucket: GradientBucket) -> Pending:
         f"the communication hook of bucket {bucket.index} ({bucket.names[0]}.grad and {len(bucket.names) - 1} others)"
     )
     if not isinstance(pending, Pending):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{name} returned a {type(answer).__name__}; return the reduced tensor, or a vescale.comm.Pending of it, "
             "Pending(tensor, [work]) where a torch.distributed work has to be waited for"
         )
     if pending.out.numel() != bucket.buffer.numel():
-        raise ValueError(
+        raise CommHookError(
             f"{name} returned a tensor of shape {tuple(pending.out.shape)}; return one of the buffer's "
             f"{bucket.buffer.numel()} elements"
         )

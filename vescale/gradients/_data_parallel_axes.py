@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import AxisGroup, axis_group, join_axes
+from vescale.errors import GradientReducerError
 from vescale.placements import RaggedShard
 
 __all__ = ["DataParallelAxes"]
@@ -44,13 +45,13 @@ class DataParallelAxes:
         if mesh.ndim == 1:
             return cls(mesh, 0)
         if mesh.ndim != 2:
-            raise ValueError(
+            raise GradientReducerError(
                 f"fully_shard got a mesh of {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}; expected 1 (FSDP) "
                 "or 2 (HSDP: replicate, then shard). Pass the data-parallel sub-mesh, mesh['dp'], or name the axes with "
                 "dp_mesh_dims"
             )
         if mesh.mesh_dim_names is None:
-            raise ValueError(
+            raise GradientReducerError(
                 "fully_shard got a mesh of 2 axes without names; for HSDP pass mesh_dim_names=('replicate', 'shard') to "
                 "init_device_mesh"
             )
@@ -66,7 +67,7 @@ class DataParallelAxes:
         names = mesh.mesh_dim_names or ()
         unknown = [name for name in (*shard, *replicate) if name not in names]
         if unknown or not shard:
-            raise ValueError(
+            raise GradientReducerError(
                 f"dp_mesh_dims names shard={tuple(shard)}, replicate={tuple(replicate)} for a mesh with axes {names}; name "
                 "at least one axis to shard over, from those of the mesh"
             )

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vescale.compat import HookGate, is_captured
+from vescale.errors import GradientReducerError
 from vescale.gradients._arrival_hooks import ArrivalHooks
 from vescale.gradients._parameter import GradientRule, ReducedParameter
 from vescale.gradients._reduction import Policy
@@ -87,7 +88,7 @@ class HookedParameters:
             if getattr(parameter, _OWNED, None) == id(parameter):  # a copy carries its original's
                 if not parameter.requires_grad:
                     continue
-                raise ValueError(
+                raise GradientReducerError(
                     f"{name} has a GradientReducer already, so that its gradient would be reduced twice; use that one "
                     "(gradient_reducer(model) of a parallelized model), or remove() it"
                 )
@@ -157,4 +158,4 @@ def _refuse_reducing(module: nn.Module) -> None:
                 "without such parts"
             )
         if reason is not None:
-            raise ValueError(f"GradientReducer of a module whose part {name or '(itself)'!r} is {reason}")
+            raise GradientReducerError(f"GradientReducer of a module whose part {name or '(itself)'!r} is {reason}")

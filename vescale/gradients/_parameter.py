@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, local_of, make_dtensor, spec_of
+from vescale.errors import GradientError
 from vescale.gradients._arrival_hooks import ArrivalHooks
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
@@ -137,7 +138,7 @@ class ReducedParameter:
             try:
                 found = contribution(arrival, self.destination, self._policy)
             except ValueError as error:
-                raise ValueError(f"{self.name}: {error}") from None
+                raise GradientError(f"{self.name}: {error}") from None
             self._contributions[arrival] = found
         return found
 
@@ -198,7 +199,7 @@ class ReducedParameter:
     def _check_change(self, local: torch.Tensor) -> None:
         """The user has changed the contribution that ``.grad`` shows, and means the complete gradient, too."""
         if local.any():
-            raise RuntimeError(
+            raise GradientError(
                 f"{self.name}.grad was changed after a backward under no_sync() that came on top of a complete gradient: "
                 "only this rank's contribution was there to be changed; change gradients when they are complete, or "
                 "zero_grad() before no_sync()"

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm import DEFAULT_BUCKET_BYTES, BucketBytes
 from vescale.compat import in_backward, no_torch_function
+from vescale.errors import ArgumentTypeError, CommHookError, GradientError
 from vescale.gradients._agreed_parameters import AgreedParameters
 from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
@@ -189,9 +190,9 @@ class GradientReducer:
 
         """
         if self._backward.current() is not None:
-            raise RuntimeError("register_comm_hook in a backward; some of its gradients are on their way already")
+            raise CommHookError("register_comm_hook in a backward; some of its gradients are on their way already")
         if not callable(hook):
-            raise TypeError(f"register_comm_hook got a {type(hook).__name__}; give a function of a GradientBucket")
+            raise ArgumentTypeError(f"register_comm_hook got a {type(hook).__name__}; give a function of a bucket")
         self._hook = hook
         for bucket in self._schedule.buckets:
             bucket.hook = hook
@@ -267,7 +268,7 @@ class GradientReducer:
         gradient = reduced.parameter.grad
         assert gradient is not None
         if gradient.layout is not torch.strided:
-            raise RuntimeError(
+            raise GradientError(
                 f"{reduced.name}.grad comes as a {gradient.layout} tensor, which is not reduced; make it dense "
                 "(nn.Embedding(sparse=False))"
             )

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import axis_group
+from vescale.errors import GradientError
 from vescale.gradients._axis_sets import AxisSet, MeshUnion, unite
 from vescale.placements import Piece, RaggedShard, local_region, plan_exchange, ragged_axis, shard_dim
 
@@ -149,7 +150,7 @@ def contribution(arrival: Arrival, destination: Destination, policy: Policy) -> 
     """
     wide = policy.reduce_dtype or arrival.dtype
     if arrival.dtype.is_complex and not wide.is_complex:
-        raise ValueError(
+        raise GradientError(
             f"a gradient of {arrival.dtype} would lose its imaginary part in reduce_dtype={wide}; use a complex one, or "
             "reduce it with a reducer of its own"
         )
@@ -241,7 +242,7 @@ def _outside(mesh: DeviceMesh, other: DeviceMesh, union: MeshUnion | None) -> tu
         return tuple(axis for axis in axes if not own & set(union.second[axis]))
     common = set(mesh.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
     if len(common) > 1:
-        raise ValueError(
+        raise GradientError(
             f"a parameter is on {mesh}, and the gradients are to be reduced over {other}: they share ranks "
             f"{sorted(common)[:8]}, but are not axes of one mesh; build both by slicing one DeviceMesh"
         )

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.comm import BucketBytes, bucket_limits, link_of
+from vescale.errors import ArgumentTypeError, GradientReducerError
 
 __all__ = ["check_settings"]
 
@@ -16,19 +17,21 @@ def check_settings(
 ) -> None:
     """Raises TypeError and ValueError for invalid arguments of a reducer, before any communication."""
     if not isinstance(module, nn.Module) or not isinstance(mesh, DeviceMesh):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"GradientReducer of a {type(module).__name__} over a {type(mesh).__name__}; give it an nn.Module and a "
             "DeviceMesh"
         )
     if op not in (None, "avg", "sum"):
-        raise ValueError(f"GradientReducer: op={op!r}; use 'avg', 'sum', or None for what the gradients say")
+        raise GradientReducerError(f"GradientReducer: op={op!r}; use 'avg', 'sum', or None for what the gradients say")
     if reduce_dtype is not None and not (
         isinstance(reduce_dtype, torch.dtype) and (reduce_dtype.is_floating_point or reduce_dtype.is_complex)
     ):
-        raise ValueError(
+        raise GradientReducerError(
             f"GradientReducer: reduce_dtype={reduce_dtype!r}; use a floating-point or complex torch.dtype, or None for "
             "each gradient's own"
         )
     if mesh.get_coordinate() is None:
-        raise ValueError(f"GradientReducer over {mesh}, which this rank is not part of; make it on the mesh's ranks")
+        raise GradientReducerError(
+            f"GradientReducer over {mesh}, which this rank is not part of; make it on the mesh's ranks"
+        )
     bucket_limits(bucket_bytes, 1, link_of(mesh.device_type))

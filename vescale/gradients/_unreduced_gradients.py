@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.buffer import DBuffer
 from vescale.compat import HookGate, ParameterRow, TensorRow, is_captured, local_of, set_versions, share_memory
+from vescale.errors import GradientError
 from vescale.gradients._arrival_hooks import ArrivalHooks
 from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._local_contribution import LocalContribution, use_code
@@ -255,7 +256,7 @@ class UnreducedGradients:
         """A gradient takes its parameter's place while the module's backward still runs."""
         parameter = self.parameters[index]
         if self._received[index]:
-            raise RuntimeError(
+            raise GradientError(
                 f"parameter {parameter.name!r} of shape {parameter.shape} got two gradients in one backward (reentrant "
                 "activation checkpointing does that), and the first one has taken its place, so that the second may be "
                 "wrong; expected one: checkpoint with use_reentrant=False, or call set_in_place_gradients(False) on the "
@@ -331,7 +332,7 @@ def _taken_from(parameter: GatheredParameter) -> torch.Tensor | None:
         return None
     unsharded.grad = None
     if gradient.layout is not torch.strided:
-        raise NotImplementedError(
+        raise GradientError(
             f"the gradient of {parameter.name!r} of shape {tuple(gradient.shape)} is a {gradient.layout} tensor; "
             "fully_shard reduces dense ones: make it dense, nn.Embedding(sparse=False)"
         )

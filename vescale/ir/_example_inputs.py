@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.plans import PlanError
+from vescale.errors import ExampleInputsError
 
 __all__ = ["example_inputs", "hf_inputs", "random_inputs"]
 
@@ -40,7 +40,7 @@ def example_inputs(model: nn.Module, batch: int = 8, length: int = 128) -> dict[
             except Exception:  # the next guess
                 continue
             return {required[0]: guess}
-    raise PlanError(
+    raise ExampleInputsError(
         f"the inputs of {type(model).__name__}.forward({', '.join(required)}) cannot be guessed; give them, as inputs= (or "
         "--input x=8x16 for each)"
     )

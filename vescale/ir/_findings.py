@@ -41,6 +41,8 @@ class Finding:
 class LoweringError(PlanError):
     """A plan that does not fit a model; ``findings`` holds every mistake, ``problem`` and ``source`` are the first's."""
 
+    code = "VS0200"
+
     def __init__(self, findings: Sequence[Finding]) -> None:
         first = findings[0]
         super().__init__(first.problem, first.source)

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.errors import ProgramTextError
 from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._operations import (
     Annotate,
@@ -75,12 +76,12 @@ def instructions_from_json(text: str) -> tuple[MeshAxes, tuple[Instruction, ...]
     try:
         data = json.loads(text)
         if data["version"] != _VERSION:
-            raise ValueError(f"version {data['version']!r}; this release reads version {_VERSION}")
+            raise ProgramTextError(f"version {data['version']!r}; this release reads version {_VERSION}")
         axes = MeshAxes.of({str(name): size for name, size in data["mesh"].items()})
         return axes, tuple(_read_instruction(item, axes) for item in data["instructions"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"not a program: {detail}; expected the text of Program.to_json()") from None
+        raise ProgramTextError(f"not a program: {detail}; expected the text of Program.to_json()") from None
 
 
 def _instruction(instruction: Instruction, axes: MeshAxes) -> dict[str, Any]:
@@ -132,12 +133,12 @@ def _read_instruction(data: Mapping[str, Any], axes: MeshAxes) -> Instruction:
 def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
     name = data["name"]
     if name not in _KINDS:
-        raise ValueError(f"op {name!r} is none of {', '.join(_KINDS)}")
+        raise ProgramTextError(f"op {name!r} is none of {', '.join(_KINDS)}")
     kind: type[Any] = _KINDS[name]
     known = {field.name for field in fields(kind)}
     unknown = sorted(set(data) - known - {"name"})
     if unknown:
-        raise ValueError(f"a {name} has no {unknown[0]!r}")
+        raise ProgramTextError(f"a {name} has no {unknown[0]!r}")
     values: dict[str, Any] = {
         key: _read_stage(value, axes) if key in _STAGES else value for key, value in data.items() if key in known
     }
@@ -147,10 +148,10 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
         for axis in (*values["shard"], *values["replicate"]):
             axes.index(axis)
         if not values["shard"]:
-            raise ValueError("a unit that is sharded over no axis")
+            raise ProgramTextError("a unit that is sharded over no axis")
         values["mp_policy"] = mp_policy_of(values.get("mp_policy"))
         if not isinstance(values.get("offload_pinned"), bool | None):
-            raise ValueError(f"offload_pinned is {values['offload_pinned']!r}, not true or false")
+            raise ProgramTextError(f"offload_pinned is {values['offload_pinned']!r}, not true or false")
     if kind is Precision:
         values = {key: float_dtype_of(key, value) for key, value in values.items()}
     if kind is Attention:
@@ -159,7 +160,7 @@ def _read_op(data: Mapping[str, Any], axes: MeshAxes) -> Op:
         values["policy"] = checkpoint_policy(data["policy"])
         values["budget_gib"] = checkpoint_budget(values.get("budget_gib"), values["policy"])
         if isinstance(values.get("budget"), bool) or not isinstance(values.get("budget", 0), int):
-            raise ValueError(f"budget is {values['budget']!r}, not the number of an entry")
+            raise ProgramTextError(f"budget is {values['budget']!r}, not the number of an entry")
     if kind is Local:
         values = {"kind": None, "dispatch": None, **values}
         for key in ("experts", "features", "biases"):
@@ -179,23 +180,23 @@ def _read_methods(data: Mapping[str, Any], axes: MeshAxes) -> tuple[AttentionMet
     for axis, method in data.items():
         axes.index(axis)
         if method not in ATTENTION_METHODS:
-            raise ValueError(f"{method!r} is no method of attention")
+            raise ProgramTextError(f"{method!r} is no method of attention")
     return tuple(data.get(axis) for axis in axes)
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not text")
+        raise ProgramTextError(f"{value!r} is not text")
     return value
 
 
 def _texts(values: Any) -> tuple[str, ...]:
     if isinstance(values, str):
-        raise ValueError(f"{values!r} is no list")
+        raise ProgramTextError(f"{values!r} is no list")
     return tuple(_text(value) for value in values)
 
 
 def _index(value: Any) -> int | str | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
-        raise ValueError(f"index {value!r} is neither a position nor a name")
+        raise ProgramTextError(f"index {value!r} is neither a position nor a name")
     return value

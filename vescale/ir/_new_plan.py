@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
+from vescale.errors import NewPlanError
 from vescale.ir._coverage import coverage
 from vescale.ir._example_inputs import example_inputs
 from vescale.ir._feature_trace import trace_features
@@ -26,7 +27,6 @@ from vescale.plans import (
     RUN,
     MeshAxes,
     Plan,
-    PlanError,
     Source,
     expressions,
     merged_paths,
@@ -93,9 +93,9 @@ def new_plan(
     plan.comments, plan.head = {}, []
     data = _checked_axes(plan.axes, axis, batch_axes)
     if zero not in (0, 1, 2, 3):
-        raise PlanError(f"new_plan: zero={zero!r}; stages are 0 (nothing sharded), 1, 2 and 3")
+        raise NewPlanError(f"new_plan: zero={zero!r}; stages are 0 (nothing sharded), 1, 2 and 3")
     if zero and not data:
-        raise PlanError(
+        raise NewPlanError(
             f"new_plan: zero={zero} shards over the batch's axes, and the mesh ({plan.axes}) has none; add dp="
         )
     meta = on_meta(model)
@@ -103,7 +103,7 @@ def new_plan(
     num_ranks = plan.axes.size(axis) if axis in plan.axes else 1
     trace = trace_features(meta, given, num_ranks)
     if trace.stopped:
-        raise PlanError(
+        raise NewPlanError(
             f"new_plan: the forward of {type(model).__name__} does not run on the meta device: {trace.stopped}; pass other "
             f"inputs (it was called with {', '.join(given)}), or write the plan by hand"
         )
@@ -135,9 +135,9 @@ def _checked_axes(axes: MeshAxes, axis: str, batch_axes: Sequence[str] | None) -
     unknown = [name for name in batch_axes or () if name not in axes]
     unused = [name for name in axes if name != axis and name not in data and axes.size(name) > 1]
     if unknown:
-        raise PlanError(f"new_plan: batch_axes names {unknown[0]!r}, which the mesh ({axes}) does not have")
+        raise NewPlanError(f"new_plan: batch_axes names {unknown[0]!r}, which the mesh ({axes}) does not have")
     if unused:
-        raise PlanError(
+        raise NewPlanError(
             f"new_plan: axis {unused[0]!r} of the mesh ({axes}) has no part; axes of the batch are {', '.join(_BATCH_AXES)} "
             f"(or batch_axes=), and that of tensor parallelism is {axis!r} (or axis=)"
         )

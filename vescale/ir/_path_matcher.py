@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping
 
 import regex
 
+from vescale.errors import SlowPathError
 from vescale.ir._findings import Findings
 from vescale.ir._merged_names import merge_repeats, name_list
 from vescale.ir._model_index import ModelIndex
-from vescale.plans import Path, PlanError, Source
+from vescale.plans import Path, Source
 
 __all__ = ["Matcher"]
 
@@ -72,7 +73,7 @@ class Matcher:
             for name in names:
                 seconds_left = self._seconds_left + allowance - (time.thread_time() - start)
                 if seconds_left <= 0 or not self._finished(path, name, seconds_left, found):
-                    raise PlanError(
+                    raise SlowPathError(
                         f"the path '{path}' takes too long to match (over {self._seconds_left + allowance:.1f} s for "
                         f"{len(names)} names); write it without nested repetitions such as (a+)+ or (.*)*",
                         source,

@@ -9,6 +9,7 @@ import regex
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.compat import root_mesh
+from vescale.errors import ParallelizeError
 from vescale.ir._findings import Findings
 from vescale.ir._units import GatheredUnit
 from vescale.plans import (
@@ -17,7 +18,6 @@ from vescale.plans import (
     Entry,
     LocalEntry,
     Plan,
-    PlanError,
     PrecisionEntry,
     RedistributeEntry,
     UnitEntry,
@@ -56,7 +56,7 @@ def refuse_part_of_replicas(mesh: DeviceMesh, shard: Sequence[str]) -> None:
     """The same for a mesh that a plan over names and sizes is used on. Raises PlanError."""
     problem = _missing_axes(mesh, shard)
     if problem:
-        raise PlanError(problem)
+        raise ParallelizeError(problem)
 
 
 def _missing_axes(mesh: DeviceMesh, shard: Sequence[str]) -> str:

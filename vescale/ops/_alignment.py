@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec
+from vescale.errors import OpPlacementError
 from vescale.ops._call import Placements, names
 from vescale.placements import has_custom, move_local, ragged_axis, without_partials
 
@@ -86,7 +87,7 @@ def align(
     leader = operands[leads[0]]
     for spec in operands:
         if spec.mesh != leader.mesh and math.prod(spec.shape) != 1:
-            raise RuntimeError(
+            raise OpPlacementError(
                 f"{name}: operands of shapes {tuple(leader.shape)} and {tuple(spec.shape)} are on different meshes "
                 f"{leader.mesh} and {spec.mesh}; bring them to one mesh through full_tensor() and distribute_tensor()"
             )

@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import TensorMeta
+from vescale.errors import RuleError
 from vescale.ops._call import OpCall
 from vescale.ops._decision import Decision
 
@@ -25,9 +26,9 @@ def check_decision(rule: Any, call: OpCall, found: Any) -> None:
         return
     of = f"{call.op}: the rule {getattr(rule, '__qualname__', rule)!s} returned"
     if not isinstance(found, Decision):
-        raise TypeError(f"{of} {found!r}; expected a Decision, or None to leave the call to the next rule")
+        raise RuleError(f"{of} {found!r}; expected a Decision, or None to leave the call to the next rule")
     if not isinstance(found.inputs, Sequence) or len(found.inputs) != len(call.operands):
-        raise ValueError(
+        raise RuleError(
             f"{of} inputs {found.inputs!r}; expected a tuple with the placements of each of the {len(call.operands)} tensor "
             "operands, in the order of call.operands"
         )
@@ -39,7 +40,7 @@ def check_decision(rule: Any, call: OpCall, found: Any) -> None:
     tensors = [meta is not None for meta in metas]
     if found.outputs is None:
         if any(tensors):
-            raise ValueError(
+            raise RuleError(
                 f"{of} outputs=None, but the op returns tensors; give the placements of each of its results"
             )
         return
@@ -48,7 +49,7 @@ def check_decision(rule: Any, call: OpCall, found: Any) -> None:
         expected = (
             f"a tuple with the placements of each of its {count} results" if count else "None: it returns no tensor"
         )
-        raise ValueError(f"{of} outputs {found.outputs!r}; expected {expected}")
+        raise RuleError(f"{of} outputs {found.outputs!r}; expected {expected}")
     for index, (is_tensor, given) in enumerate(zip(tensors, found.outputs)):
         if is_tensor:
             _check_placements(f"{of} outputs[{index}]", given, call.mesh_of_result(index).ndim)
@@ -60,4 +61,4 @@ def _check_placements(what: str, placements: Any, ndim: int) -> None:
         or len(placements) != ndim
         or not all(isinstance(placement, Placement) for placement in placements)
     ):
-        raise ValueError(f"{what} = {placements!r}; expected a tuple of {ndim} placements, one for each mesh axis")
+        raise RuleError(f"{what} = {placements!r}; expected a tuple of {ndim} placements, one for each mesh axis")

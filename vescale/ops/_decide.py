@@ -17,6 +17,7 @@ from vescale.compat import (
     static_keywords,
     takes_only_tensors,
 )
+from vescale.errors import OpPlacementError
 from vescale.ops._call import OpCall, Placements, placements_text
 from vescale.ops._decision import Decision
 from vescale.ops._registry import rules_of
@@ -94,7 +95,7 @@ def _check_in_place(call: OpCall, decision: Decision) -> None:
         spec, wanted = call.operands[index], decision.inputs[index]
         if spec.placements == wanted or index in decision.scratch or index in decision.write_back:
             continue
-        raise RuntimeError(
+        raise OpPlacementError(
             f"{call.op} writes to {call.describe(index)}, and needs it as {placements_text(wanted)}: the write would go to "
             "a copy and be lost; use the out-of-place op and redistribute its result, or call redistribute() first"
         )

@@ -24,6 +24,7 @@ from vescale.compat import (
     tell_move,
     with_aliasing,
 )
+from vescale.errors import OpPlacementError
 from vescale.ops._call import OpCall, placements_text, substitute, with_placements
 from vescale.ops._decide import cached, output_specs
 from vescale.ops._decision import Decision
@@ -56,7 +57,7 @@ def execute(call: OpCall, decision: Decision, args: tuple[Any, ...], kwargs: dic
         if spec.placements != wanted
     ]
     if moves and is_view(call.op) and getattr(_ASSIGNING, "now", False):
-        raise RuntimeError(
+        raise OpPlacementError(
             f"{call.op} of {call.describe(moves[0][0])} is a copy, so an assignment to it would be lost; assign through a "
             "mask of the tensor's own shape (x[mask] = value) or to rows of a ragged tensor (x[2:5] = value), use "
             "torch.where, or call redistribute() first"

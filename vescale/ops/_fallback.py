@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from vescale.errors import Coded
+
 __all__ = [
     "PlacementFallbackError",
     "PlacementFallbackWarning",
@@ -19,12 +21,16 @@ __all__ = [
 ]
 
 
-class PlacementFallbackWarning(UserWarning):
+class PlacementFallbackWarning(Coded, UserWarning):
     """An op had no rule for a placement, so the whole operand was communicated; correct, but not free."""
 
+    code = "VS1602"
 
-class PlacementFallbackError(RuntimeError):
+
+class PlacementFallbackError(Coded, RuntimeError):
     """The same, in :func:`strict_placements`."""
+
+    code = "VS1601"
 
 
 # Ranks in strict mode, one entry for each open context. Backward may run on another thread and ranks may be threads of one

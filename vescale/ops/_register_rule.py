@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vescale.errors import RuleError
 from vescale.ops._call import OpCall
 from vescale.ops._check_decision import check_decision
 from vescale.ops._decide import forget_decisions
@@ -45,17 +46,17 @@ def register_rule(op: Any, rule: Rule) -> None:
         ops = list(op)
     for one in ops:
         if isinstance(one, _AllOverloads):
-            raise TypeError(
+            raise RuleError(
                 f"register_rule: found {one}, which has the overloads {', '.join(one.overloads())}; expected one overload "
                 f"or an iterable of them: give {one}.{one.overloads()[0]}"
             )
         if not isinstance(one, _Overload):
-            raise TypeError(
+            raise RuleError(
                 f"register_rule: found {one!r}; expected an op overload such as torch.ops.aten.flip.default, or an iterable "
                 "of them: DTensor sees overloads, not the torch functions that call them"
             )
     if not callable(rule):
-        raise TypeError(f"register_rule: found the rule {rule!r}; expected a function of an OpCall")
+        raise RuleError(f"register_rule: found the rule {rule!r}; expected a function of an OpCall")
     for one in ops:
         register_user_rule(one, functools.partial(_checked, rule))
     forget_decisions()

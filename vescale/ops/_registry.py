@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from vescale.errors import RuleError
+
 __all__ = [
     "FAMILY_ORDER",
     "OpEntry",
@@ -122,7 +124,7 @@ def register(op: Any, *, communicates: Iterable[str] = (), **fields: Any) -> Non
     known = _ENTRIES.get(op, OpEntry())
     taken = sorted(name for name in fields if name not in ("backward", "when") and getattr(known, name) is not None)
     if taken:
-        raise ValueError(f"{op} has {', '.join(taken)} registered already; each op belongs to one file of vescale.ops")
+        raise RuleError(f"{op} has {', '.join(taken)} registered already; each op belongs to one file of vescale.ops")
     _ENTRIES = {**_ENTRIES, op: replace(known, communicates=known.communicates | frozenset(communicates), **fields)}
 
 
@@ -144,7 +146,7 @@ def register_family(name: str, covers: Callable[[Any], bool], rule: Callable[...
     """
     if name not in FAMILY_ORDER or name in _FAMILIES:
         known = "is registered already" if name in _FAMILIES else f"is not in FAMILY_ORDER {FAMILY_ORDER}"
-        raise ValueError(f"op family {name!r} {known}; give each family one place in FAMILY_ORDER")
+        raise RuleError(f"op family {name!r} {known}; give each family one place in FAMILY_ORDER")
     _FAMILIES[name] = OpFamily(name, covers, rule)
 
 

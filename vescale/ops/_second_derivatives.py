@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from vescale.errors import OpPlacementError
+
 __all__ = ["differentiable_once"]
 
 
@@ -35,4 +37,4 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(ctx.message)
+        raise OpPlacementError(ctx.message)

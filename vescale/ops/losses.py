@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import all_reduce, axis_group, requested_by
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, tell_plain_value, tell_read
+from vescale.errors import LabelError
 from vescale.ops._conversion import bring, cut
 from vescale.ops._registration import handles, is_spread
 from vescale.placements import RaggedShard, at_dim, contiguous_stride, local_region, shard_dim, without_partials
@@ -223,7 +224,7 @@ def _nll_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[D
 
 def _refuse_bad_labels(rows: _Rows, num_bad: int) -> None:
     if num_bad:
-        raise IndexError(
+        raise LabelError(
             f"nll_loss: {num_bad} labels are out of bounds; a label is a class 0..{rows.scores.shape[rows.class_dim] - 1} "
             "or ignore_index: check the labels, or the model's number of classes"
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vescale.errors import OpPlacementError
 from vescale.ops._call import OpCall
 from vescale.ops._decision import Decision
 from vescale.ops._registry import register, register_family
@@ -24,7 +25,7 @@ def is_random(op: Any) -> bool:
 def random_rule(call: OpCall) -> Decision | None:
     """Refuse what no handler of :mod:`vescale.rng` has run before."""
     spec = call.operands[0]
-    raise RuntimeError(
+    raise OpPlacementError(
         f"{call.op} on a tensor of shape {tuple(spec.shape)} placed as {spec.placements}: every rank's generator would "
         "draw different numbers, unlike one device; call vescale.rng.enable(), or draw on a replicated tensor and "
         "redistribute the result"

@@ -6,6 +6,7 @@ import math
 
 from torch.distributed.tensor import Replicate
 
+from vescale.errors import OpPlacementError
 from vescale.ops._call import OpCall
 from vescale.ops._decision import Decision
 from vescale.ops._registry import register_aten
@@ -25,7 +26,7 @@ def stack_rule(call: OpCall) -> Decision | None:
     first = frozenset(call.mesh.mesh.flatten().tolist())
     other = next((s.mesh for s in call.operands if frozenset(s.mesh.mesh.flatten().tolist()) != first), None)
     if other is not None:
-        raise RuntimeError(
+        raise OpPlacementError(
             f"{call.op}: numbers on {call.mesh} and on {other}, which have other ranks; expected meshes over the same "
             "ranks: take the numbers out with full_tensor(), and bring them to all ranks"
         )

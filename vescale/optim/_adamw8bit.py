@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import local_of
+from vescale.errors import OptimizerOptionError, OptimizerParameterError, OptimizerStateError
 from vescale.optim._adamw8bit_native import is_native, update_all
 from vescale.optim._adamw8bit_states import (
     STATE_DTYPES,
@@ -158,7 +159,7 @@ class AdamW8bit(ExactStates):
         check_blocks(name, parameter, group)
         expected = state_tensors(parameter, group)
         if missing := [key for key in ("step", *expected) if key not in state]:
-            raise ValueError(
+            raise OptimizerStateError(
                 f"the state dict has no {missing[0]!r} for parameter {name}, only {sorted(state)}; it was saved by another "
                 "optimizer, or with other options"
             )
@@ -339,40 +340,46 @@ def _check_group(group: dict[str, Any]) -> None:
     lr, (beta1, beta2) = group["lr"], group["betas"]
     if isinstance(lr, torch.Tensor):
         if lr.numel() != 1:
-            raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; give one number")
+            raise OptimizerOptionError(f"lr is a tensor of shape {tuple(lr.shape)}; give one number")
     elif not lr >= 0:
-        raise ValueError(f"lr is {lr}; expected 0 or more")
+        raise OptimizerOptionError(f"lr is {lr}; expected 0 or more")
     for name, beta in (("betas[0]", beta1), ("betas[1]", beta2)):
         if not 0 <= beta < 1:
-            raise ValueError(f"{name} is {beta}; expected a number in [0, 1)")
+            raise OptimizerOptionError(f"{name} is {beta}; expected a number in [0, 1)")
     for name in ("eps", "weight_decay", "min_numel"):
         if not group[name] >= 0:
-            raise ValueError(f"{name} is {group[name]}; expected 0 or more")
+            raise OptimizerOptionError(f"{name} is {group[name]}; expected 0 or more")
     if group["block"] is not None:
         group["block"] = tuple(group["block"])
     sizes: Sequence[Any] = [group["block_size"]] if group["block"] is None else group["block"]
     if len(sizes) != (1 if group["block"] is None else 2) or any(type(size) is not int or size < 1 for size in sizes):
-        raise ValueError(
+        raise OptimizerOptionError(
             f"block_size is {group['block_size']!r} and block is {group['block']!r}; expected a number of elements, or "
             "(rows, columns), of at least 1"
         )
     group["state_dtype"] = str(group["state_dtype"]).removeprefix("torch.")
     if group["state_dtype"] not in STATE_DTYPES:
-        raise ValueError(f"state_dtype is {group['state_dtype']}; expected torch.{', torch.'.join(STATE_DTYPES)}")
+        raise OptimizerOptionError(
+            f"state_dtype is {group['state_dtype']}; expected torch.{', torch.'.join(STATE_DTYPES)}"
+        )
     if group["stochastic_rounding"] and group["master_weights"]:
-        raise ValueError(
+        raise OptimizerOptionError(
             "stochastic_rounding and master_weights exclude each other: a copy in float32 needs no rounding"
         )
     if group["stochastic_rounding"] and group["capturable"]:
-        raise ValueError("stochastic_rounding draws on the host, by the step's number; use it without capturable")
+        raise OptimizerOptionError(
+            "stochastic_rounding draws on the host, by the step's number; use it without capturable"
+        )
     if group["skip_nonfinite"] and group["capturable"]:
-        raise ValueError("skip_nonfinite decides on the host; use it without capturable")
+        raise OptimizerOptionError("skip_nonfinite decides on the host; use it without capturable")
 
 
 def _check_parameter(name: str, parameter: torch.Tensor, group: dict[str, Any]) -> None:
     if not parameter.is_floating_point():
-        raise ValueError(f"parameter {name} is {parameter.dtype}; AdamW8bit updates real floating-point parameters")
+        raise OptimizerParameterError(
+            f"parameter {name} is {parameter.dtype}; AdamW8bit updates real floating-point parameters"
+        )
     if group["stochastic_rounding"] and parameter.dtype == torch.float16:
-        raise ValueError(
+        raise OptimizerParameterError(
             f"parameter {name} is {parameter.dtype}; stochastic rounding is to bfloat16. Use bfloat16, or master_weights"
         )

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, make_spec
+from vescale.errors import CutBlockError, OptimizerStateError
 from vescale.optim._adamw8bit_update import compute_dtype
 from vescale.optim._blocks import Blocks, UnevenBlocksError
 from vescale.optim._dynamic_map import dynamic_map
@@ -69,7 +70,7 @@ class StateTensor:
         """
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != self.shape or value.dtype != self.dtype:
             found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise ValueError(
+            raise OptimizerStateError(
                 f"{what} of the state dict is {found}; this optimizer has {self.dtype} of shape {self.shape}. Make it with "
                 "the block_size, block, min_numel and state_dtype of the one that was saved"
             )
@@ -127,18 +128,18 @@ def check_blocks(name: str, parameter: torch.Tensor, group: Mapping[str, Any]) -
         return
     shape, mesh, placements = tuple(parameter.shape), parameter.device_mesh, tuple(parameter.placements)
     if any(placement.is_partial() for placement in placements):
-        raise ValueError(f"parameter {name} is a pending reduction {placements}; redistribute it first")
+        raise CutBlockError(f"parameter {name} is a pending reduction {placements}; redistribute it first")
     blocks, mesh_shape = blocks_of(group), tuple(mesh.shape)
     cut = blocks.first_cut(shape, placements, mesh_shape)
     if cut is None:
         try:
             blocks.grid_placements(shape, placements, mesh_shape)
         except UnevenBlocksError as error:
-            raise ValueError(f"parameter {name}: {error}") from error
+            raise CutBlockError(f"parameter {name}: {error}") from error
         return
     rank = int(mesh.mesh[cut.coordinate])
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    raise ValueError(
+    raise CutBlockError(
         f"parameter {name} of shape {shape} is placed as {placements}: the part of rank {rank} ends inside of block "
         f"{cut.block} ({cut.elements}) of {blocks}, which are quantized together and must not be cut. "
         + how_to_fix(name, shape, placements, mesh_shape, names, blocks)

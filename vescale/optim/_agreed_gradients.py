@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.comm import all_gather_v, all_reduce_, axis_group, group_of_ranks
 from vescale.compat import AsyncCollectiveTensor, local_of, spec_of, without_modes
+from vescale.errors import MissingGradientError
 from vescale.gradients import reduce_pending
 from vescale.optim._holders import replica_axes
 from vescale.optim._matrix_parameters import MatrixParameter, local_tensor
@@ -45,7 +46,7 @@ def agreed_gradients(
         agreed, missing, finite = _compared(parameters, statuses, finite)
     for parameter, status, (own, problem), lacks in zip(parameters, agreed, found, missing):
         if status == _UNUSABLE:
-            raise RuntimeError(
+            raise MissingGradientError(
                 f"parameter {parameter.name!r} of shape {parameter.place.shape}: "
                 + (
                     problem
@@ -54,7 +55,7 @@ def agreed_gradients(
                 )
             )
         if status == _ELSEWHERE and lacks:
-            raise RuntimeError(
+            raise MissingGradientError(
                 f"parameter {parameter.name!r}: its gradient is missing on some ranks, and placed otherwise than the "
                 f"parameter ({parameter.place.placements}) on others; give every rank a gradient, or place "
                 "gradients as parameters"

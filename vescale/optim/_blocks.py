@@ -15,13 +15,16 @@ import numpy as np
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.errors import Coded
 from vescale.placements import RaggedShard, Region, coordinates, largest_shape, local_region, ragged_axis, shard_dim
 
 __all__ = ["Blocks", "Cut", "Part", "UnevenBlocksError", "counts", "products", "ragged_ends", "run_ends"]
 
 
-class UnevenBlocksError(ValueError):
+class UnevenBlocksError(Coded, ValueError):
     """No placement describes where the blocks of a tensor are on a mesh, although none is cut."""
+
+    code = "VS0801"
 
 
 @dataclass(frozen=True)

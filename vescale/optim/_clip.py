@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.comm import AxisGroup
 from vescale.compat import AsyncCollectiveTensor, foreach_mul_, has_foreach, local_of
+from vescale.errors import ArgumentTypeError, TotalNormError
 from vescale.gradients import reduce_pending, shares_of
 from vescale.optim._total_norm import parts_of, result_dtype, total_norm
 
@@ -147,7 +148,9 @@ def _listed(tensors: _Tensors, caller: str) -> list[torch.Tensor]:
         )
     for found in listed:
         if not isinstance(found, torch.Tensor):
-            raise TypeError(f"{caller} got a {type(found).__name__} among its tensors; pass `model.parameters()`")
+            raise ArgumentTypeError(
+                f"{caller} got a {type(found).__name__} among its tensors; pass `model.parameters()`"
+            )
     return listed
 
 
@@ -172,7 +175,7 @@ def _norm(
 
 def _refuse_nonfinite(norm: torch.Tensor, order: float, error_if_nonfinite: bool) -> None:
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(
+        raise TotalNormError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. To "
             "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
@@ -196,4 +199,4 @@ def _scale(locals_: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor,
 def _check_foreach(locals_: Sequence[torch.Tensor], foreach: bool | None) -> None:
     if foreach and not has_foreach(locals_):
         kinds = sorted({f"{type(t).__name__} on {t.device.type}" for t in locals_ if not has_foreach([t])})
-        raise RuntimeError(f"foreach=True, but there are no multi-tensor kernels for {kinds}; leave foreach out")
+        raise TotalNormError(f"foreach=True, but there are no multi-tensor kernels for {kinds}; leave foreach out")

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import local_of, make_dtensor, make_spec, spec_of
+from vescale.errors import EMAError
 from vescale.fsdp import state_of
 from vescale.optim._step_gradients import local_part
 from vescale.placements import distribute_tensor
@@ -48,7 +49,7 @@ class EMA:
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, use_buffers: bool = False) -> None:
         if not 0 <= decay <= 1:
-            raise ValueError(f"decay is {decay}; expected a number in [0, 1]")
+            raise EMAError(f"decay is {decay}; expected a number in [0, 1]")
         self.decay = decay
         self.num_updates = 0
         self._model = model
@@ -79,7 +80,7 @@ class EMA:
         or cut.
         """
         if self._is_swapped:
-            raise RuntimeError("the averages are swapped in: call swap() again, or leave its context, before update()")
+            raise EMAError("the averages are swapped in: call swap() again, or leave its context, before update()")
         present = dict(self._tensors())
         self._check(present)
         for name, tensor in present.items():
@@ -119,10 +120,10 @@ class EMA:
 
     def _check(self, present: dict[str, torch.Tensor]) -> None:
         if gone := [name for name in self._averages if name not in present]:
-            raise ValueError(f"the model has no {gone[0]} any more, of which there is an average; make a new EMA")
+            raise EMAError(f"the model has no {gone[0]} any more, of which there is an average; make a new EMA")
         for name, average in self._averages.items():
             if _form(average) != _form(present[name]):
-                raise ValueError(
+                raise EMAError(
                     f"{name} is {_form(present[name])}, and its average {_form(average)}; make the EMA after the model is "
                     "sharded, and a new one when it is sharded anew"
                 )
@@ -143,16 +144,16 @@ class EMA:
         Raises RuntimeError while swapped, ValueError for other names or shapes; nothing is changed then.
         """
         if self._is_swapped:
-            raise RuntimeError("the averages are swapped in: call swap() again before load_state_dict()")
+            raise EMAError("the averages are swapped in: call swap() again before load_state_dict()")
         saved = state_dict["averages"]
         if different := saved.keys() ^ self._averages.keys():
             name = min(different)
             where = "the state dict" if name in saved else "the model"
-            raise ValueError(f"only {where} has an average of {name}; load averages of the same model")
+            raise EMAError(f"only {where} has an average of {name}; load averages of the same model")
         for name, average in self._averages.items():
             if saved[name].shape != average.shape:
                 found, expected = tuple(saved[name].shape), tuple(average.shape)
-                raise ValueError(f"the saved average of {name} has shape {found}, and its parameter {expected}")
+                raise EMAError(f"the saved average of {name} has shape {found}, and its parameter {expected}")
         for name, average in self._averages.items():
             value = saved[name].detach()
             if isinstance(average, DTensor):
@@ -181,7 +182,7 @@ class _Swapped:
 def _start(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """An average that begins with the value of ``tensor``."""
     if tensor.is_meta:
-        raise ValueError(f"{name} is on the meta device; make the EMA when the model has values")
+        raise EMAError(f"{name} is on the meta device; make the EMA when the model has values")
     dtype = torch.float32 if tensor.dtype in _LOW_PRECISION else tensor.dtype
     with torch.no_grad():
         local = local_part(tensor).to(dtype, copy=True)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vescale.errors import MatrixBlocksError
 from vescale.placements import Box
 
 __all__ = ["MatrixGrid", "matrix_grid", "tile_grid"]
@@ -64,7 +65,7 @@ def matrix_grid(shape: Sequence[int], blocks: Any, name: str) -> MatrixGrid:
     """
     shape = tuple(shape)
     if len(shape) not in (2, 3):
-        raise ValueError(
+        raise MatrixBlocksError(
             f"parameter {name!r} has shape {shape}; a matrix has 2 dims, a stack of matrices 3: give it a group with "
             'algorithm="adamw"'
         )
@@ -75,13 +76,13 @@ def matrix_grid(shape: Sequence[int], blocks: Any, name: str) -> MatrixGrid:
         size = shape[first + dim]
         if isinstance(counts, int):
             if counts < 1 or size % counts:
-                raise ValueError(
+                raise MatrixBlocksError(
                     f"blocks={blocks!r} of parameter {name!r}: {counts} does not divide the {size} indices of dim {dim} of "
                     f"its matrices ({shape}); give a divisor, or a list of sizes that sum to {size}"
                 )
             counts = (size // counts,) * counts
         if sum(counts) != size or any(count < 1 for count in counts):
-            raise ValueError(
+            raise MatrixBlocksError(
                 f"blocks={blocks!r} of parameter {name!r}: the sizes sum to {sum(counts)}, and dim {dim} of its matrices "
                 f"has {size} indices ({shape}); give positive sizes that sum to {size}"
             )
@@ -97,7 +98,7 @@ def _parsed(blocks: Any, name: str) -> tuple[int, int | tuple[int, ...]]:
     is_count = isinstance(counts, int) and not isinstance(counts, bool)
     is_list = isinstance(counts, Sequence) and not isinstance(counts, str) and all(type(c) is int for c in counts)
     if dim not in (0, 1, -1, -2) or not (is_count or is_list):
-        raise ValueError(
+        raise MatrixBlocksError(
             f"blocks={blocks!r} of parameter {name!r}; give a number of equal blocks of rows, a list of row counts, or "
             '("dim", d, number or list) with d 0 or 1'
         )
@@ -117,7 +118,7 @@ def tile_grid(shape: Sequence[int], blocks: Any, largest: int, name: str) -> Mat
         cuts = [borders if dim < grid.matrix_dim else _tiled(borders, largest) for dim, borders in enumerate(grid.cuts)]
         return _grid(shape, tuple(cuts), grid.matrix_dim)
     if blocks is not None:
-        raise ValueError(
+        raise MatrixBlocksError(
             f"blocks={blocks!r} of parameter {name!r} of shape {shape}; only matrices have blocks: leave it out"
         )
     cuts = [_tiled((0, size), largest) if dim == 0 else (0, size) for dim, size in enumerate(shape)]

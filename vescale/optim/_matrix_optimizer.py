@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.compat import note_writes
+from vescale.errors import OptimizerOptionError, OptimizerParameterError
 from vescale.optim._adamw_update import ADAMW_DEFAULTS, adamw_states, adamw_update
 from vescale.optim._agreed_gradients import agreed_gradients
 from vescale.optim._matrix_blocks import MatrixGrid
@@ -46,7 +47,7 @@ class MatrixOptimizer(ExactStates):
         bucket_bytes: int,
     ) -> None:
         if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes}; a bucket holds at least one byte")
+            raise OptimizerOptionError(f"bucket_bytes={bucket_bytes}; a bucket holds at least one byte")
         self._skip_nonfinite, self._bucket_bytes = skip_nonfinite, bucket_bytes
         self._split_replicas, self._compare_gradients = split_replicas, compare_gradients
         self._parameters: MatrixParameters | None = None
@@ -106,14 +107,14 @@ class MatrixOptimizer(ExactStates):
         """As in PyTorch. With ``algorithm="adamw"`` the group takes AdamW's options, and has AdamW's defaults for them."""
         algorithm = param_group.get("algorithm", self.algorithm)
         if algorithm not in (self.algorithm, "adamw"):
-            raise ValueError(
+            raise OptimizerParameterError(
                 f'a group has algorithm={algorithm!r}; {type(self).__name__} knows "{self.algorithm}" and "adamw"'
             )
         if algorithm == "adamw":
             unknown = set(param_group) - {*ADAMW_DEFAULTS, "params", "param_names", "algorithm", "initial_lr"}
             foreign = sorted(unknown & set(self.defaults))
             if foreign:
-                raise ValueError(
+                raise OptimizerParameterError(
                     f'a group with algorithm="adamw" has {foreign}, which only "{self.algorithm}" uses; AdamW takes '
                     f"{sorted(ADAMW_DEFAULTS)}"
                 )
@@ -129,7 +130,7 @@ class MatrixOptimizer(ExactStates):
                 self._check_group(param_group)
             for tensor in param_group["params"]:
                 if tensor.is_complex() or not tensor.is_floating_point():
-                    raise ValueError(
+                    raise OptimizerParameterError(
                         f"a parameter of shape {tuple(tensor.shape)} is {tensor.dtype}; expected a real float"
                     )
             if self._parameters is not None:
@@ -173,7 +174,9 @@ class MatrixOptimizer(ExactStates):
                 loss = closure()
         parameters = self._known().all
         if any(parameter.tensor.device.type == "meta" for parameter in parameters):
-            raise RuntimeError("a parameter is on the meta device; materialize the model before the first step")
+            raise OptimizerParameterError(
+                "a parameter is on the meta device; materialize the model before the first step"
+            )
         for parameter in parameters:
             self._fill_states(parameter)
         trained = [p for p in parameters if p.tensor.requires_grad]

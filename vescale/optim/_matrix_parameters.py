@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.comm import Consensus, compare_descriptions
 from vescale.compat import local_of, spec_of, without_modes
+from vescale.errors import OptimizerParameterError
 from vescale.optim._holders import holdings, replica_axes
 from vescale.optim._matrix_blocks import MatrixGrid
 from vescale.optim._matrix_schedule import OwnedMatrix, TensorPlace
@@ -178,12 +179,12 @@ def _place(tensor: torch.Tensor, name: str) -> TensorPlace:
         return TensorPlace(tuple(tensor.shape))
     spec = spec_of(tensor)
     if spec.mesh.get_coordinate() is None:
-        raise ValueError(
+        raise OptimizerParameterError(
             f"parameter {name!r} is on {spec.mesh}, which rank {dist.get_rank()} is not part of; give every rank the "
             "parameters of its own meshes only"
         )
     if any(placement.is_partial() for placement in spec.placements):
-        raise ValueError(
+        raise OptimizerParameterError(
             f"parameter {name!r} has the placements {spec.placements}: a pending sum cannot be a parameter"
         )
     return TensorPlace(tuple(tensor.shape), spec.mesh, tuple(spec.placements))
@@ -202,6 +203,6 @@ def _compare(parameters: Sequence[MatrixParameter]) -> None:
         described = {"parameters": [(f"{p.name} ({number})", p.describe()) for number, p in enumerate(members)]}
         found = compare_descriptions(described, Consensus(ranks, "owners of matrices"), lambda: "planning an optimizer")
         if found is not None:
-            raise ValueError(
+            raise OptimizerParameterError(
                 f"the optimizer's {found.text()}; give every rank the same parameters, in the same order and groups"
             )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vescale.comm import DEFAULT_BUCKET_BYTES
+from vescale.errors import OptimizerOptionError
 from vescale.optim._matrix_blocks import MatrixGrid, matrix_grid
 from vescale.optim._matrix_optimizer import MatrixOptimizer
 from vescale.optim._matrix_parameters import MatrixParameter, local_tensor
@@ -128,19 +129,19 @@ class Muon(MatrixOptimizer):
         lr, wanted = group["lr"], "a number >= 0"
         if isinstance(lr, torch.Tensor):
             if lr.numel() != 1:
-                raise ValueError(f"lr has {lr.numel()} elements; give one number")
+                raise OptimizerOptionError(f"lr has {lr.numel()} elements; give one number")
         elif not lr >= 0:
-            raise ValueError(f"lr={lr!r}; give {wanted}")
+            raise OptimizerOptionError(f"lr={lr!r}; give {wanted}")
         for name in ("weight_decay", "momentum", "eps"):
             if not group[name] >= 0:
-                raise ValueError(f"{name}={group[name]!r}; give {wanted}")
+                raise OptimizerOptionError(f"{name}={group[name]!r}; give {wanted}")
         if group["adjust_lr"] not in _ADJUSTMENTS:
-            raise ValueError(f"adjust_lr={group['adjust_lr']!r}; give one of {sorted(_ADJUSTMENTS)}")
+            raise OptimizerOptionError(f"adjust_lr={group['adjust_lr']!r}; give one of {sorted(_ADJUSTMENTS)}")
         for name, least in (("ns_steps", 0), ("batch", 1)):
             if not isinstance(group[name], int) or not least <= group[name]:
-                raise ValueError(f"{name}={group[name]!r}; give an integer >= {least}")
+                raise OptimizerOptionError(f"{name}={group[name]!r}; give an integer >= {least}")
         if not group["ns_dtype"].is_floating_point:
-            raise ValueError(f"ns_dtype={group['ns_dtype']}; give a floating dtype")
+            raise OptimizerOptionError(f"ns_dtype={group['ns_dtype']}; give a floating dtype")
         group["coefficients"] = checked_coefficients(group["coefficients"])
 
     def _grid(self, parameter: MatrixParameter) -> MatrixGrid | None:
@@ -191,7 +192,7 @@ class Muon(MatrixOptimizer):
             )
         found = self._orthogonalize(values)
         if found.shape != values.shape:
-            raise ValueError(
+            raise OptimizerOptionError(
                 f"orthogonalize was given {tuple(values.shape)} and returned {tuple(found.shape)}; return the shape "
                 "that was given"
             )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from vescale.errors import MatrixBlocksError
 from vescale.optim._matrix_blocks import MatrixGrid, matrix_grid
 from vescale.plans import Path, did_you_mean
 
@@ -56,7 +57,7 @@ def muon_groups(
         if parameter in for_adamw or parameter.ndim not in (2, 3):
             if pattern is not None:
                 why = f"matches {for_adamw[parameter]!r} of adamw" if parameter in for_adamw else "is no matrix"
-                raise ValueError(
+                raise MatrixBlocksError(
                     f"blocks has {pattern!r} for parameter {names[0]!r} of shape {tuple(parameter.shape)}, which {why}; "
                     "drop one of the two"
                 )
@@ -81,14 +82,14 @@ def _matching(
 ) -> dict[nn.Parameter, str]:
     """The first pattern that matches a name of each parameter; raises ValueError for one that matches none."""
     if isinstance(patterns, str):
-        raise ValueError(f"{what}={patterns!r}; give a list of patterns")
+        raise MatrixBlocksError(f"{what}={patterns!r}; give a list of patterns")
     found: dict[nn.Parameter, str] = {}
     for pattern in patterns:
         path = Path.parse(pattern)
         hits = [parameter for parameter, names in names_of.items() if any(path.matches(name) for name in names)]
         if not hits:
             everything = [name for names in names_of.values() for name in names]
-            raise ValueError(
+            raise MatrixBlocksError(
                 f"pattern {pattern!r} of {what} matches none of {len(everything)} parameters"
                 f"{did_you_mean(pattern, everything) or ';'} patterns are matched against "
                 f"whole names, such as {everything[0]!r}"

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from vescale.errors import OptimizerOptionError
+
 __all__ = ["STANDARD", "checked_coefficients", "newton_schulz", "newton_schulz_cost"]
 
 STANDARD = (3.4445, -4.7750, 2.0315)
@@ -21,7 +23,7 @@ def checked_coefficients(given: object) -> Coefficients:
     """
     rows = [given] if isinstance(given, Sequence) and given and not isinstance(given[0], Sequence) else given
     if not isinstance(rows, Sequence) or not rows or any(not isinstance(r, Sequence) or len(r) != 3 for r in rows):
-        raise ValueError(
+        raise OptimizerOptionError(
             f"coefficients={given!r}; give three numbers (a, b, c), or a list of such triples, one for each step"
         )
     return tuple((float(a), float(b), float(c)) for a, b, c in rows)

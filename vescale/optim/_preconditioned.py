@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vescale.errors import OptimizerOptionError
 from vescale.optim._matrix_optimizer import MatrixOptimizer
 from vescale.optim._matrix_parameters import MatrixParameter, local_tensor
 from vescale.optim._matrix_schedule import OwnedMatrix
@@ -25,15 +26,15 @@ class PreconditionedOptimizer(MatrixOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         if not isinstance(group["lr"], torch.Tensor) and not group["lr"] >= 0:
-            raise ValueError(f"lr={group['lr']!r}; give a number >= 0")
+            raise OptimizerOptionError(f"lr={group['lr']!r}; give a number >= 0")
         for name in ("weight_decay", "eps"):
             if not group[name] >= 0:
-                raise ValueError(f"{name}={group[name]!r}; give a number >= 0")
+                raise OptimizerOptionError(f"{name}={group[name]!r}; give a number >= 0")
         if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-            raise ValueError(f"betas={group['betas']!r}; give two numbers, each at least 0 and less than 1")
+            raise OptimizerOptionError(f"betas={group['betas']!r}; give two numbers, each at least 0 and less than 1")
         for name in ("precondition_frequency", "max_preconditioner_dim"):
             if type(group[name]) is not int or group[name] < 1:
-                raise ValueError(f"{name}={group[name]!r}; give a positive integer")
+                raise OptimizerOptionError(f"{name}={group[name]!r}; give a positive integer")
 
     def _kinds(self, matrices: Sequence[OwnedMatrix]) -> list[int]:
         groups = [self._parameter(matrix).group for matrix in matrices]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from vescale.compat import local_of
+from vescale.errors import OptimizerReportError
 
 __all__ = ["OptimizerReport", "ParameterReport", "report"]
 
@@ -133,7 +134,7 @@ def _planned_bytes(optimizer: Optimizer, group: dict[str, Any], parameter: torch
         try:
             return _states_after_step(optimizer, group, parameter, "cpu")
         except Exception as error:
-            raise NotImplementedError(
+            raise OptimizerReportError(
                 f"{type(optimizer).__name__} has no states yet, and its step with zeros fails "
                 f"({type(error).__name__}: {error}); call report() after the first step"
             ) from error

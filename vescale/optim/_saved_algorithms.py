@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vescale.errors import OptimizerStateError
+
 __all__ = ["check_same_algorithms"]
 
 
@@ -19,7 +21,7 @@ def check_same_algorithms(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapp
     for name, (algorithm, blocks) in ours.items():
         found = theirs.get(name, (algorithm, blocks))
         if found != (algorithm, blocks):
-            raise ValueError(
+            raise OptimizerStateError(
                 f"parameter {name!r} was saved with algorithm={found[0]!r} and blocks={found[1]!r}, and this optimizer has "
                 f"algorithm={algorithm!r} and blocks={blocks!r}; make the groups alike, or load the parameters only"
             )

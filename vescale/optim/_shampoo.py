@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vescale.comm import DEFAULT_BUCKET_BYTES
+from vescale.errors import OptimizerOptionError
 from vescale.optim._matrix_blocks import MatrixGrid, tile_grid
 from vescale.optim._matrix_parameters import MatrixParameter
 from vescale.optim._matrix_schedule import OwnedMatrix
@@ -99,10 +100,10 @@ class Shampoo(PreconditionedOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         if group["grafting"] not in ("adam", "sgd", None):
-            raise ValueError(f'grafting={group["grafting"]!r}; give "adam", "sgd" or None')
+            raise OptimizerOptionError(f'grafting={group["grafting"]!r}; give "adam", "sgd" or None')
         start = group["start_preconditioning_step"]
         if start is not None and (type(start) is not int or start < 1):
-            raise ValueError(f"start_preconditioning_step={start!r}; give a positive integer, or None")
+            raise OptimizerOptionError(f"start_preconditioning_step={start!r}; give a positive integer, or None")
 
     def _grid(self, parameter: MatrixParameter) -> MatrixGrid | None:
         group = parameter.group

@@ -31,6 +31,7 @@ from vescale.compat import (
     make_spec,
     spec_of,
 )
+from vescale.errors import MissingGradientError
 from vescale.gradients import reduce_pending
 
 __all__ = ["StepGradients", "local_part"]
@@ -70,7 +71,7 @@ class StepGradients:
         gradients = [parameter.grad for parameter in parameters]
         for gradient, name in zip(gradients, names):
             if gradient is not None and gradient.is_sparse:
-                raise RuntimeError(
+                raise MissingGradientError(
                     f"parameter {name} has a sparse gradient; use an optimizer for those, or sparse=False"
                 )
         gradients = self._with_zeros(parameters, gradients, names)
@@ -136,7 +137,7 @@ class StepGradients:
         if not is_there:
             return None
         if replicas:
-            raise ValueError(
+            raise MissingGradientError(
                 f"parameter {name} of shape {tuple(parameter.shape)} and placements {tuple(placements)} has no gradient on "
                 f"rank {dist.get_rank()}, but has one on ranks {replicas}, which hold the same part of it: their copies of "
                 "the parameter would differ. Reduce gradients over the replicas before the step, or set .grad to None on all"
@@ -157,7 +158,7 @@ class StepGradients:
                     notes = dict(missed)
                     return {int(index): axes for index, axes in notes.get(self._step, {}).items()}
             if time.monotonic() > deadline:
-                raise RuntimeError(
+                raise MissingGradientError(
                     f"parameter {name} has no gradient on rank {dist.get_rank()}, which waits to learn whether rank {rank} "
                     f"has one; that rank did not come to step {self._step} of its optimizer in time. All ranks of a mesh "
                     "must call step()"

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from vescale.comm import AxisGroup, Pending, all_gather_v, all_reduce, axis_group
 from vescale.compat import AsyncCollectiveTensor, DTensorSpec, foreach_norm, has_foreach, local_of, spec_of
+from vescale.errors import TotalNormError
 
 __all__ = ["parts_of", "result_dtype", "total_norm"]
 
@@ -42,7 +43,7 @@ def parts_of(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[
 def _ranks_of(spec: DTensorSpec) -> AxisGroup | None:
     mesh, placements = spec.mesh, spec.placements
     if mesh.get_coordinate() is None:
-        raise ValueError(
+        raise TotalNormError(
             f"a gradient of shape {tuple(spec.shape)} is on {mesh}, which rank {dist.get_rank()} is not part of, so "
             "that it cannot know that gradient's part of the norm; give every rank gradients of its own meshes only, and "
             "combine get_total_norm() of the sets over all ranks"
@@ -51,7 +52,7 @@ def _ranks_of(spec: DTensorSpec) -> AxisGroup | None:
         axis for axis, placement in enumerate(placements) if not placement.is_replicate() and mesh.size(axis) > 1
     )
     if any(placements[axis].is_partial() for axis in axes):
-        raise ValueError(f"the norm of a pending reduction {placements} is not the norm of its parts; reduce it")
+        raise TotalNormError(f"the norm of a pending reduction {placements} is not the norm of its parts; reduce it")
     return axis_group(mesh, axes) if axes else None
 
 

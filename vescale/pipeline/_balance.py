@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from vescale.plans import PipelineEntry, PlanError
+from vescale.errors import PipelineCutError
+from vescale.plans import PipelineEntry
 
 __all__ = ["balanced_splits", "partition"]
 
@@ -22,7 +23,7 @@ def balanced_splits(model: nn.Module, entry: PipelineEntry, num_ranks: int) -> l
     num_stages = num_ranks * per_rank
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) >= num_stages]
     if not lists:
-        raise PlanError(
+        raise PipelineCutError(
             f"pipeline: balance='cost' found no ModuleList of at least {num_stages} blocks; give split_before=",
             entry.source,
         )
@@ -43,7 +44,7 @@ def balanced_splits(model: nn.Module, entry: PipelineEntry, num_ranks: int) -> l
     except ValueError:
         least = partition(sizes, num_stages)
         most = max(sum(sizes[a:b]) for a, b in zip(least, [*least[1:], len(sizes)])) * per_rank / 2**30
-        raise PlanError(
+        raise PipelineCutError(
             f"pipeline: no cut into {num_stages} stages keeps a rank under memory_gib={entry.memory_gib}: parameters, "
             f"gradients and two states of an optimizer take {most:.3g} GiB on the fullest rank of the most even cut; give "
             f"memory_gib={most * 1.01:.3g} or more, or more ranks along {entry.mesh!r}",

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from vescale.errors import PipelineBatchError
 from vescale.pipeline._headers import HeaderExchange
 from vescale.pipeline._trace import Trace
-from vescale.plans import PipelineEntry, PlanError
+from vescale.plans import PipelineEntry
 
 __all__ = ["Signature", "like", "microbatches_of"]
 
@@ -33,13 +34,13 @@ def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry) -> list[dict
     size = max(rows.values(), default=0)
     other = {name: n for name, n in rows.items() if n not in (1, size)}
     if not rows or other:
-        raise PlanError(
+        raise PipelineBatchError(
             f"pipeline: the batch has {'no tensors' if not rows else f'tensors of different sizes in dim 0: {rows}'}; give "
             ".step() tensors that all have the batch in dim 0",
             entry.source,
         )
     if size % m:
-        raise PlanError(
+        raise PipelineBatchError(
             f"pipeline: a batch of {size} rows cannot be cut into {m} equal micro-batches; give a multiple of {m} rows, or "
             "another microbatches=",
             entry.source,
@@ -56,7 +57,7 @@ def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[i
     """For each shape that is drawn in a micro-batch, its dim that is cut. Raises PlanError where that is ambiguous."""
     m = entry.microbatches
     if [d.op for d in whole.draws] != [d.op for d in part.draws]:
-        raise PlanError(
+        raise PipelineBatchError(
             f"pipeline: the forward draws {len(whole.draws)} times for the whole batch, and {len(part.draws)} times for a "
             "micro-batch; its random numbers cannot be those of one device",
             entry.source,
@@ -66,7 +67,7 @@ def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[i
         different = [d for d, (a, b) in enumerate(zip(big.shape, small.shape)) if a != b]
         fits = len(big.shape) == len(small.shape) and len(different) <= 1
         if not fits or any(big.shape[d] != m * small.shape[d] for d in different):
-            raise PlanError(
+            raise PipelineBatchError(
                 f"pipeline: {small.op.name} draws for a tensor of shape {big.shape} of the batch, and {small.shape} of "
                 f"a micro-batch, which is not one of {m} parts of it along a dim; its random numbers cannot be those of one "
                 "device",
@@ -74,7 +75,7 @@ def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[i
             )
         dim = different[0] if different else None
         if found.setdefault(small.shape, dim) != dim:
-            raise PlanError(
+            raise PipelineBatchError(
                 f"pipeline: tensors of shape {small.shape} are drawn that depend on the batch, and others that do not; give "
                 "one of them another shape",
                 entry.source,

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from vescale.errors import PipelineCutError
 from vescale.pipeline._balance import balanced_splits
-from vescale.plans import Path, PipelineEntry, PlanError
+from vescale.plans import Path, PipelineEntry
 
 __all__ = ["Cut"]
 
@@ -54,7 +55,7 @@ class Cut:
             for stage, names in enumerate(listed):
                 for name in names:
                     if explicit.setdefault(name, stage) != stage:
-                        raise PlanError(
+                        raise PipelineCutError(
                             f"pipeline: {name!r} is listed in stages {explicit[name]} and {stage}", entry.source
                         )
             splits = [min(names, key=order.__getitem__) for names in listed[1:]]
@@ -71,11 +72,11 @@ class Cut:
         for outer in ("", *splits):
             inside = [name for name in splits if name != outer and name.startswith(f"{outer}.")] if outer else []
             if inside or (outer in splits and outer == ""):
-                raise PlanError(
+                raise PipelineCutError(
                     f"pipeline: {inside[0]!r} is a part of {outer!r}; split before one of the two", entry.source
                 )
         if "" in splits:
-            raise PlanError(
+            raise PipelineCutError(
                 "pipeline: a stage cannot begin before the model itself; name one of its modules", entry.source
             )
         stage_of: dict[str, int] = {}
@@ -94,7 +95,7 @@ class Cut:
             stage_of[name] = current if stage is None else stage
             del module
         if list(splits) != sorted(splits, key=lambda name: list(stage_of).index(name)):
-            raise PlanError(
+            raise PipelineCutError(
                 f"pipeline: the stages begin before {', '.join(splits)}, which are not in order", entry.source
             )
         # Modules that contain the beginning of a stage run in several; their own parameters are used in the first.
@@ -126,7 +127,7 @@ class Cut:
         empty = set(range(len(splits) + 1)) - {stage for stages in owners.values() for stage in stages}
         if empty:
             begins = ["the model's beginning", *(f"before {split!r}" for split in splits)]
-            raise PlanError(
+            raise PipelineCutError(
                 f"pipeline: stage {min(empty)}, which begins {begins[min(empty)]}, has no parameters; let fewer stages "
                 "begin, or begin it before a module that has some",
                 entry.source,
@@ -139,5 +140,7 @@ def _matching(path: Path, order: Mapping[str, int], entry: PipelineEntry) -> Seq
     if not found:
         blocks = [name for name in order if name.rpartition(".")[2].isdigit()][:3]
         hint = f", for example {', '.join(map(repr, blocks))}" if blocks else ""
-        raise PlanError(f"pipeline: {str(path)!r} matches no module of the model; name modules{hint}", entry.source)
+        raise PipelineCutError(
+            f"pipeline: {str(path)!r} matches no module of the model; name modules{hint}", entry.source
+        )
     return found

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import default_store, local_of, make_dtensor, make_spec
+from vescale.errors import PipelineCallError
 
 __all__ = ["Header", "HeaderExchange"]
 
@@ -67,7 +68,7 @@ class HeaderExchange:
             self.known[stage] = tuple(headers)
             default_store().set(f"{self._place}/{stage}", pickle.dumps(tuple(headers)).hex())
         elif told != tuple(headers):
-            raise RuntimeError(
+            raise PipelineCallError(
                 f"pipeline: what enters stage {stage} is {headers} for this micro-batch, and was {told} for another one of "
                 "the same shapes; between stages, shapes and placements must not depend on values"
             )

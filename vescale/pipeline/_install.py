@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from vescale.errors import ParallelizeError
 from vescale.gradients import OtherStages, set_other_stages
 from vescale.ir import Program, lower
 from vescale.pipeline._cut import Cut
@@ -78,13 +79,13 @@ def parallelize(
     known = mesh if mesh is not None else plan.mesh
     try:
         if mode != "eager":
-            raise PlanError(
+            raise ParallelizeError(
                 f"pipeline: mode={mode!r} records a step of the whole model, and each rank has some of its stages; leave "
                 "out mode= of parallelize, or the plan's pipeline",
                 entry.source,
             )
         if known is not None and MeshAxes.of(known) != plan.axes:
-            raise PlanError(
+            raise ParallelizeError(
                 f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(known)}; give the plan's mesh"
             )
         program = lower(plan, model)

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from vescale.errors import PipelineCallError, PipelineLossError
 from vescale.pipeline._trace import LossTerm
-from vescale.plans import PipelineEntry, PlanError
+from vescale.plans import PipelineEntry
 
 __all__ = ["BatchLoss", "check_loss", "output_at"]
 
@@ -28,7 +29,7 @@ def output_at(out: Any, path: str, source: Any = None) -> Any:
         elif not isinstance(found, torch.Tensor) and hasattr(found, name):
             found = getattr(found, name)
         else:
-            raise PlanError(
+            raise PipelineLossError(
                 f"pipeline: loss={path!r}: the model's output, a {type(found).__name__}, has no {name!r}; pass labels to "
                 ".step() if the model needs them for its loss, or give another path or a callable f(out, batch)",
                 source,
@@ -45,7 +46,7 @@ def check_loss(output: Any, entry: PipelineEntry) -> None:
         found = (
             f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
         )
-        raise PlanError(
+        raise PipelineLossError(
             f"pipeline: loss={entry.loss!r} is {found}, and no tensor without dims; pass labels to .step() if the model "
             "needs them for its loss, or give another path or a callable f(out, batch) -> (sum, count)",
             entry.source,
@@ -69,7 +70,7 @@ class BatchLoss:
             self.weight = 1.0
             return
         if sums and means:
-            raise PlanError(
+            raise PipelineLossError(
                 f"pipeline: loss={entry.loss!r} has {len(means)} means over labels and {len(sums)} sums; how micro-batches "
                 "add up is not known: give a callable loss=f(out, batch) -> (sum, count)",
                 entry.source,
@@ -79,7 +80,7 @@ class BatchLoss:
         for term in means:
             if term.target is None or term.has_weight:
                 what = "weights of classes" if term.has_weight else "labels that the model computes from its parameters"
-                raise PlanError(
+                raise PipelineLossError(
                     f"pipeline: loss={entry.loss!r} is a mean with {what}, so that the number of valid labels is not known "
                     "before the forward: give a callable loss=f(out, batch) -> (sum, count)",
                     entry.source,
@@ -113,7 +114,9 @@ class _Means(TorchFunctionMode):
         if given.get("reduction", "mean") != "mean" or given["target"].is_floating_point():
             return func(*args, **kwargs)
         if not self._counts:
-            raise RuntimeError("pipeline: the last stage computes more losses than the trace of the whole model did")
+            raise PipelineCallError(
+                "pipeline: the last stage computes more losses than the trace of the whole model did"
+            )
         count = self._counts.pop(0)
         total = func(**{**given, "reduction": "sum"})
         # Without any valid label one device's mean is nan, and so is this.

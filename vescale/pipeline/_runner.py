@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.comm import record, requested_by
 from vescale.compat.random_ops import without_native_fills
+from vescale.errors import PipelineCallError, PipelineTraceError
 from vescale.gradients import StageShare, set_share
 from vescale.pipeline._batches import Signature, like, microbatches_of
 from vescale.pipeline._cut import Cut
@@ -27,7 +28,7 @@ from vescale.pipeline._stage_run import StageRun
 from vescale.pipeline._staged_program import stages_of_unit
 from vescale.pipeline._ties import Ties
 from vescale.pipeline._trace import trace
-from vescale.plans import PipelineEntry, PlanError
+from vescale.plans import PipelineEntry
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
 from vescale.runtime import finish_gradients, kept_gathered, no_sync, reduce_units, unit_groups
 
@@ -82,7 +83,7 @@ class Runner:
 
     def step(self, batch: Mapping[str, Any]) -> torch.Tensor:
         if not torch.is_grad_enabled():
-            raise RuntimeError("pipeline: .step() under torch.no_grad() has no gradients; call .evaluate()")
+            raise PipelineCallError("pipeline: .step() under torch.no_grad() has no gradients; call .evaluate()")
         with self._on(batch):
             kept = self.ties.set_aside() if not callable(self.entry.loss) else self.ties.set_aside(everything=True)
             with kept_gathered(self.model) as self._gathered, no_sync(self.model):
@@ -233,7 +234,9 @@ class Runner:
             out = self.model(**batch)
         if stage < self.cut.num_stages - 1:
             if run.made is None:
-                raise PlanError(f"pipeline: stage {stage} ran to the end of the model's forward", self.entry.source)
+                raise PipelineTraceError(
+                    f"pipeline: stage {stage} ran to the end of the model's forward", self.entry.source
+                )
             return run.made, None
         if callable(self.entry.loss):
             total, count = self.entry.loss(out, batch)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vescale.compat.pipelining import dry_run, schedule_class, schedule_from_text, schedule_order, schedule_with_comms
+from vescale.errors import ScheduleError
 from vescale.plans import PipelineEntry, PlanError
 
 __all__ = ["Action", "Schedule", "make_schedule"]
@@ -129,7 +130,7 @@ def make_schedule(entry: PipelineEntry, num_ranks: int, num_stages: int) -> Sche
     m, name = entry.microbatches, "CSV" if entry.schedule_is_text else entry.schedule
 
     def refuse(problem: str) -> PlanError:
-        return PlanError(f"pipeline: schedule {name}: {problem}", entry.source)
+        return ScheduleError(f"pipeline: schedule {name}: {problem}", entry.source)
 
     if num_stages % num_ranks or num_stages < num_ranks:
         raise refuse(

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from vescale.errors import PipelineCutError
 from vescale.ir import Checkpoint, Instruction, Local, Program, Unit
 from vescale.pipeline._cut import Cut
-from vescale.plans import PlanError
 
 __all__ = ["program_of_stages", "refuse_torn"]
 
@@ -69,7 +69,7 @@ def refuse_torn(program: Program, cut: Cut) -> None:
         if what is None and isinstance(op, Unit) and instruction.path and op.mp_policy is not None:
             what = "unit with mp_policy="
         if what is not None:
-            raise PlanError(
+            raise PipelineCutError(
                 f"pipeline: a stage begins before {inside[0]!r}, inside of {instruction.path or 'the model'!r}, which has a "
                 f"{what} entry: its call would have to end in another stage than it begins; name the modules in it instead, "
                 "such as its blocks",

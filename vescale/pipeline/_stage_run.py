@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.compat import make_dtensor, make_spec, no_torch_function
 from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
+from vescale.errors import PipelineCallError, PipelineTraceError
 from vescale.pipeline._batches import Signature
 from vescale.pipeline._gates import Gate, StageEnd, current_run
 from vescale.pipeline._trace import TensorLike, TracedCall
 from vescale.placements import contiguous_stride
-from vescale.plans import PipelineEntry, PlanError
+from vescale.plans import PipelineEntry
 from vescale.rng import default_generator
 
 __all__ = ["StageRun", "end_forward"]
@@ -75,7 +76,7 @@ class StageRun:
         call = calls[self.number] if self.number < len(calls) else None
         self.number += 1
         if call is None or call.path != gate.path:
-            raise PlanError(
+            raise PipelineTraceError(
                 f"pipeline: the forward calls {gate.path!r} where the trace of a batch of the same shapes called "
                 f"{call.path if call is not None else 'nothing'!r}; the calls of modules must not depend on values",
                 self.runner.entry.source,
@@ -86,7 +87,7 @@ class StageRun:
         boundary = self.known.part.boundaries[self.stage + 1]
         leaves, _ = tree_flatten((args, kwargs))
         if len(leaves) != boundary.num_leaves:
-            raise PlanError(
+            raise PipelineTraceError(
                 f"pipeline: {gate.path!r} is called with {len(leaves)} values, and with {boundary.num_leaves} in the trace",
                 self.runner.entry.source,
             )
@@ -138,7 +139,7 @@ def end_forward(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
     def run_stage(*args: Any, **kwargs: Any) -> Any:
         run = current_run()
         if not isinstance(run, StageRun):
-            raise RuntimeError(
+            raise PipelineCallError(
                 f"this {type(model).__name__} runs in stages, none of which is the model; call .step(**batch) or "
                 ".evaluate(**batch) in place of its forward"
             )

@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_flatten, tree_unflatten
+from vescale.errors import PipelineTraceError
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import Gate, running
-from vescale.plans import PlanError
 from vescale.rng import Draw, is_deferred
 
 __all__ = ["Boundary", "LossTerm", "TensorLike", "Trace", "TracedCall", "skeleton_of", "trace"]
@@ -130,7 +130,7 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
         except NotImplementedError as error:  # an op whose result's shape depends on values
             where = f"in {recorder.inside!r}" if recorder.inside else "around the stages' modules"
             reason = str(error).splitlines()[0][:120]
-            raise PlanError(
+            raise PipelineTraceError(
                 f"pipeline: the forward {where} has shapes that depend on the values of parameters, so that what "
                 f"stages send is not known before they run ({reason}); for experts, give their module a local entry of kind "
                 "experts, or use an implementation without a loop (experts_implementation='grouped_mm')",
@@ -141,7 +141,7 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
             buffer.copy_(before)
     missing = [path for stage, path in enumerate(cut.splits, 1) if stage not in recorder.boundaries]
     if missing:
-        raise PlanError(
+        raise PipelineTraceError(
             f"pipeline: the forward does not call {missing[0]!r}, before which a stage begins", entry_source
         )
     return Trace(recorder.boundaries, recorder.calls, recorder.draws, recorder.losses, output)
@@ -177,7 +177,7 @@ class _Recorder(TorchDispatchMode):
         if gate.begins is not None and gate.begins not in self.boundaries:
             self._begin(gate, (args, kwargs))
         if gate.stage != self.stage:
-            raise PlanError(
+            raise PipelineTraceError(
                 f"pipeline: the forward calls {gate.path!r} in stage {self.stage}, but by the order of the model's modules "
                 f"it belongs to stage {gate.stage}; give stages=[[paths], ...], with {gate.path!r} in that of stage "
                 f"{self.stage}",
@@ -197,7 +197,7 @@ class _Recorder(TorchDispatchMode):
     def _begin(self, gate: Gate, arguments: Any) -> None:
         assert gate.begins is not None
         if gate.begins != self.stage + 1:
-            raise PlanError(
+            raise PipelineTraceError(
                 f"pipeline: the forward calls {gate.path!r} after stage {self.stage}, but stage {gate.begins} begins there; "
                 "give the beginnings of stages in the order in which the forward calls them",
                 self.source,
@@ -260,7 +260,7 @@ class _Recorder(TorchDispatchMode):
             made = self.made.get(id(tensor))
             if made is not None and made < self.stage and not (id(tensor) in self.carried and self.inside is not None):
                 where = self.inside or "the forward around the stages' modules"
-                raise PlanError(
+                raise PipelineTraceError(
                     f"pipeline: {func} in {where}, in stage {self.stage}, reads a tensor of shape {tuple(tensor.shape)} "
                     f"that stage {made} has made, and that is no argument of {self.cut.splits[self.stage - 1]!r}, before "
                     f"which stage {self.stage} begins; only its arguments are sent. Begin the stage before another module",
@@ -268,7 +268,7 @@ class _Recorder(TorchDispatchMode):
                 )
             owner = self.owners.get(id(tensor))
             if owner is not None and self.stage not in owner[1]:
-                raise PlanError(
+                raise PipelineTraceError(
                     f"pipeline: stage {self.stage} reads the parameter {owner[0]!r}, which belongs to stage "
                     f"{min(owner[1])} by the order of the model's modules; give stages=[[paths], ...], with the module of "
                     f"{owner[0]!r} in that of stage {self.stage}",
@@ -284,7 +284,7 @@ class _Recorder(TorchDispatchMode):
             return
         draw = Draw.of_call(func, args, kwargs)
         if draw is None:
-            raise PlanError(
+            raise PipelineTraceError(
                 f"pipeline: the forward calls {func}, whose numbers cannot be cut by micro-batches; draw with an in-place "
                 "op on a tensor that has the batch in one dim (torch.empty_like(x).uniform_()), or give it a "
                 "generator of its own",

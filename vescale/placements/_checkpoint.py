@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import AsyncCollectiveTensor, CheckpointHooks, local_of, make_dtensor, make_spec, spec_of
+from vescale.errors import ShardedStateError
 from vescale.placements._placement_kinds import is_sharded
 from vescale.placements._region import Box, Region, local_region, own_region
 
@@ -73,7 +74,7 @@ def tensor_shard(dtensor: DTensor, index: MetadataIndex) -> torch.Tensor:
     for box in _saved_boxes(region):
         if box.offset == offset:
             return box.view(local) if region.numel else local.reshape(box.sizes)
-    raise ValueError(
+    raise ShardedStateError(
         f"{index.fqn}: no block of this rank starts at {offset}; a DTensor of shape {tuple(dtensor.shape)} placed as "
         f"{dtensor.placements} has blocks at {[box.offset for box in _saved_boxes(region)]} on this rank; plan and "
         "transfer the same DTensor, without redistributing it in between"
@@ -84,12 +85,12 @@ def check_load(fqn: str, dtensor: DTensor, saved: Any) -> None:
     """Raise ValueError when the checkpoint's entry cannot be loaded into the DTensor."""
     _refuse_partial(fqn, dtensor)
     if not isinstance(saved, TensorStorageMetadata):
-        raise ValueError(
+        raise ShardedStateError(
             f"{fqn}: the checkpoint holds an object that is no tensor, but the state dict has a DTensor of shape "
             f"{tuple(dtensor.shape)} placed as {dtensor.placements}; load into the kind of value that was saved"
         )
     if tuple(saved.size) != tuple(dtensor.shape):
-        raise ValueError(
+        raise ShardedStateError(
             f"{fqn}: the checkpoint holds a tensor of global shape {tuple(saved.size)} in {len(saved.chunks)} chunks, "
             f"but the state dict has a DTensor of global shape {tuple(dtensor.shape)} placed as {dtensor.placements}; "
             "placements and meshes may differ between save and load, global shapes may not: build the model with the "
@@ -104,7 +105,7 @@ def check_full(fqn: str, dtensor: DTensor, full: Any) -> None:
     _refuse_partial(fqn, dtensor)
     if not isinstance(full, torch.Tensor) or full.shape != dtensor.shape:
         found = f"shape {tuple(full.shape)}" if isinstance(full, torch.Tensor) else f"type {type(full).__name__}"
-        raise ValueError(
+        raise ShardedStateError(
             f"{fqn}: the full state dict holds a value of {found}, but the model or optimizer has a DTensor of global "
             f"shape {tuple(dtensor.shape)} placed as {dtensor.placements}; give the full tensor of that shape, or leave "
             f"{fqn} out and load with strict=False"
@@ -165,7 +166,7 @@ def _checked_local(fqn: str, dtensor: DTensor, region: Region) -> torch.Tensor:
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
     if tuple(local.shape) != region.local_shape:
-        raise ValueError(
+        raise ShardedStateError(
             f"{fqn}: a DTensor of shape {tuple(dtensor.shape)} placed as {dtensor.placements} has a local tensor of "
             f"shape {region.local_shape} on this rank, but the one found has shape {tuple(local.shape)}; build it with "
             "distribute_tensor or from_local, which check this"
@@ -193,7 +194,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 def _refuse_partial(fqn: str | None, dtensor: DTensor) -> None:
     if any(placement.is_partial() for placement in dtensor.placements):
-        raise ValueError(
+        raise ShardedStateError(
             f"{fqn or 'a DTensor'}: shape {tuple(dtensor.shape)} placed as {dtensor.placements} has a pending reduction, "
             "and a checkpoint holds values only; redistribute it to a placement without Partial first"
         )

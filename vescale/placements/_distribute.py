@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import current_mesh, make_dtensor, rank_in_mesh, stock
+from vescale.errors import DistributeError
 from vescale.placements._custom_placement import has_custom
 from vescale.placements._dtensor_specs import contiguous_spec
 from vescale.placements._local_redistribution import move_local
@@ -52,11 +53,11 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         if tensor.device_mesh == device_mesh and tensor.placements == wanted:
             return tensor
-        raise ValueError(
+        raise DistributeError(
             f"distribute_tensor got a DTensor with placements {tensor.placements} for {wanted}; call redistribute"
         )
     if any(placement.is_partial() for placement in wanted):
-        raise ValueError(f"distribute_tensor cannot place as {wanted}: Partial has no source; use from_local")
+        raise DistributeError(f"distribute_tensor cannot place as {wanted}: Partial has no source; use from_local")
     spec = contiguous_spec(device_mesh, wanted, tensor.shape, tensor.dtype)
     local = tensor.detach()
     if device_mesh.device_type != local.device.type and not local.is_meta:

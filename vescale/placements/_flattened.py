@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vescale.errors import PlacementError
 from vescale.placements._custom_placement import CustomPlacement
 
 __all__ = ["FlattenedShard"]
@@ -30,7 +31,7 @@ class FlattenedShard(CustomPlacement):
 
     def __init__(self, dim: int, size: int, inner: int) -> None:
         if size < 1 or inner < 1:
-            raise ValueError(
+            raise PlacementError(
                 f"FlattenedShard({dim}, {size}, {inner}): sizes of dims that were flattened are at least 1"
             )
         self._freeze(int(dim), int(size), int(inner))

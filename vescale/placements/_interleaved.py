@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vescale.errors import PlacementError
 from vescale.placements._custom_placement import CustomPlacement
 
 __all__ = ["InterleavedShard"]
@@ -25,7 +26,7 @@ class InterleavedShard(CustomPlacement):
 
     def __init__(self, dim: int, num_chunks: int) -> None:
         if num_chunks < 1:
-            raise ValueError(
+            raise PlacementError(
                 f"InterleavedShard({dim}, {num_chunks}): the dim needs at least one chunk; give num_chunks >= 1"
             )
         self._freeze(int(dim), int(num_chunks))

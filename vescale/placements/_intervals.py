@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vescale.errors import PlacementError
 from vescale.placements._flattened import FlattenedShard
 
 __all__ = ["Interval", "clip", "common", "global_index", "middle_chunks", "strided_chunks"]
@@ -32,7 +33,7 @@ def middle_chunks(
     """Global indices of a dim that is the flattening of ``(outer, size, inner)``, of which ``size`` is chunked."""
     length, period = shape[placement.dim], placement.size * placement.inner
     if length % period:
-        raise ValueError(
+        raise PlacementError(
             f"{placement!r}: dim {placement.dim} of the tensor of shape {shape} is no flattening of dims of sizes (..., "
             f"{placement.size}, {placement.inner}); its size {length} has to be a multiple of {period}"
         )

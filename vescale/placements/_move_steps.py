@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Partial, Placement
 
+from vescale.errors import RedistributeError
 from vescale.placements._exchange_plan import exchange_axes
 from vescale.placements._placement_kinds import is_sharded, ragged_axis, shard_dim
 from vescale.placements._ragged import RaggedShard
@@ -113,19 +114,19 @@ def check_partials(source: Sequence[Placement], target: Sequence[Placement], dty
                 continue
             inexact = partial.reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex)
             if inexact or (partial.reduce_op in ("max", "min") and dtype.is_complex):
-                raise ValueError(
+                raise RedistributeError(
                     f"cannot redistribute {before} to {after} on mesh axis {axis}: {partial.reduce_op} of {dtype} values "
                     "is not defined; convert the tensor to a floating-point dtype first"
                 )
         if not after.is_partial():
             continue
         if before.is_partial():
-            raise ValueError(
+            raise RedistributeError(
                 f"cannot redistribute {before} to {after} on mesh axis {axis}: pending reductions with different "
                 "operations have no common meaning; redistribute to Replicate() first"
             )
         if type(after) is not Partial or after.reduce_op not in ("sum", "avg", "max", "min"):
-            raise ValueError(
+            raise RedistributeError(
                 f"cannot redistribute {before} to {after} on mesh axis {axis}: no contribution of each rank is defined "
                 "for it; use Partial with sum, avg, max or min"
             )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement
 
+from vescale.errors import PlacementError
 from vescale.placements._placement_kinds import at_dim, ragged_axis, shard_dim
 from vescale.placements._ragged import RaggedShard, StridedRaggedShard
 from vescale.placements._region import largest_shape, local_region
@@ -33,14 +34,14 @@ def normalize_placements(
     """
     mesh_shape = tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)
     if len(placements) != len(mesh_shape):
-        raise ValueError(
+        raise PlacementError(
             f"{len(placements)} placements {tuple(placements)} for a mesh of {len(mesh_shape)} axes {mesh_shape}; give "
             "one placement for each axis"
         )
     resolved = [_with_front_dim(placement, tuple(shape)) for placement in placements]
     pending = {placement.reduce_op for placement in resolved if type(placement) is Partial}
     if len(pending) > 1 and pending != {"sum", "avg"}:
-        raise ValueError(
+        raise PlacementError(
             f"placements {tuple(placements)} mix pending reductions {sorted(pending)}, whose order would matter; use one "
             "operation (sum and avg go together), or redistribute one axis to Replicate() first"
         )
@@ -56,7 +57,7 @@ def _with_front_dim(placement: Placement, shape: tuple[int, ...]) -> Placement:
     if dim is None:
         return placement
     if not -len(shape) <= dim < len(shape):
-        raise ValueError(
+        raise PlacementError(
             f"{placement!r} names tensor dim {dim}, but the tensor has shape {shape}; use a dim in "
             f"[{-len(shape)}, {len(shape)})"
         )
@@ -78,7 +79,7 @@ def _resolve_ragged(
             num_pieces *= mesh_shape[later]
     if isinstance(placement, StridedRaggedShard):
         if placement.split_factor != num_pieces:
-            raise ValueError(
+            raise PlacementError(
                 f"{placement!r} on mesh axis {axis}: split_factor={placement.split_factor}, but the Shard(0) axes after "
                 f"it cut dim 0 into {num_pieces} pieces ({tuple(placements)} on mesh {mesh_shape}); write "
                 + (f"split_factor={num_pieces}" if num_pieces > 1 else "RaggedShard")

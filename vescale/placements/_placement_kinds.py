@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import StridedShard
+from vescale.errors import PlacementError
 from vescale.placements._flattened import FlattenedShard
 from vescale.placements._interleaved import InterleavedShard
 from vescale.placements._ragged import RaggedShard
@@ -52,7 +53,7 @@ def ragged_axis(placements: Sequence[Placement]) -> int | None:
     """The mesh axis with a ragged placement, or None. Raises ValueError when there are several."""
     axes = [axis for axis, placement in enumerate(placements) if isinstance(placement, RaggedShard)]
     if len(axes) > 1:
-        raise ValueError(
+        raise PlacementError(
             f"ragged placements on mesh axes {axes} of {tuple(placements)}: the ragged cut comes last, so only one "
             "axis can have it; flatten the axes into one (mesh[names]._flatten()), or use Shard or Replicate on the others"
         )

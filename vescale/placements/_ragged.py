@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Self
 
+from vescale.errors import PlacementError
 from vescale.placements._custom_placement import CustomPlacement
 
 __all__ = ["RaggedShard", "StridedRaggedShard"]
@@ -120,12 +121,12 @@ class RaggedShard(CustomPlacement):
         assert units is not None
         total = sum(units)
         if len(units) != num_ranks:
-            raise ValueError(
+            raise PlacementError(
                 f"{self!r} has {len(units)} local_units, but its mesh axis has {num_ranks} ranks; give one unit count "
                 "for each rank (0 where a rank owns nothing)"
             )
         if len(self.dims) > len(shape) and tuple(shape):
-            raise ValueError(
+            raise PlacementError(
                 f"{self!r} flattens dims {self.dims}, but the tensor left by the other placements has shape "
                 f"{tuple(shape)}; name at most {len(shape)} leading dims"
             )
@@ -137,7 +138,7 @@ class RaggedShard(CustomPlacement):
                 grown = (
                     f" (grown from {self.block} so that no inner sharded dim is cut)" if granule != self.block else ""
                 )
-                raise ValueError(
+                raise PlacementError(
                     f"{self!r} distributes {total} blocks, but a tensor of shape {tuple(shape)} ({numel} elements) has "
                     f"{needed} blocks of {granule} elements{grown}; make local_units sum to {needed}"
                 )
@@ -146,14 +147,14 @@ class RaggedShard(CustomPlacement):
         if numel == 0:
             return 0
         if total == 0 or rows % total:
-            raise ValueError(
+            raise PlacementError(
                 f"{self!r}: local_units sum to {total}, which does not divide the {rows} rows of dims {self.dims} of a "
                 f"tensor of shape {tuple(shape)}, so the units do not cover it; make them sum to {rows} or a divisor"
             )
         share = rows // total * math.prod(shape[len(self.dims) :])
         uncut = math.prod(shape[min(inner_dims) :]) if inner_dims else 1
         if share % uncut:
-            raise ValueError(
+            raise PlacementError(
                 f"{self!r} has shares of {share} elements, which cut into dim {min(inner_dims)} that another mesh axis "
                 f"shards ({uncut} elements of the local tensor of shape {tuple(shape)} belong together); make "
                 f"local_units sum to a divisor of {numel // uncut}, or give block= to let the granule grow"
@@ -200,7 +201,7 @@ class StridedRaggedShard(RaggedShard):
         split_factor: int,
     ) -> None:
         if split_factor < 1:
-            raise ValueError(
+            raise PlacementError(
                 f"StridedRaggedShard: split_factor={split_factor}; give the size of the later Shard(0) axis"
             )
         self._freeze(*_validated(type(self).__name__, dims, local_units, block), int(split_factor))
@@ -231,15 +232,15 @@ def _validated(
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None, int | None]:
     dims = tuple(int(dim) for dim in dims)
     if dims != tuple(range(len(dims))):
-        raise ValueError(f"{name}: dims={dims} are not the leading dims in order; give (0,), (0, 1), ..., or ()")
+        raise PlacementError(f"{name}: dims={dims} are not the leading dims in order; give (0,), (0, 1), ..., or ()")
     if local_units is not None:
         local_units = tuple(int(units) for units in local_units)
         if any(units < 0 for units in local_units):
-            raise ValueError(
+            raise PlacementError(
                 f"{name}: local_units={_short(local_units)} has a negative entry; a rank owns 0 or more shares"
             )
     if block is not None and int(block) < 1:
-        raise ValueError(f"{name}: block={block}; a block holds at least one element")
+        raise PlacementError(f"{name}: block={block}; a block holds at least one element")
     return dims, local_units, None if block is None else int(block)
 
 

@@ -22,6 +22,7 @@ from vescale.compat import (
     spec_of,
     stock,
 )
+from vescale.errors import OtherMeshError
 from vescale.placements._custom_placement import has_custom
 from vescale.placements._dtensor_specs import resolve_gradient
 from vescale.placements._local_redistribution import move_local
@@ -72,7 +73,7 @@ def redistribute(
             backward_dtype=backward_dtype,
         )
     if device_mesh is not None and device_mesh != mesh:
-        raise NotImplementedError(
+        raise OtherMeshError(
             f"redistribute from mesh {mesh} to mesh {device_mesh}: both must be the same; go through full_tensor()"
         )
     wanted = normalize_placements(placements, dtensor.shape, mesh)

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.errors import PlacementError
 from vescale.placements._flattened import FlattenedShard
 from vescale.placements._intervals import (
     Interval,
@@ -290,7 +291,7 @@ def _shard_product(
         if dim is None:
             continue
         if not 0 <= dim < len(global_shape):
-            raise ValueError(
+            raise PlacementError(
                 f"{placement!r} names tensor dim {dim}, but the tensor of shape {global_shape} has "
                 f"{len(global_shape)} dims; use a dim in [0, {len(global_shape)})"
             )

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from vescale.errors import UnknownZooPlanError
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -42,9 +44,11 @@ def path_of(name: str) -> Path:
         name: one of :func:`names`.
     """
     if name not in names():
-        from vescale.plans import PlanError, did_you_mean
+        from vescale.plans import did_you_mean
 
-        raise PlanError(f"the plan zoo has no plan {name!r} (plans: {', '.join(names())}){did_you_mean(name, names())}")
+        raise UnknownZooPlanError(
+            f"the plan zoo has no plan {name!r} (plans: {', '.join(names())}){did_you_mean(name, names())}"
+        )
     return _FOLDER / f"{name}.yaml"
 
 

@@ -1,5 +1,6 @@
 """Plans: how each tensor of a model is placed on a mesh, as data, in Python or YAML."""
 
+from vescale.errors import MissingMeshError, PlanError, PlanMismatchError, Source, did_you_mean
 from vescale.plans._checkpoint_policy import CheckpointPolicy, checkpoint_budget, checkpoint_policy, split_selector
 from vescale.plans._entries import (
     ATTENTION_METHODS,
@@ -16,7 +17,6 @@ from vescale.plans._entries import (
     ShardEntry,
     UnitEntry,
 )
-from vescale.plans._errors import MissingMeshError, PlanError, PlanMismatchError, Source, did_you_mean
 from vescale.plans._hf_import import BATCHED_INPUTS, HfImportWarning
 from vescale.plans._hf_paths import expressions, merged_paths, wildcard
 from vescale.plans._mesh_axes import MeshAxes, axis_sizes

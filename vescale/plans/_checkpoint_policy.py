@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import regex
 
-from vescale.plans._errors import did_you_mean
+from vescale.errors import CheckpointPolicyError, did_you_mean
 from vescale.plans._path import Path, Target
 
 __all__ = ["CheckpointKind", "CheckpointPolicy", "checkpoint_budget", "checkpoint_policy", "split_selector"]
@@ -69,28 +69,32 @@ def checkpoint_policy(given: str | Mapping[str, Any] | CheckpointPolicy) -> Chec
         return given
     if isinstance(given, str):
         if given not in _NAMES:
-            raise ValueError(
+            raise CheckpointPolicyError(
                 f"policy={given!r}; use {', '.join(map(repr, _NAMES))}, or {{'save': ['aten.mm'], 'every': 2}}"
                 f"{did_you_mean(given, _NAMES)}"
             )
         return CheckpointPolicy(given, every=_EVERY.get(given, 1))  # type: ignore[arg-type]
     if not isinstance(given, Mapping):
-        raise ValueError(
+        raise CheckpointPolicyError(
             f"policy={given!r}; use {', '.join(map(repr, _NAMES))}, or {{'save': ['aten.mm'], 'every': 2}}"
         )
     unknown = sorted(set(map(str, given)) - set(_OPTIONS))
     if unknown:
-        raise ValueError(f"policy has no {unknown[0]!r}; use {', '.join(_OPTIONS)}{did_you_mean(unknown[0], _OPTIONS)}")
+        raise CheckpointPolicyError(
+            f"policy has no {unknown[0]!r}; use {', '.join(_OPTIONS)}{did_you_mean(unknown[0], _OPTIONS)}"
+        )
     if "save" not in given:
-        raise ValueError("policy lacks 'save': a list of ops such as ['aten.mm'], or 'selective'")
+        raise CheckpointPolicyError("policy lacks 'save': a list of ops such as ['aten.mm'], or 'selective'")
     kind, save = _saved(given["save"])
     every, again = given.get("every", _EVERY.get(kind, 1)), given.get("recompute_communication", False)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every={every!r}; use 1 to save each call of an op, 2 for every second one, and so on")
+        raise CheckpointPolicyError(
+            f"every={every!r}; use 1 to save each call of an op, 2 for every second one, and so on"
+        )
     if every != 1 and kind == "full":
-        raise ValueError(f"every={every} with nothing to save; name ops in save, or leave every out")
+        raise CheckpointPolicyError(f"every={every} with nothing to save; name ops in save, or leave every out")
     if not isinstance(again, bool):
-        raise ValueError(f"recompute_communication={again!r}; use True or False")
+        raise CheckpointPolicyError(f"recompute_communication={again!r}; use True or False")
     return CheckpointPolicy(kind, save, every, again)
 
 
@@ -99,9 +103,9 @@ def checkpoint_budget(given: Any, policy: CheckpointPolicy) -> float | None:
     if given is None:
         return None
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf"):
-        raise ValueError(f"budget_gib={given!r}; use GiB on each rank, as 4 or 0.5")
+        raise CheckpointPolicyError(f"budget_gib={given!r}; use GiB on each rank, as 4 or 0.5")
     if policy.kind == "offload":
-        raise ValueError(
+        raise CheckpointPolicyError(
             "budget_gib with 'offload', which computes nothing again; a budget chooses what is: use policy='full' with it"
         )
     return float(given)
@@ -111,7 +115,7 @@ def _saved(given: Any) -> tuple[CheckpointKind, tuple[str, ...]]:
     if given == "selective":
         return "selective", ()
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise ValueError(f"save={given!r}; use a list of ops such as ['aten.mm'], or 'selective'")
+        raise CheckpointPolicyError(f"save={given!r}; use a list of ops such as ['aten.mm'], or 'selective'")
     names = tuple(_normalized(name) for name in given)
     return ("save", names) if names else ("full", ())
 
@@ -120,14 +124,18 @@ def _normalized(text: Any) -> str:
     if not isinstance(text, str):
         text = f"{text}" if hasattr(text, "_schema") or hasattr(text, "overloads") else text
     if not isinstance(text, str):
-        raise ValueError(f"save holds {text!r}; name ops as 'aten.mm' or 'aten.mm.default', or 'path :: aten.mm'")
+        raise CheckpointPolicyError(
+            f"save holds {text!r}; name ops as 'aten.mm' or 'aten.mm.default', or 'path :: aten.mm'"
+        )
     path, op = split_selector(text)
     if not _OP.fullmatch(op):
-        raise ValueError(f"save holds {text!r}; name ops as 'aten.mm' or 'aten.mm.default', or 'path :: aten.mm'")
+        raise CheckpointPolicyError(
+            f"save holds {text!r}; name ops as 'aten.mm' or 'aten.mm.default', or 'path :: aten.mm'"
+        )
     if path is None:
         return op
     if Path.parse(path).target is not Target.STATE:
-        raise ValueError(f"save holds {text!r}: {path!r} must name modules; leave out <...> and .grad")
+        raise CheckpointPolicyError(f"save holds {text!r}: {path!r} must name modules; leave out <...> and .grad")
     return f"{path} :: {op}"
 
 

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.errors import Source
 from vescale.plans._checkpoint_policy import CheckpointPolicy
-from vescale.plans._errors import Source
 from vescale.plans._path import Path
 from vescale.plans._phase import ALL, Phase
 

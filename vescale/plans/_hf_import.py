@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.errors import Coded, HfPlanError, did_you_mean
 from vescale.placements import InterleavedShard, shard_dim
-from vescale.plans._errors import PlanError, did_you_mean
 from vescale.plans._hf_paths import expressions, merged_paths, wildcard
 from vescale.plans._hf_sequence import shard_sequence
 from vescale.plans._hf_styles import STYLES, Style
@@ -40,8 +40,10 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", *_ATTENTION_HEADS)
 _KEY_VALUE = regex.compile(r"(k|v|kv|key|value)(_proj|_linear)?")
 
 
-class HfImportWarning(UserWarning):
+class HfImportWarning(Coded, UserWarning):
     """``Plan.from_hf`` left something out that the model's plan names."""
+
+    code = "VS0124"
 
 
 def add_hf_entries(
@@ -58,7 +60,7 @@ def add_hf_entries(
     experts = _plan_of(model, "ep_plan") if expert_axis is not None else {}
     tensor = _plan_of(model, "tp_plan")
     if not tensor and not experts:
-        raise PlanError(
+        raise HfPlanError(
             f"{type(model).__name__} carries no {'tp_plan' if expert_axis is None else 'tp_plan and no ep_plan'}; "
             "Plan.from_hf reads the plan of a transformers model: write the plan by hand, or see vescale.plan_zoo"
         )
@@ -93,7 +95,7 @@ def _plan_of(model: nn.Module, name: str) -> dict[str, str]:
     plan: dict[str, str] = dict(found) if isinstance(found, Mapping) else {}
     for style in plan.values():
         if style not in STYLES:
-            raise PlanError(
+            raise HfPlanError(
                 f"{type(model).__name__}.{name} uses the style {style!r}, which this version does not know (styles: "
                 f"{', '.join(STYLES)}){did_you_mean(style, STYLES)}; remove it from the model's {name}, or plan its "
                 "modules by hand"

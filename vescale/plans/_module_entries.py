@@ -7,9 +7,9 @@ from typing import Any, Self
 
 import torch
 
+from vescale.errors import ModuleEntryError, Source, calling_line
 from vescale.plans._checkpoint_policy import CheckpointPolicy, checkpoint_budget, checkpoint_policy
 from vescale.plans._entries import CheckpointEntry, PrecisionEntry
-from vescale.plans._errors import PlanError, Source, calling_line
 from vescale.plans._plan_entries import PlanEntries
 from vescale.plans._unit_policies import float_dtype_of
 
@@ -41,9 +41,9 @@ class ModuleEntries(PlanEntries):
         try:
             dtypes = {name: float_dtype_of(name, value) for name, value in given.items()}
         except ValueError as error:
-            raise PlanError(f"precision {path!r}: {error}", source) from None
+            raise ModuleEntryError(f"precision {path!r}: {error}", source) from None
         if not any(dtypes.values()):
-            raise PlanError(f"precision {path!r} gives no dtype; give param=, reduce= or output=", source)
+            raise ModuleEntryError(f"precision {path!r} gives no dtype; give param=, reduce= or output=", source)
         return self._add(PrecisionEntry(self._module(path, "precision", source), **dtypes, source=source))
 
     def checkpoint(
@@ -64,6 +64,6 @@ class ModuleEntries(PlanEntries):
             chosen = checkpoint_policy(policy)
             budget = checkpoint_budget(budget_gib, chosen)
         except ValueError as error:
-            raise PlanError(f"checkpoint {path!r}: {error}", source) from error
+            raise ModuleEntryError(f"checkpoint {path!r}: {error}", source) from error
         parsed = self._module(path, "checkpoint", source)
         return self._add(CheckpointEntry(parsed, chosen, budget, source))

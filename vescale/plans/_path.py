@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import regex
 
+from vescale.errors import PathError
 from vescale.plans._path_expression import MAX_EXPRESSION, compiled
 
 __all__ = ["Path", "Target"]
@@ -63,16 +64,16 @@ class Path:
     def parse(cls, text: str) -> Path:
         """Raises ValueError for an empty path, a bad ``<...>``, or an expression that does not compile."""
         if not isinstance(text, str):
-            raise ValueError(
+            raise PathError(
                 f"the path is {text!r}, a {type(text).__name__}; write a parameter name, or <in> for the inputs"
             )
         if len(text) > MAX_EXPRESSION:
-            raise ValueError(
+            raise PathError(
                 f"the path {text[:40]!r}... has {len(text)} characters; at most {MAX_EXPRESSION} are read: write several "
                 "entries"
             )
         if not text.strip():
-            raise ValueError("the path is empty; write a parameter name, or <in> for the model's inputs")
+            raise PathError("the path is empty; write a parameter name, or <in> for the model's inputs")
         boundary = _BOUNDARY.fullmatch(text)
         if boundary is not None:
             key = boundary["key"]
@@ -88,24 +89,24 @@ class Path:
             path = cls(text, text, Target.STATE)
         if path.key_expression is not None:
             if path.target is Target.OUT:
-                raise ValueError(
+                raise PathError(
                     f"<out:{path.key}> in the path {text!r} is an expression; outputs are named one by one: write an entry "
                     "for each"
                 )
             if not _NAMES.fullmatch(path.key_expression) or _is_unbalanced(path.key_expression):
-                raise ValueError(
+                raise PathError(
                     f"<in:{path.key}> in the path {text!r} is neither a name nor several; write <in:name>, or <in:(a|b)>"
                 )
         stray = _STRAY.search(path.pattern)
         if stray is not None:
-            raise ValueError(
+            raise PathError(
                 f"{text[stray.start() :]!r} in the path {text!r} is no input or output; end the path with .<in>, "
                 ".<in:name>, .<in:0>, .<out> or .<out:0>"
             )
         try:
             compiled(path.pattern)
         except ValueError as error:
-            raise ValueError(f"the path {text!r} is not a regular expression that can be used: {error}") from None
+            raise PathError(f"the path {text!r} is not a regular expression that can be used: {error}") from None
         return path
 
     @property

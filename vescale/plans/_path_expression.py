@@ -11,6 +11,8 @@ import functools
 
 import regex
 
+from vescale.errors import PathError
+
 __all__ = ["MAX_EXPRESSION", "compiled"]
 
 MAX_EXPRESSION = 2_000  # characters
@@ -34,12 +36,12 @@ def compiled(pattern: str) -> regex.Pattern[str]:
     try:
         return regex.compile(pattern)
     except regex.error as error:
-        raise ValueError(f"{error}; escape special characters with a backslash") from None
+        raise PathError(f"{error}; escape special characters with a backslash") from None
 
 
 def _check_size(pattern: str) -> None:
     if len(pattern) > MAX_EXPRESSION:
-        raise ValueError(f"it has {len(pattern)} characters; at most {MAX_EXPRESSION} are read: write several entries")
+        raise PathError(f"it has {len(pattern)} characters; at most {MAX_EXPRESSION} are read: write several entries")
     sums = [0]  # nodes of each open group, outermost first
     last = 0  # of the part that a count after it repeats
     position = 0
@@ -55,7 +57,7 @@ def _check_size(pattern: str) -> None:
             group = _GROUP.match(pattern, position)
             assert group is not None  # "(" alone matches
             if pattern.startswith("?", group.end()) and group.end() == position + 1:
-                raise ValueError(
+                raise PathError(
                     f"{pattern[position : position + 8]!r} at position {position}: paths have no flags, comments, "
                     "conditions and recursion; groups are (...), (?:...), (?P<name>...), and look-arounds"
                 )
@@ -72,9 +74,9 @@ def _check_size(pattern: str) -> None:
                 last = 1
                 sums[-1] += 1
         if len(sums) > _MAX_DEPTH:
-            raise ValueError(f"more than {_MAX_DEPTH} groups inside of each other; write several entries")
+            raise PathError(f"more than {_MAX_DEPTH} groups inside of each other; write several entries")
         if sum(sums) > _MAX_NODES:
-            raise ValueError(
+            raise PathError(
                 f"its repetitions, written out, have more than {_MAX_NODES} characters (up to position {position}); use "
                 "+ or * instead of large counts"
             )
@@ -87,6 +89,6 @@ def _class_end(pattern: str, start: int) -> int:
     position += pattern.startswith("]", position)  # the first one is a character
     while position < len(pattern) and pattern[position] != "]":
         if pattern[position] == "[":
-            raise ValueError(rf"a '[' inside of [...] at position {position}; write \[ for the character")
+            raise PathError(rf"a '[' inside of [...] at position {position}; write \[ for the character")
         position += 2 if pattern[position] == "\\" else 1
     return position + 1

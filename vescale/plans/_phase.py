@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from vescale.errors import PhaseError
+
 __all__ = ["ALL", "BWD", "FWD", "INIT", "RUN", "Phase", "parse_phase", "phase_text"]
 
 
@@ -36,7 +38,7 @@ def parse_phase(text: str) -> Phase:
     try:
         return _NAMES[text.lower()]
     except KeyError:
-        raise ValueError(f"phase {text!r} is not one of {', '.join(_NAMES)}") from None
+        raise PhaseError(f"phase {text!r} is not one of {', '.join(_NAMES)}") from None
 
 
 def phase_text(phase: Phase) -> str:

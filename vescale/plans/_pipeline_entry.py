@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vescale.plans._errors import PlanError, Source, did_you_mean
+from vescale.errors import PipelineEntryError, PlanError, Source, did_you_mean
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 
@@ -95,7 +95,7 @@ def pipeline_entry(
     """A checked entry. Raises PlanError."""
 
     def refuse(problem: str) -> PlanError:
-        return PlanError(f"pipeline: {problem}", source)
+        return PipelineEntryError(f"pipeline: {problem}", source)
 
     given = [n for n, v in (("split_before", split_before), ("stages", stages), ("balance", balance)) if v is not None]
     if len(given) != 1:

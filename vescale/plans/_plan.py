@@ -10,8 +10,8 @@ from typing import Any, Literal, Self
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.errors import EntryError, Source, calling_line, did_you_mean
 from vescale.plans._entries import ShardEntry
-from vescale.plans._errors import PlanError, Source, calling_line, did_you_mean
 from vescale.plans._hf_import import add_hf_entries
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._module_entries import ModuleEntries
@@ -55,7 +55,7 @@ class Plan(ModuleEntries):
             isinstance(e, ShardEntry) and e.path.target is Target.IN and e.path.pattern == "" for e in self._entries
         ]
         if not any(is_input):
-            raise PlanError(
+            raise EntryError(
                 "local_inputs: no entry places an input of the model; write them first, as "
                 "plan.shard('<in:input_ids>', Shard(0), mesh='dp')",
                 calling_line(),
@@ -100,7 +100,7 @@ class Plan(ModuleEntries):
         """
         source = source or calling_line()
         if self._pipeline is not None:
-            raise PlanError(f"pipeline: the plan has one already, from {self._pipeline.source}; keep one", source)
+            raise EntryError(f"pipeline: the plan has one already, from {self._pipeline.source}; keep one", source)
         self._pipeline = pipeline_entry(
             self.axes,
             split_before=split_before,
@@ -171,7 +171,7 @@ class Plan(ModuleEntries):
         plan = cls(mesh)
         for name in (axis, expert_axis):
             if name is not None and name not in plan.axes:
-                raise PlanError(
+                raise EntryError(
                     f"Plan.from_hf: the mesh has no axis {name!r} (axes: {', '.join(plan.axes.names)})"
                     f"{did_you_mean(name, plan.axes.names)}; pass axis= or expert_axis=",
                     calling_line(),

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale.errors import EntryError, Source, calling_line, did_you_mean
 from vescale.plans._entries import (
     ATTENTION_METHODS,
     AnnotateEntry,
@@ -23,7 +24,6 @@ from vescale.plans._entries import (
     ShardEntry,
     UnitEntry,
 )
-from vescale.plans._errors import PlanError, Source, calling_line, did_you_mean
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, Phase, parse_phase
@@ -46,7 +46,7 @@ class PlanEntries:
         try:
             self._axes = MeshAxes.of(mesh)
         except ValueError as error:
-            raise PlanError(str(error), calling_line()) from None
+            raise EntryError(str(error), calling_line()) from None
         self._mesh = mesh if isinstance(mesh, DeviceMesh) else None
         self._entries: list[Entry] = []
         self._pipeline: PipelineEntry | None = None
@@ -94,11 +94,10 @@ class PlanEntries:
         source = source or calling_line()
         parsed = self._path(path, source)
         if given not in ("global", "local"):
-            raise PlanError(f"given={given!r}; use 'global' or 'local'", source)
+            raise EntryError(f"given={given!r}; use 'global' or 'local'", source)
         if given == "local" and not (parsed.target is Target.IN and parsed.pattern == ""):
-            raise PlanError(
-                f"given='local' on {path!r}: only inputs of the model itself, <in:name>, are given by the caller; leave "
-                "it out",
+            raise EntryError(
+                f"given='local' on {path!r}: only inputs of the model itself, <in:name>, are the caller's; leave it out",
                 source,
             )
         placements = self._placements(placement, mesh, source)
@@ -121,7 +120,7 @@ class PlanEntries:
         parsed = self._boundary(path, "redistribute", source)
         before, after = self._placements(src, mesh, source), self._placements(dst, mesh, source)
         if [axis for axis, _ in before] != [axis for axis, _ in after]:
-            raise PlanError(
+            raise EntryError(
                 f"redistribute {path!r}: src names axes {[a for a, _ in before]} and dst {[a for a, _ in after]}; name "
                 "the same axes in both",
                 source,
@@ -181,12 +180,12 @@ class PlanEntries:
         given = dict(self._pairs(method, mesh, source))
         for axis, name in given.items():
             if axis not in self._axes:
-                raise PlanError(
+                raise EntryError(
                     f"attention {path!r}: no axis {axis!r}; the axes are {self._axes}{did_you_mean(axis, self._axes)}",
                     source,
                 )
             if name not in ATTENTION_METHODS:
-                raise PlanError(
+                raise EntryError(
                     f"attention {path!r}: {name!r} on {axis} is no method; use one of {', '.join(ATTENTION_METHODS)}"
                     f"{did_you_mean(str(name), ATTENTION_METHODS)}",
                     source,
@@ -209,11 +208,11 @@ class PlanEntries:
         source = source or calling_line()
         parsed = self._module(path, "local", source)
         if dispatch is not None and dispatch not in ("mask", "all_to_all"):
-            raise PlanError(f"local {path!r}: dispatch={dispatch!r}; use 'mask' or 'all_to_all'", source)
+            raise EntryError(f"local {path!r}: dispatch={dispatch!r}; use 'mask' or 'all_to_all'", source)
         if kind is not None and kind != "experts":
-            raise PlanError(f"local {path!r}: kind={kind!r}; use 'experts', or leave it out", source)
+            raise EntryError(f"local {path!r}: kind={kind!r}; use 'experts', or leave it out", source)
         if dispatch is not None and kind != "experts":
-            raise PlanError(f"local {path!r}: dispatch= is for kind='experts'; give kind='experts' too", source)
+            raise EntryError(f"local {path!r}: dispatch= is for kind='experts'; give kind='experts' too", source)
         borders = [self._placements(border, None, source) if border else () for border in (inputs, outputs)]
         return self._add(LocalEntry(parsed, kind, dispatch, borders[0], borders[1], source))
 
@@ -256,19 +255,19 @@ class PlanEntries:
         source = source or calling_line()
         keep = reshard_after_forward
         if not (keep is None or isinstance(keep, bool) or (isinstance(keep, int) and keep >= 1)):
-            raise PlanError(
+            raise EntryError(
                 f"unit {path!r}: reshard_after_forward={keep!r}; use True, False, or a number of ranks "
                 "that divides those of the axis",
                 source,
             )
         if reshard_after_backward is not None and not isinstance(reshard_after_backward, bool):
-            raise PlanError(
+            raise EntryError(
                 f"unit {path!r}: reshard_after_backward={reshard_after_backward!r}; use True or False", source
             )
         try:
             precision, pinned = mp_policy_of(mp_policy), pins_memory(offload_policy)
         except ValueError as error:
-            raise PlanError(f"unit {path!r}: {error}", source) from error
+            raise EntryError(f"unit {path!r}: {error}", source) from error
         parsed = self._module(path, "unit", source)
         return self._add(UnitEntry(parsed, keep, reshard_after_backward, precision, pinned, source))
 
@@ -277,7 +276,7 @@ class PlanEntries:
         for stage in (value for value in vars(entry).values() if isinstance(value, tuple)):
             for axis, _ in stage:
                 if axis not in self._axes:
-                    raise PlanError(f"'{entry.path}' names axis {axis!r}, but the axes are {self._axes}", entry.source)
+                    raise EntryError(f"'{entry.path}' names axis {axis!r}, but the axes are {self._axes}", entry.source)
         return self._add(entry)
 
     def without_mesh(self) -> Self:
@@ -308,12 +307,12 @@ class PlanEntries:
         try:
             return Path.parse(text)
         except ValueError as error:
-            raise PlanError(str(error), source) from None
+            raise EntryError(str(error), source) from None
 
     def _boundary(self, text: str, what: str, source: Source) -> Path:
         path = self._path(text, source)
         if path.target not in (Target.IN, Target.OUT):
-            raise PlanError(
+            raise EntryError(
                 f"{what} {text!r} names a parameter, but acts at a module's boundary; write module.<in> or module.<out>",
                 source,
             )
@@ -322,14 +321,14 @@ class PlanEntries:
     def _module(self, text: str, what: str, source: Source) -> Path:
         path = self._path(text, source) if text else Path("", "", Target.STATE)
         if path.target is not Target.STATE:
-            raise PlanError(f"{what} {text!r} takes a module path; leave out <...> and .grad", source)
+            raise EntryError(f"{what} {text!r} takes a module path; leave out <...> and .grad", source)
         return path
 
     def _phase(self, phase: Phase | str, source: Source) -> Phase:
         try:
             return parse_phase(phase) if isinstance(phase, str) else Phase(phase)
         except ValueError as error:
-            raise PlanError(str(error), source) from None
+            raise EntryError(str(error), source) from None
 
     def _placements(self, spec: PlacementSpec, mesh: str | Sequence[str] | None, source: Source) -> AxisPlacements:
         """Placements in the order of the mesh's axes."""
@@ -337,31 +336,31 @@ class PlanEntries:
         try:
             order = [self._axes.index(axis) for axis, _ in pairs]
         except ValueError as error:
-            raise PlanError(str(error), source) from None
+            raise EntryError(str(error), source) from None
         for axis, placement in pairs:
             if not isinstance(placement, Placement):
-                raise PlanError(
+                raise EntryError(
                     f"{placement!r} on axis {axis!r} is not a placement; use Replicate(), Shard(dim), Partial(op), "
                     "RaggedShard(...), InterleavedShard(dim, chunks)",
                     source,
                 )
         if len(set(order)) != len(order):
-            raise PlanError(f"axes {[axis for axis, _ in pairs]} repeat; name each axis once", source)
+            raise EntryError(f"axes {[axis for axis, _ in pairs]} repeat; name each axis once", source)
         return tuple(pair for _, pair in sorted(zip(order, pairs), key=lambda item: item[0]))
 
     def _pairs(self, spec: Any, mesh: str | Sequence[str] | None, source: Source) -> Iterator[tuple[str, Any]]:
         if isinstance(spec, Mapping):
             if mesh is not None:
-                raise PlanError(
+                raise EntryError(
                     f"mesh={mesh!r} beside {dict(spec)!r}, which names its axes itself; leave mesh out", source
                 )
             if not spec:
-                raise PlanError("no placement is given; name at least one axis", source)
+                raise EntryError("no placement is given; name at least one axis", source)
             yield from spec.items()
             return
         if mesh is None:
             if len(self._axes.names) != 1:
-                raise PlanError(
+                raise EntryError(
                     f"which of the axes {', '.join(self._axes.names)} is {spec!r} for? pass mesh=, or {{axis: placement}}",
                     source,
                 )
@@ -370,12 +369,12 @@ class PlanEntries:
             yield mesh, spec
             return
         if not isinstance(mesh, Sequence) or not all(isinstance(axis, str) for axis in mesh):
-            raise PlanError(
+            raise EntryError(
                 f"mesh={mesh!r} is not the name of an axis; give mesh={self._axes.names[0]!r}, or several", source
             )
         placements = [spec] * len(mesh) if isinstance(spec, Placement | str) else list(spec)
         if len(placements) != len(mesh):
-            raise PlanError(
+            raise EntryError(
                 f"{len(placements)} placements for the {len(mesh)} axes {tuple(mesh)}; give one for each", source
             )
         yield from zip(mesh, placements)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from vescale.errors import UnitPolicyError
+
 __all__ = ["dtype_name", "float_dtype_of", "mp_options", "mp_policy_of", "pins_memory"]
 
 _DEFAULT = MixedPrecisionPolicy()
@@ -23,17 +25,17 @@ def mp_policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> Mixe
     if isinstance(given, Mapping):
         unknown = sorted(set(given) - set(_OPTIONS))
         if unknown:
-            raise ValueError(f"mp_policy has no {unknown[0]!r}; use {', '.join(_OPTIONS)}")
+            raise UnitPolicyError(f"mp_policy has no {unknown[0]!r}; use {', '.join(_OPTIONS)}")
         given = MixedPrecisionPolicy(**{name: _value(name, value) for name, value in given.items()})
     if given is not None and not isinstance(given, MixedPrecisionPolicy):
-        raise ValueError(f"mp_policy={given!r}; use a MixedPrecisionPolicy, or a dict of its arguments")
+        raise UnitPolicyError(f"mp_policy={given!r}; use a MixedPrecisionPolicy, or a dict of its arguments")
     return None if given == _DEFAULT else given
 
 
 def _value(name: str, value: Any) -> Any:
     if name == "cast_forward_inputs":
         if not isinstance(value, bool):
-            raise ValueError(f"mp_policy: cast_forward_inputs={value!r}; use True or False")
+            raise UnitPolicyError(f"mp_policy: cast_forward_inputs={value!r}; use True or False")
         return value
     return float_dtype_of(f"mp_policy: {name}", value)
 
@@ -42,7 +44,7 @@ def float_dtype_of(name: str, value: torch.dtype | str | None) -> torch.dtype | 
     """A floating dtype of torch, or its name, or None. Raises ValueError with the correct form for anything else."""
     found = getattr(torch, value, None) if isinstance(value, str) else value
     if value is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ValueError(f"{name}={value!r}; use a floating dtype such as bfloat16 or float32")
+        raise UnitPolicyError(f"{name}={value!r}; use a floating dtype such as bfloat16 or float32")
     return found
 
 
@@ -68,10 +70,10 @@ def pins_memory(given: OffloadPolicy | Mapping[str, Any] | None) -> bool | None:
     """
     if isinstance(given, Mapping):
         if set(given) - {"pin_memory"} or not isinstance(given.get("pin_memory", True), bool):
-            raise ValueError(f"offload_policy={dict(given)!r}; use {{pin_memory: true}}, or false")
+            raise UnitPolicyError(f"offload_policy={dict(given)!r}; use {{pin_memory: true}}, or false")
         return bool(given.get("pin_memory", True))
     if isinstance(given, CPUOffloadPolicy):
         return bool(given.pin_memory)
     if given is not None and not isinstance(given, OffloadPolicy):
-        raise ValueError(f"offload_policy={given!r}; use CPUOffloadPolicy(), or leave it out")
+        raise UnitPolicyError(f"offload_policy={given!r}; use CPUOffloadPolicy(), or leave it out")
     return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vescale.plans._errors import PlanError
+from vescale.errors import IncludeError, PlanError
 from vescale.plans._yaml_nodes import MAX_BYTES, Document, load_yaml
 
 __all__ = ["PlanFile", "read_files"]
@@ -43,17 +43,17 @@ def read_files(file: str | os.PathLike[str], check: Callable[[Document], Mapping
         for index, path in enumerate(_includes(document, data, chain)):
             source = document.at(("include", index))
             if path in chain:
-                raise PlanError(f"{path.name} includes itself; remove one of the includes between", source)
+                raise IncludeError(f"{path.name} includes itself; remove one of the includes between", source)
             if len(files) + len(chain) >= _MAX_FILES:
-                raise PlanError(f"more than {_MAX_FILES} files are included; write larger ones", source)
+                raise IncludeError(f"more than {_MAX_FILES} files are included; write larger ones", source)
             try:
                 included = load_yaml(path)
             except PlanError as error:
                 if error.source is not None:
                     raise
-                raise PlanError(error.problem, source) from None
+                raise IncludeError(error.problem, source) from None
             if num_characters + included.num_characters > MAX_BYTES:
-                raise PlanError(f"the plan and all that it includes have more than {MAX_BYTES} bytes", source)
+                raise IncludeError(f"the plan and all that it includes have more than {MAX_BYTES} bytes", source)
             visit(included, (*chain, path), variables)
         files.append(PlanFile(document, data, variables))
 
@@ -66,7 +66,7 @@ def _includes(document: Document, data: Mapping[str, Any], chain: tuple[Path, ..
     for index, text in enumerate(data.get("include") or []):
         source = document.at(("include", index))
         if not chain:
-            raise PlanError(
+            raise IncludeError(
                 f"include {text!r}: a plan that is no file has no folder; give the path of the file", source
             )
         folder = chain[0].parent
@@ -74,13 +74,13 @@ def _includes(document: Document, data: Mapping[str, Any], chain: tuple[Path, ..
             path = (chain[-1].parent / text).resolve()
             is_file = path.is_file()  # not a pipe, whose reader may wait for ever
         except (OSError, ValueError, RuntimeError) as error:  # a name too long, a null character, a circle of links
-            raise PlanError(f"cannot include {text[:80]!r}: {error}; give the path of a YAML file", source) from None
+            raise IncludeError(f"cannot include {text[:80]!r}: {error}; give the path of a YAML file", source) from None
         if Path(text).is_absolute() or not path.is_relative_to(folder):
-            raise PlanError(
+            raise IncludeError(
                 f"include {text!r} leaves the folder of the plan, {folder}; copy the file into it, and write its path from "
                 "the file that includes it",
                 source,
             )
         if not is_file:
-            raise PlanError(f"cannot include {text!r}: {path} is no file; give the path of a YAML file", source)
+            raise IncludeError(f"cannot include {text!r}: {path} is no file; give the path of a YAML file", source)
         yield path

@@ -15,7 +15,7 @@ from typing import Any
 import regex
 import yaml
 
-from vescale.plans._errors import PlanError, Source
+from vescale.errors import PlanError, Source, YamlSyntaxError
 
 __all__ = ["Document", "Place", "load_yaml"]
 
@@ -71,11 +71,11 @@ def load_yaml(file: str | os.PathLike[str]) -> Document:
         mark = error.problem_mark or error.context_mark
         place = Source(name, mark.line + 1, mark.column + 1) if mark else Source(name, 1, 1)
         detail = error.problem or error.context or "not YAML"
-        raise PlanError(f"not YAML: {detail}{_advice(detail)}", place) from None
+        raise YamlSyntaxError(f"not YAML: {detail}{_advice(detail)}", place) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
-        raise PlanError(
+        raise YamlSyntaxError(
             f"not YAML: the character #x{error.character:04x} is not allowed in text; remove it, or write it escaped",
             Source(name, line, column),
         ) from None
@@ -87,26 +87,28 @@ def _text_of(path: Path) -> str:
     with contextlib.suppress(OSError, ValueError):  # the error is raised below
         is_special = path.exists() and not path.is_file() and not path.is_dir()
     if is_special:  # a pipe's writer may never come, and a device has no end
-        raise PlanError(f"cannot read the plan {str(path)!r}: a pipe or device; give the path of a YAML file")
+        raise YamlSyntaxError(f"cannot read the plan {str(path)!r}: a pipe or device; give the path of a YAML file")
     try:
         with path.open("rb") as opened:
             data = opened.read(MAX_BYTES + 1)
     except OSError as error:
-        raise PlanError(f"cannot read the plan {str(path)!r}: {error.strerror}; give the path of a YAML file") from None
+        raise YamlSyntaxError(
+            f"cannot read the plan {str(path)!r}: {error.strerror}; give the path of a YAML file"
+        ) from None
     except ValueError as error:  # a null character in the path
-        raise PlanError(f"cannot read the plan {str(path)!r}: {error}; give the path of a YAML file") from None
+        raise YamlSyntaxError(f"cannot read the plan {str(path)!r}: {error}; give the path of a YAML file") from None
     if len(data) > MAX_BYTES:
         raise _too_large(str(path))
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise PlanError(
+        raise YamlSyntaxError(
             f"the plan is not UTF-8 text: {error.reason} at byte {error.start}", Source(str(path), 1, 1)
         ) from None
 
 
 def _too_large(name: str) -> PlanError:
-    return PlanError(
+    return YamlSyntaxError(
         f"the plan has more than {MAX_BYTES} bytes; write one entry, with a path that matches many tensors",
         Source(name, 1, 1),
     )
@@ -136,7 +138,7 @@ class _BoundedLoader(yaml.SafeLoader):
         problem = self._problem(event)
         if problem is not None:
             mark = event.start_mark
-            raise PlanError(problem, Source(self._document_name, mark.line + 1, mark.column + 1))
+            raise YamlSyntaxError(problem, Source(self._document_name, mark.line + 1, mark.column + 1))
         self._depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
@@ -168,10 +170,10 @@ def _build(node: yaml.Node, place: Place, document: Document, loader: yaml.SafeL
             source = Source(document.name, mark.line + 1, mark.column + 1)
             key = key_node.value
             if not isinstance(key_node, yaml.ScalarNode):
-                raise PlanError("a key is not text; write name: value", source)
+                raise YamlSyntaxError("a key is not text; write name: value", source)
             if key in data:
                 first = document.keys[(*place, key)]
-                raise PlanError(
+                raise YamlSyntaxError(
                     f"key {key!r} stands here again (first on line {first.line}); keep one of the two", source
                 )
             document.keys[(*place, key)] = source
@@ -181,7 +183,7 @@ def _build(node: yaml.Node, place: Place, document: Document, loader: yaml.SafeL
         return [_build(item, (*place, index), document, loader) for index, item in enumerate(node.value)]
     if node.tag == "tag:yaml.org,2002:int":  # YAML reads 010 as 8 and 1:30 as 90
         if _INTEGER.fullmatch(node.value) is None:
-            raise PlanError(
+            raise YamlSyntaxError(
                 f"{node.value[:40]!r} is not a plain number of up to 18 digits; write it so, or quote it if it is text",
                 document.at(place),
             )

@@ -14,7 +14,7 @@ import regex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.plans._errors import MissingMeshError, PlanError, did_you_mean
+from vescale.errors import MissingMeshError, YamlPlanError, did_you_mean
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._module_entries import ModuleEntries
 from vescale.plans._path_expression import MAX_EXPRESSION
@@ -60,7 +60,7 @@ def read_plan(
     """See :meth:`Plan.from_yaml`; ``new_plan`` makes an empty plan for a mesh."""
     files = read_files(file, _checked)
     if files[-1].document.data is None:
-        raise PlanError(
+        raise YamlPlanError(
             f"the plan is empty; write its sections ({', '.join(_SECTIONS)}), as `vescale zoo show llama` prints them",
             files[-1].document.at(()),
         )
@@ -73,7 +73,9 @@ def read_plan(
 def _checked(document: Document) -> Mapping[str, Any]:
     data = document.data if document.data is not None else {}
     if not isinstance(data, dict):
-        raise PlanError(f"a plan is a mapping of sections ({', '.join(_SECTIONS)}), not {_kind(data)}", document.at(()))
+        raise YamlPlanError(
+            f"a plan is a mapping of sections ({', '.join(_SECTIONS)}), not {_kind(data)}", document.at(())
+        )
     _check_schema(data, document)
     return data
 
@@ -130,12 +132,12 @@ class _Reader:
                 return self._counted(self._values[name], place)
             if name in self._expanding:
                 circle = " -> ".join((*self._expanding[self._expanding.index(name) :], name))
-                raise PlanError(
+                raise YamlPlanError(
                     f"variables contain each other: {circle}; write one of them out", self.document.at(place)
                 )
             if name not in self.variables:
                 known = ", ".join(itertools.islice(self.variables, 20)) or "none are defined"
-                raise PlanError(
+                raise YamlPlanError(
                     f"${{{name}}} is not defined under vars: ({known}){did_you_mean(name, self.variables)}",
                     self.document.at(place),
                 )
@@ -152,7 +154,7 @@ class _Reader:
         """The text, if what a path has become so far is not too long: variables may contain variables."""
         self._num_characters += len(text)
         if len(text) > MAX_EXPRESSION or self._num_characters > 20 * MAX_EXPRESSION:
-            raise PlanError(
+            raise YamlPlanError(
                 f"the path has more than {MAX_EXPRESSION} characters with its variables: write several entries",
                 self.document.at(place),
             )
@@ -162,7 +164,7 @@ class _Reader:
         try:
             return parse_placement(text)
         except ValueError as error:
-            raise PlanError(str(error), self.document.at(place)) from None
+            raise YamlPlanError(str(error), self.document.at(place)) from None
 
     def axes(self, value: Mapping[str, str], place: Place) -> dict[str, Placement]:
         found = {}
@@ -175,7 +177,7 @@ class _Reader:
         try:
             self.plan.axes.index(axis)
         except ValueError as error:
-            raise PlanError(str(error), self.document.at(place)) from None
+            raise YamlPlanError(str(error), self.document.at(place)) from None
 
     def shard(self, path: str, value: Any) -> None:
         place: Place = ("shard", path)
@@ -189,7 +191,7 @@ class _Reader:
                 self.check_axis(axis, (*where, axis))
                 phases = {phase: text} if isinstance(text, str) else text
                 if isinstance(text, dict) and "phase" in item:
-                    raise PlanError(
+                    raise YamlPlanError(
                         f"axis {axis!r} gives a placement for each phase, and the entry a phase too; keep one of the two",
                         self.document.at((*where, axis)),
                     )
@@ -197,7 +199,7 @@ class _Reader:
                     deeper = (*where, axis) if isinstance(text, str) else (*where, axis, name)
                     by_phase.setdefault(name, {})[axis] = self.placement(placement, deeper)
             if not by_phase:
-                raise PlanError("no axis is given; write {axis: placement}", self.document.at(where))
+                raise YamlPlanError("no axis is given; write {axis: placement}", self.document.at(where))
             for name, placements in by_phase.items():
                 self.plan.shard(expanded, placements, phase=name, given=given, source=self.document.at(where))
 
@@ -278,7 +280,7 @@ def _mesh(files: Sequence[PlanFile], mesh: DeviceMesh | Mapping[str, int] | Mesh
                 is_part = all(name in file.data["mesh"] for name in axes)
                 hint = f"give the missing axis one rank, as {str(added).replace(' ', '')}" if is_part else ""
                 hint = hint or f"rename the axis in one of the two{did_you_mean(axis, axes.names)}"
-                raise PlanError(
+                raise YamlPlanError(
                     f"the plan is for axes {', '.join(file.data['mesh'])}, but the mesh given has {', '.join(axes.names)}; "
                     f"{hint}",
                     file.document.at(("mesh", axis)),
@@ -297,7 +299,7 @@ def _check_schema(data: Any, document: Document) -> None:
     first = min((_deepest(error) for error in errors), key=position, default=None)
     if first is not None:
         place: Place = tuple(first.absolute_path)
-        raise PlanError(_explain(first, place), document.at(_culprit(first, place)))
+        raise YamlPlanError(_explain(first, place), document.at(_culprit(first, place)))
 
 
 def _deepest(error: Any) -> Any:

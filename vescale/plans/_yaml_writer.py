@@ -10,6 +10,7 @@ from decimal import Decimal
 import regex
 import yaml
 
+from vescale.errors import YamlPlanError
 from vescale.plans._entries import (
     AnnotateEntry,
     AttentionEntry,
@@ -22,7 +23,6 @@ from vescale.plans._entries import (
     ShardEntry,
     UnitEntry,
 )
-from vescale.plans._errors import PlanError
 from vescale.plans._phase import ALL, phase_text
 from vescale.plans._pipeline_entry import PipelineEntry
 from vescale.plans._placement_text import placement_text
@@ -149,7 +149,9 @@ def _unit(entry: UnitEntry) -> str:
 
 def _pipeline(entry: PipelineEntry) -> str:
     if not isinstance(entry.loss, str):
-        raise PlanError("pipeline: a loss that is a function cannot be written as YAML; use a path such as 'out.loss'")
+        raise YamlPlanError(
+            "pipeline: a loss that is a function cannot be written as YAML; use a path such as 'out.loss'"
+        )
     cut: dict[str, object] = {
         "split_before": [path.text for path in entry.split_before],
         "stages": [[path.text for path in stage] for stage in entry.stages],

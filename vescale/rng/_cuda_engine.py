@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vescale.errors import GeneratorError, RandomOpError
 from vescale.rng import _cuda_kernel
 from vescale.rng._fill_request import Fill
 from vescale.rng._philox import (
@@ -69,7 +70,7 @@ def fill_region(
     index = local.device.index or 0
     with torch.cuda.device(local.device):
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
+            raise RandomOpError(
                 f"{fill.op.name} on a sharded tensor of shape {fill.shape} while a CUDA graph is captured: a replay would "
                 "draw the captured numbers again; expected no capture: leave the random op out of the graph, or "
                 "replicate the tensor, which runs the native op"
@@ -97,7 +98,7 @@ def generate(
         return state
     if parameter is not None:
         if not fill.is_row_major:
-            raise NotImplementedError(
+            raise RandomOpError(
                 f"{op.name} with a tensor of probabilities on a CUDA tensor of shape {fill.shape} and strides "
                 f"{fill.strides}: its order depends on the strides of both; expected a row-major tensor to be filled: "
                 "fill a contiguous one and copy, or use torch.bernoulli"
@@ -108,7 +109,7 @@ def generate(
     rule = rule.at(n)
     parts = _leaves(rule, n, local.element_size(), state, device.launch)
     if isinstance(rule, GridStride) and not fill.is_dense and not fits_one_launch(fill.extent, local.element_size()):
-        raise NotImplementedError(
+        raise RandomOpError(
             f"{op.name} on a tensor of shape {fill.shape} and strides {fill.strides}: more than 2 GiB with holes between "
             "its elements; expected a dense tensor: fill a contiguous one and copy"
         )
@@ -261,7 +262,7 @@ def _native(
 def read_state(generator: torch.Generator) -> PhiloxState:
     raw = generator.get_state().numpy().tobytes()
     if len(raw) != 16:
-        raise ValueError(
+        raise GeneratorError(
             f"a CUDA generator state of {len(raw)} bytes; expected 16 (Philox seed and offset): this build of torch has "
             "another generator, report it with `torch.__config__.show()`"
         )

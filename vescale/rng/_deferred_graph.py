@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from vescale.compat.tensor_subclasses import tree_leaves
+from vescale.errors import MaterializeError
 from vescale.rng._random_ops import RandomOp
 from vescale.rng._stream_spans import is_contiguous
 
@@ -76,7 +77,7 @@ class Constant:
 
     def value(self) -> torch.Tensor:
         if self.tensor._version != self.version:
-            raise RuntimeError(
+            raise MaterializeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} was read inside deferred_init() and written afterwards, so "
                 "that the values it had then are gone; expected no writes before materialize(): give the constructor a "
                 "clone of it"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from vescale.compat.tensor_subclasses import MemorylessTensor, TorchDispatchMode, tree_leaves, tree_map, without_modes
+from vescale.errors import Coded, MaterializeError
 from vescale.rng._deferred_graph import Constant, Initializer, Op, Record, View, next_time
 from vescale.rng._deferred_replay import whole_numel, whole_values
 from vescale.rng._engine import advance, default_generator, saved_state
@@ -33,8 +34,10 @@ _VALUE_QUESTIONS = {aten._local_scalar_dense.default, aten.equal.default, aten.i
 _UNSUPPORTED = {aten.set_.source_Tensor, aten.set_.source_Storage, aten.resize_.default, aten.resize_as_.default}
 
 
-class DeferredValueError(RuntimeError):
+class DeferredValueError(Coded, RuntimeError):
     """Code inside ``deferred_init()`` reads the values of a tensor that is too large to be computed there."""
+
+    code = "VS1201"
 
 
 class DeferredTensor(MemorylessTensor):
@@ -113,7 +116,7 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _VALUE_QUESTIONS:
         return func(*tree_map(_now(func), args), **tree_map(_now(func), kwargs))
     if func in _UNSUPPORTED:
-        raise NotImplementedError(
+        raise MaterializeError(
             f"{func} inside deferred_init() at {_where()}: it exchanges the memory of a tensor; expected an op on values: "
             "assign to .data, or build this module outside of deferred_init()"
         )

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, spec_of
+from vescale.errors import RandomOpError
 from vescale.placements import Region, contiguous_stride, local_region
 from vescale.rng._engine import fill_region
 from vescale.rng._fill_request import Fill
@@ -39,7 +40,7 @@ def region_of(spec: DTensorSpec, what: str) -> Region | None:
     assert spec.tensor_meta is not None
     for axis, placement in enumerate(spec.placements):
         if placement.is_partial():
-            raise RuntimeError(
+            raise RandomOpError(
                 f"{what} on a DTensor of shape {tuple(spec.shape)} with {placement} on mesh axis {axis}: the terms of "
                 "a sum have no random values of their own; expected Replicate or a shard there: call "
                 ".redistribute() first"
@@ -76,7 +77,7 @@ def fill(
         local = torch.empty(0, dtype=local.dtype, device=device)
         terms = None if terms is None else torch.empty(0, dtype=terms.dtype, device=device)
     elif local.shape != region.local_shape:
-        raise RuntimeError(
+        raise RandomOpError(
             f"{op.name} on a DTensor of shape {region.global_shape} with placements {spec.placements}: this rank's local "
             f"tensor has shape {tuple(local.shape)}, expected {region.local_shape}; build DTensors of uneven shards with "
             "distribute_tensor, or shard as torch.chunk does"
@@ -103,7 +104,7 @@ def empty(
     """
     placements = tuple(placements or (Replicate(),) * mesh.ndim)
     if len(placements) != mesh.ndim:
-        raise ValueError(
+        raise RandomOpError(
             f"{len(placements)} placements {placements} for a mesh of {mesh.ndim} axes; expected one placement per axis"
         )
     strides = tuple(strides) if strides is not None else contiguous_stride(shape)

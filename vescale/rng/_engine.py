@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from vescale.errors import GeneratorError, RandomOpError
 from vescale.placements import Region
 from vescale.rng import _cpu_engine
 from vescale.rng._fill_request import Fill
@@ -23,7 +24,7 @@ def default_generator(device: torch.device) -> torch.Generator:
         index = device.index if device.index is not None else torch.cuda.current_device()
         torch.cuda.init()
         return torch.cuda.default_generators[index]
-    raise NotImplementedError(
+    raise RandomOpError(
         f"random numbers on device {device}: single-device semantics are implemented for cpu and cuda; "
         "generate on one of those and move the result"
     )
@@ -35,7 +36,7 @@ def fill_region(
     """Fill ``local`` with its part of a fill of a whole tensor; see :func:`vescale.rng._cpu_engine.fill_region`."""
     generator = default_generator(local.device) if generator is None else generator
     if local.device.type != generator.device.type:
-        raise ValueError(
+        raise GeneratorError(
             f"{fill.op.name}: a tensor on {local.device} and a generator on {generator.device}; expected one device: "
             f"pass a torch.Generator({str(local.device)!r})"
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vescale.errors import GeneratorError
 from vescale.placements import Region
 from vescale.rng._random_ops import RandomOp
 from vescale.rng._stream_spans import is_contiguous, stream_order
@@ -55,7 +56,7 @@ class Fill:
     def check(self, local: torch.Tensor) -> None:
         """Raises ValueError unless ``local`` has the shape of the region."""
         if local.shape != self.region.local_shape:
-            raise ValueError(
+            raise GeneratorError(
                 f"{self.op.name}: a local tensor of shape {tuple(local.shape)} for a region of shape "
                 f"{self.region.local_shape} of the global shape {self.shape}; expected the same shapes: give the local "
                 "tensor of this very rank"

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, make_dtensor, make_spec
 from vescale.compat.tensor_subclasses import tree_leaves, without_modes
+from vescale.errors import ArgumentTypeError, MaterializeError
 from vescale.placements import Region, local_region, normalize_placements
 from vescale.rng._deferred_graph import Constant, Record, View, needed_ops, next_time
 from vescale.rng._deferred_replay import part_values, whole_values
@@ -79,7 +80,7 @@ def materialize(
     Communication: with a mesh, one all-reduce of 16 bytes on each axis, which compares the ranks.
     """
     if placements is not None and mesh is None:
-        raise ValueError(
+        raise MaterializeError(
             "materialize(module, placements=...) without a mesh; expected both: give the mesh they refer to"
         )
     named = list(_named_tensors(module))
@@ -126,7 +127,7 @@ def materialize_part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 def _check_deferred(tensor: torch.Tensor) -> TypeGuard[DeferredTensor]:
     if not isinstance(tensor, DeferredTensor):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has its values already; expected a tensor made "
             "inside deferred_init(): use distribute_tensor for others"
         )
@@ -165,7 +166,7 @@ class _Maker:
         if placements is None and not isinstance(tensor, DeferredTensor):
             return tensor
         if tensor._backward_hooks:
-            raise NotImplementedError(
+            raise MaterializeError(
                 f"{name}: a deferred tensor with backward hooks; expected none before materialize(): register them after"
             )
         values = self._plain(name, tensor) if placements is None else self._placed(name, tensor, placements)
@@ -194,14 +195,16 @@ class _Maker:
 
     def _placed(self, name: str, tensor: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
         if self.mesh is None:
-            raise ValueError(f"{name}: placements {tuple(placements)} without a mesh; expected a mesh: pass it along")
+            raise MaterializeError(
+                f"{name}: placements {tuple(placements)} without a mesh; expected a mesh: pass it along"
+            )
         mesh = (self._mesh_of(name) if self._mesh_of is not None else None) or self.mesh
         try:
             resolved = normalize_placements(placements, tensor.shape, mesh)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+            raise MaterializeError(f"{name}: {error}") from error
         if any(placement.is_partial() for placement in resolved):
-            raise ValueError(
+            raise MaterializeError(
                 f"{name}: placements {resolved}; expected no Partial: the initial values are not terms of a sum, use "
                 "Replicate() there"
             )
@@ -229,7 +232,7 @@ class _Maker:
         return make_dtensor(local, spec)
 
     def _refuse_overlap(self, name: str, other: str) -> None:
-        raise RuntimeError(
+        raise MaterializeError(
             f"{name} shares memory with {other}, and they are placed differently; expected one placement for all tensors "
             "on one memory: place them alike, tie the parameters themselves, or clone one in the constructor"
         )
@@ -296,7 +299,9 @@ def _fingerprint(tensors: Sequence[torch.Tensor]) -> int:
     records: dict[int, Record] = {}
     for tensor in tensors:
         if not isinstance(tensor, DeferredTensor):
-            raise TypeError(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}; expected a deferred tensor")
+            raise ArgumentTypeError(
+                f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}; expected a deferred tensor"
+            )
         view = view_of(tensor)
         digest.update(repr((view.shape, view.strides, view.offset, view.dtype)).encode())
         records[id(view.record)] = view.record
@@ -330,7 +335,7 @@ def check_recorded_alike(mesh: DeviceMesh, tensors: Sequence[torch.Tensor]) -> N
     for axis in range(mesh.ndim):
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
     if extremes[0] != -extremes[1]:
-        raise RuntimeError(
+        raise MaterializeError(
             "the ranks of the mesh recorded different constructors or generator states; expected the same "
             "model and seed on every rank: call torch.manual_seed(seed) with one seed before deferred_init()"
         )

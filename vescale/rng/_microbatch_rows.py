@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vescale.errors import RandomOpError
 from vescale.placements import Region, contiguous_stride
 from vescale.rng._engine import advance
 from vescale.rng._random_ops import RandomOp, inplace_overloads
@@ -73,7 +74,7 @@ class MicrobatchRows:
 
     def dim(self, shape: tuple[int, ...]) -> int | None:
         if shape not in self.dims:
-            raise RuntimeError(
+            raise RandomOpError(
                 f"random numbers are drawn for a tensor of shape {shape}, for which none were in the trace of the forward "
                 f"(shapes: {sorted(self.dims)}); which rows of the whole batch these are is not known. Draw for tensors "
                 "that have the batch in one dim, the same in every forward"

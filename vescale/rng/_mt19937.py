@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from vescale.errors import GeneratorError
 from vescale.rng._mt19937_jump import BLOCK_WORDS, Block, advance_blocks
 
 __all__ = ["Mt19937State"]
@@ -41,7 +42,7 @@ class Mt19937State:
     @classmethod
     def parse(cls, raw: bytes) -> Mt19937State:
         if len(raw) != _STATE.itemsize:
-            raise ValueError(
+            raise GeneratorError(
                 f"a CPU generator state of {len(raw)} bytes; expected {_STATE.itemsize} (mt19937). "
                 "This build of torch has another CPU generator: report it, with `torch.__config__.show()`"
             )

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.compat import local_of, make_dtensor, make_spec, spec_of
+from vescale.errors import RandomOpError
 from vescale.rng._dtensor_fill import empty_like, fill, outside_mesh, region_of, whole_of
 from vescale.rng._random_ops import RandomOp
 
@@ -22,7 +23,7 @@ def multinomial(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTens
     """
     weights, num_samples = args[0], args[1]
     if not weights.is_floating_point():
-        raise RuntimeError(
+        raise RandomOpError(
             f"multinomial on a DTensor of {weights.dtype}; expected floating point weights: convert them"
         )
     replacement = args[2] if len(args) > 2 else kwargs.get("replacement", False)
@@ -38,7 +39,7 @@ def multinomial(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTens
     local = local_of(weights)
     # As on one device: category / exponential noise, the largest wins.
     if not bool(((local >= 0) & (local < torch.inf)).all()) or not bool((local.sum(-1) > 0).all()):
-        raise RuntimeError(
+        raise RandomOpError(
             f"multinomial on a DTensor of shape {tuple(weights.shape)}: this rank's rows hold a negative, infinite or "
             "NaN weight, or a row without a positive one; expected finite weights >= 0: clean them first"
         )

@@ -23,6 +23,7 @@ from vescale.compat.random_ops import (
     is_symbolic,
     seeded_ops,
 )
+from vescale.errors import RandomOpError
 from vescale.placements import move_local
 from vescale.rng._dtensor_fill import empty, empty_like, fill, outside_mesh, part_of_whole, region_of, whole_of
 from vescale.rng._multinomial import multinomial
@@ -183,7 +184,7 @@ def _replayed(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     first = next(value for value in args if isinstance(value, DTensor))
     spec = spec_of(first)
     if outside_mesh(spec):
-        raise RuntimeError(
+        raise RandomOpError(
             f"{op} on a DTensor of shape {tuple(spec.shape)}: how much it draws depends on the values, which this rank, "
             "outside of the mesh, does not have; expected a mesh of all ranks: move the tensor there first"
         )
@@ -226,7 +227,7 @@ def _fused_attention(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     dropout_p = {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0)
     query: DTensor = args[0]
     if dropout_p > 0 and not all(placement.is_replicate() for placement in query.placements):
-        raise RuntimeError(
+        raise RandomOpError(
             f"{op} with dropout_p={dropout_p} on a query of shape {tuple(query.shape)} with placements "
             f"{query.placements}: fused kernels draw by local index, so that shards would repeat each other's dropout; "
             "expected the math kernel: wrap the call in torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
@@ -236,7 +237,7 @@ def _fused_attention(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
 
 def _refused(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     shapes = [(tuple(v.shape), v.placements) for v in (*args, *kwargs.values()) if isinstance(v, DTensor)]
-    raise NotImplementedError(
+    raise RandomOpError(
         f"{op} on DTensors {shapes}: this random op has no rule with single-device semantics; expected an op of "
         "docs/rng.md: write it with one of those (uniform_, normal_, bernoulli_, ...), or call .full_tensor() first"
     )
@@ -255,7 +256,7 @@ def _local_scalar_dense(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     dtensor: DTensor = args[0]
     placements = dtensor.placements
     if outside_mesh(spec_of(dtensor)):
-        raise RuntimeError(
+        raise RandomOpError(
             f"the value of a DTensor of shape {tuple(dtensor.shape)} on a rank outside of its mesh: this rank does not "
             "have it; expected a rank of the mesh: guard the call with `mesh.get_coordinate() is not None`"
         )
@@ -289,7 +290,9 @@ def _eye_out(op: Any, args: _Args, kwargs: _Kwargs) -> DTensor:
     if region is not None:
         sizes = tuple(args[:2]) if len(args) > 1 else (args[0], args[0])
         if sizes != tuple(spec.shape):
-            raise RuntimeError(f"{op} of size {sizes} into a DTensor of shape {tuple(spec.shape)}; expected that shape")
+            raise RandomOpError(
+                f"{op} of size {sizes} into a DTensor of shape {tuple(spec.shape)}; expected that shape"
+            )
         local = local_of(out)
         local.zero_()
         for box in region.boxes:

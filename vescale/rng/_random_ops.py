@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vescale.compat.cuda_kernels import fused_dropout
+from vescale.errors import ArgumentTypeError
 from vescale.rng._draw_rules import DrawRule, NormalBlocks, NormalPairs, WordsPerElement
 from vescale.rng._mt19937 import Mt19937State
 
@@ -119,7 +120,9 @@ class RandomOp:
                 return 1 if high - low < 2**28 else 2
             case (int(high),):
                 return 1 if high < 2**28 else 2
-        raise TypeError(f"random_ with arguments {self.arguments!r}; expected (), (high,), (low, high) or (low, None)")
+        raise ArgumentTypeError(
+            f"random_ with arguments {self.arguments!r}; expected (), (high,), (low, high) or (low, None)"
+        )
 
 
 def inplace_overloads() -> list[Any]:

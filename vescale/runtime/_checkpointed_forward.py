@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale.comm import KeptResults
 from vescale.compat import hides_tensors, map_tensors, no_torch_function, tensors_in
+from vescale.errors import RecomputationError
 from vescale.ir import Checkpoint, Instruction
 from vescale.plans import CheckpointPolicy
 from vescale.runtime._activation import current_activation
@@ -182,7 +183,7 @@ class _Call:
             if before.have_moved():
                 self.draws = before
             if why_not and held != set(held_objects(self._given)):
-                raise RuntimeError(
+                raise RecomputationError(
                     f"the checkpointed module {self.owner.path!r} writes tensors to an object among its arguments that "
                     f"cannot be copied ({why_not}), so that its recomputation would write them a second time: turn caches "
                     "off (use_cache=False), or leave the module out of the plan's checkpoint entries"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from vescale.errors import ParallelizeError
 from vescale.ir import (
     Annotate,
     Attention,
@@ -19,7 +20,6 @@ from vescale.ir import (
     Unit,
     Wrap,
 )
-from vescale.plans import PlanError
 
 __all__ = ["Executor", "executor_of"]
 
@@ -62,7 +62,7 @@ def executor_of(instruction: Instruction) -> Executor:
     kind = instruction.target if instruction.target in ("<in>", "<out>", "<self>") else "name"
     found = _TABLE.get((instruction.hook, kind), {}).get(type(instruction.op))
     if found is None:
-        raise PlanError(
+        raise ParallelizeError(
             f"nothing executes a {type(instruction.op).__name__} of {instruction.target!r} at {instruction.hook.value!r} "
             f"(module {instruction.path!r}); programs are made by vescale.lower",
             instruction.source,

@@ -40,6 +40,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import axis_group
 from vescale.compat import map_tensors, no_torch_function, tensors_in, versions
+from vescale.errors import ExpertRegionError
 from vescale.ir import Instruction, Local
 from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import local_region, shard_dim
@@ -158,7 +159,7 @@ class ExpertRegion:
             write_back_local(x, placed, local, f"{self._requester}: written back")
 
     def _refused_write(self, name: str) -> PlanError:
-        return PlanError(
+        return ExpertRegionError(
             f"the experts {self.path!r} write to their input {name!r} in place. On one device this changes the caller's "
             "tensor; here each rank computes with some experts or features only, and what it writes is not what one device "
             f"writes. Write to a copy in the module ({name} = {name}.clone())",
@@ -196,7 +197,7 @@ class ExpertRegion:
             tokens, weights = (second, first) if found[second].shape != shape else (first, second)
             if found[weights].shape == shape and found[tokens].shape[:-1] == shape[:-1] and len(shape) > 1:
                 return _Routing(tokens, ids[0], weights)
-        raise PlanError(
+        raise ExpertRegionError(
             f"the expert region {self.path!r} gets "
             f"{', '.join(f'{name} {tuple(x.shape)} {x.dtype}' for name, x in found.items())}; experts that are spread over "
             "ranks need tokens (..., features), expert ids (..., choices) and weights (..., choices): name the module "

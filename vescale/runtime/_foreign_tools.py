@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vescale.compat import refuse_composable_apis
-from vescale.plans import PlanError
+from vescale.errors import ForeignToolError
 from vescale.runtime._bound_method import BoundMethod
 from vescale.runtime._runtime import Runtime
 
@@ -53,7 +53,7 @@ def refuse_tracing() -> None:
 
 
 def _refuse(tool: str) -> NoReturn:
-    raise PlanError(f"{tool} of a parallelized model: {_INSTEAD[tool]}")
+    raise ForeignToolError(f"{tool} of a parallelized model: {_INSTEAD[tool]}")
 
 
 class _Refused:
@@ -83,7 +83,7 @@ def _apply(runtime: Runtime, model: Any, fn: Callable[[torch.Tensor], torch.Tens
     except RuntimeError as error:
         if "swap" not in str(error):
             raise
-        raise PlanError(
+        raise ForeignToolError(
             f"this {type(model).__name__} cannot be moved or converted after parallelize, whose gradient hooks hold its "
             "parameters: call to(), half(), bfloat16() or cuda() before, or give the dtype of the computation to the plan, "
             "plan.precision('', param='bfloat16')"

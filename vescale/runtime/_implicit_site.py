@@ -11,6 +11,7 @@ from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import bytes_text
+from vescale.errors import Coded
 from vescale.plans import MeshAxes, placement_text
 
 __all__ = [
@@ -25,13 +26,17 @@ __all__ = [
 _PACKAGE = str(Path(__file__).parent.parent)
 
 
-class ImplicitCommunicationError(RuntimeError):
+class ImplicitCommunicationError(Coded, RuntimeError):
     """``parallelize(..., strict=True)``: an op needs communication that no plan entry requests."""
 
+    code = "VS0202"
 
-class ImplicitCommunicationWarning(UserWarning):
+
+class ImplicitCommunicationWarning(Coded, UserWarning):
     """An op needed communication that no plan entry requests; issued once for each entry that would request it, repeated
     layers as one."""
+
+    code = "VS0203"
 
 
 @dataclass(frozen=True)

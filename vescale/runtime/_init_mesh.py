@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale.comm import Consensus, ConsensusError, compare_descriptions
+from vescale.errors import MeshSizeError, RestartedStoreError
 from vescale.plans import MeshAxes, PlanMismatchError, axis_sizes
 
 __all__ = ["init_mesh"]
@@ -77,7 +78,7 @@ def _check_store() -> None:
     restarted read keys of the attempt before, and wait for addresses where nobody is."""
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise RuntimeError(
+        raise RestartedStoreError(
             f"torchrun has restarted this job (attempt {attempt}) with the store of the attempt before, in which ranks find "
             "addresses of processes that are gone; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, "
             "on every host"
@@ -103,11 +104,13 @@ def _fill(sizes: Mapping[str, int], num_ranks: int) -> MeshAxes:
     written = ",".join(f"{name}={size}" for name, size in sizes.items())
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise ValueError(f"mesh {written} has {len(free)} axes of size -1 ({', '.join(free)}); leave one of them open")
+        raise MeshSizeError(
+            f"mesh {written} has {len(free)} axes of size -1 ({', '.join(free)}); leave one of them open"
+        )
     known = MeshAxes.of({name: size for name, size in sizes.items() if size != -1}) if sizes else MeshAxes((), ())
     product = math.prod(known.sizes)
     if not sizes or num_ranks % product or (not free and product != num_ranks):
-        raise ValueError(
+        raise MeshSizeError(
             f"mesh {written or 'without axes'} has {product}{' x n' if free else ''} ranks, and this job has {num_ranks}; "
             f"give sizes whose product is {num_ranks}, start torchrun with --nproc-per-node {product}, or write -1 for one "
             "axis"

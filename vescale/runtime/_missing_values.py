@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.compat import tensors_in
-from vescale.plans import PlanError
+from vescale.errors import Coded, MissingValuesError
 from vescale.rng import is_deferred
 
 __all__ = ["MissingValues", "MissingValuesWarning"]
@@ -25,8 +25,10 @@ _ADVICE = (
 )
 
 
-class MissingValuesWarning(UserWarning):
+class MissingValuesWarning(Coded, UserWarning):
     """A model was given to ``parallelize`` with parameters or buffers that have no values."""
+
+    code = "VS0208"
 
 
 class MissingValues:
@@ -59,7 +61,7 @@ class MissingValues:
             return
         missing = [name for name, place in self.places.items() if (t := _tensor_at(*place)) is not None and t.is_meta]
         if missing:
-            raise PlanError(self._text(missing))
+            raise MissingValuesError(self._text(missing))
         self.places = {}
 
     def _text(self, names: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from vescale.plans import PlanError
+from vescale.errors import ParallelizeError
 from vescale.runtime._runtime import Runtime
 
 __all__ = ["install_mode", "register_mode"]
@@ -22,5 +22,5 @@ def register_mode(name: str, install: Callable[[Runtime, nn.Module], None]) -> N
 def install_mode(name: str) -> Callable[[Runtime, nn.Module], None]:
     """What makes a model run in a mode. Raises PlanError for a name that is none."""
     if name not in _MODES:
-        raise PlanError(f"mode={name!r} is none of {', '.join(map(repr, _MODES))}; leave it out for 'eager'")
+        raise ParallelizeError(f"mode={name!r} is none of {', '.join(map(repr, _MODES))}; leave it out for 'eager'")
     return _MODES[name]

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from vescale.checks import RegisteredParameters, adopt_optimizers, listed_optimizers
 from vescale.comm import join_axes
 from vescale.compat import native_hooks
+from vescale.errors import NotParallelizedError, ParallelizeError
 from vescale.fsdp import FSDPModule
 from vescale.gradients import GradientReducer, refuse_reducers_of
 from vescale.ir import (
@@ -107,12 +108,12 @@ def parallelize(
     optimizers = listed_optimizers(optimizer, "parallelize")
     pipelined = isinstance(plan, Plan) and plan.pipeline_entry is not None
     if isinstance(model, nn.Module) and Runtime.of(model) is not None:
-        raise PlanError(
+        raise ParallelizeError(
             f"this {type(model).__name__} has been parallelized already; build a fresh model, or copy it before the first "
             "parallelize"
         )
     if pipelined and optimizers:
-        raise PlanError(
+        raise ParallelizeError(
             "a pipeline leaves each rank its stages' parameters: make the optimizer after parallelize, of model.parameters()"
         )
     if pipelined:  # by its name, for it stands on a higher floor
@@ -194,7 +195,7 @@ def implicit_communication(model: nn.Module) -> dict[ImplicitSite, int]:
     """
     runtime = Runtime.of(model)
     if runtime is None:
-        raise KeyError(f"this {type(model).__name__} has not been parallelized")
+        raise NotParallelizedError(f"this {type(model).__name__} has not been parallelized")
     return dict(runtime.sites)
 
 
@@ -208,7 +209,9 @@ def gradient_reducer(model: nn.Module) -> GradientReducer:
     """
     runtime = Runtime.of(model)
     if runtime is None or runtime.gradients.reducer is None:
-        raise KeyError(f"this {type(model).__name__} has not been parallelized, or this rank is not part of its mesh")
+        raise NotParallelizedError(
+            f"this {type(model).__name__} has not been parallelized, or this rank is not part of its mesh"
+        )
     return runtime.gradients.reducer
 
 
@@ -250,7 +253,7 @@ def _lowered(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> Program:
     """The program; nothing is communicated, and a mesh that is still to be made is not made."""
     program = lower(plan, model)
     if mesh is not None and MeshAxes.of(mesh) != plan.axes:
-        raise PlanError(
+        raise ParallelizeError(
             f"the plan is over axes {plan.axes}, and the mesh has {MeshAxes.of(mesh)}; give the plan's mesh"
         )
     if plan.mesh is None and mesh is not None:  # else lower has looked at it

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, map_tensors, spec_of
+from vescale.errors import BoundaryError
 from vescale.ir import Annotate, Instruction, Redistribute, Wrap
 from vescale.ops import enter_local, wrap_global
 from vescale.placements import at_dim, contiguous_stride, from_local, shard_dim
-from vescale.plans import PlanError
 from vescale.runtime._activation import THREAD, current_activation
 from vescale.runtime._implicit_site import placements_text
 from vescale.runtime._runtime import Runtime
@@ -142,7 +142,7 @@ class Placing:
         for axis, placement in zip(self.runtime.axes, placements):
             dim = shard_dim(placement) if placement is not None else None
             if dim is not None and not -x.ndim <= dim < x.ndim:
-                raise PlanError(
+                raise BoundaryError(
                     f"{self.target_text} has shape {tuple(x.shape)}, and the plan shards its dim {dim} over "
                     f"{axis!r}; name the tensor that is meant (<in:name>, <out:0>), or use a dim below {x.ndim}",
                     self.instruction.source,
@@ -151,7 +151,7 @@ class Placing:
     def _check_arrival(self, x: DTensor, source: Sequence[Placement | None]) -> None:
         expected = tuple(f if s is None else s for f, s in zip(x.placements, _front(source, x.ndim) or ()))
         if expected != tuple(x.placements):
-            raise PlanError(
+            raise BoundaryError(
                 f"{self.target_text} of shape {tuple(x.shape)} arrives as "
                 f"{placements_text(x.placements, self.runtime.axes)}, and the plan's redistribute expects "
                 f"{placements_text(expected, self.runtime.axes)}; correct its src, or use shard, which takes what arrives",

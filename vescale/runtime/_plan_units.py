@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import outside_of_kept
 from vescale.compat import in_backward, local_of, make_dtensor, make_spec, no_torch_function
+from vescale.errors import UnitSubclassError
 from vescale.fsdp import (
     DataParallelAxes,
     GroupMember,
@@ -73,7 +74,7 @@ class Units:
         for name in names:
             original = self._slots[name]
             if is_extended(local_of(original) if isinstance(original, DTensor) else original):
-                raise NotImplementedError(
+                raise UnitSubclassError(
                     f"parameter {name!r} of shape {tuple(original.shape)} is a tensor subclass, {type(original).__name__}; "
                     "a unit of a plan gathers plain tensors, and would drop the class. Take it out of the lines that place "
                     "it at rest, or give the module to fully_shard instead"

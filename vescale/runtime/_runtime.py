@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.checks import StepChecks, start_checks
+from vescale.errors import NotPicklableError
 from vescale.ir import Attention, Factory, Program
 from vescale.plans import AttentionMethod, MeshAxes
 from vescale.runtime._gradient_hooks import GradientHooks
@@ -153,7 +154,7 @@ class Runtime:
         return runtime
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
+        raise NotPicklableError(
             "a parallelized model cannot be pickled: its hooks belong to this process and its mesh; save "
             "model.state_dict() (torch.distributed.checkpoint), and parallelize a fresh model before loading"
         )

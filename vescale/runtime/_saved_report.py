@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from vescale.errors import NoGraphError, NotParallelizedError
 from vescale.ir import Checkpoint
 from vescale.runtime._attribution import module_of_node
 from vescale.runtime._runtime import Runtime
@@ -56,11 +57,11 @@ def report(model: nn.Module) -> SavedReport:
     """
     runtime = Runtime.of(model)
     if runtime is None:
-        raise KeyError(f"this {type(model).__name__} has not been parallelized")
+        raise NotParallelizedError(f"this {type(model).__name__} has not been parallelized")
     held = runtime.saved.total(model, module_of_node)
     if held is None:
         runtime.saved.reads_graph = True
-        raise RuntimeError(
+        raise NoGraphError(
             "report(model) found no graph of a forward: there was none with gradients yet, or its backward has released it; "
             "call report between forward and backward. From now on forwards are read when they end"
         )

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale.comm import Consensus
-from vescale.plans import PlanError
+from vescale.errors import RankFailedError, SavePretrainedError
 from vescale.runtime._bound_method import BoundMethod
 from vescale.runtime._runtime import Runtime
 
@@ -65,7 +65,7 @@ def _save_pretrained(
     if mesh.get_coordinate() is None:
         return None
     if kwargs.get("distributed_checkpoint"):
-        raise PlanError(
+        raise SavePretrainedError(
             "save_pretrained(distributed_checkpoint=True) is for models that transformers has sharded; save "
             "model.state_dict() with torch.distributed.checkpoint instead, or leave the argument out"
         )
@@ -75,7 +75,7 @@ def _save_pretrained(
     round_ = _agree(module, mesh, ranks, os.path.abspath(save_directory))
     missing = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
     if missing:
-        raise PlanError(
+        raise SavePretrainedError(
             f"save_pretrained: {missing[0]} and {len(missing) - 1} more are on the meta device, without values"
         )
     state = whole_state_dict(module, writes, kwargs.pop("state_dict", None))
@@ -103,7 +103,7 @@ def _agree(module: nn.Module, mesh: DeviceMesh, ranks: list[int], folder: str) -
     folders = [found.decode() for found in consensus.exchange(folder.encode(), lambda: about)]
     if len(set(folders)) > 1:
         given = ", ".join(f"{folder!r} on rank {rank}" for rank, folder in zip(ranks, folders))
-        raise ValueError(
+        raise SavePretrainedError(
             f"save_pretrained: ranks give different folders: {given}; give all ranks one, which the first rank writes"
         )
     return consensus
@@ -116,6 +116,6 @@ def _finish(consensus: Consensus | None, problem: Exception | None, own: int, ra
         text = "" if problem is None else f"{type(problem).__name__}: {problem}"
         failed = [found.decode() for found in consensus.exchange(text.encode(), lambda: "save_pretrained") if found]
         if failed and problem is None:
-            raise RuntimeError(f"save_pretrained failed on rank {ranks[0]}, which writes: {failed[0]}")
+            raise RankFailedError(f"save_pretrained failed on rank {ranks[0]}, which writes: {failed[0]}")
     if problem is not None:
         raise problem

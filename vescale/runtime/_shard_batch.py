@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.checks import describe, step_checks
 from vescale.compat import map_tensors, no_torch_function
+from vescale.errors import ShardBatchError
 from vescale.ir import Wrap
 from vescale.ops import wrap_global
 from vescale.placements import shard_dim
-from vescale.plans import PlanError
 from vescale.runtime._runtime import Runtime
 
 __all__ = ["shard_batch"]
@@ -70,7 +70,7 @@ def _mesh_and_axes(where: DeviceMesh | nn.Module, axes: str | Sequence[str] | No
     if isinstance(where, nn.Module):
         runtime = Runtime.of(where)
         if runtime is None:
-            raise PlanError(
+            raise ShardBatchError(
                 f"shard_batch got a {type(where).__name__} that is not parallelized; expected the model after parallelize, "
                 "or a mesh and its axes"
             )
@@ -87,7 +87,7 @@ def _mesh_and_axes(where: DeviceMesh | nn.Module, axes: str | Sequence[str] | No
         names = tuple(mesh.mesh_dim_names or ())
         found = set(names) if len(names) == 1 else set(names) & _DATA_AXES
         if axes is None and names and not found:
-            raise ValueError(
+            raise ShardBatchError(
                 f"shard_batch got a mesh with axes {names}, of which none is known to be the data's; name them: "
                 f"shard_batch(batch, mesh, {names[0]!r})"
             )
@@ -95,5 +95,5 @@ def _mesh_and_axes(where: DeviceMesh | nn.Module, axes: str | Sequence[str] | No
         return mesh, found
     wanted = {axes} if isinstance(axes, str) else set(axes)
     if not wanted <= set(mesh.mesh_dim_names or ()):
-        raise ValueError(f"shard_batch got axes {sorted(wanted)}; the mesh has {mesh.mesh_dim_names}")
+        raise ShardBatchError(f"shard_batch got axes {sorted(wanted)}; the mesh has {mesh.mesh_dim_names}")
     return mesh, wanted

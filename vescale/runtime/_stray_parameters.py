@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.plans import PlanError
+from vescale.errors import StrayParameterError
 from vescale.runtime._runtime import Runtime
 
 __all__ = ["StrayWatch", "check_strays"]
@@ -52,7 +52,7 @@ def check_strays(runtime: Runtime) -> None:
     if not found:
         runtime.strays.clear()
         return
-    raise PlanError(
+    raise StrayParameterError(
         f"{', '.join(repr(name) for name in found[:4])}{f' and {len(found) - 4} more' if len(found) > 4 else ''} of "
         f"{type(model).__name__}: plain parameters, registered after parallelize, which no entry places and whose gradients "
         "are not reduced. Add or replace modules and parameters before parallelize; to change only the values of a "

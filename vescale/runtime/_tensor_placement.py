@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import make_dtensor, make_spec
+from vescale.errors import ParallelizeError
 from vescale.placements import contiguous_stride, distribute_tensor, local_region, normalize_placements, redistribute
-from vescale.plans import PlanError
 
 __all__ = ["TensorSlots", "load_plain", "place_tensor"]
 
@@ -25,7 +25,7 @@ def place_tensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
     """
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
-            raise PlanError(
+            raise ParallelizeError(
                 f"{name} of shape {tuple(tensor.shape)} is a DTensor on {tensor.device_mesh}, and the plan's mesh is "
                 f"{mesh}; parallelize a model of plain tensors, or write the plan for the model's mesh"
             )

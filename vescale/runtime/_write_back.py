@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import counts_local_writes, local_of, set_versions, versions
+from vescale.errors import BoundaryError
 from vescale.ir import Annotate, Instruction, Wrap
 from vescale.ops import convert, enter_local, require_current, settle
 from vescale.plans import PlanError
@@ -74,14 +75,14 @@ def write_back(placed: Sequence[Placed]) -> None:
     for one in written:
         for other in placed:
             if other.result is not one.result and _share_memory(other.given, one.given):
-                raise PlanError(
+                raise BoundaryError(
                     f"the module writes to its input {one.name} in place, and {other.name} is the same memory on one "
                     "device; here they are two tensors, because the plan moves them. Give both the same entry, or write to "
                     "a copy in the module (x = x.clone())",
                     one.instruction.source,
                 )
         if one.result.shape != one.given.shape and not _is_local(one):
-            raise PlanError(
+            raise BoundaryError(
                 f"the module changes the shape of its input {one.name} in place, from {tuple(one.given.shape)} to "
                 f"{tuple(one.result.shape)}; the caller's tensor cannot follow, because the plan moves it. Use an op that "
                 "returns a new tensor",
@@ -127,7 +128,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def outdated(name: str, instruction: Instruction) -> PlanError:
     """An op is about to read one of the tensors at a boundary, and another has been written to."""
-    return PlanError(
+    return BoundaryError(
         f"an op is about to read the tensor before or behind {name}, after the other one was written to in place. On one "
         "device they are one tensor; here they are two, because the plan moves data there, so that the op would get old "
         "values. Write to a copy in the program (x = x.clone()), or change the entry so that nothing moves",

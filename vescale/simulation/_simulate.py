@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vescale.errors import SimulationError
 from vescale.simulation._findings import Finding, find
 from vescale.simulation._records import Ending, RankRecord
 
@@ -68,10 +69,10 @@ class Job:
     def config(self, folder: Path) -> dict[str, Any]:
         path = Path(self.script)
         if not path.is_file():
-            raise ValueError(f"there is no script {os.fspath(self.script)}")
+            raise SimulationError(f"there is no script {os.fspath(self.script)}")
         wrong = [rank for rank in self.ranks if not 0 <= rank < self.world_size]
         if wrong or not self.ranks:
-            raise ValueError(
+            raise SimulationError(
                 f"ranks {wrong} are not ranks of a job of {self.world_size}; give numbers from 0 to {self.world_size - 1}"
             )
         return {
@@ -125,7 +126,7 @@ def simulate_jobs(jobs: Sequence[Job]) -> list[Simulation]:
         command = [sys.executable, "-m", "vescale.simulation._server", str(file)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"the simulation ended with {done.returncode}:\n{done.stderr}")
+            raise SimulationError(f"the simulation ended with {done.returncode}:\n{done.stderr}")
         return [_read(job, folder) for job, folder in zip(jobs, folders)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from vescale.errors import NotParallelizedError
 from vescale.runtime import Runtime
 from vescale.static._forward import StaticForward
 
@@ -18,5 +19,7 @@ def static_forward(model: nn.Module) -> StaticForward:
     """The static forward of a model. Raises KeyError for others."""
     forward = model.__dict__.get("forward")
     if not isinstance(forward, StaticForward):
-        raise KeyError(f"this {type(model).__name__} does not run in static mode; parallelize it with mode='static'")
+        raise NotParallelizedError(
+            f"this {type(model).__name__} does not run in static mode; parallelize it with mode='static'"
+        )
     return forward

@@ -23,6 +23,7 @@ from vescale.compat import (
     spec_of,
     with_torch_function,
 )
+from vescale.errors import StaticGradientError
 from vescale.fsdp import ManagedParameter, state_of
 from vescale.runtime import Runtime, current_activation, resumed
 from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
@@ -345,7 +346,7 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError(
+        raise StaticGradientError(
             "an output of a model in static mode got a gradient, and got none in the step that was recorded; use the same "
             "outputs in the loss of the first step, or parallelize with mode='eager'"
         )

@@ -1,0 +1,128 @@
+"""Errors of checkpoints."""
+
+from __future__ import annotations
+
+from vescale.errors._checkpoint_error import CheckpointError
+from vescale.errors._coded import Coded
+
+__all__ = [
+    "CheckpointOptionError",
+    "ContentMismatchError",
+    "ConvertError",
+    "DamagedFileError",
+    "FolderInUseError",
+    "HfConversionError",
+    "HfExportError",
+    "HfLoadError",
+    "NoSuchStepError",
+    "OptimizerNamesError",
+    "SafetensorsFolderError",
+    "SaveFailedError",
+    "UnknownDtypeError",
+    "UnknownFormatError",
+    "UnsafePickleError",
+    "UnsavableTensorError",
+    "UnsavableValueError",
+]
+
+
+class CheckpointOptionError(Coded, ValueError):
+    """An argument of `Checkpointer` or of a save has a value that cannot be used."""
+
+    code = "VS0902"
+
+
+class NoSuchStepError(CheckpointError):
+    """A folder has no such step, or no complete one."""
+
+    code = "VS0903"
+
+
+class DamagedFileError(CheckpointError):
+    """A file of a checkpoint is truncated, damaged, or describes its contents wrongly."""
+
+    code = "VS0904"
+
+
+class UnsafePickleError(CheckpointError):
+    """A pickle names something that a checkpoint may not hold. Nothing of it was run."""
+
+    code = "VS0905"
+
+
+class UnknownFormatError(CheckpointError):
+    """A path is no checkpoint in a format that can be read."""
+
+    code = "VS0906"
+
+
+class SafetensorsFolderError(CheckpointError):
+    """A folder of safetensors lacks a file, or its index does not fit its files."""
+
+    code = "VS0907"
+
+
+class ContentMismatchError(CheckpointError):
+    """A checkpoint has other tensors, shapes or values beside than what it is loaded into."""
+
+    code = "VS0908"
+
+
+class UnsavableTensorError(CheckpointError):
+    """A tensor has no values that a checkpoint can hold: it is on the meta device, a pending sum, sparse, or a subclass."""
+
+    code = "VS0909"
+
+
+class HfLoadError(CheckpointError):
+    """`load_hf` cannot fill the model from this folder."""
+
+    code = "VS0910"
+
+
+class HfConversionError(CheckpointError):
+    """The conversion between the names of transformers' files and the model's parameters failed."""
+
+    code = "VS0911"
+
+
+class HfExportError(CheckpointError):
+    """A model cannot be written as safetensors."""
+
+    code = "VS0912"
+
+
+class UnsavableValueError(CheckpointError):
+    """A value beside model and optimizer is neither a tensor nor plain data."""
+
+    code = "VS0913"
+
+
+class SaveFailedError(CheckpointError):
+    """A save did not succeed. The steps that were complete before are still there."""
+
+    code = "VS0914"
+
+
+class FolderInUseError(CheckpointError):
+    """Another job saves to the same folder."""
+
+    code = "VS0915"
+
+
+class OptimizerNamesError(CheckpointError):
+    """The states of an optimizer cannot be named after the model's parameters."""
+
+    code = "VS0916"
+
+
+class ConvertError(CheckpointError):
+    """`vescale ckpt convert` cannot write its target."""
+
+    code = "VS0917"
+
+
+class UnknownDtypeError(CheckpointError):
+    """A checkpoint names a dtype that the installed torch does not know."""
+
+    code = "VS0918"

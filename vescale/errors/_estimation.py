@@ -1,0 +1,37 @@
+"""Errors of estimates."""
+
+from __future__ import annotations
+
+from vescale.errors._coded import Coded
+from vescale.errors._plan_error import PlanError
+
+__all__ = [
+    "DeviceTableError",
+    "EstimateError",
+    "SimulationError",
+    "WhatIfError",
+]
+
+
+class DeviceTableError(Coded, ValueError):
+    """A table of a device is unknown or not complete."""
+
+    code = "VS1501"
+
+
+class EstimateError(PlanError):
+    """An estimate cannot be made of this model, plan and batch."""
+
+    code = "VS1502"
+
+
+class SimulationError(Coded, ValueError, RuntimeError):
+    """A script cannot be simulated as asked for: there is no such file or rank, or the simulation itself ended."""
+
+    code = "VS1505"
+
+
+class WhatIfError(PlanError):
+    """A change of `--what-if` or a ZeRO stage cannot be read."""
+
+    code = "VS1503"

@@ -1,0 +1,29 @@
+"""Errors that any part of the library raises."""
+
+from __future__ import annotations
+
+from vescale.errors._coded import Coded
+
+__all__ = [
+    "ArgumentTypeError",
+    "EnvironmentVariableError",
+    "MissingPackageError",
+]
+
+
+class ArgumentTypeError(Coded, TypeError):
+    """An argument has a type that the function does not take."""
+
+    code = "VS0001"
+
+
+class EnvironmentVariableError(Coded, ValueError):
+    """An environment variable of vescale has a value that cannot be used."""
+
+    code = "VS0002"
+
+
+class MissingPackageError(Coded, ImportError):
+    """A function needs a package that is not installed."""
+
+    code = "VS0003"

@@ -1,0 +1,151 @@
+"""Errors of models that meet a plan: lowering, parallelize, and what is called on a parallelized model."""
+
+from __future__ import annotations
+
+from vescale.errors._coded import Coded
+from vescale.errors._plan_error import PlanError
+
+__all__ = [
+    "BoundaryError",
+    "ExampleInputsError",
+    "ExpertRegionError",
+    "ForeignToolError",
+    "MeshSizeError",
+    "MissingValuesError",
+    "NewPlanError",
+    "NoGraphError",
+    "NotParallelizedError",
+    "NotPicklableError",
+    "ParallelizeError",
+    "ProgramTextError",
+    "RankFailedError",
+    "RecomputationError",
+    "RestartedStoreError",
+    "SavePretrainedError",
+    "ShardBatchError",
+    "SlowPathError",
+    "StrayParameterError",
+    "UnitSubclassError",
+]
+
+
+class ParallelizeError(PlanError):
+    """`parallelize` cannot be called like this: the model is parallelized already, the mesh is not the plan's, or the mode
+    does not exist."""
+
+    code = "VS0204"
+
+
+class NotParallelizedError(Coded, KeyError):
+    """A function was given a model that has not been parallelized."""
+
+    code = "VS0205"
+
+
+class MeshSizeError(Coded, ValueError):
+    """The sizes of a mesh do not multiply to the number of ranks of the job."""
+
+    code = "VS0206"
+
+
+class MissingValuesError(PlanError):
+    """Parameters are on the meta device and nothing tells where their values come from."""
+
+    code = "VS0207"
+
+
+class ForeignToolError(PlanError):
+    """Another library's tool was used on a parallelized model, and would give wrong numbers."""
+
+    code = "VS0209"
+
+
+class NotPicklableError(Coded, TypeError):
+    """A parallelized model was pickled, as `torch.save(model)` does."""
+
+    code = "VS0210"
+
+
+class SavePretrainedError(PlanError):
+    """`save_pretrained` of a parallelized model cannot write what it was asked for."""
+
+    code = "VS0211"
+
+
+class RankFailedError(Coded, RuntimeError):
+    """The rank that does the work for all has failed."""
+
+    code = "VS0212"
+
+
+class ShardBatchError(PlanError):
+    """`shard_batch` cannot tell which axes of the mesh cut the batch."""
+
+    code = "VS0213"
+
+
+class ExpertRegionError(PlanError):
+    """A region of experts gets other arguments than tokens, expert ids and weights."""
+
+    code = "VS0214"
+
+
+class BoundaryError(PlanError):
+    """A tensor at a module's boundary does not have the shape, placement or memory that the plan's entry needs."""
+
+    code = "VS0215"
+
+
+class UnitSubclassError(Coded, NotImplementedError):
+    """A unit of a plan holds a parameter that is a tensor subclass."""
+
+    code = "VS0216"
+
+
+class NoGraphError(Coded, RuntimeError):
+    """`report` found no graph of a forward."""
+
+    code = "VS0217"
+
+
+class ExampleInputsError(PlanError):
+    """The inputs of a model's forward cannot be guessed."""
+
+    code = "VS0218"
+
+
+class NewPlanError(PlanError):
+    """`new_plan` cannot write a plan for this model and mesh."""
+
+    code = "VS0219"
+
+
+class ProgramTextError(Coded, ValueError):
+    """A text is not a program that `Program.to_json()` has written, or one of another version."""
+
+    code = "VS0220"
+
+
+class StrayParameterError(PlanError):
+    """A plain parameter came into the model after `parallelize`: no entry places it, and nothing reduces its gradient."""
+
+    code = "VS0223"
+
+
+class RestartedStoreError(Coded, RuntimeError):
+    """torchrun has restarted the ranks with the store of the attempt before, in which they would wait for processes that
+    are gone."""
+
+    code = "VS0224"
+
+
+class RecomputationError(Coded, RuntimeError):
+    """A checkpointed module writes to an object that cannot be copied, so that its recomputation would write twice."""
+
+    code = "VS0222"
+
+
+class SlowPathError(PlanError):
+    """A path takes too long to match the names of the model."""
+
+    code = "VS0221"

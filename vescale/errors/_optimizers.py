@@ -1,0 +1,71 @@
+"""Errors of optimizers, clipping and averages."""
+
+from __future__ import annotations
+
+from vescale.errors._coded import Coded
+
+__all__ = [
+    "CutBlockError",
+    "EMAError",
+    "MatrixBlocksError",
+    "MissingGradientError",
+    "OptimizerOptionError",
+    "OptimizerParameterError",
+    "OptimizerReportError",
+    "OptimizerStateError",
+    "TotalNormError",
+]
+
+
+class OptimizerOptionError(Coded, ValueError):
+    """An option of an optimizer is out of its range, or excludes another one."""
+
+    code = "VS0802"
+
+
+class MatrixBlocksError(Coded, ValueError):
+    """`blocks=` or a pattern of `muon_groups` does not fit the parameter."""
+
+    code = "VS0803"
+
+
+class CutBlockError(Coded, ValueError):
+    """The border of a rank would cut a block that is quantized together."""
+
+    code = "VS0804"
+
+
+class OptimizerStateError(Coded, ValueError):
+    """A loaded optimizer state was saved by another optimizer, or with other options."""
+
+    code = "VS0805"
+
+
+class OptimizerParameterError(Coded, ValueError, RuntimeError):
+    """A parameter is of a kind that the optimizer does not update: not a real float, without values, or on another mesh."""
+
+    code = "VS0806"
+
+
+class MissingGradientError(Coded, ValueError, RuntimeError):
+    """A gradient is missing on some ranks, sparse, or placed otherwise than its parameter."""
+
+    code = "VS0807"
+
+
+class TotalNormError(Coded, ValueError, RuntimeError):
+    """The total norm of gradients is not finite, or cannot be computed of what was given."""
+
+    code = "VS0808"
+
+
+class EMAError(Coded, ValueError, RuntimeError):
+    """An `EMA` does not fit its model any more, or its averages are swapped in."""
+
+    code = "VS0809"
+
+
+class OptimizerReportError(Coded, NotImplementedError):
+    """`report` cannot plan the states of an optimizer that has not stepped yet."""
+
+    code = "VS0810"

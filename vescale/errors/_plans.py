@@ -1,0 +1,114 @@
+"""Errors of plans: what is written in Python or YAML, before a model is looked at."""
+
+from __future__ import annotations
+
+from vescale.errors._coded import Coded
+from vescale.errors._plan_error import PlanError
+
+__all__ = [
+    "CheckpointPolicyError",
+    "EntryError",
+    "HfPlanError",
+    "IncludeError",
+    "MeshAxesError",
+    "ModuleEntryError",
+    "ParallelPlanError",
+    "PathError",
+    "PhaseError",
+    "PipelineEntryError",
+    "PlacementTextError",
+    "UnitPolicyError",
+    "UnknownZooPlanError",
+    "YamlPlanError",
+    "YamlSyntaxError",
+]
+
+
+class PathError(Coded, ValueError):
+    """The path of an entry cannot be read: it is empty, no regular expression, or uses what paths do not have."""
+
+    code = "VS0101"
+
+
+class PhaseError(Coded, ValueError):
+    """A phase has a name that does not exist."""
+
+    code = "VS0102"
+
+
+class PlacementTextError(Coded, ValueError):
+    """A text is no placement, or a placement cannot be written as text."""
+
+    code = "VS0103"
+
+
+class MeshAxesError(Coded, ValueError):
+    """The axes of a mesh cannot be used: no names, a repeated name, a size below 1, or text that is not `axis=size`."""
+
+    code = "VS0104"
+
+
+class CheckpointPolicyError(Coded, ValueError):
+    """The policy of a `checkpoint` entry cannot be read."""
+
+    code = "VS0105"
+
+
+class UnitPolicyError(Coded, ValueError):
+    """The mixed precision or offload policy of a unit cannot be read."""
+
+    code = "VS0106"
+
+
+class EntryError(PlanError):
+    """An entry of a plan contradicts itself or the mesh: an unknown axis, no placement, arguments that exclude others."""
+
+    code = "VS0110"
+
+
+class ModuleEntryError(PlanError):
+    """A `precision` or `checkpoint` entry has a value that cannot be used."""
+
+    code = "VS0111"
+
+
+class PipelineEntryError(PlanError):
+    """The `pipeline` entry has an argument that cannot be used."""
+
+    code = "VS0112"
+
+
+class YamlSyntaxError(PlanError):
+    """A plan's file cannot be read as YAML, or is no plain file of text."""
+
+    code = "VS0120"
+
+
+class YamlPlanError(PlanError):
+    """A YAML plan has a section, key or value that plans do not have."""
+
+    code = "VS0121"
+
+
+class IncludeError(PlanError):
+    """A file that a plan includes cannot be read, is outside of the plan's folder, or includes itself."""
+
+    code = "VS0122"
+
+
+class HfPlanError(PlanError):
+    """`Plan.from_hf` finds no tensor-parallel plan in the model, or a style that it does not know."""
+
+    code = "VS0130"
+
+
+class ParallelPlanError(PlanError):
+    """The model's own `get_parallel_plan()` cannot be read for this mesh."""
+
+    code = "VS0131"
+
+
+class UnknownZooPlanError(PlanError):
+    """The plan zoo has no plan of that name."""
+
+    code = "VS0132"
