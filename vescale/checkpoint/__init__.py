@@ -6,6 +6,8 @@ The names are imported on first use: the process that writes asynchronous saves 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vescale.errors import CheckpointError, CheckpointWarning
+
 if TYPE_CHECKING:
     from vescale.checkpoint._checkpointer import Checkpointer
     from vescale.checkpoint._hf_export import export_hf
@@ -15,12 +17,9 @@ if TYPE_CHECKING:
     from vescale.checkpoint._reader import read_tensors
     from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
     from vescale.checkpoint._verification import verify
-    from vescale.errors import CheckpointError, CheckpointWarning
 
 _MODULES = {
     "Checkpointer": "_checkpointer",
-    "CheckpointError": "_errors",
-    "CheckpointWarning": "_errors",
     "export_hf": "_hf_export",
     "load_hf": "_hf_load",
     "load": "_one_shot",
