@@ -29,13 +29,16 @@ def resident() -> tuple[int, int]:
     return values["VmRSS"], values["VmHWM"]
 
 
-def growth_of_load(folder: str, kind: str) -> None:
-    """Fill tensors whose memory is there already; ``kind``: how bytes become values."""
+def growth_of_load(folder: str, kind: str, side: int = _SIDE) -> None:
+    """Fill tensors whose memory is there already; ``kind``: how bytes become values. A small load comes first: it brings the
+    program's own pages into memory."""
+    if side == _SIDE:
+        growth_of_load(folder, kind, 8)
     dtype = torch.float64 if kind == "cast" else torch.float32
-    targets = {f"tensors.{number}": torch.ones(_SIDE, _SIDE, dtype=dtype) for number in range(_NUMBER)}
+    targets = {f"tensors.{number}": torch.ones(side, side, dtype=dtype) for number in range(_NUMBER)}
     if kind == "transposed":
         targets = {name: tensor.t() for name, tensor in targets.items()}
-    stored = open_stored(folder)
+    stored = open_stored(os.path.join(folder, str(side)))
     Path("/proc/self/clear_refs").write_text("5")
     before = resident()[0]
     read_tensors(stored, targets, cast=kind == "cast")
@@ -47,7 +50,8 @@ def growth_of_load(folder: str, kind: str) -> None:
 
 
 def stored(folder: Path) -> str:
-    save(folder, tensors={str(number): torch.full((_SIDE, _SIDE), float(number)) for number in range(_NUMBER)})
+    for side in (8, _SIDE):
+        save(folder / str(side), tensors={str(n): torch.full((side, side), float(n)) for n in range(_NUMBER)})
     return str(folder)
 
 

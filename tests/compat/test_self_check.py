@@ -140,7 +140,7 @@ def test_the_import_names_what_is_missing() -> None:
     imported = {name for name, outcome in outcomes.items() if outcome == "imported"}
     later = {
         f"{module}.{name}"
-        for file in ("exact_matches.py", "checkpoint_plans.py", "fake_worlds.py")
+        for file in ("exact_matches.py", "checkpoint_plans.py", "fake_worlds.py", "simulated_ranks.py")
         for module, name in private_imports(file)
     }
     assert imported <= later, imported - later  # optional, or loaded with the first placement after a check

@@ -16,6 +16,7 @@ from vescale.checkpoint._byte_reads import MAX_READ_BYTES, BoxIndex, ByteRead, p
 from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
 from vescale.checkpoint._names import compare
 from vescale.checkpoint._replicas import Shares, broadcast_shares, plan_shares
+from vescale.checkpoint._scratch import scratch
 from vescale.checkpoint._stored import Stored
 from vescale.compat import note_writes
 from vescale.errors import CheckpointError, DamagedFileError
@@ -115,8 +116,7 @@ def _batches(reads: Iterable[ByteRead]) -> Iterator[list[ByteRead]]:
 
 
 class _Stages:
-    """Memory of one thread for bytes on their way, used again for each batch: what is allocated and freed for each one
-    stays with the allocator, in as many pieces as there are threads and sizes."""
+    """Memory of one thread for bytes on their way, used again for each batch."""
 
     def __init__(self) -> None:
         self.used = 0
@@ -125,9 +125,9 @@ class _Stages:
     def next(self, nbytes: int) -> torch.Tensor:
         start = -(-self.used // _ALIGNMENT) * _ALIGNMENT
         if start + nbytes > _STAGE_BYTES:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return scratch(nbytes)
         if self._memory is None:
-            self._memory = torch.empty(_STAGE_BYTES, dtype=torch.uint8)
+            self._memory = scratch(_STAGE_BYTES)
         self.used = start + nbytes
         return self._memory[start : start + nbytes]
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.checkpoint._local_blocks import LocalBlocks
+from vescale.checkpoint._scratch import scratch
 from vescale.comm import Consensus, requested_by
 from vescale.compat import is_alone
 from vescale.errors import CheckpointError
@@ -181,8 +182,13 @@ def _broadcast(pieces: Sequence[torch.Tensor], hops: Sequence[Hop]) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
     one = pieces[0]
     in_place = len(pieces) == 1 and one.is_contiguous() and one.device == device
-    flats = [piece.contiguous().view(-1).view(torch.uint8) for piece in pieces]
-    buffer = flats[0] if in_place else torch.cat([flat.to(device) for flat in flats])
+    if in_place:
+        buffer = one.view(-1).view(torch.uint8)
+    else:
+        total = sum(piece.nbytes for piece in pieces)
+        buffer = scratch(total) if device.type == "cpu" else torch.empty(total, dtype=torch.uint8, device=device)
+        if hops[0][0] == dist.get_rank():  # others receive before they send
+            _pack(pieces, buffer)
     for source, group in hops:
         dist.broadcast(buffer, source, group=group)
     if in_place:
@@ -193,4 +199,15 @@ def _broadcast(pieces: Sequence[torch.Tensor], hops: Sequence[Hop]) -> None:
         if values.storage_offset() % piece.dtype.itemsize:
             values = values.clone()
         piece.copy_(values.view(piece.dtype).view(piece.shape))
+        start += piece.nbytes
+
+
+def _pack(pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    start = 0
+    for piece in pieces:
+        values = buffer[start : start + piece.nbytes]
+        if values.storage_offset() % piece.dtype.itemsize:
+            values.copy_(piece.contiguous().view(-1).view(torch.uint8))
+        else:
+            values.view(piece.dtype).view(piece.shape).copy_(piece)
         start += piece.nbytes

@@ -44,6 +44,7 @@ from vescale.errors._debugging import (
 )
 from vescale.errors._estimation import (
     DeviceTableError,
+    EstimateArgumentError,
     EstimateError,
     SimulationError,
     WhatIfError,
@@ -67,6 +68,7 @@ from vescale.errors._gradients import (
     CommHookError,
     GradientError,
     GradientReducerError,
+    SparseGradientError,
 )
 from vescale.errors._installation import (
     CudaError,
@@ -101,6 +103,7 @@ from vescale.errors._ops import (
     LabelError,
     OpPlacementError,
     RuleError,
+    UnsupportedOpError,
 )
 from vescale.errors._optimizers import (
     CutBlockError,
@@ -152,6 +155,8 @@ from vescale.errors._random import (
     MaterializeError,
     RandomOpError,
     SamplerError,
+    UnsupportedDeferredError,
+    UnsupportedRandomOpError,
 )
 from vescale.errors._source import Source, calling_line
 from vescale.errors._static import (
@@ -183,6 +188,7 @@ __all__ = [
     "EMAError",
     "EntryError",
     "EnvironmentVariableError",
+    "EstimateArgumentError",
     "EstimateError",
     "ExampleInputsError",
     "ExpertRegionError",
@@ -265,6 +271,7 @@ __all__ = [
     "SimulationError",
     "SlowPathError",
     "Source",
+    "SparseGradientError",
     "StaticGradientError",
     "StrayParameterError",
     "TotalNormError",
@@ -277,7 +284,10 @@ __all__ = [
     "UnsafePickleError",
     "UnsavableTensorError",
     "UnsavableValueError",
+    "UnsupportedDeferredError",
+    "UnsupportedOpError",
     "UnsupportedParameterError",
+    "UnsupportedRandomOpError",
     "UnsupportedSettingError",
     "VerifyError",
     "WhatIfError",

@@ -7,6 +7,7 @@ from vescale.errors._plan_error import PlanError
 
 __all__ = [
     "DeviceTableError",
+    "EstimateArgumentError",
     "EstimateError",
     "SimulationError",
     "WhatIfError",
@@ -31,7 +32,13 @@ class SimulationError(Coded, ValueError, RuntimeError):
     code = "VS1505"
 
 
-class WhatIfError(PlanError):
-    """A change of `--what-if` or a ZeRO stage cannot be read."""
+class EstimateArgumentError(Coded, ValueError):
+    """An argument of an estimate has a value that cannot be used."""
+
+    code = "VS1506"
+
+
+class WhatIfError(Coded, ValueError):
+    """A change of `--what-if` cannot be read."""
 
     code = "VS1503"

@@ -36,7 +36,7 @@ class GatherHookError(Coded, ValueError, RuntimeError):
     code = "VS0605"
 
 
-class ReplacedInGroupError(Coded, ValueError, NotImplementedError):
+class ReplacedInGroupError(Coded, ValueError):
     """A parameter of a sharded group was removed, replaced or tied after `fully_shard`."""
 
     code = "VS0606"

@@ -8,6 +8,7 @@ __all__ = [
     "CommHookError",
     "GradientError",
     "GradientReducerError",
+    "SparseGradientError",
 ]
 
 
@@ -23,7 +24,13 @@ class CommHookError(Coded, ValueError, RuntimeError):
     code = "VS0704"
 
 
-class GradientError(Coded, ValueError, NotImplementedError):
+class SparseGradientError(Coded, NotImplementedError):
+    """A sparse gradient reached `fully_shard`, which reduces dense ones."""
+
+    code = "VS0706"
+
+
+class GradientError(Coded, ValueError, RuntimeError):
     """A gradient cannot be reduced: it is sparse, came twice in one backward, was changed meanwhile, or would lose its
     imaginary part."""
 

@@ -18,7 +18,7 @@ class CudaError(Coded, RuntimeError):
     code = "VS1702"
 
 
-class PrivateAttributeError(Coded, NotImplementedError, AttributeError):
+class PrivateAttributeError(Coded, AttributeError, NotImplementedError):
     """A script uses a private attribute of FSDP2 that this engine does not have."""
 
     code = "VS1703"

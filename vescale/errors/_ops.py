@@ -8,6 +8,7 @@ __all__ = [
     "LabelError",
     "OpPlacementError",
     "RuleError",
+    "UnsupportedOpError",
 ]
 
 
@@ -17,9 +18,15 @@ class RuleError(Coded, ValueError, TypeError):
     code = "VS1603"
 
 
-class OpPlacementError(Coded, NotImplementedError):
-    """An op has no meaning on the placements of its operands: a write to a copy, operands on different meshes, options
-    that need the rows of other ranks."""
+class UnsupportedOpError(Coded, NotImplementedError):
+    """An op is not implemented for the placements of its operands: options that need the rows of other ranks, heads cut in
+    several runs."""
+
+    code = "VS1606"
+
+
+class OpPlacementError(Coded, RuntimeError):
+    """An op has no meaning on the placements of its operands: a write to a copy, operands on different meshes."""
 
     code = "VS1604"
 

@@ -9,17 +9,31 @@ __all__ = [
     "MaterializeError",
     "RandomOpError",
     "SamplerError",
+    "UnsupportedDeferredError",
+    "UnsupportedRandomOpError",
 ]
 
 
-class RandomOpError(Coded, NotImplementedError, ValueError):
-    """A random op cannot give the numbers of one device where it is used: an unknown op, a Partial tensor, a fused kernel,
-    or a captured graph."""
+class UnsupportedRandomOpError(Coded, NotImplementedError):
+    """A random op is unknown, or has no implementation for the tensor or device."""
+
+    code = "VS1206"
+
+
+class RandomOpError(Coded, RuntimeError):
+    """A random op cannot give the numbers of one device where it is used: a Partial tensor, a fused kernel, or a captured
+    graph."""
 
     code = "VS1202"
 
 
-class MaterializeError(Coded, NotImplementedError, ValueError):
+class UnsupportedDeferredError(Coded, NotImplementedError):
+    """An op or hook cannot be recorded inside of `deferred_init()`."""
+
+    code = "VS1207"
+
+
+class MaterializeError(Coded, ValueError, RuntimeError):
     """Deferred tensors cannot be given values as asked for."""
 
     code = "VS1203"

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import local_of
-from vescale.errors import Coded, EstimateError
+from vescale.errors import Coded, EstimateArgumentError
 from vescale.runtime import report
 
 __all__ = ["Comparison", "EstimateWarning", "compare"]
@@ -77,7 +77,7 @@ def compare(model: nn.Module, estimate: _Estimate, optimizer: torch.optim.Optimi
     rank = dist.get_rank() if dist.is_initialized() else 0
     own = next((r for r in estimate.ranks if rank in r.ranks), None)
     if own is None:
-        raise EstimateError(f"the estimate is for another mesh, which has no rank {rank}")
+        raise EstimateArgumentError(f"the estimate is for another mesh, which has no rank {rank}")
     found = Comparison(rank, tuple(_rows(model, own, optimizer)))
     print(found)
     off = [f"{name} {error:+.1%}" for name, error in found.errors().items() if abs(error) > _WARN_ABOVE]

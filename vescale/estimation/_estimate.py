@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vescale.errors import ArgumentTypeError, EstimateError
+from vescale.errors import ArgumentTypeError, EstimateArgumentError, EstimateError
 from vescale.estimation._compare import Comparison, compare
 from vescale.estimation._depth import Repeats, keep_first_and_last, repeats_of
 from vescale.estimation._devices import Device, device_of
@@ -188,7 +188,7 @@ def estimate(
         TypeError, ValueError: a batch that does not fit, an unknown optimizer or device.
     """
     if steps < 1:
-        raise EstimateError(f"steps is {steps}; give at least 1 (3 shows the steady state)")
+        raise EstimateArgumentError(f"steps is {steps}; give at least 1 (3 shows the steady state)")
     if plan.pipeline_entry is not None:
         raise EstimateError(
             "estimate does not run stages of a pipeline yet; estimate the plan of one stage, without its pipeline entry",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate
 
-from vescale.errors import WhatIfError
+from vescale.errors import EstimateError, WhatIfError
 from vescale.estimation._estimate import Estimate
 from vescale.placements import RaggedShard, shard_dim
 from vescale.plans import (
@@ -128,10 +128,10 @@ def zero_plan(plan: Plan, axes: tuple[str, ...], stage: int, units: tuple[str, .
     Raises PlanError for a stage that there is not, and where no axis has several ranks.
     """
     if stage not in (0, 1, 2, 3):
-        raise WhatIfError(f"there is no stage {stage} of ZeRO; give 0, 1, 2 or 3")
+        raise EstimateError(f"there is no stage {stage} of ZeRO; give 0, 1, 2 or 3")
     own = [axis for axis in axes if plan.axes.size(axis) > 1]
     if stage and not own:
-        raise WhatIfError(
+        raise EstimateError(
             "no axis over which the plan cuts the batch has several ranks, over which to shard parameters"
         )
     ragged = {

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from vescale.errors import ReplacedInGroupError
+from vescale.errors import ReplacedInGroupError, UnsupportedParameterError
 from vescale.fsdp._parameter import ManagedParameter, Slot
 
 __all__ = ["check_distinct", "has_replaced", "replacement", "warn_of_strays"]
@@ -49,7 +49,7 @@ def replacement(parameter: ManagedParameter) -> nn.Parameter | None:
             "one: set the new one in all places, or untie it before fully_shard"
         )
     if not isinstance(other[0], nn.Parameter):
-        raise ReplacedInGroupError(
+        raise UnsupportedParameterError(
             f"a {type(other[0]).__name__} is in the place of {what}, as torch.func.functional_call puts it; fully_shard "
             "gathers nn.Parameters only. Write the values to the parameters, or call a module that is not sharded"
         )

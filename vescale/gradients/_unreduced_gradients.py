@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.buffer import DBuffer
 from vescale.compat import HookGate, ParameterRow, TensorRow, is_captured, local_of, set_versions, share_memory
-from vescale.errors import GradientError
+from vescale.errors import GradientError, SparseGradientError
 from vescale.gradients._arrival_hooks import ArrivalHooks
 from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._local_contribution import LocalContribution, use_code
@@ -332,7 +332,7 @@ def _taken_from(parameter: GatheredParameter) -> torch.Tensor | None:
         return None
     unsharded.grad = None
     if gradient.layout is not torch.strided:
-        raise GradientError(
+        raise SparseGradientError(
             f"the gradient of {parameter.name!r} of shape {tuple(gradient.shape)} is a {gradient.layout} tensor; "
             "fully_shard reduces dense ones: make it dense, nn.Embedding(sparse=False)"
         )

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, local_of, no_torch_function
-from vescale.errors import OpPlacementError
+from vescale.errors import UnsupportedOpError
 from vescale.ops._context_parallel import sequence_axes
 from vescale.ops._conversion import convert, enter_local
 from vescale.ops._observer import report_implicit_move, running_module
@@ -133,7 +133,7 @@ class AttentionWork:
         runs = self.held(self.shape, self.placements, split)
         found = self.held(tuple(x.shape), tuple(x.placements), split)
         if len(found) > 1:
-            raise OpPlacementError(
+            raise UnsupportedOpError(
                 f"{ATTENTION}: dim {x.ndim + split} of an operand of shape {tuple(x.shape)} is cut into several runs by "
                 f"{x.placements}, and the query's by {self.placements}; place query, key, value and mask alike"
             )

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, no_torch_function
-from vescale.errors import OpPlacementError
+from vescale.errors import UnsupportedOpError
 from vescale.ops._batch_rows import local_parameter, local_rows, rows_from_local, sharded_rows
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring, bring_with_gradient, enter_local, leave_local
@@ -54,7 +54,7 @@ def _embedding(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dic
     if not any(rows):
         return func(*args, **kwargs)
     if special:
-        raise OpPlacementError(
+        raise UnsupportedOpError(
             f"{_OP}: max_norm and scale_grad_by_freq with a table of placements {tuple(weight.placements)} need the rows "
             "of other ranks; leave them out, or replicate the table"
         )
@@ -128,7 +128,7 @@ def _embedding_bag(context: OpContext, func: Any, args: tuple[Any, ...], kwargs:
     mesh, name = table.device_mesh, "embedding_bag"
     rows = sharded_rows(bags, 0) if bags.ndim == 2 else [False] * mesh.ndim
     if any(rows) and (options["max_norm"] is not None or options["scale_grad_by_freq"]):
-        raise OpPlacementError(
+        raise UnsupportedOpError(
             f"{name}: max_norm and scale_grad_by_freq over bags of shape {tuple(bags.shape)} with placements "
             f"{tuple(bags.placements)} need the bags of other ranks; leave them out, or let the module's <in> be R"
         )

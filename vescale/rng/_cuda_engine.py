@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vescale.errors import GeneratorError, RandomOpError
+from vescale.errors import GeneratorError, RandomOpError, UnsupportedRandomOpError
 from vescale.rng import _cuda_kernel
 from vescale.rng._fill_request import Fill
 from vescale.rng._philox import (
@@ -98,7 +98,7 @@ def generate(
         return state
     if parameter is not None:
         if not fill.is_row_major:
-            raise RandomOpError(
+            raise UnsupportedRandomOpError(
                 f"{op.name} with a tensor of probabilities on a CUDA tensor of shape {fill.shape} and strides "
                 f"{fill.strides}: its order depends on the strides of both; expected a row-major tensor to be filled: "
                 "fill a contiguous one and copy, or use torch.bernoulli"
@@ -109,7 +109,7 @@ def generate(
     rule = rule.at(n)
     parts = _leaves(rule, n, local.element_size(), state, device.launch)
     if isinstance(rule, GridStride) and not fill.is_dense and not fits_one_launch(fill.extent, local.element_size()):
-        raise RandomOpError(
+        raise UnsupportedRandomOpError(
             f"{op.name} on a tensor of shape {fill.shape} and strides {fill.strides}: more than 2 GiB with holes between "
             "its elements; expected a dense tensor: fill a contiguous one and copy"
         )

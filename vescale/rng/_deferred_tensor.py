@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vescale.compat.tensor_subclasses import MemorylessTensor, TorchDispatchMode, tree_leaves, tree_map, without_modes
-from vescale.errors import Coded, MaterializeError
+from vescale.errors import Coded, UnsupportedDeferredError
 from vescale.rng._deferred_graph import Constant, Initializer, Op, Record, View, next_time
 from vescale.rng._deferred_replay import whole_numel, whole_values
 from vescale.rng._engine import advance, default_generator, saved_state
@@ -116,7 +116,7 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _VALUE_QUESTIONS:
         return func(*tree_map(_now(func), args), **tree_map(_now(func), kwargs))
     if func in _UNSUPPORTED:
-        raise MaterializeError(
+        raise UnsupportedDeferredError(
             f"{func} inside deferred_init() at {_where()}: it exchanges the memory of a tensor; expected an op on values: "
             "assign to .data, or build this module outside of deferred_init()"
         )

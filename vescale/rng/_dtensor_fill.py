@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, local_of, make_dtensor, make_spec, spec_of
-from vescale.errors import RandomOpError
+from vescale.errors import PlacementError, RandomOpError
 from vescale.placements import Region, contiguous_stride, local_region
 from vescale.rng._engine import fill_region
 from vescale.rng._fill_request import Fill
@@ -104,7 +104,7 @@ def empty(
     """
     placements = tuple(placements or (Replicate(),) * mesh.ndim)
     if len(placements) != mesh.ndim:
-        raise RandomOpError(
+        raise PlacementError(
             f"{len(placements)} placements {placements} for a mesh of {mesh.ndim} axes; expected one placement per axis"
         )
     strides = tuple(strides) if strides is not None else contiguous_stride(shape)

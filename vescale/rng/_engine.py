@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vescale.errors import GeneratorError, RandomOpError
+from vescale.errors import GeneratorError, UnsupportedRandomOpError
 from vescale.placements import Region
 from vescale.rng import _cpu_engine
 from vescale.rng._fill_request import Fill
@@ -24,7 +24,7 @@ def default_generator(device: torch.device) -> torch.Generator:
         index = device.index if device.index is not None else torch.cuda.current_device()
         torch.cuda.init()
         return torch.cuda.default_generators[index]
-    raise RandomOpError(
+    raise UnsupportedRandomOpError(
         f"random numbers on device {device}: single-device semantics are implemented for cpu and cuda; "
         "generate on one of those and move the result"
     )

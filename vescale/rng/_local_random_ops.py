@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_map
-from vescale.errors import RandomOpError
+from vescale.errors import UnsupportedRandomOpError
 from vescale.placements import contiguous_stride, local_region
 from vescale.rng._op_handlers import handlers
 
@@ -42,7 +42,7 @@ class drawing_part_of(TorchDispatchMode):
             return func(*args, **kwargs)
         local = args[0]
         if func not in self._handlers or not isinstance(local, torch.Tensor):
-            raise RandomOpError(
+            raise UnsupportedRandomOpError(
                 f"{func} where a part of a tensor of shape {self._shape} is drawn; expected a random op of docs/rng.md"
             )
         placed = self._placed(local, str(func))
@@ -63,7 +63,7 @@ class drawing_part_of(TorchDispatchMode):
 
     def _placed(self, local: torch.Tensor, what: str) -> DTensor:
         if tuple(local.shape) != self._local_shape():
-            raise RandomOpError(
+            raise UnsupportedRandomOpError(
                 f"{what} on a local tensor of shape {tuple(local.shape)} where a part of shape {self._local_shape()} of "
                 f"{self._shape} is drawn; its numbers cannot be those of one device: use a kernel that draws for that "
                 "shape (attention: torch.nn.attention.sdpa_kernel(SDPBackend.MATH)), or set the dropout to 0"

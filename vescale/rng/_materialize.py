@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import DTensorSpec, make_dtensor, make_spec
 from vescale.compat.tensor_subclasses import tree_leaves, without_modes
-from vescale.errors import ArgumentTypeError, MaterializeError
+from vescale.errors import ArgumentTypeError, MaterializeError, UnsupportedDeferredError
 from vescale.placements import Region, local_region, normalize_placements
 from vescale.rng._deferred_graph import Constant, Record, View, needed_ops, next_time
 from vescale.rng._deferred_replay import part_values, whole_values
@@ -166,7 +166,7 @@ class _Maker:
         if placements is None and not isinstance(tensor, DeferredTensor):
             return tensor
         if tensor._backward_hooks:
-            raise MaterializeError(
+            raise UnsupportedDeferredError(
                 f"{name}: a deferred tensor with backward hooks; expected none before materialize(): register them after"
             )
         values = self._plain(name, tensor) if placements is None else self._placed(name, tensor, placements)

@@ -23,7 +23,7 @@ from vescale.compat.random_ops import (
     is_symbolic,
     seeded_ops,
 )
-from vescale.errors import RandomOpError
+from vescale.errors import RandomOpError, UnsupportedRandomOpError
 from vescale.placements import move_local
 from vescale.rng._dtensor_fill import empty, empty_like, fill, outside_mesh, part_of_whole, region_of, whole_of
 from vescale.rng._multinomial import multinomial
@@ -237,7 +237,7 @@ def _fused_attention(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
 
 def _refused(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     shapes = [(tuple(v.shape), v.placements) for v in (*args, *kwargs.values()) if isinstance(v, DTensor)]
-    raise RandomOpError(
+    raise UnsupportedRandomOpError(
         f"{op} on DTensors {shapes}: this random op has no rule with single-device semantics; expected an op of "
         "docs/rng.md: write it with one of those (uniform_, normal_, bernoulli_, ...), or call .full_tensor() first"
     )
