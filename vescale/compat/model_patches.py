@@ -119,8 +119,9 @@ def _telling_of_reads(method: Callable[..., Any], listener: Any) -> Callable[...
 def _telling_of_moves(method: Callable[..., Any], listener: Any) -> Callable[..., Any]:
     @functools.wraps(method)
     def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if placements is not None and self.placements != tuple(placements):
-            listener.moves(self, tuple(placements), "redistribute()")
+        placements = None if placements is None else tuple(placements)
+        if placements is not None and self.placements != placements and len(placements) == len(self.placements):
+            listener.moves(self, placements, "redistribute()")
         return method(self, device_mesh, placements, *args, **kwargs)
 
     return redistribute

@@ -39,13 +39,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import axis_group
-from vescale.compat import map_tensors, no_torch_function, tensors_in, versions
+from vescale.compat import map_tensors, no_torch_function, tensors_in, versions, without_modes
 from vescale.errors import ExpertRegionError
 from vescale.ir import Instruction, Local
 from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import local_region, shard_dim
 from vescale.plans import PlanError
 from vescale.runtime._generator_states import GeneratorStates
+from vescale.runtime._input_checks import draws_of_this_rank
 from vescale.runtime._local_region import local_state, write_back_local
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._token_exchange import TokenExchange
@@ -253,11 +254,15 @@ class ExpertRegion:
             return found.reshape(-1, found.shape[-1])
 
         if kind not in self._results:  # also on ranks with rows, so that all of them find writes
-            with self._without_traces(), torch.inference_mode(False), torch.no_grad():
+            # Without modes: a checkpointed forward counts ops, and its recomputation does not come here.
+            with self._without_traces(), without_modes(), torch.inference_mode(False), torch.no_grad():
                 row = run(*(x.new_zeros(1, n) for x, n in zip(flat, (flat.tokens.shape[-1], 1, 1))))
             self._results[kind] = row.shape[-1], row.dtype
         if len(rows):
-            found = run(flat.tokens[rows], (flat.ids[rows, slots] - first)[:, None], flat.weights[rows, slots][:, None])
+            with draws_of_this_rank(self.runtime):
+                found = run(
+                    flat.tokens[rows], (flat.ids[rows, slots] - first)[:, None], flat.weights[rows, slots][:, None]
+                )
             out = found.new_zeros(len(flat.tokens), found.shape[-1]).index_add(0, rows, found)
         else:
             width, dtype = self._results[kind]
@@ -266,7 +271,10 @@ class ExpertRegion:
 
     @contextmanager
     def _without_traces(self) -> Iterator[None]:
-        """Inside, the module runs on copies of its buffers; afterwards the random generators are as before."""
+        """Inside, the module runs on copies of its buffers; afterwards these and the random generators are as before."""
+        registered = [
+            (owner, dict(owner._buffers)) for owner in self.module.modules()
+        ]  # `self.count += 1` registers anew
         buffers = {name for name, _ in self.module.named_buffers()}
         states = GeneratorStates(self.runtime.mesh.device_type)
         with local_state(self.module, lambda name, x: x.clone() if name in buffers else x):
@@ -274,6 +282,8 @@ class ExpertRegion:
                 yield
             finally:
                 states.restore()
+                for owner, before in registered:
+                    owner._buffers.update(before)
 
     @contextmanager
     def _local_count(self, count: int) -> Iterator[None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "check_loaded",
     "check_move",
     "check_read",
+    "draws_of_this_rank",
     "note_plain_value",
     "note_random_state",
     "watch_backward",
@@ -109,13 +111,27 @@ def _global_shape(
     return tuple(shape)
 
 
-def note_random_state(runtime: Runtime) -> None:
-    """After a forward whose values are compared: if it has drawn from the default generator, the seed is, too."""
-    before, runtime.random_state = runtime.random_state, None
+def note_random_state(runtime: Runtime, *, keep: bool = False) -> None:
+    """After a forward whose values are compared, or a part of it (``keep``): if it has drawn from the default generator, the
+    seed is compared, too."""
+    before = runtime.random_state
+    if not keep:
+        runtime.random_state = None
     if before is None or has_dispatch_modes():
         return
     if before.numpy().tobytes() != torch.get_rng_state().numpy().tobytes():
         runtime.checks.note(SEED, str(torch.initial_seed()))
+        runtime.random_state = None
+
+
+@contextmanager
+def draws_of_this_rank(runtime: Runtime) -> Iterator[None]:
+    """Inside, this rank alone may draw: the experts of a rank that has tokens for them do."""
+    if runtime.random_state is not None:
+        note_random_state(runtime, keep=True)
+    yield
+    if runtime.random_state is not None:
+        runtime.random_state = torch.get_rng_state()
 
 
 def watch_backward(runtime: Runtime, model: str, outputs: Any) -> None:
