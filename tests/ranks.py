@@ -64,7 +64,7 @@ SPENT = Spent()
 class _ReusedGroups:
     """Makes the process groups of device meshes, and lends those of finished cases to later ones.
 
-    Making a group costs a rendezvous and two threads for ever. Within a case no group is lent twice, so a case still
+    Making a group costs a rendezvous and two threads forever. Within a case no group is lent twice, so a case still
     has as many distinct groups as it asks for. All ranks of a pool make the same requests in the same order, as
     ``torch.distributed.new_group`` demands, and so are lent the same groups.
     """

@@ -33,7 +33,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "fallback":
         monkeypatch.setenv("VESCALE_NO_NATIVE", "1")
     elif csrc.load("adamw8bit") is None:
-        pytest.skip("the helper is not built")
+        pytest.skip("compares the C++ helper with the PyTorch ops, and it is not built: there is no compiler")
     return str(request.param)
 
 
@@ -134,7 +134,7 @@ def test_small_parameters_follow_torch(dtype: torch.dtype, form: str) -> None:
 
 def test_both_forms_agree_on_other_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     if csrc.load("adamw8bit") is None:
-        pytest.skip("the helper is not built")
+        pytest.skip("compares the C++ helper with the PyTorch ops, and it is not built: there is no compiler")
 
     def run() -> list[torch.Tensor]:
         found = []

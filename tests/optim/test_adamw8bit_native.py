@@ -17,7 +17,7 @@ from vescale.optim._dynamic_map import dynamic_map
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """At most so many elements in a vector; where the processor has fewer, as many as it has."""
     if csrc.load("adamw8bit") is None:
-        pytest.skip("the helper is not built")
+        pytest.skip("compares the C++ helper with the PyTorch ops, and it is not built: there is no compiler")
     monkeypatch.setattr(_adamw8bit_native, "_WIDTH", request.param)
     return int(request.param)
 

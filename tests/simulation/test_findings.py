@@ -78,7 +78,7 @@ def test_a_rank_that_ends_never_comes() -> None:
     ops = [op("barrier", ranks=everyone), op("all_reduce", ranks=everyone)]
     (one,) = found(blocking(0, *ops), blocking(1, ops[0]), blocking(2, *ops))
     assert (one.kind, one.ranks) == ("never-comes", [0, 1, 2])
-    assert "ranks [0, 2] wait for ever in all_reduce" in one.text and "rank 1 ended without it" in one.text
+    assert "ranks [0, 2] wait forever in all_reduce" in one.text and "rank 1 ended without it" in one.text
 
 
 def test_an_unanswered_message_never_comes_although_nobody_waits() -> None:

@@ -112,4 +112,4 @@ def _print(console: Console, found: Simulation, *, listed: bool) -> None:
     for finding in found.findings:
         console.print(f"\n{finding.kind}: {finding.text}")
     if not found.findings:
-        console.print("no findings: the collectives of these ranks agree, and none waits for ever")
+        console.print("no findings: the collectives of these ranks agree, and none waits forever")

@@ -17,7 +17,7 @@ def make_group(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
 
     ``dist.new_group(use_local_synchronization=True)`` promises the same, but names the group after the *number* of
     groups that the calling rank knows; ranks that know different numbers (a pipeline stage with a mesh of its own)
-    wait for each other for ever. Here the name follows from the ranks and ``purpose``, so one group can be made for each
+    wait for each other forever. Here the name follows from the ranks and ``purpose``, so one group can be made for each
     two. A member that never comes is an error after the default group's timeout, where stock groups wait half an hour.
     """
     world = c10d._get_default_group()

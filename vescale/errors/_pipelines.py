@@ -34,7 +34,7 @@ class PipelineLossError(PlanError):
 
 
 class ScheduleError(PlanError):
-    """A schedule does not fit the number of stages, ranks or micro-batches, or would wait for ever."""
+    """A schedule does not fit the number of stages, ranks or micro-batches, or would wait forever."""
 
     code = "VS1004"
 

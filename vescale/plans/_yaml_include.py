@@ -72,7 +72,7 @@ def _includes(document: Document, data: Mapping[str, Any], chain: tuple[Path, ..
         folder = chain[0].parent
         try:
             path = (chain[-1].parent / text).resolve()
-            is_file = path.is_file()  # not a pipe, whose reader may wait for ever
+            is_file = path.is_file()  # not a pipe, whose reader may wait forever
         except (OSError, ValueError, RuntimeError) as error:  # a name too long, a null character, a circle of links
             raise IncludeError(f"cannot include {text[:80]!r}: {error}; give the path of a YAML file", source) from None
         if Path(text).is_absolute() or not path.is_relative_to(folder):

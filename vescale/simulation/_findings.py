@@ -1,4 +1,4 @@
-"""Compares the collectives of simulated ranks: which differ, which wait for each other, which wait for ever."""
+"""Compares the collectives of simulated ranks: which differ, which wait for each other, which wait forever."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def _deadlock(ranks: tuple[int, ...], stuck: dict[int, int], records: Mapping[in
     parts = [f"rank {rank} waits in {records[rank].collectives[stuck[rank]].text()}" for rank in ranks[:4]]
     more = f", and {len(ranks) - 4} other ranks wait" if len(ranks) > 4 else ""
     first = records[ranks[0]].collectives[stuck[ranks[0]]]
-    text = f"{', '.join(parts)}{more}: they wait for each other for ever"
+    text = f"{', '.join(parts)}{more}: they wait for each other forever"
     reason = next((why for rank in ranks[1:] if (why := _other_group(first, records[rank]))), "")
     return Finding("deadlock", list(ranks), first.site, f"{text}{f'; rank {ranks[1]} {reason}' if reason else ''}")
 
@@ -260,7 +260,7 @@ def _never_comes(
     direct = [r for r in ranks if late in replay.place_of[r, stuck[r]].lacks()] or ranks
     one = records[direct[0]].collectives[stuck[direct[0]]]
     absent = [r for r in replay.place_of[direct[0], stuck[direct[0]]].lacks() if replay.waits_at(r) is None]
-    text = f"{_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for ever in {one.text()}: {_ranks(absent)} "
+    text = f"{_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} forever in {one.text()}: {_ranks(absent)} "
     if one.is_message:
         text += f"ended without the {'recv' if one.op == 'send' else 'send'} that belongs to it"
     else:
