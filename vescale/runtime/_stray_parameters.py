@@ -30,10 +30,13 @@ class StrayWatch:
     def __call__(self, module: nn.Module, name: str, registered: nn.Module | nn.Parameter | None) -> None:
         if not isinstance(registered, nn.Parameter):
             self._modules(module, name, registered)
-        if registered is None or next(_plain_names(registered), None) is None:
+        if registered is None:
             return
+        # First what is cheap: forwards register modules, too (a slice of a ModuleList is a new one).
         runtime = Runtime.around(module)
-        if runtime is not None and not runtime.has_adopted(registered):
+        if runtime is None or runtime.has_adopted(registered):
+            return
+        if next(_plain_names(registered), None) is not None:
             runtime.strays.append((weakref.ref(module), name))
 
 
