@@ -12,11 +12,11 @@ Case = TypeVar("Case")
 
 
 def examples(nightly: int) -> int:
-    """``nightly`` examples in the nightly run, a sixth of them (25 at least) in the daily one."""
-    return nightly if NIGHTLY else min(nightly, max(25, nightly // 6))
+    """``nightly`` examples in the nightly run, a tenth of them (20 at least) in the daily one."""
+    return nightly if NIGHTLY else min(nightly, max(20, nightly // 10))
 
 
-def daily_sample(cases: Iterable[Case], share: int = 3) -> list[Case]:
+def daily_sample(cases: Iterable[Case], share: int = 5) -> list[Case]:
     """All cases in the nightly run; in the daily one, one in ``share`` of those that begin with the same name, drawn with a
     fixed seed, and at least one of each."""
     listed = list(cases)

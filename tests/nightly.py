@@ -98,14 +98,14 @@ NIGHTLY = [
     Family(
         "test_zero.py",
         "test_step_equals_one_device",
-        ("sd3", "gpt_oss", "whisper", "deepseek_v3"),
-        "the other nine plans: dense, encoder-decoder, vision, diffusion (dit) and experts",
+        ("sd3", "gpt_oss", "whisper", "deepseek_v3", "qwen3", "qwen3_moe", "llama_zero3", "vit"),
+        "the other five plans: dense (llama, gpt2), encoder-decoder, diffusion (dit) and experts",
     ),
     Family(
         "test_context.py",
         "test_plans_for_a_context_axis",
-        ("gpt_oss_cp-4-1", "deepseek_v3_cp-2-1", "llama_cp-2-2", "qwen3_cp-2-2", "qwen3_moe_cp-2-2"),
-        "llama_cp on cp=4; gpt_oss_cp, gpt2_cp and mixtral_cp on cp x tp",
+        ("gpt_oss_cp-4-1", "deepseek_v3_cp-2-1", "llama_cp-2-2", "llama_cp-4-1", "qwen3_cp-2-2", "qwen3_moe_cp-2-2"),
+        "gpt_oss_cp, gpt2_cp and mixtral_cp on cp x tp; a Llama on cp and dp x cp in test_context_parallel",
     ),
     Family("test_context.py", "test_other_ways", ("deepseek_v3-ring-I(1, 2)",), "ring and Ulysses with llama"),
     Family(
@@ -183,11 +183,41 @@ NIGHTLY = [
     Family("test_growth.py", "test_steps", ("loop", "fused"), "the same with foreach"),
     Family("test_preconditioned.py", "test_has_the_bits_of_one_device", ("2", "4"), "the same on one and three ranks"),
     Family("test_muon.py", "test_has_the_bits_of_one_device", ("2", "4"), "the same on one and three ranks"),
-    Family("test_native_fills.py", "test_functions", ("torch.float64",), "the same in float32 and bfloat16"),
+    Family("test_native_fills.py", "test_functions", ("torch.float32", "torch.float64"), "the same in bfloat16"),
+    Family(
+        "test_native_fills.py",
+        "test_in_place_fills",
+        ("random_full", "random_from", "random_to", "log_normal", "random_wide"),
+        "the same generator kernels with `random`, `random_from_to`, `cauchy` and `normal`",
+    ),
+    Family(
+        "test_engine.py",
+        "test_every_coordinate_gets_the_bits_of_one_device",
+        tuple(
+            f"many spans-{name}"
+            for name in ("log_normal", "random_to", "random_from_to", "random_wide", "exponential", "bernoulli")
+        ),
+        "these ops in one span, and others over many spans",
+    ),
+    Family(
+        "test_units.py",
+        "test_same_bits_and_collectives",
+        ("zero1-dpxtp", "zero2-dpxtp", "zero1-replicaxdp", "zero3-replicaxdp", "zero1-dp", "zero2-dp"),
+        "ZeRO-3 on dp and dp x tp, ZeRO-2 on replica x dp",
+    ),
+    Family("test_imported_before.py", "test_a_name_bound_before", ("stock", "ragged"), "the same with a generator"),
+    Family("test_deferred.py", "test_deferred_models_train_as_on_one_device", ("tp", "ragged"), "both together"),
+    Family("test_compile.py", "test_compiled_functions", ("eager",), "the same with aot_eager"),
+    Family(
+        "test_expert_sharding.py",
+        "test_training_equals_one_device",
+        ("qwen3_moe-on_dp_and_tp", "mixtral-on_fsdp_and_ep"),
+        "each model on one mesh",
+    ),
     Family("test_exact_matches.py", "test_decisions_are_those_of_the_search", ("(2, 1, 2)",), "(8,) and (2, 4)"),
     Family("test_grid.py", "test_all_orders", ("gptoss_per_expert", "dsv3_moe"), "nine other models"),
-    Family("test_in_place.py", "test_in_place_gradients", ("2",), "the same on four ranks"),
-    Family("test_combinations.py", "test_random_programs", ("2",), "the same on three and four ranks"),
+    Family("test_in_place.py", "test_in_place_gradients", ("4",), "the same on two ranks"),
+    Family("test_combinations.py", "test_random_programs", ("2", "3"), "the same on four ranks"),
     Family("test_random_programs.py", "test_random_programs", ("2",), "the same on four ranks"),
     Family(
         "test_demo.py",
