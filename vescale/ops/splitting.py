@@ -115,7 +115,23 @@ def _are_local(x: DTensor, dim: int, parts: tuple[Any, ...]) -> bool:
     return all(len(part.placements) == len(x.placements) for part in parts) and held == local_of(x).shape[dim]
 
 
-@replaces(*_FUNCTIONS, backward="custom")
+def _is_local(x: Any = None, *args: Any, **kwargs: Any) -> bool:
+    """Whether the local parts are those of the local tensor: the dim that is split is whole on each rank. Autograd makes
+    the gradient of a part without one."""
+    if not isinstance(x, DTensor) or not all(type(p) is Shard or p.is_replicate() for p in x.placements):
+        return False
+    dim = kwargs.get("dim", args[-1] if len(args) > 1 else 0)
+    return (
+        isinstance(dim, int) and bool(x.ndim) and all(p.is_replicate() or p.dim != dim % x.ndim for p in x.placements)
+    )
+
+
+def _unbinds_locally(x: Any = None, dim: Any = 0) -> bool:
+    return _is_local(x, None, dim)
+
+
+@replaces(*_UNBINDING, is_local=_unbinds_locally, backward="custom")
+@replaces(*(f for f in _FUNCTIONS if f not in _UNBINDING), is_local=_is_local, backward="custom")
 def split(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """DTensor's own rule, with the gradients and redistributions of this module's description."""
     iterated = func is torch.Tensor.__iter__
