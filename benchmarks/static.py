@@ -1,6 +1,6 @@
 """Static mode against code that was written for its mesh by hand: forward and backward of a small Llama on four meshes.
 
-The process group is fake (collectives return at once) and the model small, so that only the host's work shows. Rows of each mesh:
+The process group is fake (collectives return at once) and the model small, so that only the host's work shows. Rows:
 
 * ``local``: the model of one rank's sizes, written for local tensors, without any collective;
 * ``hand``: the same with collectives written by hand, as Megatron does, with one bucket for gradients that ranks add up;
@@ -8,10 +8,10 @@ The process group is fake (collectives return at once) and the model small, so t
 * ``eager``: the same in eager mode;
 * ``stock``: ``torch.distributed.tensor.parallel.parallelize_module`` for tp, and by hand what it does not do.
 
-python benchmarks/static.py [--layers 4] [--hidden 64] [--tokens 16] [--repeat 60] [--meshes tp sp dp_tp tp_cp] [--guards]
+python benchmarks/static.py [--layers 4] [--hidden 64] [--tokens 16] [--repeat 60] [--meshes tp sp dp_tp tp_cp]
 
-Times are processor time. The rows take turns, and figures are medians: of a row, and of its ratio to ``hand`` and to ``local`` in the
-same turn. The number of collectives of a step is counted for each row beforehand.
+Times are processor time. The rows take turns, and figures are medians: of a row, and of its ratio to ``hand`` and to
+``local`` in the same turn. The number of collectives of a step is counted for each row.
 """
 
 from __future__ import annotations
@@ -365,15 +365,14 @@ def stock_of(model: HandLlama, name: str, mesh: DeviceMesh) -> HandLlama:
 
 def models_of(name: str, mesh: DeviceMesh, args: argparse.Namespace) -> dict[str, nn.Module]:
     sizes = args.layers, args.hidden, args.tokens
-    own = args.layers, args.hidden, args.tokens if name != "tp_cp" else args.tokens
     plans = {
         mode: parallelize(Llama(*sizes), plan_of(name, mesh), strict=True, mode=mode) for mode in ("static", "eager")
     }
     return {
-        "local": HandLlama(*own, 2, f"{name} alone"),
-        "hand": HandLlama(*own, 2, name, mesh),
+        "local": HandLlama(*sizes, 2, f"{name} alone"),
+        "hand": HandLlama(*sizes, 2, name, mesh),
         **plans,
-        "stock": stock_of(HandLlama(*own, 1, name, mesh), name, mesh),
+        "stock": stock_of(HandLlama(*sizes, 1, name, mesh), name, mesh),
     }
 
 
@@ -412,7 +411,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
     ids, targets = torch.randint(VOCABULARY, (2, args.tokens)), torch.randint(VOCABULARY, (2, args.tokens))
     # A rank's part without collectives gets the part of the batch.
     part = {"dp_tp": (1, args.tokens), "tp_cp": (2, args.tokens // 2)}.get(name, (2, args.tokens))
-    inputs = {row: (ids, targets) for row in models}
+    inputs = dict.fromkeys(models, (ids, targets))
     inputs["local"] = ids[: part[0], : part[1]].contiguous(), targets[: part[0], : part[1]].contiguous()
     if name == "tp_cp":
         models["local"].cos, models["local"].sin = (x[: part[1]] for x in (models["local"].cos, models["local"].sin))
