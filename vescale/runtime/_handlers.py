@@ -120,6 +120,8 @@ def _index_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if found is not None:
         return found
     x, indices, values, *more = args
+    if not isinstance(x, DTensor) and (result := run_mixed(op, args, kwargs)) is not NotImplemented:
+        return result
     if isinstance(x, DTensor) and not isinstance(values, DTensor):
         values = wrap_global(values, x.device_mesh, (Replicate(),) * x.device_mesh.ndim, str(op))
     return stock_dispatch(op, (x, indices, values, *more), kwargs)
@@ -200,8 +202,18 @@ class _Listener(DispatchListener):
         """Gather, run on every rank, keep this rank's part of what was written in place."""
         _refuse_collective(op, args)
         if running_module() is None:
-            return NotImplemented
+            return _outside(op, args, kwargs)
         return _replicated(op, args, kwargs)
+
+
+def _outside(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same outside of a model, on the mesh of one: all ranks read what is cut."""
+    found = [x for x in (*tensors_in(args), *tensors_in(kwargs)) if isinstance(x, DTensor)]
+    if not found or step_checks(found[0].device_mesh) is None:
+        return NotImplemented
+    for x in found:
+        check_read(x, f"an operand of {op}")
+    return _replicated(op, args, kwargs)
 
 
 def _refuse_collective(op: Any, args: tuple[Any, ...]) -> None:
