@@ -31,7 +31,7 @@ def fix_plan(file: Path, load: Callable[[Path], Plan], look: Callable[[Plan], Se
     reports = list(look(load(file)))
     tried: set[tuple[str, str, str]] = set()
     while True:
-        edits = [found.groups() for report in reports if (found := _EDIT.search(report)) is not None]
+        edits = [(found[1], found[2], found[3]) for report in reports if (found := _EDIT.search(report)) is not None]
         edit = next((each for each in edits if each not in tried), None)
         if edit is None:
             return written

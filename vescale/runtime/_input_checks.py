@@ -96,8 +96,8 @@ def check_inputs(
         mode = "" if module is None else "in training" if module.training else "in evaluation"
         mode += ", with gradients" if torch.is_grad_enabled() else ", without gradients"
         shapes = checks.forward(model, mode, inputs, parts)
-        for axes, rows in sorted(replicas.items()):
-            checks.replicas(model, rows, axes)
+        for alike, rows in sorted(replicas.items()):
+            checks.replicas(model, rows, alike)
         if shapes is not None:
             THREAD.global_shapes = {
                 id(tensor): _global_shape(runtime, part.name, found, placements)

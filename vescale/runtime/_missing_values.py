@@ -86,6 +86,5 @@ def _tensor_at(module: weakref.ref[nn.Module], attribute: str) -> torch.Tensor |
     owner = module()
     if owner is None:
         return None
-    found = owner._parameters.get(attribute)
-    found = found if found is not None else owner._buffers.get(attribute)
-    return found if found is not None else owner.__dict__.get(attribute)
+    own = (owner._parameters, owner._buffers, owner.__dict__)
+    return next((tensor for held in own if (tensor := held.get(attribute)) is not None), None)
