@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import threading
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import vescale
 from tests.ranks import RankPools, run_cases
 from vescale import InputMismatchError, StepMismatchError
+from vescale.errors import MixedTensorsError, OpPlacementError
 from vescale.fsdp import fully_shard
 
 
@@ -254,6 +256,75 @@ def threads_in_another_order() -> None:
             raise errors[0]
 
 
+def a_write_on_one_rank() -> None:
+    model: Any = parallel()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model.up.bias.fill_(1.0)
+    step(model, batch())
+
+
+def a_write_to_a_part_on_one_rank() -> None:
+    """Of parameters that are cut over tp, those along dp hold the same part."""
+    names = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    plan = vescale.Plan(names).shard("<in:x>", Shard(0), mesh="dp").shard("up.weight", Shard(0), mesh="tp")
+    model: Any = vescale.parallelize(Net(), plan.shard("down.weight", Shard(1), mesh="tp"))
+    step(model, batch())
+    if dist.get_rank() == 1:
+        model.up.weight.to_local().detach().mul_(2)
+    step(model, batch())
+
+
+def another_learning_rate_on_one_rank() -> None:
+    model = parallel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
+    for _ in range(2):
+        step(model, batch())
+        optimizer.step()
+
+
+def a_frozen_parameter_on_one_rank() -> None:
+    model: Any = tensor_parallel()
+    model.up.weight.requires_grad_(dist.get_rank() == 0)
+    step(model, batch())
+
+
+def a_part_of_the_model_on_one_rank() -> None:
+    model: Any = tensor_parallel()
+    if dist.get_rank() == 0:
+        model.up(batch())
+    step(model, batch())
+
+
+def no_sync_on_one_rank() -> None:
+    model = parallel()
+    for _ in range(2):
+        with vescale.no_sync(model) if dist.get_rank() else contextlib.nullcontext():
+            step(model, batch())
+
+
+def different_weights_of_a_loss() -> None:
+    model = parallel()
+    loss = (model(batch()) * torch.full((4, 2), 1.0 + dist.get_rank())).sum()
+    loss.backward()
+
+
+def a_collective_of_gradients() -> None:
+    model = parallel()
+    step(model, batch())
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def a_sum_of_losses_with_gradients() -> None:
+    total = torch.zeros(())
+    total += step(parallel(), batch())
+
+
+def a_plain_parameter_outside_of_the_model() -> None:
+    (parallel()(batch()) * nn.Parameter(torch.ones(2))).sum().backward()
+
+
 MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (different_data, InputMismatchError, r"input 'x' of forward 1 of Net.*on rank 0.*on rank 1.*given=\"local\".*Sampler"),
     (different_data_over_tp, InputMismatchError, "the input 'x' of forward 1 of Net"),
@@ -283,6 +354,16 @@ MISTAKES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (an_evaluation_of_fully_shard_on_one_rank, StepMismatchError,
      "rank 0 is before forward 2 of Net, in training, without gradients.*rank 1 is before forward 2 of Net, in tr.*with gr"),
     (another_model_on_one_rank, StepMismatchError, "forward 2 of Net.*forward 1 of Net"),
+    (a_write_on_one_rank, InputMismatchError, r"parameter 'up\.bias' before forward 1 of Net.*\[1\.0, .* on rank 0 and"),
+    (a_write_to_a_part_on_one_rank, InputMismatchError, r"parameter 'up\.weight' before forward 2 of Net"),
+    (another_learning_rate_on_one_rank, InputMismatchError, r"parameter 'up\.weight' before forward 2.*learning rate"),
+    (a_frozen_parameter_on_one_rank, InputMismatchError, r"requires_grad.*True of all on rank 0 and False of up\.weight"),
+    (a_part_of_the_model_on_one_rank, StepMismatchError, "rank 0 is before a call of 'up', a part of.*rank 1 is bef"),
+    (no_sync_on_one_rank, StepMismatchError, "rank 0 is before the backward of forward 1.*rank 1 is before forward 2"),
+    (different_weights_of_a_loss, InputMismatchError, "'other of mul' of the backward of forward 1 of Net"),
+    (a_collective_of_gradients, OpPlacementError, "collective allreduce on a DTensor.*leave the collective out"),
+    (a_sum_of_losses_with_gradients, MixedTensorsError, r"add_ writes a DTensor .*x\.detach\(\)"),
+    (a_plain_parameter_outside_of_the_model, MixedTensorsError, r"mul of DTensors and a plain tensor of shape \(2,\) t"),
     (threads_in_another_order, StepMismatchError, "in training.*in evaluation.*several threads run forwards"),
 ]  # fmt: skip
 
@@ -361,6 +442,40 @@ def numbers_on_one_rank() -> None:
         if dist.get_rank() == 0:
             assert f"{loss:.2f}" and float(loss) == loss.item()
         loss.backward()
+
+
+def plain_tensors_outside_of_the_model() -> None:
+    """Metrics, weights, sums and writes: what one device computes of its plain model."""
+
+    def run(model: nn.Module) -> list[Any]:
+        x, target, rows = batch(), batch(1)[:, :2], torch.tensor([1, 1, 0, 1])
+        out = model(x)
+        weighted = (out - target).square().mul(torch.linspace(1, 2, 2)).mean() + torch.cat([target, out]).sin().sum()
+        loss = weighted + torch.where(target > 1.5, out, target).sum() + torch.gather(out, 1, rows[:, None]).sum()
+        total, kept = torch.zeros(()), torch.zeros(4, 2)
+        total += loss.detach()
+        kept[1:] += out.detach()[1:]
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.ones(parameter.shape))
+        grads = [parameter.grad for parameter in model.parameters()]
+        return [
+            total,
+            kept,
+            (out.argmax(-1) == rows).float().mean(),
+            out[rows].sum(),
+            rows.float() @ out,
+            *grads,
+            *model.parameters(),
+        ]
+
+    torch.manual_seed(0)
+    expected = run(Net().eval())
+    found = run(parallel().eval())
+    assert not any(isinstance(value, DTensor) for value in found[:2])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.full_tensor() if isinstance(one, DTensor) else one, other)
 
 
 def dropout_in_evaluation() -> None:
@@ -507,7 +622,7 @@ LOOK_ALIKES = [
     even_batches, own_parts, uneven_last_parts, sharded_batch_sampler, labels_of_a_sharded_batch, numbers_on_one_rank,
     dropout_in_evaluation, accumulation, accumulation_on_one_rank, several_models, several_calls, generating, checkpointing,
     lines_of_their_own, values_that_differ_on_purpose, different_work_between_steps, plain_models_on_one_rank,
-    nans_and_empty_tensors, parts_of_a_mesh, loading_the_same_state,
+    plain_tensors_outside_of_the_model, nans_and_empty_tensors, parts_of_a_mesh, loading_the_same_state,
     fully_shard_with_data_of_its_own,
 ]  # fmt: skip
 

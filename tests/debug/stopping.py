@@ -68,6 +68,17 @@ def conditional() -> None:
         vescale.breakpoint(rank="all", when=lambda step=step: step == 2 and dist.get_rank() == 3)
 
 
+def uneven() -> None:
+    x = torch.ones(1)
+    vescale.breakpoint()
+    if dist.get_rank() == 0:
+        dist.all_reduce(x)
+    once = x.clone()
+    if dist.get_rank() != 0:
+        dist.all_reduce(once)
+    time.sleep(0.01)
+
+
 def failing() -> None:
     with vescale.debug.on_exception():
         dist.all_reduce(torch.ones(1))

@@ -265,3 +265,30 @@ def test_a_condition_that_one_rank_meets_stops_all(start: Callable[..., Job]) ->
     assert job.ask("p step") == "".join(f"rank {rank}: 2\n" for rank in range(4)) + "(rank all) "
     job.send("c\n")
     assert job.end() == 0 and job.output.count("is done") == 4
+
+
+def test_a_step_over_a_line_that_one_rank_runs_keeps_the_prompt(start: Callable[..., Job]) -> None:
+    job = start("uneven", env={"VESCALE_TIMEOUT": "4"})
+    job.expect(r"\(rank 0\) ")
+    assert "rank 0 is at" in job.ask("n")
+    running = job.ask("n")  # rank 0 waits in its collective, and the prompt goes to a rank that has stopped
+    assert re.search(r"rank 0 still runs .*stopping.py:\d+ \(uneven\)  -> dist.all_reduce\(x\)", running), running
+    assert re.search(r"rank 3 has stopped at .*-> if dist.get_rank\(\) != 0", running), running
+    assert running.endswith("(rank 1) ")
+    assert "tensor([1.])" in job.ask("p x")  # commands still work
+    assert "rank 0 is not here" in job.ask("rank 0")
+    job.ask("n")  # to their collective
+    together = job.ask("n")  # into it: all four go on, and the prompt is rank 0's again
+    together = together if together.endswith("(rank 0) ") else job.expect(r"\(rank 0\) ")
+    assert "has stopped" not in together.partition("> ")[2], together
+    job.send("c\n")
+    assert job.end() == 0
+
+
+def test_all_go_on_from_the_prompt_of_a_running_rank(start: Callable[..., Job]) -> None:
+    job = start("uneven")
+    job.expect(r"\(rank 0\) ")
+    job.ask("n")
+    assert job.ask("n").endswith("(rank 1) ")
+    job.send("c\n")
+    assert job.end() == 0 and job.output.count("is done") == 4

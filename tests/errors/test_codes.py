@@ -57,6 +57,7 @@ INTERNAL = {
     "NotAnIndexMapError",
     "StageEnd",
     "UnrecordedError",
+    "_Stopped",
     "_InPythonError",
     "_OutOfTime",
     "_OutOfWork",

@@ -7,8 +7,10 @@ import io
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -75,6 +77,76 @@ def tools() -> None:
 
 def test_tools(ranks: RankPools) -> None:
     ranks.run(tools, world_size=2)
+
+
+def distributed_before() -> None:
+    import vescale
+
+    mesh = make_mesh(tp=2)
+    around: list[tuple[Callable[[nn.Module], nn.Module], str]] = [
+        (DistributedDataParallel, "a DistributedDataParallel is distributed by DistributedDataParallel already"),
+        (lambda model: fully_shard(model, mesh=mesh), "distributed by fully_shard already"),
+        (lambda model: vescale.fully_shard(model, mesh=mesh), "distributed by fully_shard already"),
+        (lambda model: nn.Sequential(vescale.fully_shard(model, mesh=mesh)), "of which its part '0' is distributed"),
+    ]
+    for wrap, message in around:
+        model = wrap(plain())
+        with pytest.raises(PlanError, match=message):
+            parallelize(model, Plan(mesh))
+
+
+def test_models_that_are_distributed_already(ranks: RankPools) -> None:
+    ranks.run(distributed_before, world_size=2)
+
+
+class Holding(nn.Module):
+    """With a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), torch.full((8,), 2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def attributes_without_values() -> None:
+    with torch.device("meta"):
+        model = Holding()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parallelize(model, Plan(make_mesh(tp=2)))
+    reference = Holding()
+    model.to_empty(device="cpu")
+    model.load_state_dict(reference.state_dict())
+    with pytest.raises(PlanError, match=r"1 of 3 .*: scale;.*do not reach scale.*register_buffer"):
+        model(torch.ones(2, 8))
+    model.scale = torch.full((8,), 2.0)
+    torch.testing.assert_close(model(torch.ones(2, 8)).full_tensor(), reference(torch.ones(2, 8)))
+
+
+def test_tensors_outside_of_parameters_and_buffers(ranks: RankPools) -> None:
+    ranks.run(attributes_without_values, world_size=2)
+
+
+def whole_values() -> None:
+    mesh = make_mesh(tp=2)
+    plan = Plan(mesh).shard("0.(weight|bias)", Shard(0)).shard("2.(weight|bias)", Shard(0))
+    model, x = parallelize(plain(), plan), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    y, expected = model(x).detach(), plain()(x).detach()
+    assert y.placements == (Shard(1),)
+    torch.testing.assert_close(torch.tensor(y.tolist()), expected)
+    torch.testing.assert_close(torch.from_numpy(y.numpy()), expected)
+    torch.testing.assert_close(torch.from_numpy(np.asarray(y)), expected)
+    torch.testing.assert_close(y[expected > 0].full_tensor(), expected[expected > 0])  # an op without a rule
+    assert torch.allclose(y, expected, atol=1e-6)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        model(x).numpy()
+
+
+def test_values_of_outputs(ranks: RankPools) -> None:
+    """``tolist()``, ``numpy()`` and ops that PyTorch has no rule for see the whole value."""
+    ranks.run(whole_values, world_size=2)
 
 
 def without_values() -> None:
@@ -144,3 +216,37 @@ def test_accelerate(ranks: RankPools) -> None:
     """Its prepare() wraps a model in DDP, which says what to do; optimizers and backward work."""
     pytest.importorskip("accelerate")
     ranks.run(wrapped, world_size=2)
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = plain()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.net(x) - labels).square().mean()}
+
+
+def trained(folder: str) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    model = parallelize(WithLoss(), Plan(make_mesh(tp=2)).shard("net.0.(weight|bias)", Shard(0)))
+    given: dict[str, Any] = {
+        "use_cpu": True,
+        "max_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    data: Any = [{"x": torch.ones(8), "labels": torch.ones(4)}] * 4
+    trainer = Trainer(model=model, args=TrainingArguments(output_dir=folder, **given), train_dataset=data)
+    with pytest.raises(PlanError, match=r"leave the model out of prepare\(\).*Trainer wraps it, and is not supported"):
+        trainer.train()
+
+
+def test_trainer(ranks: RankPools, tmp_path: Path) -> None:
+    """Hugging Face's Trainer wraps the model, too, and is told so before the first step."""
+    pytest.importorskip("accelerate")
+    ranks.run(trained, str(tmp_path), world_size=2)

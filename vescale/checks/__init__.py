@@ -1,8 +1,9 @@
 """Mistakes of the script around a model that would end in wrong numbers or a hang: found, and told with the edit."""
 
 from vescale.checks._adopted_optimizers import adopt_optimizers, listed_optimizers
-from vescale.checks._descriptions import describe, sum_of_bits, tensor_text
-from vescale.checks._mismatches import SEED, InputMismatchError, StepMismatchError
+from vescale.checks._descriptions import describe, hash_of, sum_of_bits, tensor_text
+from vescale.checks._mismatches import SEED, STATE, InputMismatchError, StepMismatchError
+from vescale.checks._repeated_parts import RepeatedPartsWarning
 from vescale.checks._replaced_parameters import (
     RegisteredParameters,
     ReplacedParameterError,
@@ -14,9 +15,11 @@ from vescale.checks._steps import LocalPart, StepChecks, start_checks, start_che
 
 __all__ = [
     "SEED",
+    "STATE",
     "InputMismatchError",
     "LocalPart",
     "RegisteredParameters",
+    "RepeatedPartsWarning",
     "ReplacedParameterError",
     "Replacement",
     "StepChecks",
@@ -25,6 +28,7 @@ __all__ = [
     "check_every",
     "check_mode",
     "describe",
+    "hash_of",
     "is_unchecked",
     "listed_optimizers",
     "replacement_of",

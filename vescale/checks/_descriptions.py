@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.compat import no_torch_function, tensors_in
 
-__all__ = ["describe", "sum_of_bits", "tensor_text"]
+__all__ = ["describe", "hash_of", "sum_of_bits", "tensor_text"]
 
 _SAMPLES = 8
 _NUMBERS = (bool, int, float, complex)
@@ -47,8 +48,7 @@ def describe(name: str, value: Any, *, fully: bool) -> Iterator[tuple[str, str]]
 
 
 def hash_of(text: str) -> str:
-    import hashlib
-
+    """Eight hexadecimal digits."""
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 

@@ -12,6 +12,7 @@ __all__ = [
     "SAME_STEPS",
     "SEED",
     "SEVERAL_THREADS",
+    "STATE",
     "InputMismatchError",
     "StepMismatchError",
     "compare_data",
@@ -37,6 +38,8 @@ class InputMismatchError(StepMismatchError):
 
 
 SEED = "seed of the default generator"
+STATE = "state: "
+"""What names of parameters begin with."""
 SAME_STEPS = (
     "Every rank has to make the same calls in the same order, also for an evaluation (no `if rank == 0:` around a call of "
     "the model, its backward, or a read of what is cut over ranks), and to see as many batches"
@@ -104,6 +107,13 @@ def _data_text(site: str, difference: Any, *, local: bool = False) -> str:
         f"{text} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {list(ranks)}'}"
         for text, ranks in difference.found
     )
+    if difference.name.startswith(STATE):
+        return (
+            f"ranks have different values of {difference.name.removeprefix(STATE)} before {site}, of which they hold the "
+            f"same part: it is {found}. The script has changed it on some ranks only: a write or an initialization "
+            "under `if rank == 0:`, another learning rate, another requires_grad. Do the same on every rank; to take values "
+            "of one file or rank, call load_state_dict on all. If values differ on purpose: `with vescale.unchecked():`"
+        )
     if difference.name == SEED:
         return (
             f"ranks have drawn different random numbers in the forward before {site}: the {SEED} is {found}. Ops of a model "

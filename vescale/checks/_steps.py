@@ -51,6 +51,7 @@ from vescale.checks._mismatches import (
     places_text,
     uneven_text,
 )
+from vescale.checks._repeated_parts import RepeatedParts
 from vescale.checks._settings import FIRST, check_every, check_mode, is_unchecked
 from vescale.comm import Board, Consensus, ConsensusError, CrossWaitError, RankGoneError, wait_limit
 from vescale.compat import default_store, default_timeout, is_alone
@@ -107,6 +108,7 @@ class StepChecks:
         self._mode, self._every = check_mode(), check_every()
         self.is_on = self._has_others and self._mode != "off"
         self._forwards, self._noted, self._awaited = 0, [], None
+        self._repeated = RepeatedParts(self._has_others and dist.get_rank() == self.ranks[0])
         self._threads.clear()
 
     @property
@@ -151,6 +153,13 @@ class StepChecks:
         """Before the backward of a forward."""
         self._awaited = None
         self._meet(f"the backward of forward {step} of {model}", (), ())
+
+    def replicas(self, model: str, rows: Rows, axes: Sequence[int]) -> None:
+        """In a forward: parameters of which ranks that differ along ``axes`` only have the same part.
+
+        Raises InputMismatchError, on every rank of these.
+        """
+        self._meet(f"forward {self._forwards} of {model}", rows, (), self._meetings.channel(axes))
 
     def finish(self) -> None:
         """Of ranks that had no backward, where others may have had one."""
@@ -251,7 +260,10 @@ class StepChecks:
                 return self._compare(self._exchange(message, channel), channel)
         if parts:
             seen: dict[tuple[int, ...], int] = {}
-            for coordinate, row in zip(self._part_keys(parts), rows):
+            keys = self._part_keys(parts)
+            if self.is_due:
+                self._repeated.look([part.name for part in parts], keys, [row[3] for row in rows])
+            for coordinate, row in zip(keys, rows):
                 if seen.setdefault(coordinate, row[3]) != row[3]:
                     return self._compare(self._exchange(self._description(site, inputs, parts, where)))
         return None

@@ -35,6 +35,7 @@ summary { cursor: pointer; color: var(--muted); }
   margin-right: .4rem; }
 .scroll { overflow-x: auto; }
 @media (max-width: 600px) { body { margin: 1rem auto; padding: 0 .6rem; } th, td { padding-right: .6rem; }
+  th, td { overflow-wrap: normal; } td:not(:last-child) { white-space: nowrap; }
   svg { min-width: 620px; } td:last-child { min-width: 9rem; } }
 .key i.area { height: .8rem; border: 0; background: var(--bound); }
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vescale.cli._console import new_console, print_json, working
@@ -17,10 +19,15 @@ from vescale.cli._inputs import (
     load_plan,
     parse_mesh,
 )
+from vescale.cli._main import UsageError
 from vescale.cli._optimizer_rule import add_optimizer, block_findings, parse_optimizer
+from vescale.cli._plan_fix import fix_plan
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from vescale.ir import Finding
+    from vescale.plans import Plan
 
 __all__ = ["add_arguments", "run"]
 
@@ -33,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ignore", action="append", default=[], metavar="RULE", help="leave out warnings of a rule; may be repeated"
     )
     add_optimizer(parser)
+    parser.add_argument(
+        "--fix",
+        action="store_true",
+        help="write entries for implicit communication into PLAN, a file: those after which the plan is valid and "
+        "communicates less by itself",
+    )
     add_inputs(parser)
     add_json(parser)
 
@@ -45,19 +58,41 @@ def run(args: argparse.Namespace) -> int:
 
     model, mesh = load_model(args.model), parse_mesh(args.mesh)
     rule = parse_optimizer(args.optimizer)
+    file = Path(args.plan)
+    if args.fix and not file.is_file():
+        raise UsageError(
+            f"--fix writes into a file, and {args.plan!r} is none; `vescale zoo {args.plan}` prints a plan"
+        )
+    fixed: list[str] = []
+    note = ""
     try:
         plan = load_plan(args.plan, mesh)
+        inputs = inputs_of(model, args)
         with working("tracing the forward"):
-            found = check(plan, model, inputs_of(model, args))
+            found = check(plan, model, inputs)
+            if inputs and not any(finding.severity == "error" for finding in found):
+                look = functools.partial(_implicit, model, inputs)
+                if args.fix:
+                    fixed = fix_plan(file, lambda path: load_plan(str(path), mesh), look)
+                    plan = load_plan(args.plan, mesh)
+                    found = check(plan, model, inputs)
+                try:
+                    found = (*found, *(Finding("warning", "implicit", text, None, ()) for text in look(plan)))
+                except Exception as error:  # code that reads values, or that takes other inputs
+                    note = (
+                        f"not looked for implicit communication: {type(error).__name__}: {str(error).splitlines()[0]}"
+                    )
         if rule is not None and not any(finding.severity == "error" for finding in found):
             found = (*block_findings(plan, model, rule), *found)
     except PlanError as error:  # the plan cannot even be read
         found = (Finding("error", "plan", error.problem, error.source, ()),)
     findings = [f for f in found if f.severity == "error" or f.rule not in args.ignore]
     if args.json:
-        print_json({"plan": args.plan, "model": args.model, "findings": [_as_dict(finding) for finding in findings]})
+        data: dict[str, Any] = {"plan": args.plan, "model": args.model}
+        data["findings"] = [_as_dict(finding) for finding in findings]
+        print_json({**data, **({"fixed": fixed} if args.fix else {}), **({"note": note} if note else {})})
     else:
-        _print(findings)
+        _print(findings, fixed, note)
     return 1 if findings else 0
 
 
@@ -68,7 +103,14 @@ def _as_dict(finding: Finding) -> dict[str, Any]:
     return {**data, "names": list(finding.names)}
 
 
-def _print(findings: list[Finding]) -> None:
+def _implicit(model: nn.Module, inputs: dict[str, Any], plan: Plan) -> tuple[str, ...]:
+    """Reports of what the forward and backward would communicate without an entry."""
+    from vescale.estimation import implicit_reports
+
+    return implicit_reports(model, plan, inputs)
+
+
+def _print(findings: list[Finding], fixed: list[str], note: str) -> None:
     from rich.text import Text
 
     console = new_console()
@@ -76,6 +118,10 @@ def _print(findings: list[Finding]) -> None:
         place = f"{finding.source}: " if finding.source is not None else ""
         style = "bold red" if finding.severity == "error" else "yellow"
         console.print(Text(place) + Text(f"{finding.severity}[{finding.rule}]", style) + Text(f": {finding.problem}"))
+    for line in fixed:
+        console.print(Text("written: ", "green") + Text(line))
+    if note:
+        console.print(note)
     errors = sum(finding.severity == "error" for finding in findings)
     if findings:
         console.print(f"{_count(errors, 'error')}, {_count(len(findings) - errors, 'warning')}")

@@ -25,7 +25,7 @@ from vescale.errors import SetDataError
 
 __all__ = [
     "DTensorHooks",
-    "format_scalars",
+    "give_values",
     "stock",
     "wrap_conversions",
     "wrap_copying",
@@ -213,12 +213,36 @@ def wrap_distribute_tensor(changes: Changes, hooks: DTensorHooks) -> None:
     changes.function(original, distribute_tensor)
 
 
-def format_scalars(changes: Changes, _: Any) -> None:
+def give_values(changes: Changes, hooks: Any) -> None:
+    _format_scalars(changes)
+    _read_whole_values(changes)
+
+
+def _format_scalars(changes: Changes) -> None:
     def __format__(self: DTensor, spec: str) -> str:
         return format(self.item() if self.dim() == 0 else repr(self) if not spec else self, spec)
 
     if "__format__" not in vars(DTensor):
         changes.attribute(DTensor, "__format__", __format__)
+
+
+def _read_whole_values(changes: Changes) -> None:
+    """``tolist``, ``numpy`` and ``numpy.asarray`` of a DTensor: the whole value, which all ranks read together."""
+
+    def reading(name: str) -> Any:
+        original = getattr(torch.Tensor, name)
+
+        @functools.wraps(original)
+        def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch._C._len_torch_function_stack() or not isinstance(self, DTensor):
+                return original(self, *args, **kwargs)  # a model's mode answers
+            return original(self.full_tensor(), *args, **kwargs)
+
+        return read
+
+    for name in ("tolist", "numpy", "__array__"):
+        if name not in vars(DTensor):
+            changes.attribute(DTensor, name, reading(name))
 
 
 def wrap_copying(changes: Changes, _: Any) -> None:

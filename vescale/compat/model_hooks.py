@@ -80,14 +80,20 @@ class DispatchListener:
         cache, or None."""
         return None
 
-    def reads(self, tensor: DTensor, how: str) -> None:
-        """Before the whole value of ``tensor`` is gathered for Python (``item()``, ``full_tensor()``)."""
+    def reads(self, tensor: DTensor, how: str, for_python: bool) -> None:
+        """Before the parts of ``tensor`` meet: the value is for Python (``item()``, ``full_tensor()``), or for an op of ours
+        that reduces over ranks (a loss)."""
 
     def moves(self, tensor: DTensor, placements: tuple[Any, ...], how: str) -> None:
         """Before ``tensor.redistribute(placements=placements)``."""
 
     def plain_value(self, op: Any, name: str, tensor: torch.Tensor, mesh: Any) -> None:
         """A plain tensor among DTensors on ``mesh`` is taken as the same on every rank."""
+
+    def mixed(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call with plain tensors among DTensors, which PyTorch would refuse: return its result, or NotImplemented to
+        let PyTorch answer. Asked by the C++ dispatcher."""
+        return NotImplemented
 
     def plain_operand(self, op: Any, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor among DTensors is the global one, the same on every rank; False: stock refuses it."""
@@ -135,11 +141,11 @@ def telling(op: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
     return handle
 
 
-def tell_read(tensor: DTensor, how: str) -> None:
-    """Before a value that is cut is gathered for Python."""
+def tell_read(tensor: DTensor, how: str, *, for_python: bool = False) -> None:
+    """Before the parts of a value meet: for Python, or in an op of ours."""
     models = model_hooks()
     if models is not None:
-        models.listener.reads(tensor, how)
+        models.listener.reads(tensor, how, for_python)
 
 
 def tell_plain_value(op: Any, name: str, tensor: Any, mesh: Any) -> None:

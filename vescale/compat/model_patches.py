@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 from vescale.compat.dispatch import take_over_mixed_ops
 from vescale.compat.dtensor import DTensorSpec, TensorMeta, make_dtensor, make_spec, spec_of
 from vescale.compat.model_hooks import ModelHooks
-from vescale.compat.native_dispatch import native_require_current, write_through_python
+from vescale.compat.native_dispatch import answer_mixed_calls, native_require_current, write_through_python
 from vescale.compat.op_info import is_view
 from vescale.compat.patching import Changes
 
@@ -37,7 +37,9 @@ __all__ = [
 def _on_first_rank(record: logging.LogRecord) -> bool:
     """PyTorch says once a process that gloo gathers where an all-to-all would do: once a job is enough."""
     is_repeated = "does not support alltoall yet" in str(record.msg)
-    return not is_repeated or not dist.is_initialized() or dist.get_rank() == 0
+    if not is_repeated or not dist.is_initialized():
+        return True
+    return dist.get_rank() == 0 and dist.get_backend() != "fake"  # of ranks that do not exist, never
 
 
 def observe_redistributions(changes: Changes, hooks: ModelHooks) -> None:
@@ -110,7 +112,7 @@ def _reading(method: Callable[..., Any], require: Callable[[DTensor], None]) -> 
 def _telling_of_reads(method: Callable[..., Any], listener: Any) -> Callable[..., Any]:
     @functools.wraps(method)
     def full_tensor(self: Any, *args: Any, **kwargs: Any) -> Any:
-        listener.reads(self, "full_tensor()")
+        listener.reads(self, "full_tensor()", True)
         return method(self, *args, **kwargs)
 
     return full_tensor
@@ -145,6 +147,7 @@ def observe_registrations(changes: Changes, hooks: ModelHooks) -> None:
 def accept_plain_operands(changes: Changes, hooks: ModelHooks) -> None:
     """Take plain tensors in ops that C++ refuses them for before it asks for a decision, and in all others."""
     take_over_mixed_ops(changes, hooks)
+    answer_mixed_calls(changes, hooks.listener.mixed)
     dispatcher, listener = DTensor._op_dispatcher, hooks.listener
     original = dispatcher._try_replicate_spec_for_scalar_tensor
 

@@ -41,6 +41,7 @@ from vescale.compat.patching import HOOKS, Changes
 from vescale.compat.sharding_caches import forget_sizes
 
 __all__ = [
+    "answer_mixed_calls",
     "counts_local_writes",
     "dispatch_counts",
     "filter_functions",
@@ -94,6 +95,20 @@ def write_through_python(changes: Changes, live_copies: Any) -> None:
         if module is not None:
             module.observe_writes(live_copies)
             changes.on_undo(functools.partial(module.observe_writes, None))
+
+
+def answer_mixed_calls(changes: Changes, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Ask ``answer(op, args, kwargs)`` for calls with plain tensors among DTensors, which PyTorch would refuse; its
+    NotImplemented leaves them to PyTorch. Nothing without the C++ dispatcher."""
+    module = _loaded()
+    if module is not None:
+
+        def asked(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            op = _op(name, overload)
+            return NotImplemented if op in handlers_of_dtensor() else answer(op, args, kwargs)
+
+        module.answer_mixed_calls(asked)
+        changes.on_undo(functools.partial(module.answer_mixed_calls, None))
 
 
 def counts_local_writes() -> bool:

@@ -144,7 +144,8 @@ PATCHES: tuple[Patch, ...] = (
           "PEFT takes the shape of an adapter from the local part of its base layer's weight; plain parameters that come "
           "later are not reduced", "models",
           model_patches.observe_registrations),
-    Patch(f"{_DTENSOR}.__format__", 'f"{loss:.3f}"', "PyTorch refuses it", "models", dtensor_methods.format_scalars),
+    Patch(f"{_DTENSOR}.__format__, tolist, numpy, __array__", 'f"{loss:.3f}"; the whole value', "PyTorch refuses them",
+          "models", dtensor_methods.give_values),
     Patch("torch.utils.checkpoint: _checkpoint_without_reentrant_generator, CheckpointFunction.forward, backward",
           "recompute a function in the module whose forward checkpointed it",
           "a recomputation runs outside of the model's forward", "models",

@@ -197,6 +197,7 @@ PYBIND11_MODULE(_dispatch, module) {
     module.def("is_installed", &vescale::is_installed);
     module.def("set_active", &vescale::set_active);
     module.def("observe_writes", &vescale::observe_writes);
+    module.def("answer_mixed_calls", &vescale::answer_mixed_calls);
     module.def("clear", &vescale::clear_tables);
     module.def("make_filter", &vescale::make_filter);
     module.def("convert", torch::wrap_pybind_function(&vescale::convert));

@@ -4,10 +4,11 @@
 
 #include "dispatch.h"
 #include "links.h"
-#include "python_arguments.h"
+#include "mixed.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -40,6 +41,9 @@ class Kernel final : public c10::OperatorKernel {
                 return;
             }
             require_current_operands(op, stack);  // making the key may have stopped halfway
+            if ((reason == kPlainTensor || reason == kViewedCopies) && run_mixed(op, stack)) {
+                return WatchCalls::note_other();
+            }
         }
         WatchCalls::note_other();
         const double start = seconds_now();
@@ -95,7 +99,7 @@ enum Tag : std::uint64_t {
 // The key of a call, or the reason why it has none.
 inline const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) const {
     bool has_dtensor = false;
-    const auto add_tensor = [&](const at::Tensor& tensor) -> const char* {
+    const auto add_tensor = [&](const at::Tensor& tensor, bool is_written) -> const char* {
         if (!tensor.defined()) {
             key.push_back(kNone);
             return nullptr;
@@ -111,12 +115,11 @@ inline const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) c
             key.push_back(reinterpret_cast<std::uint64_t>(spec));
             return nullptr;
         }
-        if (tensor.dim() != 0) {
-            return "plain tensor";
-        }
-        const auto keys = tensor.key_set();
-        if (keys.has(DispatchKey::Python)) {
+        if (tensor.key_set().has(DispatchKey::Python)) {
             return "tensor subclass";
+        }
+        if (tensor.dim() != 0 || is_written) {
+            return kPlainTensor;
         }
         key.push_back(kScalarTensor);
         key.push_back(
@@ -129,7 +132,8 @@ inline const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) c
         const IValue& value = arguments[i];
         const bool is_compared = is_compared_[i];
         if (value.isTensor()) {
-            if (const char* reason = add_tensor(value.toTensor())) {
+            const bool is_written = std::find(written_.begin(), written_.end(), i) != written_.end();
+            if (const char* reason = add_tensor(value.toTensor(), is_written)) {
                 return reason;
             }
         } else if (value.isInt()) {
@@ -160,7 +164,7 @@ inline const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) c
             key.push_back(kTensors);
             key.push_back(list.size());
             for (const at::Tensor& tensor : list) {
-                if (const char* reason = add_tensor(tensor)) {
+                if (const char* reason = add_tensor(tensor, false)) {
                     return reason;
                 }
             }
@@ -184,7 +188,7 @@ inline const char* Kernel::make_key(c10::ArrayRef<IValue> arguments, Key& key) c
             key.push_back(text.size());
             key.append(text.begin(), text.end());
         } else {
-            return "argument type";
+            return has_plain_tensor(value) ? kPlainTensor : "argument type";
         }
     }
     return has_dtensor ? nullptr : "no DTensor";
@@ -241,7 +245,7 @@ inline bool Kernel::try_run(const c10::OperatorHandle& op, Stack* stack, const c
     auto& our = self();
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
     if (!written_.empty() && are_writes_observed()) {
-        reason = "writes to viewed copies";
+        reason = kViewedCopies;
         return false;
     }
     if (!knows_compared_) {

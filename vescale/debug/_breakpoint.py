@@ -20,6 +20,7 @@ import torch.distributed as dist
 from vescale.debug._inspection import Inspector
 from vescale.debug._prompt import Prompt
 from vescale.debug._prompt_console import Console, SocketConsole, TerminalConsole, terminal_of_this_process
+from vescale.debug._running_prompt import RunningPrompt
 from vescale.debug._stopped_ranks import JobEnded, Session
 from vescale.errors import DebugOptionError
 
@@ -104,6 +105,8 @@ class RankDebugger(pdb.Pdb):
         self.use_rawinput = False
         self._session, self._wanted = session, wanted
         self._front: Prompt | None = None
+        self._running: RunningPrompt | None = None
+        self._is_released = False  # the prompt has let all ranks go on while this one was running
 
     # A stop
 
@@ -130,17 +133,27 @@ class RankDebugger(pdb.Pdb):
 
     def _lead(self) -> bool:
         """Read commands at the prompt. True: this rank resumes."""
+        if self._running is not None:
+            self._running.end()
+            self._running = None
+            if self._is_released:
+                return self._resume("c")
         if self._front is None:
             self._front = Prompt(self._session, self._console(), None if self._wanted == "all" else self._prompt_rank())
         if self.raised is not None:
             self._front._console.write(f"\n{type(self.raised).__name__}: {self.raised}\n")
         line = self._front.run(self._answer)
         goes_on = self._resume(line)
+        if goes_on and not self._session.is_closed and self.raised is None:
+            self._running = RunningPrompt(self._session, self._front, self._release)
         if goes_on and self._session.is_closed:
             self._front.close()
         elif not goes_on:
             self._front._console.write(self._printed())
         return goes_on
+
+    def _release(self) -> None:
+        self._is_released = True
 
     def _resume(self, line: str) -> bool:
         """Whether the rank resumes. It steps in the frame where it stopped, not in the frame that is shown, so that ranks

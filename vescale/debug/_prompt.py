@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vescale.debug._prompt_console import Console
 from vescale.debug._stopped_ranks import Session
 
-__all__ = ["Prompt"]
+__all__ = ["GOES_ON", "QUITS", "RESUMES", "Prompt"]
 
 HELP = """vescale: the job is stopped. Beside pdb's own commands, which apply to the rank in the prompt:
   rank R        put another rank into the prompt; rank all: every command applies to each
@@ -24,8 +24,8 @@ HELP = """vescale: the job is stopped. Beside pdb's own commands, which apply to
 """
 
 RESUMES = frozenset({"n", "next", "s", "step", "r", "return", "unt", "until", "c", "cont", "continue"})
-_GOES_ON = frozenset({"c", "cont", "continue"})
-_QUITS = frozenset({"q", "quit", "exit", "EOF"})
+GOES_ON = frozenset({"c", "cont", "continue"})
+QUITS = frozenset({"q", "quit", "exit", "EOF"})
 _FORBIDDEN = frozenset(
     {"interact", "debug", "run", "restart", "j", "jump"}
 )  # they would separate this rank from the others
@@ -40,6 +40,7 @@ class Prompt:
         self.current = rank
         """The rank in the prompt; None: all."""
         self._last = ""
+        self._before: dict[int, int] = {}  # how often ranks had stopped when they were told to go on
         self._beat = 0.0
         self._says_help = True
 
@@ -47,31 +48,53 @@ class Prompt:
         """Read and execute commands until one resumes this rank, and return that command. ``local(kind, text)`` answers
         for this rank."""
         self._local = local
-        self._await_others()
+        self.await_others()
         if self._says_help:
             self._console.write("\n" + HELP)
             self._says_help = False
         self._show_places()
         while True:
-            name = "all" if self.current is None else str(self.current)
-            line = self._console.read_line(f"(rank {name}) ", self._poll)
-            if line is None:
-                self._session.end("the prompt was closed")
-                raise AssertionError("unreachable")
-            line = line.strip() or self._last
-            self._last = line
-            command, _, rest = line.partition(" ")
-            if command in _QUITS:
-                self._console.write("ending all ranks\n")
-                self._console.close()
-                self._session.end("quit at the prompt")
+            line = self.read(self.poll)
+            command = line.partition(" ")[0]
+            if command in QUITS:
+                self.quit()
             elif command in RESUMES:
-                if command in _GOES_ON:
+                if command in GOES_ON:
                     self._session.close()
-                self._session.send([r for r in self._session.stopped() if r != self._session.rank], "resume", line)
+                self.resume(line)
                 return line
             elif command:
-                self._console.write(self._do(command, rest.strip(), line))
+                self.execute(line)
+
+    def read(self, poll: Callable[[], None]) -> str:
+        """A line that was typed; the last one again if it is empty."""
+        name = "all" if self.current is None else str(self.current)
+        line = self._console.read_line(f"(rank {name}) ", poll)
+        if line is None:
+            self._session.end("the prompt was closed")
+            raise AssertionError("unreachable")
+        self._last = line.strip() or self._last
+        return self._last
+
+    def resume(self, line: str) -> None:
+        """Have the other stopped ranks execute a command that lets them go on."""
+        ranks = [rank for rank in self._session.stopped() if rank != self._session.rank]
+        self._before = {rank: self._session.statuses()[rank]["stops"] for rank in ranks}
+        self._session.send(ranks, "resume", line)
+
+    def execute(self, line: str) -> None:
+        """A command that resumes nobody."""
+        command, _, rest = line.partition(" ")
+        self.write(self._do(command, rest.strip(), line))
+
+    def quit(self) -> None:
+        """End all ranks. Does not return."""
+        self.write("ending all ranks\n")
+        self._console.close()
+        self._session.end("quit at the prompt")
+
+    def write(self, text: str) -> None:
+        self._console.write(text)
 
     def close(self) -> None:
         self._console.close()
@@ -90,7 +113,7 @@ class Prompt:
             stacks = self._ask("pdb", "bt", self._chosen())
             return "".join(f"{_labelled(r, a)}{stacks.get(r, {}).get('text', '')}" for r, a in answers.items())
         if command in ("h", "help", "?") and not rest:
-            return HELP + self._text(self._ask("pdb", "help", [self._session.rank]))
+            return HELP + self._text(self._ask("pdb", "help", self._session.stopped()[:1]))
         if command in _FORBIDDEN:
             return f"*** {command} would part this rank from the others; use ! statements, or c\n"
         return self._text(self._ask("pdb", line, self._chosen()))
@@ -209,14 +232,37 @@ class Prompt:
 
     def _absent(self) -> str:
         absent = sorted(set(range(self._session.size)) - set(self._session.stopped()))
-        return f"(not stopped here: ranks {absent})\n" if absent else ""
+        return f"(not stopped here: ranks {absent})\n{self._running_lines(absent)}" if absent else ""
 
-    def _await_others(self) -> None:
+    def _running_lines(self, ranks: Sequence[int]) -> str:
+        statuses = self._session.statuses()
+        return "".join(f"  rank {rank} still runs {statuses[rank]['place']}\n" for rank in ranks if rank in statuses)
+
+    def running_text(self) -> str:
+        """Which ranks run which line, and which have stopped, while the prompt's rank is running."""
+        stopped = self._session.stopped()
+        running = [rank for rank in range(self._session.size) if rank not in stopped]
+        places = {rank: self._session.statuses()[rank]["place"] for rank in stopped}
+        text = "\n" + self._running_lines(running)
+        text += "".join(f"  rank {rank} has stopped at {place}\n" for rank, place in places.items())
+        if stopped:
+            text += (
+                "a line that waits for other ranks (a collective, a read of what is cut over ranks) ends when they run it, "
+                "too: n lets the stopped ranks go on\n"
+            )
+        return text
+
+    def await_others(self) -> None:
         """Wait for ranks that come to the same line, or finish the same step, at about the same time."""
         deadline = time.monotonic() + _GATHER_SECONDS
-        while len(self._session.stopped()) < self._session.size and time.monotonic() < deadline:
-            self._poll()
+        while self._num_back() < self._session.size and time.monotonic() < deadline:
+            self.poll()
             time.sleep(0.02)
+
+    def _num_back(self) -> int:
+        """How many ranks have stopped, since they were told to go on."""
+        found = self._session.statuses().items()
+        return sum(status["stopped"] and status["stops"] > self._before.get(rank, 0) for rank, status in found)
 
     def _show_places(self) -> None:
         places = {r: s["place"] for r, s in self._session.statuses().items() if s["stopped"]}
@@ -227,7 +273,8 @@ class Prompt:
                 self._console.write(f"  rank {rank} is at {place}\n")
         self._console.write(self._absent())
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
+        """Regularly while the prompt waits."""
         self._session.look()
         if time.monotonic() - self._beat > 1.0:
             self._beat = time.monotonic()

@@ -31,7 +31,7 @@ class Session:
     ============  ====================================================================================================
     key           value, and the rank that writes it
     ============  ====================================================================================================
-    status r      rank r: whether it is stopped, where, its process, whether it has a terminal
+    status r      rank r: whether it is stopped, for which time, where, its process, whether it has a terminal
     prompt        the rank that reads commands; written by the first one
     command k     the prompt's rank: the command, and the ranks that execute it in turn
     reply k r     rank r: its result
@@ -47,6 +47,7 @@ class Session:
         self._name = f"vescale breakpoint {name}"
         self._done = int(self._store.add(f"{self._name} commands", 0))
         self._is_paused = False
+        self._stops = 0
         self.prompt_rank: int | None = None
 
     # Keys
@@ -79,7 +80,9 @@ class Session:
             self._store.add("vescale paused", 1)
             self._is_paused = True
         process = ProcessIdentity.own().to_json()
-        self._set(f"status {self.rank}", {"stopped": True, "place": place, "terminal": terminal, "process": process})
+        self._stops += 1
+        own = {"stopped": True, "stops": self._stops, "place": place, "terminal": terminal, "process": process}
+        self._set(f"status {self.rank}", own)
 
     def go_on(self) -> None:
         status = self._get(f"status {self.rank}") or {}

@@ -101,6 +101,7 @@ from vescale.errors._models import (
 from vescale.errors._near_names import did_you_mean
 from vescale.errors._ops import (
     LabelError,
+    MixedTensorsError,
     OpPlacementError,
     RuleError,
     UnsupportedOpError,
@@ -221,6 +222,7 @@ __all__ = [
     "MissingMeshError",
     "MissingPackageError",
     "MissingValuesError",
+    "MixedTensorsError",
     "ModelFlopsError",
     "ModuleEntryError",
     "NewPlanError",

@@ -6,6 +6,7 @@ from vescale.errors._coded import Coded
 
 __all__ = [
     "LabelError",
+    "MixedTensorsError",
     "OpPlacementError",
     "RuleError",
     "UnsupportedOpError",
@@ -35,3 +36,10 @@ class LabelError(Coded, IndexError):
     """Labels of a loss are out of bounds."""
 
     code = "VS1605"
+
+
+class MixedTensorsError(Coded, RuntimeError):
+    """A plain tensor that requires a gradient meets DTensors outside of a parallelized model, or one of them that requires a
+    gradient is written to a plain tensor."""
+
+    code = "VS1607"

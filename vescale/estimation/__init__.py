@@ -6,6 +6,7 @@ from vescale.estimation._depth import Repeats, repeats_of
 from vescale.estimation._devices import Device, Efficiency, device_names, device_of
 from vescale.estimation._estimate import Estimate, RankMemory, estimate
 from vescale.estimation._html import page
+from vescale.estimation._implicit import implicit_reports
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._memory_timeline import CATEGORIES, timeline_of
 from vescale.estimation._optimizers import OPTIMIZERS
@@ -40,6 +41,7 @@ __all__ = [
     "device_names",
     "device_of",
     "estimate",
+    "implicit_reports",
     "page",
     "repeats_of",
     "timeline_of",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vescale.errors import ArgumentTypeError, EstimateArgumentError, EstimateError
+from vescale.errors import EstimateArgumentError, EstimateError
 from vescale.estimation._compare import Comparison, compare
 from vescale.estimation._depth import Repeats, keep_first_and_last, repeats_of
 from vescale.estimation._devices import Device, device_of
@@ -18,7 +18,7 @@ from vescale.estimation._memory_timeline import MemoryTimeline, label_of, timeli
 from vescale.estimation._optimizers import make_optimizer
 from vescale.estimation._rank_states import RankStates, rank_states
 from vescale.estimation._rehearsal import Rehearsal, rehearse
-from vescale.estimation._skeleton import make_batch, skeleton_of
+from vescale.estimation._skeleton import loss_of, make_batch, skeleton_of
 from vescale.estimation._step_time import StepTime, step_time
 from vescale.estimation._unknown_values import Routing
 from vescale.ir import Local, Program, Wrap, lower
@@ -209,7 +209,9 @@ def estimate(
         copy = skeleton_of(model)
         keep_first_and_last(copy, repeats)
         routing = _routing(program, load, rank)
-        return rehearse(copy, plan, program.axes, rank, inputs, maker, loss or _loss, num_steps=steps, routing=routing)
+        return rehearse(
+            copy, plan, program.axes, rank, inputs, maker, loss or loss_of, num_steps=steps, routing=routing
+        )
 
     repeats = repeats_of(skeleton) if reduce_depth else ()
     try:
@@ -254,26 +256,6 @@ def estimate(
         "reduce_depth": reduce_depth,
     }
     return Estimate(program, table, ranks, outside, time, tuple(notes), given)
-
-
-def _loss(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """The model's own loss, else the mean of its first floating-point output."""
-    own = getattr(output, "loss", None)
-    if isinstance(own, torch.Tensor):
-        return own
-    values = (
-        list(output.values())
-        if isinstance(output, Mapping)
-        else list(output)
-        if isinstance(output, tuple | list)
-        else [output]
-    )
-    first = next((x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()), None)
-    if first is None:
-        raise ArgumentTypeError(
-            f"the forward returns {type(output).__name__} without a loss; give loss=, a function of output and batch"
-        )
-    return first.float().mean()
 
 
 def _routing(program: Program, load: float | list[float], rank: int) -> Routing:

@@ -27,7 +27,7 @@ from vescale.fsdp import state_of
 from vescale.plans import MeshAxes, Plan
 from vescale.runtime import current_activation, locate, parallelize
 
-__all__ = ["Rehearsal", "StateTensor", "classify", "rehearse"]
+__all__ = ["Rehearsal", "StateTensor", "apart", "classify", "given", "rehearse"]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
@@ -114,11 +114,11 @@ def rehearse(
     size = 1
     for n in axes.sizes:
         size *= n
-    with fake_world(size, rank), _apart():  # the lock of worlds also serialises what _apart changes in the process
+    with fake_world(size, rank), apart():  # the lock of worlds also serialises what apart changes in the process
         parallelize(model, plan)
         with mode, observe_allocations(log.resized), balanced_tokens(routing):
             model.to_empty(device="cpu")
-            inputs = {name: _given(mode, value) for name, value in batch.items()}
+            inputs = {name: given(mode, value) for name, value in batch.items()}
             for value in inputs.values():
                 if isinstance(value, torch.Tensor):
                     found.kinds[log.see(value.untyped_storage())] = ("input", None)
@@ -161,7 +161,8 @@ def _step(
         model.zero_grad()
 
 
-def _given(mode: UnfilledTensors, value: Any) -> Any:
+def given(mode: UnfilledTensors, value: Any) -> Any:
+    """An input of the model, whose floating-point numbers are not written."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.is_floating_point():
@@ -170,7 +171,7 @@ def _given(mode: UnfilledTensors, value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _apart() -> Iterator[None]:
+def apart() -> Iterator[None]:
     """The program around sees neither random numbers, nor warnings, nor garbage collections."""
     was_collecting = gc.isenabled()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), unchecked(), torch.enable_grad():

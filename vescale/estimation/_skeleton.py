@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from vescale.ir import random_inputs
 from vescale.rng import is_deferred
 from vescale.runtime import Runtime
 
-__all__ = ["make_batch", "skeleton_of"]
+__all__ = ["loss_of", "make_batch", "skeleton_of"]
 
 
-def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device, and buffers, unless they have values and are small.
+def skeleton_of(model: nn.Module, without: Iterable[nn.Module] = ()) -> nn.Module:
+    """A copy whose parameters are on the meta device, and buffers, unless they have values and are small. Modules of
+    ``without`` become empty ones.
 
     Raises PlanError for a model that has been parallelized.
     """
@@ -28,7 +29,7 @@ def skeleton_of(model: nn.Module) -> nn.Module:
             f"this {type(model).__name__} has been parallelized: estimate the plan with a model as it was before (on the "
             "meta device it costs nothing), and compare with estimate.compare(model)"
         )
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(module): nn.Module() for module in without}
     for parameter in model.parameters():
         meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
@@ -72,3 +73,23 @@ def _tensor(name: str, value: Any) -> Any:
         is_index = name.endswith(("ids", "labels", "mask", "timestep"))
         return torch.empty(value, dtype=torch.int64 if is_index else torch.get_default_dtype(), device="meta")
     return value
+
+
+def loss_of(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """The model's own loss, else the mean of its first floating-point output."""
+    own = getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    values = (
+        list(output.values())
+        if isinstance(output, Mapping)
+        else list(output)
+        if isinstance(output, tuple | list)
+        else [output]
+    )
+    first = next((x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()), None)
+    if first is None:
+        raise ArgumentTypeError(
+            f"the forward returns {type(output).__name__} without a loss; give loss=, a function of output and batch"
+        )
+    return first.float().mean()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vescale.compat import local_of, no_torch_function
+from vescale.compat import local_of, no_torch_function, tell_read
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import bring
 from vescale.ops._registration import replaces
@@ -17,5 +17,6 @@ __all__: list[str] = []
 @replaces(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, communicates=("all_gather", "all_reduce"))
 def _to_python(context: OpContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with no_torch_function():
+        tell_read(args[0], f"{func.__name__}()", for_python=True)
         whole = local_of(bring(args[0], context.replicated, func.__name__, "self"))
         return func(whole, *args[1:], **kwargs)

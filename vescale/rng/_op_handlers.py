@@ -267,7 +267,7 @@ def _local_scalar_dense(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
         return local_of(dtensor).item()
     if is_symbolic(local_of(dtensor)):
         return stock_dispatch(op, args, kwargs)
-    tell_read(dtensor, "item()")
+    tell_read(dtensor, "item()", for_python=True)
     local, whole = local_of(dtensor).detach(), (Replicate(),) * dtensor.device_mesh.ndim
     if dtensor.dtype == torch.bool:  # sums of booleans overflow into themselves on some backends
         local = local.to(torch.int32)

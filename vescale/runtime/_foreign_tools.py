@@ -16,7 +16,7 @@ from vescale.errors import ForeignToolError
 from vescale.runtime._bound_method import BoundMethod
 from vescale.runtime._runtime import Runtime
 
-__all__ = ["meet_foreign_tools", "refuse_tracing"]
+__all__ = ["meet_foreign_tools", "refuse_tracing", "refuse_wrapped"]
 
 _REDUCED = "it distributes its parameters, and reduces their gradients, by its plan"
 _INSTEAD = {
@@ -34,6 +34,15 @@ _INSTEAD = {
 }
 
 
+_WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "DataParallel": "DataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard",
+    "ScriptModule": "torch.jit",
+}
+
+
 def meet_foreign_tools(runtime: Runtime, model: nn.Module) -> None:
     """Give the modules of a parallelized model what tools ask for. They are copied with the model."""
     for module in model.modules():
@@ -42,6 +51,22 @@ def meet_foreign_tools(runtime: Runtime, model: nn.Module) -> None:
     attributes["_ddp_params_and_buffers_to_ignore"] = _Refused("DistributedDataParallel")
     attributes["__prepare_scriptable__"] = _Refused("torch.jit.script")
     BoundMethod.give(runtime, model, "_apply", _apply)
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Before ``parallelize``. Raises ForeignToolError for a model that another tool distributes already."""
+    for path, module in model.named_modules():
+        kinds = [
+            kind.__name__ for kind in type(module).__mro__ if kind.__module__.split(".")[0] in ("torch", "vescale")
+        ]
+        tool = next((_WRAPPERS[name] for name in kinds if name in _WRAPPERS), None)
+        if tool is not None:
+            where = f"its part {path!r}" if path else f"a {type(module).__name__}"
+            raise ForeignToolError(
+                f"parallelize got a model of which {where} is distributed by {tool} already: both would cut its "
+                "parameters or reduce its gradients. Give parallelize the model as it was before, and let the plan do it: "
+                "<in> entries cut the batch over an axis, and unit entries shard parameters (docs/plans.md)"
+            )
 
 
 def refuse_tracing() -> None:
@@ -69,6 +94,16 @@ class _Refused:
         _refuse(self.tool)
 
 
+def _changes_nothing(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> bool:
+    """``to("cpu:0")``, as Trainer moves models, copies tensors that are on the CPU already."""
+    found = fn(tensor)
+    if found is tensor:
+        return True
+    is_conversion = getattr(fn, "__qualname__", "") == "Module.to.<locals>.convert"
+    same = found.dtype == tensor.dtype and found.stride() == tensor.stride()
+    return is_conversion and same and found.device.type == tensor.device.type == "cpu"
+
+
 def _apply(runtime: Runtime, model: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
     """``to``, ``half``, ``cuda`` and the like: nothing where they change nothing.
 
@@ -76,7 +111,7 @@ def _apply(runtime: Runtime, model: Any, fn: Callable[[torch.Tensor], torch.Tens
     """
     tensors = [*model.parameters(), *model.buffers()]
     with torch.no_grad():
-        if tensors and not tensors[0].is_meta and all(fn(tensor) is tensor for tensor in tensors):
+        if tensors and not tensors[0].is_meta and all(_changes_nothing(fn, tensor) for tensor in tensors):
             return model
     try:
         return type(model)._apply(model, fn, *args, **kwargs)
@@ -87,4 +122,4 @@ def _apply(runtime: Runtime, model: Any, fn: Callable[[torch.Tensor], torch.Tens
             f"this {type(model).__name__} cannot be moved or converted after parallelize, whose gradient hooks hold its "
             "parameters: call to(), half(), bfloat16() or cuda() before, or give the dtype of the computation to the plan, "
             "plan.precision('', param='bfloat16')"
-        ) from error
+        ) from None

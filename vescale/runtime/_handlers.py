@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from vescale.checks import step_checks
 from vescale.comm import record
 from vescale.compat import (
     DispatchListener,
@@ -25,7 +26,9 @@ from vescale.compat import (
     output_meta,
     spec_of,
     stock_dispatch,
+    tensors_in,
 )
+from vescale.errors import OpPlacementError
 from vescale.ops import (
     LIVE_COPIES,
     bring,
@@ -45,6 +48,7 @@ from vescale.runtime._inplace_views import INPLACE_VIEW_HANDLERS
 from vescale.runtime._input_checks import check_move, check_read, note_plain_value
 from vescale.runtime._linear_on_partial import DERIVATIVE_HANDLERS, accumulated, derivative, where
 from vescale.runtime._module_calls import checkpointed
+from vescale.runtime._plain_operands import run_mixed
 from vescale.runtime._stray_parameters import StrayWatch
 
 __all__ = ["install_handlers"]
@@ -116,6 +120,8 @@ def _index_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if found is not None:
         return found
     x, indices, values, *more = args
+    if not isinstance(x, DTensor) and (result := run_mixed(op, args, kwargs)) is not NotImplemented:
+        return result
     if isinstance(x, DTensor) and not isinstance(values, DTensor):
         values = wrap_global(values, x.device_mesh, (Replicate(),) * x.device_mesh.ndim, str(op))
     return stock_dispatch(op, (x, indices, values, *more), kwargs)
@@ -165,8 +171,9 @@ class _Listener(DispatchListener):
     def wrote(self, tensor: DTensor) -> None:
         write_through(tensor)
 
-    def reads(self, tensor: DTensor, how: str) -> None:
-        check_read(tensor, how)
+    def reads(self, tensor: DTensor, how: str, for_python: bool) -> None:
+        if for_python or running_module() is None:  # inside of a forward, the model's own ops run on all ranks
+            check_read(tensor, how)
 
     def moves(self, tensor: DTensor, placements: tuple[Any, ...], how: str) -> None:
         if running_module() is None:
@@ -174,6 +181,9 @@ class _Listener(DispatchListener):
 
     def plain_value(self, op: Any, name: str, tensor: torch.Tensor, mesh: Any) -> None:
         note_plain_value(str(op), name, tensor, mesh)
+
+    def mixed(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return run_mixed(op, args, kwargs)
 
     def interleaved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> Any:
         return run_interleaved(args, kwargs, schema)
@@ -190,9 +200,35 @@ class _Listener(DispatchListener):
 
     def no_strategy(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, run on every rank, keep this rank's part of what was written in place."""
+        _refuse_collective(op, args)
         if running_module() is None:
-            return NotImplemented
+            return _outside(op, args, kwargs)
         return _replicated(op, args, kwargs)
+
+
+def _outside(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same outside of a model, on the mesh of one: all ranks read what is cut."""
+    found = [x for x in (*tensors_in(args), *tensors_in(kwargs)) if isinstance(x, DTensor)]
+    if not found or step_checks(found[0].device_mesh) is None:
+        return NotImplemented
+    for x in found:
+        check_read(x, f"an operand of {op}")
+    return _replicated(op, args, kwargs)
+
+
+def _refuse_collective(op: Any, args: tuple[Any, ...]) -> None:
+    """``dist.all_reduce(loss)``: a DTensor is the global tensor, of which a collective would make a multiple."""
+    if not op._schema.name.startswith("c10d::"):
+        return
+    found = next((x for x in tensors_in(args) if isinstance(x, DTensor)), None)
+    if found is not None and step_checks(found.device_mesh) is not None:
+        name = op._schema.name.removeprefix("c10d::").rstrip("_")
+        raise OpPlacementError(
+            f"the script calls the collective {name} on a DTensor of shape {tuple(found.shape)} placed as "
+            f"{tuple(found.placements)}; outputs, losses and gradients of a parallelized model are global already: leave "
+            "the collective out, and any division by the number of ranks. x.full_tensor() is the whole value, x.to_local() "
+            "this rank's part"
+        ) from None
 
 
 def _enter_in_ledger(op: str, local: torch.Tensor, source: Any, target: Any) -> None:

@@ -12,8 +12,26 @@ from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.checks import SEED, InputMismatchError, LocalPart, StepChecks, describe, step_checks, tensor_text
-from vescale.compat import DTensorSpec, has_dispatch_modes, in_backward, no_torch_function, spec_of, tensors_in
+from vescale.checks import (
+    SEED,
+    STATE,
+    InputMismatchError,
+    LocalPart,
+    StepChecks,
+    describe,
+    hash_of,
+    step_checks,
+    tensor_text,
+)
+from vescale.compat import (
+    DTensorSpec,
+    has_dispatch_modes,
+    in_backward,
+    local_of,
+    no_torch_function,
+    spec_of,
+    tensors_in,
+)
 from vescale.gradients import GradientReducer
 from vescale.ops import running_module
 from vescale.placements import local_region, shard_dim
@@ -53,10 +71,14 @@ def check_inputs(
         inputs: list[tuple[str, str]] = []
         parts: list[LocalPart] = []
         tensors: list[tuple[torch.Tensor, tuple[Placement, ...]]] = []
+        replicas: dict[tuple[int, ...], list[tuple[str, str]]] = {}
         if checks.compares_data:
             fully = checks.is_due
             watched = has_dispatch_modes()  # which would see the ops
             runtime.random_state = torch.get_rng_state() if fully and not watched else None
+            if fully and not watched:
+                replicas = _replicas(runtime)
+                inputs += replicas.pop(_long_axes(runtime), [])
             for name, value, placing in named():
                 if placing is None or not placing.takes_local_parts:
                     if not watched:
@@ -74,11 +96,45 @@ def check_inputs(
         mode = "" if module is None else "in training" if module.training else "in evaluation"
         mode += ", with gradients" if torch.is_grad_enabled() else ", without gradients"
         shapes = checks.forward(model, mode, inputs, parts)
+        for alike, rows in sorted(replicas.items()):
+            checks.replicas(model, rows, alike)
         if shapes is not None:
             THREAD.global_shapes = {
                 id(tensor): _global_shape(runtime, part.name, found, placements)
                 for (tensor, placements), part, found in zip(tensors, parts, shapes)
             }
+
+
+_MAX_NAMES = 120
+
+
+def _long_axes(runtime: Runtime) -> tuple[int, ...]:
+    return tuple(axis for axis, size in enumerate(runtime.mesh.shape) if size > 1)
+
+
+def _replicas(runtime: Runtime) -> dict[tuple[int, ...], list[tuple[str, str]]]:
+    """By axes along which ranks have the same part: parameters, and what tells their values. On devices whose
+    kernels do not repeat their bits, before the first forward only."""
+    module, long = runtime.root, _long_axes(runtime)
+    found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+    frozen: list[str] = []
+    if module is None:
+        return found
+    for name, tensor in module.named_parameters():
+        if not isinstance(tensor, DTensor) or tensor.device_mesh != runtime.mesh:
+            continue
+        axes = tuple(axis for axis in long if tensor.placements[axis].is_replicate())
+        local = local_of(tensor)
+        if not tensor.requires_grad:
+            frozen.append(name)
+        if axes and (local.is_cpu or runtime.num_forwards == 1):
+            text = tensor_text(local.detach(), fully=True)
+            found.setdefault(axes, []).append((f"{STATE}parameter {name!r}", text))
+    if frozen:
+        names = ", ".join(frozen)
+        text = names if len(names) < _MAX_NAMES else f"{names[:_MAX_NAMES]}... ({len(frozen)}, {hash_of(names)})"
+    found.setdefault(long, []).append((f"{STATE}requires_grad", f"False of {text}" if frozen else "True of all"))
+    return found
 
 
 def _global_shape(
@@ -154,17 +210,23 @@ def _begin_backward(checks: StepChecks, reducer: GradientReducer | None, model: 
 
 
 def check_read(tensor: DTensor, how: str) -> None:
-    """Before the value of a DTensor is gathered, outside of models, by the ranks along the axes over which it is cut."""
+    """Before the value of a DTensor is gathered for Python, also inside of a forward, by the ranks along the axes over
+    which it is cut."""
     spec = spec_of(tensor)
-    check_move(spec, (Replicate(),) * spec.mesh.ndim, how)
+    _check_move(spec, (Replicate(),) * spec.mesh.ndim, how)
 
 
 def check_move(spec: DTensorSpec, target: Sequence[Placement], how: str) -> None:
     """Before a DTensor is moved to other placements outside of models: by the ranks along the axes that communicate."""
+    if running_module() is None:
+        _check_move(spec, target, how)
+
+
+def _check_move(spec: DTensorSpec, target: Sequence[Placement], how: str) -> None:
     mesh, placements = spec.mesh, spec.placements
     axes = [a for a, p in enumerate(placements) if not p.is_replicate() and p != target[a] and mesh.size(a) > 1]
     checks = step_checks(mesh) if axes else None
-    if checks is None or not checks.is_on or in_backward() or running_module() is not None:
+    if checks is None or not checks.is_on or in_backward():
         return
     checks.read(f"{how}, a DTensor of shape {tuple(spec.shape)} placed as {tuple(placements)}", axes)
 

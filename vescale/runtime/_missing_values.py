@@ -41,14 +41,18 @@ class MissingValues:
     def __init__(self, model: nn.Module) -> None:
         self._name = type(model).__name__
         self._num_tensors = 0
+        self._plain: list[str] = []  # attributes that are no parameters or buffers
         self.places: dict[str, tuple[weakref.ref[nn.Module], str]] = {}
         for path, module in model.named_modules():
-            for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
+            own = (*module._parameters.items(), *module._buffers.items(), *module.__dict__.items())
+            for attribute, tensor in own:
+                if isinstance(tensor, torch.Tensor):
                     self._num_tensors += 1
                     if tensor.is_meta and not is_deferred(tensor):
                         name = f"{path}.{attribute}" if path else attribute
                         self.places[name] = weakref.ref(module), attribute
+                        if attribute in module.__dict__:
+                            self._plain.append(name)
 
     def warn(self) -> None:
         """On the first rank, before anything is placed."""
@@ -67,13 +71,20 @@ class MissingValues:
     def _text(self, names: Sequence[str]) -> str:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         what = f"all {self._num_tensors}" if len(names) == self._num_tensors else f"{len(names)} of {self._num_tensors}"
+        plain = [name for name in names if name in self._plain]
+        advice = _ADVICE
+        if plain:
+            advice += (
+                f". to_empty and load_state_dict do not reach {', '.join(plain[:_SHOWN])}, which are neither parameters nor "
+                "buffers: register_buffer(name, tensor) in the model, or set them after parallelize"
+            )
         where = f"parameters and buffers of this {self._name} are on the meta device, without values"
-        return f"{what} {where}: {shown}; {_ADVICE}"
+        return f"{what} {where}: {shown}; {advice}"
 
 
 def _tensor_at(module: weakref.ref[nn.Module], attribute: str) -> torch.Tensor | None:
     owner = module()
     if owner is None:
         return None
-    found = owner._parameters.get(attribute)
-    return found if found is not None else owner._buffers.get(attribute)
+    own = (owner._parameters, owner._buffers, owner.__dict__)
+    return next((tensor for held in own if (tensor := held.get(attribute)) is not None), None)

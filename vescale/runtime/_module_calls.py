@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of, no_torch_function, resume_compiling, suspend_compiling, tensors_in
+from vescale.compat import in_backward, local_of, no_torch_function, resume_compiling, suspend_compiling, tensors_in
 from vescale.runtime._activation import THREAD, Activation, Frame, activations, current_activation
 from vescale.runtime._function_mode import RuntimeMode
 from vescale.runtime._runtime import Runtime
@@ -123,6 +123,8 @@ def _begin(runtime: Runtime, module: nn.Module, path: str) -> Activation:
     """A forward of the model, or of a copy or a part of it, begins with the module."""
     if not runtime.has_adopted(module):
         runtime.adopt(module, path)
+    if path and not in_backward():  # of the model itself, ranks have compared the inputs
+        runtime.checks.step(f"a call of {path!r}, a part of the model")
     runtime.gradients.attach()
     if torch.is_grad_enabled():
         runtime.num_training_forwards += 1

@@ -41,7 +41,7 @@ from vescale.rng import has_deferred, is_deferred, materialize
 from vescale.runtime._checkpointed_forward import CheckpointedForward
 from vescale.runtime._executors import Executor, executor_of
 from vescale.runtime._expert_region import ExpertRegion
-from vescale.runtime._foreign_tools import meet_foreign_tools
+from vescale.runtime._foreign_tools import meet_foreign_tools, refuse_wrapped
 from vescale.runtime._gradient_hooks import GradientHooks, full_name
 from vescale.runtime._handlers import install_handlers
 from vescale.runtime._implicit_report import RuntimeObserver
@@ -121,6 +121,8 @@ def parallelize(
             model, plan, mesh=mesh, strict=strict, mode=mode
         )
         return staged
+    if isinstance(model, nn.Module):
+        refuse_wrapped(model)
     missing = MissingValues(model) if isinstance(model, nn.Module) else None
     if missing is not None:
         missing.warn()

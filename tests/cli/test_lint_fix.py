@@ -1,0 +1,129 @@
+"""``vescale lint`` finds what a forward would communicate; ``--fix`` writes the entries that it is sure of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vescale
+from vescale.cli import main
+from vescale.compat.fake_worlds import fake_world
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.q_proj, self.o_proj = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.o_proj(torch.tanh(self.q_proj(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, layers=6):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Reading(Net):
+    def forward(self, x):
+        return super().forward(x) if float(x.sum().detach().numpy()) > 0 else x
+"""
+GOOD = """version: 1
+mesh: {tp: 2}
+shard:
+  # columns, then rows
+  'layers.\\d.q_proj.(weight|bias)': {tp: S(0)}
+  layers.\\d.q_proj.<in>: {tp: R}
+  layers.\\d.o_proj.weight: {tp: S(1)}
+  layers.\\d.o_proj.<out>: {tp: R}
+"""
+INPUT = ("--model", "net.py:Net", "--input", "x=4x8")
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(MODEL)
+
+    def run(plan: str, *arguments: str) -> tuple[int, str]:
+        Path("plan.yaml").write_text(plan)
+        code = main(["lint", "plan.yaml", *arguments])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def test_a_good_plan_has_no_findings(run: Callable[..., tuple[int, str]]) -> None:
+    assert run(GOOD, *INPUT) == (0, "no findings\n")
+
+
+def test_a_norm_whose_weight_alone_is_cut(run: Callable[..., tuple[int, str]]) -> None:
+    code, out = run(GOOD + "  layers.\\d.norm.weight: {tp: S(0)}\n", *INPUT)
+    assert code == 1 and "warning[implicit]" in out
+    assert "the parameter 'weight' as tp=S(0) and needs tp=R" in out and "layers.0.norm (forward" in out
+    assert "write `layers.\\d+.norm.weight: {tp: R}`" in out
+
+
+def test_rows_that_are_cut_as_columns(run: Callable[..., tuple[int, str]]) -> None:
+    """``o_proj.weight: S(0)``: its input, cut by features, is gathered."""
+    wrong = GOOD.replace("o_proj.weight: {tp: S(1)}", "o_proj.weight: {tp: S(0)}")
+    code, out = run(wrong, *INPUT, "--json")
+    found = json.loads(out)["findings"]
+    assert code == 1 and {each["rule"] for each in found} == {"implicit"}
+    assert any("o_proj" in each["problem"] and "needs tp=R" in each["problem"] for each in found)
+    assert run(wrong, *INPUT, "--ignore", "implicit")[0] == 0
+
+
+def test_fix_writes_entries_that_run_without_implicit_communication(run: Callable[..., tuple[int, str]]) -> None:
+    wrong = GOOD.replace("o_proj.weight: {tp: S(1)}", "o_proj.weight: {tp: S(0)}")
+    code, out = run(wrong, *INPUT, "--fix")
+    assert code == 0 and out.count("written: ") == 1 and "o_proj.<in:0>: {tp: R}" in out
+    text = Path("plan.yaml").read_text()
+    kept = [line for line in text.splitlines() if "<in:0>" not in line]
+    assert kept == wrong.splitlines()  # all other lines, and comments, are as they were
+    assert sorted(path.name for path in Path().iterdir()) == ["net.py", "plan.yaml"]
+    for plan, is_refused in ((text, False), (wrong, True)):  # the engine in strict mode agrees
+        Path("plan.yaml").write_text(plan)
+        with fake_world(2, 0), pytest.raises(vescale.ImplicitCommunicationError) if is_refused else nullcontext():
+            namespace: dict[str, Any] = {}
+            exec(MODEL, namespace)
+            model = vescale.parallelize(namespace["Net"](), vescale.Plan.from_yaml("plan.yaml"), strict=True)
+            model(torch.ones(4, 8)).sum().backward()
+
+
+def test_fix_changes_an_entry_that_says_otherwise(run: Callable[..., tuple[int, str]]) -> None:
+    code, out = run(GOOD + "  layers.\\d+.norm.weight: {tp: S(0)}  # why\n", *INPUT, "--fix")
+    assert code == 0, out
+    assert "layers.\\d+.norm.weight: {tp: R}  # why\n" in Path("plan.yaml").read_text()
+
+
+def test_fix_writes_nothing_into_plans_that_need_nothing(run: Callable[..., tuple[int, str]]) -> None:
+    assert run(GOOD, *INPUT, "--fix") == (0, "no findings\n")
+    assert Path("plan.yaml").read_text() == GOOD
+    broken = GOOD.replace("o_proj.weight", "oproj.weight")
+    assert run(broken, *INPUT, "--fix")[0] == 1
+    assert Path("plan.yaml").read_text() == broken
+    assert main(["lint", "llama", *INPUT, "--mesh", "dp=1,tp=2", "--fix"]) == 2
+
+
+def test_code_that_reads_values_is_told_of(run: Callable[..., tuple[int, str]]) -> None:
+    code, out = run(GOOD, "--model", "net.py:Reading", "--input", "x=4x8")
+    assert code == 0, out

@@ -1,0 +1,113 @@
+"""Plain tensors among DTensors outside of a parallelized model: metrics, losses and sums that a script makes of outputs.
+
+As everywhere, a plain tensor is the global one, the same on every rank, and ranks compare it with their next event.
+
+===========================================  ====================================================================
+a plain tensor                               the op
+===========================================  ====================================================================
+is read                                      runs as if it were a DTensor, Replicate on each axis
+is read, and requires a gradient             MixedTensorsError: its gradient would be a DTensor
+is written to (``total += loss.detach()``)   writes the whole value, which all ranks gather
+is written to by what requires a gradient    MixedTensorsError: autograd would have to continue through both
+===========================================  ====================================================================
+
+Meshes without a parallelized model, and places inside of one, are not treated here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from vescale.checks import step_checks
+from vescale.compat import local_of, make_dtensor, make_spec, map_tensors, tensors_in
+from vescale.errors import MixedTensorsError
+from vescale.ops import bring, running_module
+from vescale.runtime._input_checks import check_read, note_plain_value
+
+__all__ = ["run_mixed"]
+
+
+def run_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a call with plain tensors among DTensors; NotImplemented: PyTorch answers it.
+
+    Communication: a plain tensor that is written to needs the whole value of DTensors that are cut or pending.
+
+    Raises MixedTensorsError.
+    """
+    if running_module() is not None:
+        return NotImplemented
+    tensors = [*tensors_in(args), *tensors_in(kwargs)]
+    mesh = next((x.device_mesh for x in tensors if isinstance(x, DTensor)), None)
+    if mesh is None or step_checks(mesh) is None:
+        return NotImplemented
+    written = [x for x in _written(op, args, kwargs) if not isinstance(x, DTensor)]
+    if not written and all(isinstance(x, DTensor) or x.ndim == 0 for x in tensors):
+        return NotImplemented
+    if torch.is_grad_enabled():
+        _refuse_gradients(op, tensors, bool(written))
+    if written:
+        return _write(op, args, kwargs)
+    names = iter(_names(op, args, kwargs))
+
+    def wrapped(x: torch.Tensor) -> torch.Tensor:
+        name = next(names)
+        if isinstance(x, DTensor):
+            return x
+        if x.ndim:
+            note_plain_value(str(op), name, x, mesh)
+        return make_dtensor(x, make_spec(mesh, (Replicate(),) * mesh.ndim, x.shape, x.stride(), x.dtype))
+
+    args, kwargs = map_tensors(wrapped, tuple(args)), map_tensors(wrapped, dict(kwargs))
+    return op(*args, **kwargs)
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += tensors_in(value)
+    return found
+
+
+def _names(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The argument of each tensor, in order."""
+    given = [*((argument.name, value) for argument, value in zip(op._schema.arguments, args)), *kwargs.items()]
+    return [name for name, value in given for _ in tensors_in(value)]
+
+
+def _refuse_gradients(op: Any, tensors: list[torch.Tensor], writes: bool) -> None:
+    name = str(op).removeprefix("aten.").partition(".")[0]
+    if writes:
+        found = next((x for x in tensors if isinstance(x, DTensor) and x.requires_grad), None)
+        if found is not None:
+            raise MixedTensorsError(
+                f"{name} writes a DTensor of shape {tuple(found.shape)} that requires a gradient to a plain tensor: "
+                "autograd cannot continue from one to the other. Write the value alone (x.detach(), or x.item()), "
+                "or make a new tensor (total = total + x)"
+            )
+        return
+    for x in tensors:
+        if not isinstance(x, DTensor) and x.requires_grad and x.ndim:
+            raise MixedTensorsError(
+                f"{name} of DTensors and a plain tensor of shape {tuple(x.shape)} that requires a gradient, outside of the "
+                "parallelized model: nothing places its gradient. Make it a parameter of the model before parallelize, "
+                "compute with it inside of the model's forward, or detach it"
+            )
+
+
+def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op on whole values, into plain tensors."""
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, DTensor):
+            return x
+        check_read(x, str(op))
+        return local_of(bring(x, (Replicate(),) * x.device_mesh.ndim, str(op), "an operand"))
+
+    result = op(*map_tensors(whole, tuple(args)), **map_tensors(whole, dict(kwargs)))
+    written = _written(op, args, kwargs)
+    return written[0] if len(written) == 1 and isinstance(result, torch.Tensor) else result
