@@ -444,6 +444,7 @@ def test_capturable_scalars() -> None:
         ({"betas": (1.0, 0.9)}, r"betas\[0\] is 1.0"),
         ({"eps": -1e-8}, "eps is -1e-08"),
         ({"block_size": 0}, "block_size is 0"),
+        ({"block": 3}, "block is 3"),
         ({"block": (32,)}, r"block is \(32,\)"),
         ({"state_dtype": torch.int8}, "state_dtype is int8"),
         ({"stochastic_rounding": True, "master_weights": True}, "exclude each other"),

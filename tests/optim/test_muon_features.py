@@ -193,6 +193,8 @@ def test_another_orthogonalization() -> None:
     optimizer = Muon([parameter], orthogonalize=lambda matrix: matrix[:2])
     with pytest.raises(ValueError, match="returned"):
         optimizer.step()
+    with pytest.raises(ValueError, match="orthogonalize=3"):
+        Muon([parameter], orthogonalize=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [Muon, Shampoo, SOAP])

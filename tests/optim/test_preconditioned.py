@@ -12,8 +12,10 @@ from torch.distributed.tensor import Replicate, Shard
 from tests.optim.meshes import GRIDS, LINES, Case, assert_equal, build, set_gradients
 from tests.optim.references import shampoo_steps, soap_steps
 from tests.ranks import RankPools, run_cases
-from vescale.optim import SOAP, Shampoo
+from vescale.errors import OptimizerOptionError
+from vescale.optim import SOAP, Shampoo, report
 from vescale.optim._refresh_phases import refresh_phases
+from vescale.optim._shampoo import inverse_root
 
 
 def run_alone(kind: Any, shape: tuple[int, int], num_steps: int, **options: Any) -> tuple[Any, Any, list[Any]]:
@@ -73,6 +75,60 @@ def test_soap_is_that_of_the_paper(shape: tuple[int, int], options: dict[str, An
     )
     torch.testing.assert_close(found, soap_steps(weight, gradients, lr=0.01, **options), rtol=2e-4, atol=2e-4)
     assert (found - weight).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "noise", "bound"),
+    [(SOAP, torch.float64, 1e-15, 1e-7), (SOAP, torch.float32, 1e-7, 1e-3), (Shampoo, torch.float32, 1e-7, 1e-4)],
+)
+def test_rounding_does_not_decide_where_gradients_have_no_full_rank(
+    kind: Any, dtype: torch.dtype, noise: float, bound: float
+) -> None:
+    """Gradients that differ in their last bits, as those of two meshes do, give equal steps."""
+    found = []
+    for scale in (0.0, noise):
+        generator = torch.Generator().manual_seed(0)
+        parameter = nn.Parameter(torch.zeros(16, 12, dtype=dtype))
+        optimizer = kind([parameter], lr=0.01, precondition_frequency=2)
+        for _ in range(12):
+            rows, columns, last_bits = (
+                torch.randn(shape, generator=generator, dtype=dtype) for shape in ((16, 3), (3, 12), (16, 12))
+            )
+            parameter.grad = (rows @ columns) * (1 + scale * last_bits)
+            optimizer.step()
+        found.append(parameter.detach())
+    difference = (found[0] - found[1]).abs().max() / found[0].abs().max()
+    assert difference <= bound, difference
+
+
+@pytest.mark.parametrize("power", [-1 / 4, -1 / 2])
+def test_roots_of_what_is_below_rounding(power: float) -> None:
+    """Eigenvalues of rounding, also below zero, count as the rounding of the largest; zero has the root of epsilon."""
+    basis = torch.linalg.qr(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)))[0]
+    values = torch.tensor([2.0, 1.0, 1e-9, 0.0, -1e-8])
+    floor = torch.finfo(torch.float32).eps * 5 * 2.0
+    expected = (basis * values.clamp(min=floor).pow(power)) @ basis.T
+    found = inverse_root((basis * values) @ basis.T, power, 0.0)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    torch.testing.assert_close(inverse_root(torch.zeros(2, 2), power, 1e-12), 1e-12**power * torch.eye(2))
+
+
+def test_soap_keeps_factors_in_double_precision() -> None:
+    parameter = nn.Parameter(torch.ones(4, 3))
+    for given in (torch.float64, torch.float32):
+        optimizer = SOAP([parameter], factor_dtype=given)
+        state = optimizer.state[parameter]
+        assert {state["row_factor"].dtype, state["column_factor"].dtype} == {given}
+        assert state["row_basis"].dtype == state["exp_avg"].dtype == torch.float32
+        planned = report(optimizer).parameters[0].state_bytes
+        parameter.grad = torch.ones(4, 3)
+        optimizer.step()
+        saved = {**optimizer.state_dict()}
+        optimizer.load_state_dict(saved)
+        assert optimizer.state[parameter]["row_factor"].dtype == given
+        assert planned == sum(value.nbytes for value in optimizer.state[parameter].values())
+    with pytest.raises(OptimizerOptionError, match="factor_dtype"):
+        SOAP([parameter], factor_dtype=torch.bfloat16)
 
 
 def test_soap_changes_nothing_in_its_first_step() -> None:

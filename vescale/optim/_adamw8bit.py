@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -349,10 +349,15 @@ def _check_group(group: dict[str, Any]) -> None:
     for name in ("eps", "weight_decay", "min_numel"):
         if not group[name] >= 0:
             raise OptimizerOptionError(f"{name} is {group[name]}; expected 0 or more")
-    if group["block"] is not None:
+    if isinstance(group["block"], list):
         group["block"] = tuple(group["block"])
-    sizes: Sequence[Any] = [group["block_size"]] if group["block"] is None else group["block"]
-    if len(sizes) != (1 if group["block"] is None else 2) or any(type(size) is not int or size < 1 for size in sizes):
+    sizes: Any = [group["block_size"]] if group["block"] is None else group["block"]
+    expected = 1 if group["block"] is None else 2
+    if (
+        not isinstance(sizes, (list, tuple))
+        or len(sizes) != expected
+        or any(type(size) is not int or size < 1 for size in sizes)
+    ):
         raise OptimizerOptionError(
             f"block_size is {group['block_size']!r} and block is {group['block']!r}; expected a number of elements, or "
             "(rows, columns), of at least 1"

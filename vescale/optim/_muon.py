@@ -101,6 +101,8 @@ class Muon(MatrixOptimizer):
         compare_gradients: bool | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
+        if orthogonalize is not None and not callable(orthogonalize):
+            raise OptimizerOptionError(f"orthogonalize={orthogonalize!r}; give a function of a matrix, or None")
         self._orthogonalize = orthogonalize
         defaults = {
             "lr": lr,

@@ -68,7 +68,7 @@ class PreconditionedOptimizer(MatrixOptimizer):
         for matrix in parameter.matrices:
             for name, shape in self._state_shapes(parameter, matrix).items():
                 key = state_name(name, matrix, len(parameter.matrices))
-                states[key] = owner_state(matrix, shape, _wide(parameter), parameter.local.device)
+                states[key] = owner_state(matrix, shape, self._state_dtype(parameter, name), parameter.local.device)
         for name in () if parameter.grid is not None else self._element_states:
             states[name] = torch.zeros_like(tensor, dtype=_wide(parameter), requires_grad=False)
         self.state[tensor] = states
@@ -79,6 +79,10 @@ class PreconditionedOptimizer(MatrixOptimizer):
     def _state_shapes(self, parameter: MatrixParameter, matrix: OwnedMatrix) -> dict[str, tuple[int, ...]]:
         """The states of a matrix, which its owner holds."""
         raise NotImplementedError
+
+    def _state_dtype(self, parameter: MatrixParameter, name: str) -> torch.dtype:
+        """Of a state of :meth:`_state_shapes`."""
+        return _wide(parameter)
 
     def _begin(self, parameters: Sequence[MatrixParameter]) -> None:
         for parameter in parameters:

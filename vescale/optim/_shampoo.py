@@ -173,12 +173,12 @@ class Shampoo(PreconditionedOptimizer):
 
 
 def inverse_root(factor: torch.Tensor, power: float, eps: float) -> torch.Tensor:
-    """``(factor + eps)^power`` of a symmetric positive semi-definite matrix, by its eigenvalues; eigenvalues below zero,
-    which rounding makes, count as zero. A matrix that is not finite gives nan."""
+    """``(factor + eps)^power`` of a symmetric positive semi-definite matrix, by its eigenvalues, in float64. Those below the
+    rounding of the largest one, ``size * machine epsilon`` of the factor's dtype, are noise, also below zero, and count as
+    that much: a negative power would make them the largest. A matrix that is not finite gives nan."""
     if not bool(torch.isfinite(factor).all()):
         return torch.full_like(factor, torch.nan)
-    try:
-        values, vectors = torch.linalg.eigh(factor)
-    except torch.linalg.LinAlgError:
-        values, vectors = (found.to(factor.dtype) for found in torch.linalg.eigh(factor.double()))
-    return (vectors * values.clamp(min=0).add(eps).pow(power)) @ vectors.T
+    values, vectors = torch.linalg.eigh(factor.double())
+    rounding = len(factor) * torch.finfo(factor.dtype).eps
+    values = values.clamp(min=values[-1].clamp(min=0) * rounding)
+    return ((vectors * values.add(eps).pow(power)) @ vectors.T).to(factor.dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vescale.comm import DEFAULT_BUCKET_BYTES
+from vescale.errors import OptimizerOptionError
 from vescale.optim._matrix_blocks import MatrixGrid, tile_grid
 from vescale.optim._matrix_parameters import MatrixParameter
 from vescale.optim._matrix_schedule import OwnedMatrix
@@ -16,6 +17,7 @@ from vescale.optim._preconditioned import PreconditionedOptimizer
 __all__ = ["SOAP"]
 
 _WHOLE = 2**62  # matrices are not tiled
+_RIDGE = 1e-6  # of a factor's mean eigenvalue; far above float64 rounding, far below what a factor tells
 
 
 class SOAP(PreconditionedOptimizer):
@@ -27,6 +29,11 @@ class SOAP(PreconditionedOptimizer):
     no parameter. Every ``precondition_frequency`` steps they are refreshed: v is permuted to the order of the diagonal
     of ``Q^T L Q``, and QR of ``L Q`` gives the new Q, into which m is rotated. Each matrix is computed by one rank,
     which alone holds its states; results have the bits of one device on any mesh.
+
+    L and R are averaged, and decomposed, in ``factor_dtype``. Where they have no full rank (fewer tokens than sides), a
+    basis of their null space would be a matter of rounding: eigenvectors are those of ``L + d D``, and QR is that of
+    ``(L + d) Q``, with a fixed diagonal D between 0 and 1 and d of 1e-6 of L's mean eigenvalue, R alike. Eigenvectors
+    that L decides are kept, and the others depend on L continuously.
 
     In a step the gradient of each matrix travels to the owner once, in the parameter's dtype, and the update once to
     each rank that holds it, in float32 at least. Vectors, scalars, and sides longer than ``max_preconditioner_dim``
@@ -40,6 +47,8 @@ class SOAP(PreconditionedOptimizer):
         weight_decay: decoupled, as in AdamW.
         stagger: refreshes of different matrices are due in different steps. The schedule depends on the matrices alone;
             with a single matrix it is that of the paper. False: all in the same step.
+        factor_dtype: of L and R, torch.float64 or torch.float32. float32 halves their memory; with real gradients, whose
+            last bits differ between meshes, losses then differ by 20 to 700 times as much (docs/optimizers-matrix.md).
         skip_nonfinite, split_replicas, compare_gradients, bucket_bytes: as in :class:`~vescale.optim.Muon`.
 
     Raises ValueError for options without meaning, or parameters that differ between ranks.
@@ -59,6 +68,7 @@ class SOAP(PreconditionedOptimizer):
         precondition_frequency: int = 10,
         max_preconditioner_dim: int = 10000,
         stagger: bool = True,
+        factor_dtype: torch.dtype = torch.float64,
         skip_nonfinite: bool = False,
         split_replicas: bool = True,
         compare_gradients: bool | None = None,
@@ -72,6 +82,7 @@ class SOAP(PreconditionedOptimizer):
             "precondition_frequency": precondition_frequency,
             "max_preconditioner_dim": max_preconditioner_dim,
             "stagger": stagger,
+            "factor_dtype": factor_dtype,
             "blocks": None,
         }
         super().__init__(
@@ -82,6 +93,11 @@ class SOAP(PreconditionedOptimizer):
             compare_gradients=compare_gradients,
             bucket_bytes=bucket_bytes,
         )
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if group["factor_dtype"] not in (torch.float32, torch.float64):
+            raise OptimizerOptionError(f"factor_dtype={group['factor_dtype']!r}; give torch.float64 or torch.float32")
 
     def _grid(self, parameter: MatrixParameter) -> MatrixGrid | None:
         shape = parameter.place.shape
@@ -98,6 +114,10 @@ class SOAP(PreconditionedOptimizer):
             if size <= parameter.group["max_preconditioner_dim"]:
                 shapes |= {f"{side}_factor": (size, size), f"{side}_basis": (size, size)}
         return shapes
+
+    def _state_dtype(self, parameter: MatrixParameter, name: str) -> torch.dtype:
+        wide = super()._state_dtype(parameter, name)
+        return torch.promote_types(wide, parameter.group["factor_dtype"]) if name.endswith("_factor") else wide
 
     def _decay_before(self, parameter: MatrixParameter) -> None:
         if int(self.state[parameter.tensor]["step"]) > 1:
@@ -142,10 +162,11 @@ def _adam(group: dict[str, Any], gradient: torch.Tensor, states: dict[str, torch
 
 
 def _average_factors(states: dict[str, torch.Tensor], gradient: torch.Tensor, beta: float) -> None:
-    if "row_factor" in states:
-        states["row_factor"].mul_(beta).add_(gradient @ gradient.T, alpha=1 - beta)
-    if "column_factor" in states:
-        states["column_factor"].mul_(beta).add_(gradient.T @ gradient, alpha=1 - beta)
+    for side, rows in (("row", gradient), ("column", gradient.T)):
+        if f"{side}_factor" in states:
+            factor = states[f"{side}_factor"]
+            rows = rows.to(factor.dtype)
+            factor.mul_(beta).add_(rows @ rows.T, alpha=1 - beta)
 
 
 def _rotated(values: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -166,21 +187,31 @@ def _refresh(states: dict[str, torch.Tensor]) -> None:
     for dim, side in enumerate(("row", "column")):
         if f"{side}_basis" in states:
             factor, basis = states[f"{side}_factor"], states[f"{side}_basis"]
-            order = (basis * (factor @ basis)).sum(0).argsort(descending=True, stable=True)
+            before = basis.to(factor.dtype)
+            product = factor @ before
+            order = (before * product).sum(0).argsort(descending=True, stable=True)
             states["exp_avg_sq"].copy_(states["exp_avg_sq"].index_select(dim, order))
             if bool(torch.isfinite(factor).all()):
-                basis.copy_(torch.linalg.qr(factor @ basis[:, order])[0])
+                product += before * _ridge(factor)  # where the factor is zero, directions stay
+                basis.copy_(torch.linalg.qr(product[:, order])[0])
             else:
                 basis.fill_(torch.nan)
     states["exp_avg"].copy_(_rotated(average, states))
 
 
+def _ridge(factor: torch.Tensor) -> torch.Tensor:
+    return factor.diagonal().mean() * _RIDGE
+
+
 def eigenbasis(factor: torch.Tensor) -> torch.Tensor:
-    """Eigenvectors, those of the largest eigenvalues first. A matrix that is not finite gives nan."""
+    """Eigenvectors, those of the largest eigenvalues first; a small fixed diagonal decides in eigenspaces of several
+    dims. A matrix that is not finite gives nan."""
     if not bool(torch.isfinite(factor).all()):
         return torch.full_like(factor, torch.nan)
+    ties = torch.linspace(1, 0, len(factor), dtype=factor.dtype, device=factor.device)
+    decided = factor + torch.diag(ties * _ridge(factor))
     try:
-        vectors = torch.linalg.eigh(factor)[1]
+        vectors = torch.linalg.eigh(decided)[1]
     except torch.linalg.LinAlgError:
-        vectors = torch.linalg.eigh(factor.double())[1].to(factor.dtype)
+        vectors = torch.linalg.eigh(decided.double())[1].to(factor.dtype)
     return vectors.flip(1)
