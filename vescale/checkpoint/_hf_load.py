@@ -96,7 +96,7 @@ def load_hf(
     made = give_memory(model, {name: wanted[name] for name in sources}, dtype)
     targets = {name: made.get(id(wanted[name]), wanted[name]) for name in sources}
     _fill(stored, quantized, conversion, targets, sources)
-    fill_the_rest(model, set(sources))
+    fill_the_rest(model, is_new=bool(made))
     if is_transformers_model(model):
         model._weight_conversions = conversion.used  # type: ignore[assignment]
     dtypes = {name: _stored_dtype(conversion, stored, source) for name, source in sources.items()}
