@@ -136,3 +136,33 @@ def test_verify_looks_at_all_steps(tmp_path: Path) -> None:
     (tmp_path / "run" / "step-2" / "manifest.json").unlink()
     with pytest.raises(DamagedFileError, match="step-2 is not complete"):
         open_stored(tmp_path / "run" / "step-2")
+
+
+@pytest.mark.parametrize("names", [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict")])
+def test_optimizer_of_a_torch_save_file(tmp_path: Path, names: tuple[str, str]) -> None:
+    """As tutorials save one: parameters of the optimizer have numbers."""
+    model, optimizer = trained()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25) if names[0] == "model" else 0.25
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(5))], "lr": 0.5})
+    model.register_parameter("more", optimizer.param_groups[1]["params"][0])
+    torch.save({names[0]: model.state_dict(), names[1]: optimizer.state_dict(), "epoch": 3}, tmp_path / "one.pt")
+    other = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    other.register_parameter("more", nn.Parameter(torch.ones(5)))
+    again = torch.optim.AdamW([{"params": [*other[0].parameters(), *other[1].parameters()]}, {"params": [other.more]}])
+    load(tmp_path / "one.pt", model=other, optimizer=again)
+    assert float(again.param_groups[0]["lr"]) == 0.25 and again.param_groups[1]["lr"] == 0.5
+    for ours, theirs in zip(other.parameters(), model.parameters()):
+        assert torch.equal(ours, theirs) and again.state[ours].keys() == optimizer.state[theirs].keys()
+        assert all(torch.equal(again.state[ours][key], value) for key, value in optimizer.state[theirs].items())
+    for model_of in (optimizer, again):
+        for parameter in (p for group in model_of.param_groups for p in group["params"]):
+            parameter.grad = torch.ones_like(parameter)
+        model_of.step()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(other.parameters(), model.parameters()))
+    with pytest.raises(
+        ContentMismatchError, match=r"groups of \[4, 1\] parameters, without names, and this one of \[5\]"
+    ):
+        load(tmp_path / "one.pt", model=other, optimizer=torch.optim.AdamW(other.parameters()))
+    turned = [{"params": [*other[1].parameters(), *other[0].parameters()]}, {"params": [other.more]}]
+    with pytest.raises(ContentMismatchError, match=r"has shape \(8, 4\), and 1.weight"):
+        load(tmp_path / "one.pt", model=other, optimizer=torch.optim.AdamW(turned))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import functools
 import os
 import shutil
@@ -41,14 +40,11 @@ def create(path: str) -> int:
 
 
 def reserve(descriptor: int, nbytes: int) -> None:
-    """Take space for a file's first ``nbytes`` at once, where the file system can: it lies together, and a full disk is
-    known before anything is written. Raises OSError if there is no room."""
+    """Take space for a file's first ``nbytes`` at once, where the file system can, so that it is in one place. Where it
+    cannot, or the disk is full, nothing is lost: :func:`write` finds out."""
     take = _function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    if take is None or nbytes == 0 or take(descriptor, 0, 0, nbytes) == 0:
-        return
-    code = ctypes.get_errno()
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        raise OSError(code, os.strerror(code))  # other codes: the file system cannot, and nothing is lost
+    if take is not None and nbytes:
+        take(descriptor, 0, 0, nbytes)
 
 
 def write(descriptor: int, data: Any) -> None:

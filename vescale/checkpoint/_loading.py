@@ -14,7 +14,8 @@ from vescale.checkpoint._gathering import raise_together
 from vescale.checkpoint._json_values import TensorName, decode, encode
 from vescale.checkpoint._model_state import ModelState, check_model, load_extra, model_state
 from vescale.checkpoint._names import compare, nearest
-from vescale.checkpoint._optimizer_state import OptimizerLoad, named_optimizers, plan_optimizer_load
+from vescale.checkpoint._numbered_states import numbered_states
+from vescale.checkpoint._optimizer_state import OptimizerLoad, named_groups, named_optimizers, plan_optimizer_load
 from vescale.checkpoint._random_state import set_random_state
 from vescale.checkpoint._reader import read_tensors, read_whole
 from vescale.checkpoint._snapshot import MODEL, RANDOM
@@ -99,6 +100,8 @@ class _Plan:
             self._take_extra(state, extra_missing)
         for prefix, each in named_optimizers(optimizer).items():
             saved = (self.saved.get("optimizers") or {}).get(prefix) or _by_names(stored, prefix, state)
+            if saved is None and stored.format == "torch" and prefix == "optimizer":
+                saved = numbered_states(stored, named_groups(prefix, each, state.names))
             if saved is None:
                 if strict:
                     raise ContentMismatchError(

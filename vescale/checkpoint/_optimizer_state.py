@@ -14,7 +14,7 @@ from vescale.checkpoint._names import nearest
 from vescale.checkpoint._stored import StoredTensor
 from vescale.errors import DamagedFileError, OptimizerNamesError
 
-__all__ = ["OptimizerLoad", "named_optimizers", "optimizer_state", "plan_optimizer_load"]
+__all__ = ["OptimizerLoad", "named_groups", "named_optimizers", "optimizer_state", "plan_optimizer_load"]
 
 # Options that decide what the states mean; the others (learning rates, ...) are loaded.
 _STRUCTURE = ("algorithm", "blocks", "block", "block_size", "state_dtype", "min_numel", "stochastic_rounding")
@@ -56,6 +56,11 @@ def optimizer_state(
             if state:
                 states[name] = encode(dict(state), f"{prefix}.state.{name}", tensors)
     return {"class": type(optimizer).__name__, "param_groups": groups, "state": states}
+
+
+def named_groups(prefix: str, optimizer: Optimizer, names: Mapping[int, str]) -> list[list[tuple[str, Any]]]:
+    """(name, parameter) of each group."""
+    return [list(_members(prefix, index, group, names)) for index, group in enumerate(optimizer.param_groups)]
 
 
 def _members(prefix: str, index: int, group: Mapping[str, Any], names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
