@@ -5,7 +5,8 @@
 Makes a Llama of about a billion bf16 parameters (with 16 layers), in files of 1 GB, sharded by ``fully_shard``. In turns,
 each rank loads its part with ``load_hf``, and reads as many bytes of the same files with plain reads into memory that is
 there already. Both find the files in the page cache, so that the ratio is what ``load_hf`` adds. Printed are medians of the
-slowest rank, the growth of a rank's resident memory over its shards, and the bytes that ranks write in an export.
+slowest rank's time and of the processor time of all, the growth of a rank's resident memory over its shards, and the bytes
+that ranks write in an export.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import tempfile
 import time
@@ -85,9 +87,10 @@ def plain_reads(folder: Path, buffer: torch.Tensor, rank: int, ranks: int) -> No
                 low, at = low + count, at + count
 
 
-def work(rank: int, args: argparse.Namespace, folder: str, results: Any) -> None:
+def work(rank: int, args: argparse.Namespace, folder: str, port: int, results: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=args.ranks)
+    os.environ["LOCAL_WORLD_SIZE"] = str(args.ranks)  # as torchrun sets it
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=args.ranks)
     model = build(args.layers, args.hidden)
     mesh = init_device_mesh("cpu", (args.ranks,))
     for layer in model.model.layers:
@@ -103,28 +106,32 @@ def work(rank: int, args: argparse.Namespace, folder: str, results: Any) -> None
     buffer = torch.zeros(total // args.ranks + (1 << 20), dtype=torch.uint8)
     # Buffers that the constructor computes are of no interest here, and meta tensors have none.
     times: dict[str, list[float]] = {"load": [], "plain": []}
+    processor: dict[str, list[float]] = {"load": [], "plain": []}
     extra = 0
-    for _ in range(args.repeats + 1):
-        for kind in times:
+    for repeat in range(args.repeats + 1):
+        for kind in ("load", "plain") if repeat % 2 else ("plain", "load"):
             dist.barrier()
             Path("/proc/self/clear_refs").write_text("5")
             before = resident()[0]
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             if kind == "load":
                 load_hf(model, Path(folder, "model"))
             else:
                 plain_reads(Path(folder, "model"), buffer, rank, args.ranks)
-            spent = torch.tensor(time.perf_counter() - start)
+            spent, used = torch.tensor(time.perf_counter() - start), torch.tensor(time.process_time() - busy)
             if kind == "load":
                 extra = max(extra, resident()[1] - before)
             dist.all_reduce(spent, dist.ReduceOp.MAX)
+            dist.all_reduce(used)
             times[kind].append(float(spent))
+            processor[kind].append(float(used))
     dist.barrier()
     start = time.perf_counter()
     written = export_hf(model, Path(folder, "export"), max_shard_size="1GB")
     export_time = time.perf_counter() - start
     if rank == 0:
-        results.put(({kind: values[1:] for kind, values in times.items()}, extra, largest, written, export_time))
+        measured = [{kind: values[1:] for kind, values in each.items()} for each in (times, processor)]
+        results.put((*measured, extra, largest, written, export_time))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -143,8 +150,11 @@ def main() -> None:
         size = write_files(Path(folder, "model"), model)
         context = mp.get_context("spawn")
         results = context.SimpleQueue()
-        mp.spawn(work, (args, folder, results), nprocs=args.ranks)
-        times, extra, largest, written, export_time = results.get()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        mp.spawn(work, (args, folder, port, results), nprocs=args.ranks)
+        times, processor, extra, largest, written, export_time = results.get()
         same = open_stored(Path(folder, "model")).tensors.keys() == open_stored(Path(folder, "export")).tensors.keys()
         medians = {kind: statistics.median(values) for kind, values in times.items()}
         ratio = statistics.median(a / b for a, b in zip(times["load"], times["plain"]))
@@ -154,6 +164,7 @@ def main() -> None:
             "load_seconds": medians["load"],
             "plain_seconds": medians["plain"],
             "ratio": ratio,
+            "processor_ratio": statistics.median(a / b for a, b in zip(processor["load"], processor["plain"])),
             "extra_mib": extra / 2**20,
             "allowed_mib": largest / 2**20 + 64,
             "export_seconds": export_time,

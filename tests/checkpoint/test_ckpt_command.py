@@ -67,6 +67,7 @@ def test_convert(kind: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     if to == "vescale" and kind == "safetensors":
         names = {f"model.{name}": name for name in before}
     assert same(after, {new: before[old] for new, old in names.items()})
+    assert found["tensors"] == len(after)  # what was left out is not counted
     assert bool(found["left_out"]) == (to == "safetensors" and kind != "safetensors")
     code, found, _ = command(capsys, "verify", tmp_path / "b", "--json")
     assert (code, found["sound"]) == (0, True)
@@ -182,7 +183,7 @@ def test_ls_and_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     model = Net()
     with Checkpointer(tmp_path / "steps", asynchronous=False) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(step, model=model, epoch=step)
+            checkpointer.save(step, model=model, epoch=step, loss=float("nan"))
     (tmp_path / "steps" / "step-2" / "manifest.json").write_text("{")
     code, found, _ = command(capsys, "ls", tmp_path / "steps", "--json")
     assert code == 0
@@ -190,7 +191,12 @@ def test_ls_and_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert command(capsys, "ls", tmp_path / "steps")[1].count("step-") >= 2
     code, found, _ = command(capsys, "show", tmp_path / "steps" / "step-1", "--tensors", "*.weight", "--json")
     assert found["tensors"]["model.one.weight"]["shape"] == [7, 5]
-    assert found["values"]["epoch"] == 1
+    assert found["values"]["epoch"] == 1 and found["values"]["loss"] == "nan"  # JSON has no NaN
+    code, found, _ = command(capsys, "ls", tmp_path / "steps" / "step-2", "--json")
+    assert code == 0 and [(row["step"], row["complete"]) for row in found["checkpoints"]] == [(2, False)]
+    assert command(capsys, "show", tmp_path / "steps" / "step-2")[0] == 2
+    assert command(capsys, "verify", tmp_path / "steps")[0] == 1
+    assert command(capsys, "verify", tmp_path / "steps" / "step-1")[0] == 0
     assert "model.two.weight" in command(capsys, "show", tmp_path / "steps" / "step-1")[1]
 
 

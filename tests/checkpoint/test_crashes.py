@@ -182,6 +182,35 @@ def test_a_folder_that_is_removed(tmp_path: Path) -> None:
         ):
             checkpoints.save(4, model=model_of(4))
             checkpoints.wait()
+        checkpoints.save(5, model=model_of(5))
+        checkpoints.wait()
+        assert checkpoints.steps() == [5]
+        assert (
+            in_child(lambda: Checkpointer(folder, asynchronous=False).save(6, model=model_of(6))) == 1
+        )  # the lock is held
+
+
+def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """Workers of a DataLoader may live on for a while when their job has been killed."""
+    ready, done = os.pipe(), os.pipe()
+
+    def job() -> None:
+        checkpoints = Checkpointer(tmp_path, asynchronous=False)
+        checkpoints.save(1, model=model_of(1))
+        if os.fork() == 0:  # the worker
+            os.close(done[1])
+            os.write(ready[1], b"x")
+            os.read(done[0], 1)
+            os._exit(0)
+        os.read(ready[0], 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(job) == -signal.SIGKILL
+    with Checkpointer(tmp_path, asynchronous=False) as checkpoints:
+        checkpoints.save(2, model=model_of(2))
+    assert checkpoints.steps() == [1, 2]
+    for descriptor in (*ready, *done):
+        os.close(descriptor)
 
 
 def test_two_jobs_in_one_folder(tmp_path: Path) -> None:

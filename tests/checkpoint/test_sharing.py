@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.ranks import RankPools
 from vescale.checkpoint import Checkpointer, CheckpointError, Stored, StoredBox, StoredTensor, load, read_tensors, save
 from vescale.checkpoint import _reader as reader
+from vescale.errors import ContentMismatchError, NoSuchStepError
 from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor, normalize_placements
 
 SHAPE = (48, 40)
@@ -164,9 +165,14 @@ def failing_rank(folder: str) -> None:
         assert checkpoints.steps() == [1, 3]
         other = nn.Linear(4, 4 + dist.get_rank())
         before = other.weight.clone()
-        with pytest.raises(CheckpointError, match=r"(?s)rank 1: .*expected shape \(5, 4\)"):
+        with pytest.raises(ContentMismatchError, match=r"(?s)rank 1: .*expected shape \(5, 4\)"):
             checkpoints.restore(model=other)
         assert torch.equal(other.weight, before)
+        with pytest.raises(NoSuchStepError, match=r"no step 2; it has \[1, 3\]"):
+            checkpoints.restore(model=model, step=2)
+        optimizer = torch.optim.SGD(model.parameters()) if dist.get_rank() == 0 else None
+        with pytest.raises(CheckpointError, match="rank 0 saves an optimizer, and rank 1 saves none"):
+            checkpoints.save(4, model=model, optimizer=optimizer)
 
 
 def run_all(folder: str) -> None:

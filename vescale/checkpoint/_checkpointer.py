@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,18 +66,24 @@ class Checkpointer:
         asynchronous: bool = True,
         verify: Verify = "sizes",
     ) -> None:
-        if keep is not None and keep < 2:
+        if keep is not None and (_whole_number(keep) or 0) < 2:
             raise CheckpointOptionError(
-                f"keep is {keep}; expected at least 2, so that a damaged step is not the only one, or None for all"
+                f"keep is {keep!r}; expected at least 2, so that a damaged step is not the only one, or None for all"
             )
-        if keep_every is not None and keep_every < 1:
-            raise CheckpointOptionError(f"keep_every is {keep_every}; expected a positive number of steps")
+        if keep_every is not None and (_whole_number(keep_every) or 0) < 1:
+            raise CheckpointOptionError(f"keep_every is {keep_every!r}; expected a positive number of steps")
+        if not isinstance(asynchronous, bool):
+            raise CheckpointOptionError(f"asynchronous is {asynchronous!r}; expected True or False")
         if verify not in ("none", "sizes", "checksums"):
             raise CheckpointOptionError(f'verify is {verify!r}; expected "none", "sizes" or "checksums"')
-        name, which = (best, "min") if best is None or isinstance(best, str) else best
-        if which not in ("min", "max"):
-            raise CheckpointOptionError(f'best is {best!r}; expected a name, or (name, "min" or "max")')
+        match (best, "min") if best is None or isinstance(best, str) else best:
+            case (None | str() as name, "min" | "max" as which):
+                pass
+            case _:
+                raise CheckpointOptionError(f'best is {best!r}; expected a name, or (name, "min" or "max")')
         self.folder = Path(folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointOptionError(f"{self.folder} is a file; expected a folder of steps, or a path that is free")
         self._best = name
         self._retention = Retention(keep, keep_every, name, which == "max")
         self._verify: Verify = verify
@@ -99,9 +106,11 @@ class Checkpointer:
             CheckpointError: an earlier save has failed (this one is not tried), or, in synchronous mode, this one. What
                 was saved before is as it was. Objects that are no tensors and no plain data; nothing is pickled.
         """
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        number = _whole_number(step)
+        if number is None or number < 0:
             raise CheckpointOptionError(f"step is {step!r}; expected a number that is not negative")
-        metric = self._metric(more)
+        step, metric = number, self._metric(more)
+        self.wait()
         snapshot = take_snapshot(model, optimizer, more)
         replace = self._may_be_replaced(step)
         target = Target(
@@ -188,51 +197,59 @@ class Checkpointer:
 
     def _may_be_replaced(self, step: int) -> bool:
         """A step that another branch of the run has left, or that is no longer complete."""
-        return step in self._abandoned or bool(find_problems(str(self.folder / step_name(step))))
+        path = str(self.folder / step_name(step))
+        return step in self._abandoned or (os.path.lexists(path) and bool(find_problems(path)))
 
-    def _choose(self, step: int | str) -> int | None:
+    def _choose(self, step: int | Literal["latest"]) -> int | None:
         """The step to restore, the same on every rank."""
+        number = None if isinstance(step, str) and step == "latest" else _whole_number(step)
+        if number is None and step != "latest":
+            raise CheckpointOptionError(f'step is {step!r}; expected "latest", or the number of a step')
         folder = str(self.folder)
         excluded: list[int] = []
+        told: list[str] = []
         while True:
-            found: int | None = first_rank_decides(lambda: {"step": self._candidate(folder, step, excluded)})["step"]
+            found: int | None = first_rank_decides(
+                lambda: {"step": self._candidate(folder, number, excluded, told.append)}
+            )["step"]
+            for text in told:
+                warnings.warn(text, CheckpointWarning, stacklevel=3)
+            told.clear()
             if found is None or self._verify != "checksums":
                 return found
             problems = self._damage(found)
             if not problems:
                 return found
             text = f"{self.folder / step_name(found)} is damaged: {'; '.join(problems[:5])}"
-            if step != "latest":
+            if number is not None:
                 raise NoSuchStepError(text)
             warnings.warn(f"passed by: {text}", CheckpointWarning, stacklevel=3)
             excluded.append(found)
 
-    def _candidate(self, folder: str, step: int | str, excluded: Sequence[int]) -> int | None:
-        """On the first rank."""
+    def _candidate(
+        self, folder: str, step: int | None, excluded: Sequence[int], tell: Callable[[str], None]
+    ) -> int | None:
+        """On the first rank; ``tell`` is called with why a step is passed by."""
         checks = self._verify != "none"
         known = [
             s for s in step_numbers(folder) if os.path.exists(os.path.join(folder, step_name(s), MANIFEST)) or checks
         ]
-        if step != "latest":
+        if step is not None:
             if step not in known:
                 raise NoSuchStepError(f"{folder} has no step {step}; it has {self.steps()}")
-            problems = find_problems(os.path.join(folder, step_name(int(step)))) if checks else []
+            problems = find_problems(os.path.join(folder, step_name(step))) if checks else []
             if problems:
                 raise NoSuchStepError(
                     f"step {step} is not complete: {'; '.join(problems)}; complete are {self.steps()}"
                 )
-            return int(step)
+            return step
         for candidate in reversed(known):
             if candidate in excluded:
                 continue
             problems = find_problems(os.path.join(folder, step_name(candidate))) if checks else []
             if not problems:
                 return candidate
-            warnings.warn(
-                f"step {candidate} is passed by, because it is not complete: {'; '.join(problems[:5])}",
-                CheckpointWarning,
-                stacklevel=5,
-            )
+            tell(f"step {candidate} is passed by, because it is not complete: {'; '.join(problems[:5])}")
         return None
 
     def _damage(self, step: int) -> list[str]:
@@ -245,3 +262,13 @@ class Checkpointer:
         )
         found: list[str] = answer["problems"]
         return found
+
+
+def _whole_number(value: Any) -> int | None:
+    """An integer of Python, NumPy or PyTorch; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None

@@ -223,7 +223,7 @@ def _head(stored: Stored, names: list[str]) -> tuple[dict[str, Any], dict[str, A
         return {}, {key: stored.values.get(key) for key in keys}
     beside = {} if stored.format == "safetensors" else json.loads(json.dumps(plain_values(stored)))
     head: dict[str, Any] = dict.fromkeys(("step", "time", "world_size", "program", "metric"))
-    head["world_size"], head["meshes"] = 1, {}
+    head["world_size"], head["meshes"] = 1, []
     head["versions"] = {"vescale": vescale.__version__, "torch": torch.__version__}
     step = beside.get("step")
     head["step"] = step if type(step) is int else None

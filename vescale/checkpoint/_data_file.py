@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from vescale.checkpoint import _disk
@@ -21,43 +22,90 @@ def align(position: int) -> int:
     return -(-position // ALIGNMENT) * ALIGNMENT
 
 
-def write_data_file(path: str, boxes: Iterable[tuple[int, int, Iterable[Any]]]) -> dict[str, Any]:
+def write_data_file(path: str, boxes: Iterable[tuple[int, int, Iterable[Any]]], nbytes: int = 0) -> dict[str, Any]:
     """Write boxes and sync the file. Each box is (position, bytes, its data in chunks), positions ascending and aligned.
+    ``nbytes``: of the whole file, where that is known; space for it is taken first.
 
     Returns ``{"name": ..., "bytes": ..., "crc32": ..., "boxes": [crc32 of each box]}``. Checksums are of what is given to
     the system, chunk by chunk. Raises OSError; the file is then incomplete.
     """
     descriptor = _disk.create(path)
     try:
+        _disk.reserve(descriptor, nbytes)
         position, whole, found = 0, 0, []
-        waiting = bytearray()
-        for start, nbytes, chunks in boxes:
-            padding = bytes(start - position)
-            whole = combine(whole, zlib.crc32(padding), len(padding))
-            waiting += padding
-            checksum, end = 0, start
-            for chunk in chunks:
-                view = memoryview(chunk).cast("B")
-                for at in range(0, len(view), _CHUNK):
-                    piece = view[at : at + _CHUNK]
-                    checksum = zlib.crc32(piece, checksum)
-                    if len(piece) < _JOINED:
-                        waiting += piece
-                    if len(waiting) >= _JOINED or len(piece) >= _JOINED:
-                        _disk.write(descriptor, waiting)
-                        waiting = bytearray()
-                    if len(piece) >= _JOINED:
-                        _disk.write(descriptor, piece)
-                end += len(view)
-            if end - start != nbytes:
-                raise ValueError(f"{path}: a box at {start} has {end - start} bytes, expected {nbytes}")
-            found.append(checksum)
-            whole, position = combine(whole, checksum, nbytes), end
-        _disk.write(descriptor, waiting)
+        with _Stream(descriptor) as file:
+            for start, box_bytes, chunks in boxes:
+                padding = bytes(start - position)
+                whole = combine(whole, zlib.crc32(padding), len(padding))
+                file.write(padding)
+                checksum, end = 0, start
+                for chunk in chunks:
+                    view = memoryview(chunk).cast("B")
+                    for at in range(0, len(view), _CHUNK):
+                        piece = view[at : at + _CHUNK]
+                        file.write(piece)
+                        checksum = zlib.crc32(piece, checksum)
+                    end += len(view)
+                if end - start != box_bytes:
+                    raise ValueError(f"{path}: a box at {start} has {end - start} bytes, expected {box_bytes}")
+                found.append(checksum)
+                whole, position = combine(whole, checksum, box_bytes), end
         _disk.sync(descriptor)
     finally:
         _disk.close(descriptor)
     return {"name": os.path.basename(path), "bytes": position, "crc32": whole, "boxes": found}
+
+
+class _Stream:
+    """Bytes on their way to a file: small pieces together, large ones on a thread while the caller computes checksums, and
+    the disk begins with them before all are there. At most two large pieces are held."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._waiting = bytearray()
+        self._written = self._started = 0
+        self._thread = ThreadPoolExecutor(1, "writing a checkpoint")
+        self._under_way: Future[None] | None = None
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        try:
+            if kind is None:
+                self._flush()
+                self._settle()
+        finally:
+            self._thread.shutdown()
+
+    def write(self, piece: Any) -> None:
+        """``piece`` must not change before the end."""
+        if len(piece) < _JOINED:
+            self._waiting += piece
+            if len(self._waiting) >= _JOINED:
+                self._flush()
+            return
+        self._flush()
+        self._settle()
+        self._under_way = self._thread.submit(self._pass_on, piece)
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, bytearray()
+        if waiting:
+            self._settle()
+            self._pass_on(waiting)
+
+    def _settle(self) -> None:
+        found, self._under_way = self._under_way, None
+        if found is not None:
+            found.result()
+
+    def _pass_on(self, piece: Any) -> None:
+        _disk.write(self._descriptor, piece)
+        self._written += len(piece)
+        if self._written - self._started >= _CHUNK:
+            _disk.start_sync(self._descriptor, self._started, self._written - self._started)
+            self._started = self._written
 
 
 def box_checksums(path: str, boxes: Iterable[tuple[int, int]]) -> tuple[list[int], bool]:

@@ -70,8 +70,22 @@ class FolderLock:
             return
         self._is_released = True
         with _HELD_LOCK:
-            descriptor, count = _HELD.pop(self._path)
+            descriptor, count = _HELD.pop(self._path, (-1, 0))  # none in a forked process
             if count > 1:
                 _HELD[self._path] = descriptor, count - 1
             elif descriptor >= 0:
                 os.close(descriptor)
+
+
+def _leave_to_parent() -> None:
+    """In a forked process, which may outlive the job (workers of a DataLoader): the lock is not to be held by it, too."""
+    global _HELD_LOCK
+    _HELD_LOCK = threading.Lock()  # another thread may have held it
+    for descriptor, _ in _HELD.values():
+        if descriptor >= 0:
+            os.close(descriptor)
+    _HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from vescale.checkpoint._error_text import as_text, from_text
 from vescale.checkpoint._replicas import has_other_ranks
 from vescale.comm import wait_limit
 from vescale.compat import default_timeout, own_connection
@@ -63,7 +64,7 @@ class Gathering:
             answer = json.loads(self._store.get(outcome))
         self._leave([*keys[1:], outcome], f"{place} left")
         if "error" in answer:
-            raise SaveFailedError(answer["error"])
+            raise from_text(answer["error"])
         return dict(answer)
 
     def _lead(
@@ -73,12 +74,16 @@ class Gathering:
             self._store.wait(list(keys[1:]), self._timeout)
         except RuntimeError:
             gone = [rank for rank, key in enumerate(keys) if rank and not self._store.check([key])]
-            return {"error": f"ranks {gone} did not come within {self._timeout}: they are gone, or hang"}
+            return {
+                "error": as_text(
+                    SaveFailedError(f"ranks {gone} did not come within {self._timeout}: they are gone, or hang")
+                )
+            }
         messages = [message, *(self._store.get(key).decode() for key in keys[1:])]
         try:
             return first(messages)
         except (CheckpointError, OSError, ValueError) as error:
-            return {"error": _text(error)}
+            return {"error": as_text(error)}
 
     def _leave(self, keys: Sequence[str], counter: str) -> None:
         """The last rank that leaves deletes the keys."""
@@ -91,11 +96,7 @@ def _answer(first: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return first()
     except (OSError, ValueError) as error:
-        raise SaveFailedError(_text(error)) from error
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        raise from_text(as_text(error)) from error
 
 
 def first_rank_decides(decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -109,11 +110,11 @@ def raise_together(error: CheckpointError | None) -> None:
     def look(messages: Sequence[str]) -> dict[str, Any]:
         failed = [rank for rank, message in enumerate(messages) if message]
         if failed and len(messages) > 1:
-            raise SaveFailedError(f"rank {failed[0]}: {messages[failed[0]]}")
+            raise from_text(messages[failed[0]], f"rank {failed[0]}: ")
         return {}
 
     try:
-        Gathering().round(str(error) if error is not None else "", look)
+        Gathering().round(as_text(error) if error is not None else "", look)
     except CheckpointError as together:
         raise together from error
     if error is not None:

@@ -17,11 +17,12 @@ from vescale.checkpoint._hf_files import file_base, write_beside
 from vescale.checkpoint._hf_load import origin_of
 from vescale.checkpoint._index_map import Part, source_axes
 from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
+from vescale.checkpoint._model_state import check_model
 from vescale.checkpoint._model_tensors import model_tensors, tied_groups
 from vescale.checkpoint._replicas import assign, has_other_ranks, repeated_position
 from vescale.checkpoint._safetensors_layout import FileLayout, create_file, index_of, plan_files, write_block
 from vescale.comm import Consensus
-from vescale.errors import CheckpointError, HfExportError
+from vescale.errors import CheckpointError, CheckpointOptionError, HfExportError
 
 __all__ = ["Export", "export_hf", "once"]
 
@@ -56,7 +57,12 @@ def export_hf(
     Raises:
         CheckpointError: on every rank, if one of them cannot write; tensors that safetensors files cannot hold.
     """
+    check_model(model)
     place = Path(folder)
+    if source is not None and not Path(source).is_dir():
+        raise CheckpointOptionError(
+            f"source is {os.fspath(source)!r}; expected the folder whose tokenizer files are copied"
+        )
     tensors = once(model, model_tensors(model))
     forms: dict[str, Form] = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     conversion = to_files(model, forms)

@@ -20,6 +20,7 @@ from vescale.checkpoint._hf_conversion import Conversion, is_transformers_model,
 from vescale.checkpoint._hf_memory import fill_the_rest, give_memory
 from vescale.checkpoint._index_map import MappedTensor, Part, row_major, source_axes
 from vescale.checkpoint._local_blocks import local_blocks
+from vescale.checkpoint._model_state import check_model
 from vescale.checkpoint._model_tensors import model_tensors, tied_groups
 from vescale.checkpoint._names import Differences, nearest
 from vescale.checkpoint._quantized import Quantized, find_quantized, read_block
@@ -78,6 +79,7 @@ def load_hf(
         CheckpointError: missing, surplus and misshapen tensors, with the nearest names; damaged files; a ``dtype`` that
             contradicts tensors that have memory. Before the model is changed.
     """
+    check_model(model)
     model = base_of(model)
     stored = open_safetensors(Path(folder))
     config = _config(stored.folder)
@@ -96,7 +98,7 @@ def load_hf(
     made = give_memory(model, {name: wanted[name] for name in sources}, dtype)
     targets = {name: made.get(id(wanted[name]), wanted[name]) for name in sources}
     _fill(stored, quantized, conversion, targets, sources)
-    fill_the_rest(model, set(sources))
+    fill_the_rest(model, is_new=bool(made))
     if is_transformers_model(model):
         model._weight_conversions = conversion.used  # type: ignore[assignment]
     dtypes = {name: _stored_dtype(conversion, stored, source) for name, source in sources.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -43,15 +43,19 @@ def give_memory(
             values = nn.Parameter(values, tensor.requires_grad)
         values.__dict__.update({key: value for key, value in tensor.__dict__.items() if key != "_is_param"})
         made[id(tensor)] = values
-    replace_tensors(model, made)
+    if made:
+        replace_tensors(model, made)
     return made
 
 
-def fill_the_rest(model: nn.Module, loaded: Collection[str]) -> None:
+def fill_the_rest(model: nn.Module, *, is_new: bool) -> None:
     """Give values to what is still deferred (as the constructor would) or on the meta device (as transformers would).
+    ``is_new``: memory was given to a part of the model, so that attributes may be deferred, too.
 
     Raises CheckpointError for other models with tensors on the meta device that no file holds.
     """
+    if not is_new and not _has_tensors_without_values(model):
+        return
     materialize(model)
     rest = {
         name: tensor
@@ -83,3 +87,13 @@ def fill_the_rest(model: nn.Module, loaded: Collection[str]) -> None:
             del tensor._is_hf_initialized  # type: ignore[attr-defined]
         for module in model.modules():
             module.__dict__.pop("_is_hf_initialized", None)
+
+
+def _has_tensors_without_values(model: nn.Module) -> bool:
+    return any(
+        tensor.is_meta or is_deferred(tensor)
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)
+        for tensor in tensors.values()
+        if tensor is not None and not isinstance(tensor, DTensor)
+    )

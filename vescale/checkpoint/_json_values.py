@@ -45,6 +45,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or (isinstance(value, bool | str) and type(value) in (bool, str)):
         return value
     if isinstance(value, torch.Tensor):
+        while tensors.get(path, value) is not value:  # keys "a.b" and "a", "b" have one path
+            path += "~"
         tensors[path] = value
         return {"$dtensor" if isinstance(value, DTensor) else "$tensor": path}
     if type(value) is int:

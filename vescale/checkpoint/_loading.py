@@ -12,9 +12,10 @@ from torch import nn
 
 from vescale.checkpoint._gathering import raise_together
 from vescale.checkpoint._json_values import TensorName, decode, encode
-from vescale.checkpoint._model_state import ModelState, load_extra, model_state
+from vescale.checkpoint._model_state import ModelState, check_model, load_extra, model_state
 from vescale.checkpoint._names import compare, nearest
-from vescale.checkpoint._optimizer_state import OptimizerLoad, named_optimizers, plan_optimizer_load
+from vescale.checkpoint._numbered_states import numbered_states
+from vescale.checkpoint._optimizer_state import OptimizerLoad, named_groups, named_optimizers, plan_optimizer_load
 from vescale.checkpoint._random_state import set_random_state
 from vescale.checkpoint._reader import read_tensors, read_whole
 from vescale.checkpoint._snapshot import MODEL, RANDOM
@@ -39,10 +40,12 @@ def load_stored(
     cast: bool,
 ) -> dict[str, Any]:
     """See ``Checkpointer.restore``. Called by all ranks of the job."""
+    if model is not None:
+        check_model(model)
     loads: dict[str, OptimizerLoad] = {}
     error = None
     try:
-        plan = _Plan(stored, model, optimizer, more, cast=cast)
+        plan = _Plan(stored, model, optimizer, more, strict=strict, cast=cast)
         loads = plan.loads
         if strict:
             plan.differences.refuse(str(stored.folder))
@@ -59,7 +62,7 @@ def load_stored(
     result |= plan.beside(targets)
     for key, value in more.items():
         if key in result:
-            _give_back(value, result[key], key)
+            _give_back(value, result[key])
     if rng and stored.format == "vescale":
         _restore_random_state(stored)
     if not strict:
@@ -71,7 +74,14 @@ class _Plan:
     """What is read into what, and what does not fit."""
 
     def __init__(
-        self, stored: Stored, model: nn.Module | None, optimizer: Any, more: Mapping[str, Any], *, cast: bool
+        self,
+        stored: Stored,
+        model: nn.Module | None,
+        optimizer: Any,
+        more: Mapping[str, Any],
+        *,
+        strict: bool,
+        cast: bool,
     ) -> None:
         self.targets: dict[str, torch.Tensor] = {}
         self.loads: dict[str, OptimizerLoad] = {}
@@ -90,17 +100,22 @@ class _Plan:
             self._take_extra(state, extra_missing)
         for prefix, each in named_optimizers(optimizer).items():
             saved = (self.saved.get("optimizers") or {}).get(prefix) or _by_names(stored, prefix, state)
+            if saved is None and stored.format == "torch" and prefix == "optimizer":
+                saved = numbered_states(stored, named_groups(prefix, each, state.names))
             if saved is None:
-                raise ContentMismatchError(
-                    f"{stored.folder} has no {prefix}; it has {sorted(self.saved.get('optimizers') or {}) or 'none'}. "
-                    "Pass optimizers in the form they were saved in (one, a list or a dict), or none"
-                )
+                if strict:
+                    raise ContentMismatchError(
+                        f"{stored.folder} has no {prefix}; it has {sorted(self.saved.get('optimizers') or {}) or 'none'}. "
+                        "Pass optimizers in the form they were saved in (one, a list or a dict), or none"
+                    )
+                extra_missing.append(prefix)
+                continue
             load = self.loads[prefix] = plan_optimizer_load(prefix, each, state.names, saved, stored.tensors)
             self.targets |= load.targets
             extra_missing += load.missing
             structure |= load.structure
             surplus |= {name for name in stored.tensors if name.startswith(f"{prefix}.state.")}
-        self._take_beside(more)
+        extra_missing += self._take_beside(more, strict=strict)
         others = other_stages(model) if model is not None else OtherStages()
         prefixes = (f"{MODEL}.", *(f"{prefix}.state." for prefix in self.loads))
         surplus = {n for n in surplus if not any(n.startswith(p) and others.have(n.removeprefix(p)) for p in prefixes)}
@@ -162,14 +177,24 @@ class _Plan:
             f"{MODEL}.{name}" for name in state.extra if name not in self.extra and self.stored.format == "vescale"
         ]
 
-    def _take_beside(self, more: Mapping[str, Any]) -> None:
+    def _take_beside(self, more: Mapping[str, Any], *, strict: bool) -> list[str]:
+        """Names that the checkpoint does not have."""
         saved = self.saved.get("beside") or {}
+        missing = []
         for key, value in more.items():
-            if key not in saved:
+            if not isinstance(value, torch.Generator) and not hasattr(value, "load_state_dict"):
                 raise ContentMismatchError(
-                    f"{self.stored.folder} has nothing saved as {key!r}; it has {sorted(saved)}: use the name that save() "
-                    "was given, or leave it out"
+                    f"{key} is a {type(value).__qualname__} without load_state_dict; take result[{key!r}] instead of "
+                    "passing it"
                 )
+            if key not in saved:
+                if strict:
+                    raise ContentMismatchError(
+                        f"{self.stored.folder} has nothing saved as {key!r}; it has {sorted(saved)}: use the name that "
+                        "save() was given, or leave it out"
+                    )
+                missing.append(key)
+                continue
             own: dict[str, torch.Tensor] = {}
             encode(value.state_dict() if hasattr(value, "state_dict") else None, key, own)
             names: list[TensorName] = []
@@ -177,6 +202,7 @@ class _Plan:
             for name in names:
                 if str(name) in own:
                     self.targets[str(name)] = own[str(name)]
+        return missing
 
     def _other_optimizers(self, ours: Mapping[str, Any]) -> None:
         for prefix in (self.saved.get("optimizers") or {}).keys() - ours.keys():
@@ -222,15 +248,11 @@ def _by_names(stored: Stored, prefix: str, state: ModelState) -> dict[str, Any] 
     return {"param_groups": [{"params": parameters, "options": {}}], "state": found}
 
 
-def _give_back(value: Any, state: Any, key: str) -> None:
+def _give_back(value: Any, state: Any) -> None:
     if isinstance(value, torch.Generator):
         value.set_state(state.cpu())
-    elif hasattr(value, "load_state_dict"):
-        value.load_state_dict(state)
     else:
-        raise ContentMismatchError(
-            f"{key} is a {type(value).__qualname__} without load_state_dict; take result[{key!r}] instead of passing it"
-        )
+        value.load_state_dict(state)
 
 
 def _restore_random_state(stored: Stored) -> None:

@@ -56,11 +56,12 @@ def merge_parts(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> 
 
     A part has ``file`` (or None), ``tensors`` ({name: [shape, dtype, [[offset, sizes, start, crc32], ...]]}), ``samples``
     ({name: checksum of some elements} of tensors that every holder has whole), ``buffers``: those that may differ,
-    and perhaps ``values``, to be added to those of ``head``.
+    perhaps ``values``, to be added to those of ``head``, and perhaps ``optimizers`` (names) and ``lacks_optimizer``.
 
     Raises ManifestError if boxes do not cover their tensor, ranks have one name for different tensors, or whole tensors
     differ between ranks.
     """
+    _compare_optimizers(parts)
     warnings = _compare_samples(parts)
     files: list[dict[str, Any]] = []
     tensors: dict[str, dict[str, Any]] = {}
@@ -112,13 +113,23 @@ def _add_values(values: Any, others: Mapping[str, Any] | None) -> None:
         mine = values["model"] or {"aliases": {}, "extra": {}}
         values["model"] = {key: others["model"][key] | mine[key] for key in ("aliases", "extra")}
     for name, theirs in others["optimizers"].items():
-        own = values["optimizers"].setdefault(name, {"param_groups": [], "state": {}})
+        own = values["optimizers"].setdefault(name, theirs | {"param_groups": [], "state": {}})
         own["state"] = theirs["state"] | own["state"]
         known = {parameter for group in own["param_groups"] for parameter in group["params"]}
         for group in theirs["param_groups"]:
             new = [parameter for parameter in group["params"] if parameter not in known]
             if new:
                 own["param_groups"].append({"params": new, "options": group["options"]})
+
+
+def _compare_optimizers(parts: Sequence[Mapping[str, Any]]) -> None:
+    """A rank without one would leave out the states of what it alone holds, and nobody would miss them."""
+    having = [rank for rank, part in enumerate(parts) if part.get("optimizers")]
+    lacking = [rank for rank, part in enumerate(parts) if part.get("lacks_optimizer")]
+    if having and lacking:
+        raise ManifestError(
+            f"rank {having[0]} saves an optimizer, and rank {lacking[0]} saves none; pass the optimizer on every rank"
+        )
 
 
 def _compare_samples(parts: Sequence[Mapping[str, Any]]) -> list[str]:

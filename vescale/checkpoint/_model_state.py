@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["ModelState", "load_extra", "model_state"]
+from vescale.errors import CheckpointOptionError
+
+__all__ = ["ModelState", "check_model", "load_extra", "model_state"]
 
 # Modules that wrap others put these in front of names.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -32,6 +34,15 @@ class ModelState:
     buffers: set[str]
     extra: dict[str, Any]
     names: dict[int, str]
+
+
+def check_model(model: Any) -> None:
+    """Raises CheckpointOptionError for anything else than a module."""
+    if not isinstance(model, nn.Module):
+        raise CheckpointOptionError(
+            f"model is a {type(model).__qualname__}; expected a torch.nn.Module. Pass state dicts and other data by "
+            "names of their own"
+        )
 
 
 def model_state(model: nn.Module) -> ModelState:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 
 import torch
@@ -22,23 +21,24 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     Modules of ``fully_shard`` are resharded first, so that these are the tensors at rest. Prefixes that wrappers of
     ``torch.compile`` and activation checkpointing add are left out.
     """
-    for module in model.modules():
+    modules = list(model.named_modules(remove_duplicate=False))
+    for _, module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
-    transient = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in itertools.chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    ):
-        if name not in transient:
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
-            found[name] = tensor
-    return found
+    parameters: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    for path, module in modules:
+        prefix = f"{path}." if path else ""
+        for wrapper in _WRAPPERS:
+            prefix = prefix.replace(wrapper, "")
+        transient = module._non_persistent_buffers_set
+        parameters |= {prefix + name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+        buffers |= {
+            prefix + name: tensor
+            for name, tensor in module._buffers.items()
+            if tensor is not None and name not in transient
+        }
+    return parameters | buffers
 
 
 def tied_groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:

@@ -14,7 +14,7 @@ from vescale.checkpoint._names import nearest
 from vescale.checkpoint._stored import StoredTensor
 from vescale.errors import DamagedFileError, OptimizerNamesError
 
-__all__ = ["OptimizerLoad", "named_optimizers", "optimizer_state", "plan_optimizer_load"]
+__all__ = ["OptimizerLoad", "named_groups", "named_optimizers", "optimizer_state", "plan_optimizer_load"]
 
 # Options that decide what the states mean; the others (learning rates, ...) are loaded.
 _STRUCTURE = ("algorithm", "blocks", "block", "block_size", "state_dtype", "min_numel", "stochastic_rounding")
@@ -44,7 +44,7 @@ def named_optimizers(optimizer: Any) -> dict[str, Optimizer]:
 def optimizer_state(
     prefix: str, optimizer: Optimizer, names: Mapping[int, str], tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """``{"param_groups": [...], "state": {parameter: {...}}}`` as JSON; tensors are added to ``tensors``."""
+    """``{"class": ..., "param_groups": [...], "state": {parameter: {...}}}`` as JSON; tensors are added to ``tensors``."""
     groups, states = [], {}
     for index, group in enumerate(optimizer.param_groups):
         members = list(_members(prefix, index, group, names))
@@ -55,7 +55,12 @@ def optimizer_state(
             state = optimizer.state.get(parameter)
             if state:
                 states[name] = encode(dict(state), f"{prefix}.state.{name}", tensors)
-    return {"param_groups": groups, "state": states}
+    return {"class": type(optimizer).__name__, "param_groups": groups, "state": states}
+
+
+def named_groups(prefix: str, optimizer: Optimizer, names: Mapping[int, str]) -> list[list[tuple[str, Any]]]:
+    """(name, parameter) of each group."""
+    return [list(_members(prefix, index, group, names)) for index, group in enumerate(optimizer.param_groups)]
 
 
 def _members(prefix: str, index: int, group: Mapping[str, Any], names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
@@ -111,6 +116,9 @@ def plan_optimizer_load(
     checkpoint has none (it was saved before the first step), the optimizer's are dropped, if it makes them in a step.
     """
     load = OptimizerLoad()
+    kind = type(optimizer).__name__
+    if saved.get("class", kind) != kind:  # equal names of states need not mean the same
+        load.structure[prefix] = (f"the states of {saved['class']}", f"those of {kind}")
     groups = {name: group for group in saved["param_groups"] for name in group["params"]}
     for index, group in enumerate(optimizer.param_groups):
         members = list(_members(prefix, index, group, names))

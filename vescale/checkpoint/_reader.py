@@ -24,7 +24,7 @@ from vescale.errors import CheckpointError, DamagedFileError
 __all__ = ["read_tensors", "read_whole"]
 
 # Each thread holds at most one batch of reads, which is at most MAX_READ_BYTES.
-_THREADS = 4
+_FEWEST_THREADS, _MOST_THREADS = 2, 4
 # Short reads that are less than a page apart are fetched together.
 _GAP = 4096
 _MAX_PIECES = 512
@@ -90,9 +90,18 @@ def _fill(stored: Stored, blocks: Mapping[str, LocalBlocks]) -> None:
             for batch in batches:
                 _fetch(files, batch)
             return
-        with ThreadPoolExecutor(min(_THREADS, len(batches))) as threads:
+        with ThreadPoolExecutor(min(_num_threads(), len(batches))) as threads:
             for done in [threads.submit(_fetch, files, batch) for batch in batches]:
                 done.result()
+
+
+def _num_threads() -> int:
+    """This rank's share of the processors: with more threads than that, ranks that begin later would wait for the others.
+    At least two, so that a storage device that answers late has something to do."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(text) if text.isdecimal() else 1
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(_FEWEST_THREADS, min(_MOST_THREADS, processors // max(1, ranks)))
 
 
 def _batches(reads: Iterable[ByteRead]) -> Iterator[list[ByteRead]]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.checkpoint._error_text import as_text, from_text
 from vescale.checkpoint._local_blocks import LocalBlocks
 from vescale.checkpoint._scratch import scratch
 from vescale.comm import Consensus, requested_by
@@ -74,11 +75,11 @@ class Shares:
         if self.consensus is None:
             return failure
         messages = self.consensus.exchange(
-            str(failure).encode() if failure is not None else b"", lambda: "ranks read their parts of a checkpoint"
+            as_text(failure).encode() if failure is not None else b"", lambda: "ranks read their parts of a checkpoint"
         )
         failed = [(rank, text.decode()) for rank, text in enumerate(messages) if text]
         if failure is None and failed:
-            failure = CheckpointError(f"rank {failed[0][0]}: {failed[0][1]}")
+            failure = from_text(failed[0][1], f"rank {failed[0][0]}: ")
         return failure
 
 

@@ -256,6 +256,8 @@ def _shard_offsets(path: Path, header: Header) -> dict[str, tuple[int, ...]]:
 
 def _joined(folder: Path, name: str, found: list[tuple[torch.dtype, StoredBox]]) -> StoredTensor:
     dtype, first = found[0]
+    if len(found) == 1 and not any(first.offset):
+        return StoredTensor(first.sizes, dtype, (first,) if first.numel else ())
     if any(other != dtype or len(box.sizes) != len(first.sizes) for other, box in found):
         raise DamagedFileError(f"{folder}: the blocks of {name} have different dtypes or numbers of dims")
     boxes = tuple({box.offset: box for _, box in found}.values())  # replicas have equal blocks

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import vescale
 from vescale.checkpoint import _disk
 from vescale.checkpoint._data_file import align, write_data_file
+from vescale.checkpoint._error_text import as_text, from_text
 from vescale.checkpoint._folder_lock import FolderLock
 from vescale.checkpoint._gathering import Gathering
 from vescale.checkpoint._local_blocks import LocalBlocks
@@ -75,6 +76,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._told: list[str] = []
+        self._has_failed = False
 
     def save(self, snapshot: Snapshot, target: Target) -> None:
         """Write in the background if the saver is asynchronous; the tensors may be changed when this returns.
@@ -135,17 +137,24 @@ class Saver:
         finally:
             if self._writer is not None:
                 self._writer.close()
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
-            self._gathering = None
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        self._gathering = None
 
     @property
     def writer_pid(self) -> int | None:
         return self._writer.pid if self._writer is not None else None
 
     def _open(self) -> Gathering:
-        """Before the first save: the folder is there and can be written to, and what dead jobs left is removed."""
+        """Before the first save, and the first one after a failure: the folder is there and can be written to, and what
+        was left unfinished is removed."""
+        if self._has_failed:
+            self._release()
+            self._has_failed = False
         if self._gathering is None:
             gathering = Gathering()
             try:
@@ -160,7 +169,7 @@ class Saver:
         try:
             _disk.make_folder(self.folder)
             if self._locks:
-                self._lock = FolderLock(self.folder)
+                self._lock = self._lock or FolderLock(self.folder)
                 if self._lock.is_certain:
                     clean(self.folder)
             probe = os.path.join(self.folder, f"probe.tmp-{own}")
@@ -180,11 +189,11 @@ class Saver:
             writing.put_checksums(write())
             message += f"{target.name}\n{pack_part(writing.part)}"
         except (OSError, CheckpointError, ValueError) as error:
-            message = f"no{error}"
+            message = f"no{as_text(error)}"
         try:
             outcome = gathering.round(message, lambda messages: self._commit(messages, writing, head, target))
         except CheckpointError as error:
-            self._holders = None
+            self._holders, self._has_failed = None, True
             self._failure = SaveFailedError(
                 f"{os.path.join(self.folder, target.name)} was not saved: {error}. What was saved before is as it was"
             )
@@ -207,7 +216,7 @@ class Saver:
         try:
             failed = [rank for rank, message in enumerate(messages) if not message.startswith("ok")]
             if failed:
-                raise SaveFailedError(f"rank {failed[0]}: {messages[failed[0]][2:]}")
+                raise from_text(messages[failed[0]][2:], f"rank {failed[0]}: " if len(messages) > 1 else "")
             names, parts = zip(*(message[2:].split("\n", 1) for message in messages))
             if len(set(names)) > 1:
                 raise SaveFailedError(
@@ -262,14 +271,15 @@ class _Writing:
         """In this process, from the tensors."""
         _disk.make_folder(self.path)
         pieces = ((p.start, p.nbytes, _chunks(blocks[p.name].view(p.box))) for p in self.layout)
-        found = write_data_file(os.path.join(self.path, self.file), pieces)
+        found = write_data_file(os.path.join(self.path, self.file), pieces, self.nbytes)
         _disk.sync_folder(self.path)
         return found
 
     def hand_over(self, writer: Writer) -> dict[str, Any]:
         """In the writer process, from the shared memory."""
         boxes = [[piece.start, piece.nbytes] for piece in self.layout]
-        return writer.run({"do": "write", "folder": self.path, "name": self.file, "boxes": boxes})
+        job = {"do": "write", "folder": self.path, "name": self.file, "bytes": self.nbytes, "boxes": boxes}
+        return writer.run(job)
 
     def put_checksums(self, written: dict[str, Any]) -> None:
         self.part["file"] = {key: written[key] for key in ("name", "bytes", "crc32")}
@@ -302,6 +312,8 @@ def _part(snapshot: Snapshot, own: Sequence[str], layout: Sequence[_Piece], hold
     for piece in layout:
         tensors[piece.name][2].append([list(piece.box.offset), list(piece.box.sizes), piece.start])
     part: dict[str, Any] = {"file": None, "tensors": tensors, "buffers": sorted(snapshot.buffers)}
+    part["lacks_optimizer"] = snapshot.lacks_optimizer
+    part["optimizers"] = sorted(snapshot.values["optimizers"])
     part["is_new"] = has_other_ranks() and any(name not in holders for name in shared_names(snapshot.blocks))
     if any(among is not None for among in holders.values()):
         part["values"] = {key: snapshot.values[key] for key in ("model", "optimizers")}
@@ -322,7 +334,12 @@ def _head(snapshot: Snapshot, target: Target) -> dict[str, Any]:
 
 
 def _check_space(folder: str, nbytes: int) -> None:
-    free = shutil.disk_usage(folder).free
+    try:
+        free = shutil.disk_usage(folder).free
+    except FileNotFoundError:
+        raise SaveFailedError(
+            f"No such file or directory: {folder} was removed, or its disk is not mounted; the next save makes it anew"
+        ) from None
     if free < nbytes:
         raise SaveFailedError(
             f"{folder} has {free} bytes left, and this rank alone has {nbytes} to write: free some, or use another"

@@ -14,7 +14,7 @@ from torch import nn
 
 from vescale.checkpoint._json_values import encode
 from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
-from vescale.checkpoint._model_state import model_state
+from vescale.checkpoint._model_state import check_model, model_state
 from vescale.checkpoint._optimizer_state import named_optimizers, optimizer_state
 from vescale.checkpoint._random_state import get_random_state
 from vescale.errors import UnsavableValueError
@@ -37,12 +37,14 @@ class Snapshot:
         values: JSON; ``model``, ``optimizers`` and ``beside``.
         buffers: names of tensors that may differ between ranks.
         program: of a parallelized model, as text.
+        lacks_optimizer: the model has parameters that are trained, and no optimizer was given.
     """
 
     blocks: dict[str, LocalBlocks]
     values: dict[str, Any]
     buffers: set[str] = field(default_factory=set)
     program: str | None = None
+    lacks_optimizer: bool = False
 
     def meshes(self) -> list[dict[str, Any]]:
         """Shapes and axes of the meshes that tensors are placed on."""
@@ -65,6 +67,7 @@ def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, An
     names: dict[int, str] = {}
     program = None
     if model is not None:
+        check_model(model)
         state = model_state(model)
         tensors |= {f"{MODEL}.{name}": tensor for name, tensor in state.tensors.items()}
         buffers = {f"{MODEL}.{name}" for name in state.buffers}
@@ -76,12 +79,16 @@ def take_snapshot(model: nn.Module | None, optimizer: Any, more: Mapping[str, An
     for prefix, each in named_optimizers(optimizer).items():
         values["optimizers"][prefix] = optimizer_state(prefix, each, names, tensors)
     for key, value in more.items():
-        values["beside"][key] = encode(_state_of(value), key, tensors)
+        try:
+            values["beside"][key] = encode(_state_of(value), key, tensors)
+        except RecursionError:
+            raise UnsavableValueError(f"{key} contains itself, or is nested too deeply; expected plain data") from None
     if rng:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         tensors[f"{RANDOM}.{rank}"] = get_random_state()
     blocks = {name: local_blocks(name, tensors[name]) for name in sorted(tensors)}
-    return Snapshot(blocks, values, buffers, program)
+    is_trained = model is not None and any(parameter.requires_grad for parameter in model.parameters())
+    return Snapshot(blocks, values, buffers, program, is_trained and optimizer is None)
 
 
 def _state_of(value: Any) -> Any:

@@ -25,7 +25,8 @@ __all__ = ["is_step", "is_step_folder", "open_newest_step", "open_step"]
 
 
 def is_step(path: Path) -> bool:
-    return (path / MANIFEST).is_file()
+    """Also one that has lost its manifest."""
+    return (path / MANIFEST).is_file() or (path.name.startswith("step-") and any(path.glob("data-*.bin")))
 
 
 def is_step_folder(path: Path) -> bool:

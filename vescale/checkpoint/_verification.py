@@ -14,7 +14,7 @@ import torch
 
 from vescale.checkpoint._data_file import box_checksums
 from vescale.checkpoint._manifest_text import ManifestError
-from vescale.checkpoint._step_folder import MANIFEST, complete_steps, find_problems, read_manifest, step_name
+from vescale.checkpoint._step_folder import MANIFEST, find_problems, read_manifest, step_name, step_numbers
 from vescale.errors import UnknownDtypeError, UnknownFormatError
 
 __all__ = ["verify", "verify_step"]
@@ -23,22 +23,20 @@ __all__ = ["verify", "verify_step"]
 def verify(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
     """What is wrong with a checkpoint of vescale's own format, one line each; nothing if every byte is as it was written.
 
-    Of a folder of steps, the newest that is complete by its sizes is checked. Files are read once, in one process;
-    ``progress`` is called with the bytes of each file. Raises CheckpointError if there is no such checkpoint.
+    Of a folder of steps, all are checked. Files are read once, in one process; ``progress`` is called with the bytes of
+    each file. Raises CheckpointError if there is no such checkpoint.
 
     Args:
         path: a step, or a folder of steps.
     """
     found = Path(path)
     if not (found / MANIFEST).exists():
-        steps = complete_steps(str(found))
         if re.fullmatch(r"step-\d+", found.name) or any(found.glob("data-*.bin")):
             return find_problems(str(found))
-        if not steps and not any(found.glob("step-*")):
-            raise UnknownFormatError(f"{found} has no {MANIFEST} and no steps; expected a step, or a folder of steps")
+        steps = step_numbers(str(found))
         if not steps:
-            return [f"{found} has no complete step"]
-        found = found / step_name(steps[-1])
+            raise UnknownFormatError(f"{found} has no {MANIFEST} and no steps; expected a step, or a folder of steps")
+        return [line for step in steps for line in verify_step(found / step_name(step), progress=progress)]
     return verify_step(found, progress=progress)
 
 

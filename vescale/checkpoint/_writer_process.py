@@ -92,7 +92,7 @@ def _write(job: dict[str, Any], image: memoryview) -> dict[str, Any]:
 
     _disk.make_folder(job["folder"])
     boxes = ((start, count, [image[start : start + count]]) for start, count in job["boxes"])
-    found = write_data_file(os.path.join(job["folder"], job["name"]), boxes)
+    found = write_data_file(os.path.join(job["folder"], job["name"]), boxes, job["bytes"])
     _disk.sync_folder(job["folder"])
     return found
 

@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import fnmatch
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,8 @@ def _ls(args: argparse.Namespace) -> int:
 
     path = Path(args.path)
     numbers = step_numbers(str(path)) if path.is_dir() else []
+    if (own := re.fullmatch(r"step-(\d+)", path.name)) and path.is_dir():  # one step, complete or not
+        path, numbers = path.parent, [int(own[1])]
     rows: list[dict[str, Any]] = []
     for number in numbers:
         problems = find_problems(str(path / step_name(number)))
@@ -120,6 +123,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from vescale.checkpoint._foreign_verification import verify_any
+    from vescale.checkpoint._safetensors import is_safetensors
 
     path = Path(args.path)
     total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else _size(path)
@@ -131,7 +135,10 @@ def _verify(args: argparse.Namespace) -> int:
     for problem in problems:
         new_console().print(problem)
     if not problems:
-        new_console().print(f"{args.path} is sound")
+        unknown = ""
+        if is_safetensors(path):
+            unknown = ": headers and sizes; safetensors have no checksums, so that changed values cannot be found"
+        new_console().print(f"{args.path} is sound{unknown}")
     return 1 if problems else 0
 
 
@@ -142,9 +149,10 @@ def _convert(args: argparse.Namespace) -> int:
     with _progress(args, "convert", _summary(stored)["bytes"]) as advance:
         left = convert(stored, Path(args.target), args.to, max_shard_size=args.max_shard_size, progress=advance)
     if args.json:
-        print_json({"source": args.source, "target": args.target, "to": args.to, **_summary(stored), "left_out": left})
+        written = _summary(stored, without=left)
+        print_json({"source": args.source, "target": args.target, "to": args.to, **written, "left_out": left})
         return 0
-    new_console().print(f"{args.target}: {len(stored.tensors)} tensors in the format {args.to}")
+    new_console().print(f"{args.target}: {_summary(stored, without=left)['tensors']} tensors in the format {args.to}")
     if left:
         new_console().print(f"left out, for the format holds tensors of a model only: {', '.join(left[:20])}")
     return 0
@@ -209,10 +217,11 @@ def _open(path: Path) -> Stored:
     return open_stored(path)
 
 
-def _summary(stored: Stored) -> dict[str, int]:
+def _summary(stored: Stored, without: Collection[str] = ()) -> dict[str, int]:
     from vescale.checkpoint._convert import num_bytes
 
-    return {"tensors": len(stored.tensors), "bytes": sum(num_bytes(tensor) for tensor in stored.tensors.values())}
+    tensors = [stored.tensors[name] for name in stored.tensors.keys() - set(without)]
+    return {"tensors": len(tensors), "bytes": sum(map(num_bytes, tensors))}
 
 
 def _size(path: Path) -> int:
@@ -228,7 +237,10 @@ def _jsonable(value: Any) -> Any:
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_jsonable(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    is_plain = (
+        value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+    )
+    return value if is_plain else str(value)  # JSON has no NaN and no infinity
 
 
 @contextlib.contextmanager

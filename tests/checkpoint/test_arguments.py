@@ -1,0 +1,168 @@
+"""What users pass that does not fit: arguments, the same step twice, other optimizers, what was not saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from vescale.checkpoint import Checkpointer, CheckpointError, load, open_stored, save, verify
+from vescale.errors import (
+    CheckpointOptionError,
+    ContentMismatchError,
+    DamagedFileError,
+    NoSuchStepError,
+    UnsavableValueError,
+)
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keep": 1}, "keep is 1; expected at least 2"),
+        ({"keep": "3"}, "keep is '3'"),
+        ({"keep": True}, "keep is True"),
+        ({"keep_every": 0}, "keep_every is 0"),
+        ({"keep_every": 2.5}, "keep_every is 2.5"),
+        ({"best": 3}, "best is 3; expected a name"),
+        ({"best": ("loss", "least")}, "best is"),
+        ({"verify": "all"}, "verify is 'all'"),
+        ({"asynchronous": "no"}, "asynchronous is 'no'"),
+    ],
+)
+def test_options(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointOptionError, match=message):
+        Checkpointer(tmp_path / "run", **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_steps(tmp_path: Path) -> None:
+    """Numbers of NumPy and torch are numbers; a step that is being written is not replaced by a second one."""
+    model, _ = trained()
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        for wrong in (-1, "5", 1.0, True, None):
+            with pytest.raises(CheckpointOptionError, match="step is"):
+                checkpoints.save(wrong, model=model)  # type: ignore[arg-type]
+        checkpoints.save(np.int64(4), model=model, note="first")  # type: ignore[arg-type]
+        checkpoints.save(4, model=model, note="second")
+        with pytest.warns(UserWarning, match="is there already"), pytest.raises(CheckpointError, match="already"):
+            checkpoints.wait()
+        assert checkpoints.restore(model=model, step=torch.tensor(4)) == {"step": 4, "note": "first"}  # type: ignore[arg-type]
+        for unknown in ("newest", 4.0, None, False):
+            with pytest.raises(CheckpointOptionError, match='expected "latest"'):
+                checkpoints.restore(model=model, step=unknown)  # type: ignore[arg-type]
+        with pytest.raises(NoSuchStepError, match=r"no step 5; it has \[4\]"):
+            checkpoints.restore(model=model, step=5)
+        with pytest.raises(CheckpointOptionError, match="model is a OrderedDict"):
+            checkpoints.save(5, model=model.state_dict())  # type: ignore[arg-type]
+        with pytest.raises(CheckpointOptionError, match="model is a OrderedDict"):
+            checkpoints.restore(model=model.state_dict())  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointOptionError, match="is a file"):
+        Checkpointer(tmp_path / "file")
+
+
+def test_what_was_not_saved(tmp_path: Path) -> None:
+    """It is an error by default, before anything is changed, and reported with strict=False."""
+    model, _ = trained()
+    save(tmp_path / "model", model=model, note=1)
+    other, fresh = trained()
+    before = {name: p.clone() for name, p in other.state_dict().items()}
+    scheduler = torch.optim.lr_scheduler.StepLR(fresh, 3)
+    for arguments, message in (
+        ({"optimizer": fresh}, "has no optimizer"),
+        ({"scheduler": scheduler}, "nothing saved as 'scheduler'"),
+        ({"note": 3}, "note is a int without load_state_dict"),
+    ):
+        with pytest.raises(ContentMismatchError, match=message):
+            load(tmp_path / "model", model=other, **arguments)  # type: ignore[arg-type]
+    assert all(torch.equal(p, before[name]) for name, p in other.state_dict().items())
+    found = load(tmp_path / "model", model=other, optimizer=fresh, scheduler=scheduler, strict=False)
+    assert found["not_loaded"]["missing"] == ["optimizer", "scheduler"] and found["note"] == 1
+    assert all(torch.equal(p, model.state_dict()[name]) for name, p in other.state_dict().items())
+
+
+def test_another_kind_of_optimizer(tmp_path: Path) -> None:
+    """Its states would be kept beside those of its own, and never be used."""
+    model, optimizer = trained()
+    save(tmp_path / "one", model=model, optimizer=optimizer)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ContentMismatchError, match="the states of AdamW, expected those of SGD"):
+        load(tmp_path / "one", model=model, optimizer=sgd)
+    assert not sgd.state
+    adam = torch.optim.Adam(model.parameters())  # a user who knows that they mean the same
+    found = load(tmp_path / "one", model=model, optimizer=adam, strict=False)["not_loaded"]
+    assert found == {"missing": [], "surplus": [], "misshapen": {"optimizer": ("the states of AdamW", "those of Adam")}}
+    first = next(model.parameters())
+    assert torch.equal(adam.state[first]["exp_avg"], optimizer.state[first]["exp_avg"])
+
+
+def test_keys_that_look_alike(tmp_path: Path) -> None:
+    values = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}, 1: torch.tensor(3), "1": torch.tensor(4)}
+    save(tmp_path / "one", values=values)
+    found = load(tmp_path / "one")["values"]
+    assert [int(found["a.b"]), int(found["a"]["b"]), int(found[1]), int(found["1"])] == [1, 2, 3, 4]
+    circle: list[Any] = []
+    circle.append(circle)
+    with pytest.raises(UnsavableValueError, match="circle contains itself"):
+        save(tmp_path / "two", circle=circle)
+
+
+def test_verify_looks_at_all_steps(tmp_path: Path) -> None:
+    model, _ = trained()
+    with Checkpointer(tmp_path / "run", asynchronous=False) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, model=model)
+    assert not verify(tmp_path / "run")
+    first, newest = (tmp_path / "run" / name / "data-00000.bin" for name in ("step-1", "step-3"))
+    data = bytearray(first.read_bytes())
+    data[3] ^= 1
+    first.write_bytes(data)
+    newest.write_bytes(newest.read_bytes()[:-1])
+    found = verify(tmp_path / "run")
+    assert len(found) == 2 and "step-1" in found[0] and "step-3" in found[1]
+    (tmp_path / "run" / "step-2" / "manifest.json").unlink()
+    with pytest.raises(DamagedFileError, match="step-2 is not complete"):
+        open_stored(tmp_path / "run" / "step-2")
+
+
+@pytest.mark.parametrize("names", [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict")])
+def test_optimizer_of_a_torch_save_file(tmp_path: Path, names: tuple[str, str]) -> None:
+    """As tutorials save one: parameters of the optimizer have numbers."""
+    model, optimizer = trained()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25) if names[0] == "model" else 0.25
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(5))], "lr": 0.5})
+    model.register_parameter("more", optimizer.param_groups[1]["params"][0])
+    torch.save({names[0]: model.state_dict(), names[1]: optimizer.state_dict(), "epoch": 3}, tmp_path / "one.pt")
+    other = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    other.register_parameter("more", nn.Parameter(torch.ones(5)))
+    again = torch.optim.AdamW([{"params": [*other[0].parameters(), *other[1].parameters()]}, {"params": [other.more]}])
+    load(tmp_path / "one.pt", model=other, optimizer=again)
+    assert float(again.param_groups[0]["lr"]) == 0.25 and again.param_groups[1]["lr"] == 0.5
+    for ours, theirs in zip(other.parameters(), model.parameters()):
+        assert torch.equal(ours, theirs) and again.state[ours].keys() == optimizer.state[theirs].keys()
+        assert all(torch.equal(again.state[ours][key], value) for key, value in optimizer.state[theirs].items())
+    for model_of in (optimizer, again):
+        for parameter in (p for group in model_of.param_groups for p in group["params"]):
+            parameter.grad = torch.ones_like(parameter)
+        model_of.step()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(other.parameters(), model.parameters()))
+    with pytest.raises(
+        ContentMismatchError, match=r"groups of \[4, 1\] parameters, without names, and this one of \[5\]"
+    ):
+        load(tmp_path / "one.pt", model=other, optimizer=torch.optim.AdamW(other.parameters()))
+    turned = [{"params": [*other[1].parameters(), *other[0].parameters()]}, {"params": [other.more]}]
+    with pytest.raises(ContentMismatchError, match=r"has shape \(8, 4\), and 1.weight"):
+        load(tmp_path / "one.pt", model=other, optimizer=torch.optim.AdamW(turned))
