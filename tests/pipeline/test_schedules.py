@@ -105,6 +105,10 @@ def test_stages_that_are_let_go() -> None:
         assert len(resident) <= 3
     assert gathers == 5  # the first stage twice
     assert releases([Action(0, kind, m) for m in range(3) for kind in "FB"]) == {}
+    # Between the halves of its backward a stage stays, whatever comes between them.
+    halved = [Action(0, "F", 0), Action(0, "I", 0), *(Action(stage, "F", 0) for stage in (1, 2, 3)), Action(0, "W", 0)]
+    assert not any(0 in stages for stages in releases(halved).values())
+    assert releases([*halved[:1], *halved[2:5], Action(0, "B", 0)])[halved[2]] == (0,)
 
 
 def brute_force(costs: list[int], parts: int, sizes: list[int], limit: float) -> float | None:

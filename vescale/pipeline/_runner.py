@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -30,7 +32,15 @@ from vescale.pipeline._ties import Ties
 from vescale.pipeline._trace import trace
 from vescale.plans import PipelineEntry
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
-from vescale.runtime import finish_gradients, kept_gathered, no_sync, reduce_units, unit_groups
+from vescale.runtime import (
+    finish_gradients,
+    is_recomputed,
+    kept_gathered,
+    no_sync,
+    recomputed_modules,
+    reduce_units,
+    unit_groups,
+)
 
 __all__ = ["Runner"]
 
@@ -62,6 +72,7 @@ class Runner:
         self._forwards = [Action(stage, "F", mb) for mb in range(entry.microbatches) for stage in own]
         self._gathered: Sequence[Any] = ()
         self._resident: set[int] = set()
+        self._ended: dict[int, set[int]] = {}  # the stages whose backward of a micro-batch has ended
         self.ties = Ties(model, cut, schedule, group, self.rank)
         self._share_out()
         self._signatures: dict[Any, Signature] = {}
@@ -87,7 +98,7 @@ class Runner:
         with self._on(batch):
             kept = self.ties.set_aside() if not callable(self.entry.loss) else self.ties.set_aside(everything=True)
             with kept_gathered(self.model) as self._gathered, no_sync(self.model):
-                self._resident, self._let_go = set(), self._let_go_in_step
+                self._resident, self._let_go, self._ended = set(), self._let_go_in_step, {}
                 numbers = torch.arange(self.entry.microbatches)
                 self._torch_schedule.step(target=numbers, return_outputs=False)
             finish_gradients(self.model, units=self.entry.reduce == "step")
@@ -198,22 +209,29 @@ class Runner:
         self._known.headers.tell(stage, headers)
 
     @contextlib.contextmanager
-    def around_backward(self, stage: int, microbatch: int) -> Iterator[None]:
+    def around_backward(self, stage: int, microbatch: int, kind: str) -> Iterator[None]:
         assert self._known is not None
-        self._begin(stage, microbatch, "BI")
+        self._begin(stage, microbatch, kind)
         rows = MicrobatchRows(self.entry.microbatches, microbatch, self._known.dims)
         with drawing_rows(rows), requested_by(f"stage {stage}, micro-batch {microbatch}"):
             yield
-            if self.entry.reduce == "microbatch":
-                # Of stages that share a unit, the first runs backward last.
-                reduce_units(self.model, [g for g in unit_groups(self.model) if min(self._stages_of(g)) == stage])
+            if self.entry.reduce == "microbatch" and kind != "I":
+                ended = self._ended.setdefault(microbatch, set())
+                ended.add(stage)
+                reduce_units(self.model, [g for g in unit_groups(self.model) if stage in self._stages_of(g) <= ended])
+
+    def splits_backward(self) -> Callable[[Node], bool] | None:
+        # A unit that is gathered for each backward would be gathered for both halves.
+        if len(unit_groups(self.model)) > len(self._gathered):
+            return None
+        return functools.partial(is_recomputed, recomputed_modules(self.model))
 
     def _stages_of(self, group: Any) -> frozenset[int]:
         return stages_of_unit(group.path, self.cut, frozenset(self.schedule.stages_of(self.rank)))
 
-    def _begin(self, stage: int, microbatch: int, kinds: str) -> None:
+    def _begin(self, stage: int, microbatch: int, kind: str) -> None:
         """Let parameters go that no stage needs soon."""
-        gone = [s for kind in kinds for s in self._let_go.get(Action(stage, kind, microbatch), ())]
+        gone = self._let_go.get(Action(stage, kind, microbatch), ())
         self._resident = (self._resident - set(gone)) | {stage}
         if gone:
             for group in self._gathered:
