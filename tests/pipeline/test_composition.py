@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.simulate import simulate
 from vescale import parallelize, plan_zoo
 from vescale.comm import CommRecord, record_comms
 from vescale.ir import lower
-from vescale.plans import Plan
+from vescale.plans import Plan, PlanError
 
 ZERO: dict[str, dict[str, Any]] = {
     "1F1B": {"splits": [2], "microbatches": 4},
@@ -65,6 +66,31 @@ def zero_case(case: str) -> dict[str, float]:
 @pytest.mark.parametrize("case", ZERO)
 def test_units_in_stages(ranks: RankPools, case: str) -> None:
     assert_exact(ranks.run(zero_case, case, world_size=4))
+
+
+def parts_case(rows: int, schedule: str, microbatches: int) -> tuple[dict[str, float], str]:
+    """Each rank gives its rows; and what parts of no batch raise."""
+    mesh = mesh_of(**MESH)
+    plan = Plan(mesh)
+    plan.shard("<in:ids>", Shard(0), mesh="dp", given="local").shard("<in:labels>", Shard(0), mesh="dp")
+    plan.local_inputs().pipeline(split_before=["blocks.2"], schedule=schedule, microbatches=microbatches)
+
+    def own(batch: dict[str, Any]) -> dict[str, Any]:
+        return {name: value.chunk(2)[mesh.get_local_rank("dp")] for name, value in batch.items()}
+
+    found = same_steps(make_net, lambda: plan, [token_batch(step, rows, names=NAMES) for step in range(2)], given=own)
+    model = parallelize(make_net(), plan)
+    with pytest.raises(PlanError) as raised:
+        model.step(**token_batch(0, 2 + mesh.get_local_rank("dp"), names=NAMES))
+    return found, str(raised.value)
+
+
+@pytest.mark.parametrize(("rows", "schedule", "microbatches"), [(8, "1F1B", 4), (5, "GPipe", 1)])
+def test_parts_of_the_batch(ranks: RankPools, rows: int, schedule: str, microbatches: int) -> None:
+    results = ranks.run(parts_case, rows, schedule, microbatches, world_size=4)
+    assert_exact([found for found, _ in results])
+    for _, message in results:
+        assert re.search(r"parts that ranks give .* not those of one batch; .*\(5, 6\)", message)
 
 
 def is_reduction(record: CommRecord) -> bool:

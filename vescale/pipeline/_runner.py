@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from vescale.checks import describe, start_checks_among
 from vescale.comm import record, requested_by
 from vescale.compat.random_ops import without_native_fills
 from vescale.errors import PipelineCallError, PipelineTraceError
@@ -22,6 +23,7 @@ from vescale.pipeline._batches import Signature, like, microbatches_of
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import running
 from vescale.pipeline._headers import Header, HeaderExchange
+from vescale.pipeline._local_inputs import LocalInputs
 from vescale.pipeline._loss import BatchLoss, check_loss
 from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Action, Schedule, build
@@ -58,9 +60,10 @@ class Runner:
         mesh: DeviceMesh,
         group: dist.ProcessGroup,
         place: str,
+        local_inputs: LocalInputs,
     ) -> None:
         self.model, self.skeleton, self.cut, self.entry, self.schedule = model, skeleton, cut, entry, schedule
-        self.mesh, self.group, self._place = mesh, group, place
+        self.mesh, self.group, self._place, self._local_inputs = mesh, group, place, local_inputs
         self.device = torch.device(mesh.device_type)
         self.rank = dist.get_rank(group)
         own = schedule.stages_of(self.rank)
@@ -75,6 +78,8 @@ class Runner:
         self._ended: dict[int, set[int]] = {}  # the stages whose backward of a micro-batch has ended
         self.ties = Ties(model, cut, schedule, group, self.rank)
         self._share_out()
+        ranks = dist.get_process_group_ranks(group)
+        self._checks, self._num_batches = start_checks_among(ranks, [(n,) for n in range(len(ranks))]), 0
         self._signatures: dict[Any, Signature] = {}
         self._known: Signature | None = None
         self._batches: list[dict[str, Any]] = []
@@ -166,6 +171,8 @@ class Runner:
     @contextlib.contextmanager
     def _on(self, batch: Mapping[str, Any]) -> Iterator[None]:
         """The batch whose micro-batches stages run. The generator is afterwards where one device leaves it."""
+        batch = self._local_inputs.whole(batch)
+        self._compare(batch)
         self._batches = microbatches_of(batch, self.entry)
         known = self._known = self._signature(batch, self.model.training)
         self._loss = BatchLoss(self.entry, known.whole.losses, batch)
@@ -182,6 +189,20 @@ class Runner:
                 draw.skip(generator)
         finally:
             self._batches, self.states = [], {}
+
+    def _compare(self, batch: Mapping[str, Any]) -> None:
+        """All stages do the same with the same batch. (The ranks of one stage compare what its forwards are given.)"""
+        checks = self._checks
+        if not checks.is_on:
+            return
+        self._num_batches += 1
+        checks.begin_forward(self._num_batches)
+        rows: list[tuple[str, str]] = []
+        if checks.compares_data:
+            for name in sorted(batch):
+                rows += describe(name, batch[name], fully=checks.is_due)
+        what = "a step" if torch.is_grad_enabled() else "an evaluation"
+        checks.forward(f"the stages of {type(self.model).__name__}", what, rows, ())
 
     def _signature(self, batch: Mapping[str, Any], training: bool) -> Signature:
         key = (training, torch.is_grad_enabled(), *sorted((name, like(value)) for name, value in batch.items()))
