@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections import Counter
@@ -12,16 +13,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from tests.pipeline.steps import Net, mesh_of, same_steps, token_batch
+from tests.pipeline.steps import Net, mesh_of, rel, same_steps, token_batch
 from tests.pipeline.test_steps import NAMES, assert_exact, make_net
 from tests.ranks import RankPools
 from tests.runtime.llama import make_llama
 from tests.runtime.zero import sharded_at_rest
 from tests.simulate import simulate
+from tests.whole import whole
 from vescale import parallelize, plan_zoo
 from vescale.comm import CommRecord, record_comms
 from vescale.ir import lower
 from vescale.plans import Plan, PlanError
+from vescale.runtime import no_sync
 
 ZERO: dict[str, dict[str, Any]] = {
     "1F1B": {"splits": [2], "microbatches": 4},
@@ -99,17 +102,19 @@ def is_reduction(record: CommRecord) -> bool:
     return record.op in ("reduce_scatter_v", "all_reduce") and not any(word in record.requester for word in asks)
 
 
+def two_stages(mesh: Any) -> Plan:
+    made = Plan(mesh)
+    for name in NAMES:
+        made.shard(f"<in:{name}>", Shard(0), mesh="dp")
+    return made.pipeline(split_before=["blocks.2"], microbatches=4)
+
+
 def counted_case(case: str | None) -> tuple[dict[int, dict[str, int]], Counter[str], Counter[int], int]:
     """What is predicted, what the ledger of the second step has, the reductions that name a stage, and the gathers of an
     evaluation."""
 
     def plan(mesh: Any) -> Plan:
-        if case is not None:
-            return zero_plan(mesh, case)
-        made = Plan(mesh)
-        for name in NAMES:
-            made.shard(f"<in:{name}>", Shard(0), mesh="dp")
-        return made.pipeline(split_before=["blocks.2"], microbatches=4)
+        return two_stages(mesh) if case is None else zero_plan(mesh, case)
 
     model, batch = make_net(), token_batch(0, names=NAMES)
     predicted = lower(plan(MESH), model).pipeline.counts(batch)
@@ -142,6 +147,38 @@ def test_counts_are_those_of_the_ledger(ranks: RankPools, case: str | None) -> N
             assert number == predicted[stage]["reductions"] - tied, (rank, stage, by_stage, predicted)
         if case != "1F1B of ZeRO-3":  # a step and an evaluation gather each unit once
             assert gathers == counts["gathers"], (rank, gathers, counts)
+
+
+def no_sync_case(case: str | None) -> tuple[float, int]:
+    """The largest difference of gradients, which one device accumulates over the same steps, and how many reductions there
+    were inside of ``no_sync``."""
+    reference = make_net()
+    model = parallelize(
+        copy.deepcopy(reference), two_stages(mesh_of(**MESH)) if case is None else zero_plan(mesh_of(**MESH), case)
+    )
+    names = dict(reference.named_parameters())
+    worst, inside = 0.0, 0
+    for syncs in ((True, False, False, True), (False, True)):
+        for step, now in enumerate(syncs):
+            batch = token_batch(step, names=NAMES)
+            torch.manual_seed(step)
+            reference(**batch)["loss"].backward()
+            torch.manual_seed(step)
+            with contextlib.nullcontext() if now else no_sync(model), record_comms() as ledger:
+                model.step(**batch)
+            inside += 0 if now else sum(map(is_reduction, ledger.records))
+            if now:
+                gradients = [(whole(p.grad), names[name].grad) for name, p in model.named_parameters()]
+                worst = max(worst, *(rel(ours, theirs) for ours, theirs in gradients))
+        reference.zero_grad()
+        model.zero_grad()
+    return worst, inside
+
+
+@pytest.mark.parametrize("case", [None, "1F1B", "ZBV by micro-batch"])
+def test_no_sync(ranks: RankPools, case: str | None) -> None:
+    for worst, inside in ranks.run(no_sync_case, case, world_size=4):
+        assert worst <= 1e-12 and inside == 0
 
 
 def zoo_case(name: str, sizes: dict[str, int], dropout: float, length: int = 16) -> dict[str, float]:

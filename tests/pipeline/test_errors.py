@@ -167,7 +167,7 @@ def raised_everywhere() -> list[str]:
         except PlanError as error:
             found.append(str(error))
     model = parallelize(Net(), Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4))
-    with pytest.raises(InputMismatchError, match="input 'ids' of a step of the stages of Net|ids") as raised:
+    with pytest.raises(InputMismatchError, match="'ids'") as raised:
         model.step(**token_batch(dist.get_rank(), names=NAMES))
     found.append(str(raised.value))
     model = parallelize(Net(), Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4))

@@ -36,6 +36,7 @@ from vescale.plans import PipelineEntry
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
 from vescale.runtime import (
     finish_gradients,
+    gradient_reducer,
     is_recomputed,
     kept_gathered,
     no_sync,
@@ -74,6 +75,7 @@ class Runner:
         self._let_go = self._let_go_in_step = releases(schedule.actions[self.rank])
         self._forwards = [Action(stage, "F", mb) for mb in range(entry.microbatches) for stage in own]
         self._gathered: Sequence[Any] = ()
+        self._syncs = True
         self._resident: set[int] = set()
         self._ended: dict[int, set[int]] = {}  # the stages whose backward of a micro-batch has ended
         self.ties = Ties(model, cut, schedule, group, self.rank)
@@ -100,8 +102,17 @@ class Runner:
     def step(self, batch: Mapping[str, Any]) -> torch.Tensor:
         if not torch.is_grad_enabled():
             raise PipelineCallError("pipeline: .step() under torch.no_grad() has no gradients; call .evaluate()")
+        syncs = self._syncs = gradient_reducer(self.model).syncs
+        scales = callable(self.entry.loss)
+        if scales and not syncs:
+            raise PipelineCallError(
+                "pipeline: .step() inside of no_sync() with a callable loss: what it divides by is known at the end of the "
+                "step, when gradients would have been added to those before; call .step() outside of no_sync(), it reduces "
+                "gradients once"
+            )
         with self._on(batch):
-            kept = self.ties.set_aside() if not callable(self.entry.loss) else self.ties.set_aside(everything=True)
+            earlier = self._without_gradients() if scales else []
+            self.ties.set_aside(syncs=syncs)
             with kept_gathered(self.model) as self._gathered, no_sync(self.model):
                 self._resident, self._let_go, self._ended = set(), self._let_go_in_step, {}
                 numbers = torch.arange(self.entry.microbatches)
@@ -110,9 +121,18 @@ class Runner:
             for group in self._gathered:
                 group.reshard()
             loss, count = self._global_loss()
-            self.ties.add_up()
-            self.ties.put_back(kept, 1.0 if count is None else 1.0 / count)
+            if syncs:
+                self.ties.complete()
+            if scales:
+                _add(earlier, 1.0 if count is None else 1.0 / count)
         return loss
+
+    def _without_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+        """The parameters with their gradients, which are taken away."""
+        found = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        for parameter, _ in found:
+            parameter.grad = None
+        return found
 
     def evaluate(self, batch: Mapping[str, Any]) -> torch.Tensor:
         modes = [(module, module.training) for module in self.model.modules()]
@@ -236,7 +256,7 @@ class Runner:
         rows = MicrobatchRows(self.entry.microbatches, microbatch, self._known.dims)
         with drawing_rows(rows), requested_by(f"stage {stage}, micro-batch {microbatch}"):
             yield
-            if self.entry.reduce == "microbatch" and kind != "I":
+            if self.entry.reduce == "microbatch" and kind != "I" and self._syncs:
                 ended = self._ended.setdefault(microbatch, set())
                 ended.add(stage)
                 reduce_units(self.model, [g for g in unit_groups(self.model) if stage in self._stages_of(g) <= ended])
@@ -286,6 +306,19 @@ class Runner:
             total = total.redistribute(total.device_mesh, [Replicate()] * total.device_mesh.ndim)
         self._totals.append(_number(total.detach()))
         return [], total
+
+
+@torch.no_grad()
+def _add(earlier: list[tuple[nn.Parameter, torch.Tensor | None]], scale: float) -> None:
+    """Add earlier gradients to those of this step, which are multiplied by ``scale`` first."""
+    for parameter, before in earlier:
+        new = parameter.grad
+        if new is not None and scale != 1.0:
+            new.mul_(scale)
+        if before is not None:
+            if new is not None:
+                before.add_(new)
+            parameter.grad = before
 
 
 def _number(value: Any) -> Any:
