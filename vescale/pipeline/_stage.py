@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import record
+from vescale.comm import expect_message, record
 from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.pipeline._headers import Header
 from vescale.pipeline._split_backward import SplitBackward
@@ -72,6 +72,7 @@ class ModelStage(PipelineStage):
             name, way = ("send", "to") if op is dist.isend else ("recv", "from")
             who = f"stage {self.stage_index}, micro-batch {microbatch}: {way} stage {stage}"
             record(name, 2, tensor.nbytes, requester=who, group=self.group)
+            expect_message(tensor, who, peer)
         return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors]
 
     # Forward
