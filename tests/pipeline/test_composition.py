@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from tests.pipeline.steps import Net, mesh_of, rel, same_steps, token_batch
@@ -179,6 +180,59 @@ def no_sync_case(case: str | None) -> tuple[float, int]:
 def test_no_sync(ranks: RankPools, case: str | None) -> None:
     for worst, inside in ranks.run(no_sync_case, case, world_size=4):
         assert worst <= 1e-12 and inside == 0
+
+
+PRECISION: dict[str, Any] = {
+    "model": lambda plan: plan.precision("", param="float32", reduce="float64"),
+    "blocks": lambda plan: plan.precision(r"blocks.\d+", param="float32", reduce="float64", output="float64"),
+    "units": lambda plan: sharded_at_rest(plan.precision("", param="float32", reduce="float64"), ".*", "dp"),
+    "policies": lambda plan: sharded_at_rest(plan, ".*", "dp").unit(
+        r"blocks.\d+", mp_policy=MixedPrecisionPolicy(torch.float32, torch.float64, torch.float64)
+    ),
+}
+
+
+def precision_case(kind: str) -> tuple[float, float, torch.dtype, set[int]]:
+    """Differences of gradients from the same entries without a pipeline, and from none; what is sent between stages."""
+
+    def gradients(plan: Plan) -> dict[str, torch.Tensor]:
+        for name in NAMES:
+            plan.shard(f"<in:{name}>", Shard(0), mesh="dp")
+        model: Any = parallelize(make_net(), plan)
+        for step in range(2):
+            batch = token_batch(step, names=NAMES)
+            torch.manual_seed(step)
+            if plan.pipeline_entry is not None:
+                model.step(**batch)
+            else:
+                model(**batch)["loss"].backward()
+        return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+    splits = [f"blocks.{n}" for n in (1, 2, 3)]
+
+    def staged() -> Plan:
+        plan = Plan(mesh_of(**MESH)).pipeline(split_before=splits, schedule="ZBV", microbatches=4)
+        PRECISION[kind](plan)
+        return plan
+
+    with record_comms() as ledger:
+        found = gradients(staged())
+    sent = {record.bytes for record in ledger.records if record.op == "send"}
+    plan = Plan(mesh_of(x=2, dp=2))
+    PRECISION[kind](plan)
+    expected, exact = gradients(plan), gradients(Plan(mesh_of(x=2, dp=2)))
+    boundary = lower(staged(), make_net()).pipeline.traced(token_batch(0, names=NAMES)).boundaries[1]
+    worst = [max(rel(found[name], other[name]) for name in found) for other in (expected, exact)]
+    return worst[0], worst[1], boundary.dtypes[0], sent
+
+
+@pytest.mark.parametrize("kind", PRECISION)
+def test_precision_in_stages(ranks: RankPools, kind: str) -> None:
+    """A float64 model that computes in float32."""
+    for same, exact, dtype, sent in ranks.run(precision_case, kind, world_size=4):
+        assert same <= 2e-6 and 1e-9 < exact < 1e-4, (same, exact)
+        size = 4 if kind in ("model", "units") else 8
+        assert dtype.itemsize == size and sent == {1 * 6 * 16 * size}
 
 
 def zoo_case(name: str, sizes: dict[str, int], dropout: float, length: int = 16) -> dict[str, float]:

@@ -18,6 +18,7 @@ from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Schedule, make_schedule
 from vescale.pipeline._stage_program import program_of_stages, refuse_torn
 from vescale.pipeline._trace import Trace, skeleton_of, trace
+from vescale.pipeline._traced_dtypes import TracedDtypes
 from vescale.plans import PipelineEntry, Plan
 
 __all__ = ["StagedProgram", "stages_of_unit"]
@@ -54,6 +55,7 @@ class StagedProgram:
         for instruction in program:
             if isinstance(instruction.op, Local) and instruction.op.kind == "experts":
                 stand_in_for_experts(skeleton.get_submodule(instruction.path))
+        skeleton.__dict__["_pipeline_dtypes"] = TracedDtypes(skeleton, program)
         add_gates(skeleton, cut)
         return cls(entry, cut, schedule, program, skeleton)
 

@@ -117,9 +117,12 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
     Raises PlanError for a forward that the cut does not fit: a module that runs in another stage than it belongs to, or a
     value that a stage would need from an earlier one and does not get.
     """
-    recorder = _Recorder(skeleton, cut, batch, entry_source)
     buffers = [(b, b.detach().clone()) for b in skeleton.buffers() if not b.is_meta]
     with contextlib.ExitStack() as stack:
+        dtypes = skeleton.__dict__.get("_pipeline_dtypes")
+        if dtypes is not None:
+            stack.enter_context(dtypes.computing(skeleton))
+        recorder = _Recorder(skeleton, cut, batch, entry_source)
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
