@@ -16,8 +16,9 @@ from vescale.pipeline._gates import add_gates
 from vescale.pipeline._loss import check_loss
 from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Schedule, make_schedule
+from vescale.pipeline._skeleton import skeleton_of
 from vescale.pipeline._stage_program import program_of_stages, refuse_torn
-from vescale.pipeline._trace import Trace, skeleton_of, trace
+from vescale.pipeline._trace import Trace, trace
 from vescale.pipeline._traced_dtypes import TracedDtypes
 from vescale.plans import PipelineEntry, Plan
 

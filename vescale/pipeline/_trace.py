@@ -7,7 +7,6 @@ that branches on its values are taken as they will be.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,9 @@ from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_flatten, tr
 from vescale.errors import PipelineTraceError
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import Gate, running
-from vescale.rng import Draw, is_deferred
+from vescale.rng import Draw
 
-__all__ = ["Boundary", "LossTerm", "TensorLike", "Trace", "TracedCall", "skeleton_of", "trace"]
+__all__ = ["Boundary", "LossTerm", "TensorLike", "Trace", "TracedCall", "trace"]
 
 aten = torch.ops.aten
 # Ops that read the shape of their operand, and no value.
@@ -91,24 +90,6 @@ class Trace:
     draws: list[Draw]
     losses: list[LossTerm]
     output: Any
-
-
-def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy of the model whose parameters are on the meta device; buffers have their values, if there are any."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        tensors = {**module._parameters, **module._buffers, **module.__dict__}
-        for tensor in tensors.values():
-            if not isinstance(tensor, torch.Tensor) or id(tensor) in memo:
-                continue
-            if isinstance(tensor, nn.Parameter):
-                meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-                memo[id(tensor)] = nn.Parameter(meta, requires_grad=tensor.requires_grad)
-            elif is_deferred(tensor) or tensor.is_meta:
-                memo[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            else:
-                memo[id(tensor)] = tensor.detach().clone()
-    return copy.deepcopy(model, memo)
 
 
 def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source: Any = None, *, grad: bool) -> Trace:
