@@ -28,6 +28,12 @@ _HEAD = (
     "reductions",
 )
 
+_NOTE = (
+    "state: parameters, gradients and two states of an optimizer, before other axes cut them; sends on: bytes of a "
+    "micro-batch's message to the next stage, before other axes cut it; sends, receives, gathers and reductions: of one "
+    "step, on each rank of the stage"
+)
+
 
 def _batch(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """A batch of ones with the shapes of the inputs, and as many rows as micro-batches where they do not divide them."""
@@ -117,11 +123,7 @@ def print_pipeline(console: Console, program: Program, found: dict[str, Any] | N
     for row in _rows(found):
         table.add_row(*row)
     console.print(table)
-    console.print(
-        "state: parameters, gradients and two states of an optimizer, before other axes cut them; "
-        "sends on: bytes of a micro-batch's message to the next stage, before other axes cut it; sends, receives, gathers "
-        "and reductions: of one step, on each rank of the stage"
-    )
+    console.print(_NOTE)
     if found["stopped"]:
         console.print(f"messages are not known: {found['stopped']}")
     console.print(
@@ -137,5 +139,5 @@ def write_page(file: str, program: Program, found: dict[str, Any] | None) -> Non
 
     if found is None:
         raise ValueError("--html draws the schedule of a pipeline, and the plan has none")
-    page = schedule_page(program.pipeline.schedule, f"Schedule {found['schedule']}", _HEAD, _rows(found))
+    page = schedule_page(program.pipeline.schedule, f"Schedule {found['schedule']}", _HEAD, _rows(found), _NOTE)
     Path(file).write_text(page, encoding="utf-8")
