@@ -35,6 +35,7 @@ from vescale.pipeline._trace import trace
 from vescale.plans import PipelineEntry
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
 from vescale.runtime import (
+    Runtime,
     finish_gradients,
     gradient_reducer,
     is_recomputed,
@@ -80,6 +81,9 @@ class Runner:
         self._ended: dict[int, set[int]] = {}  # the stages whose backward of a micro-batch has ended
         self.ties = Ties(model, cut, schedule, group, self.rank)
         self._share_out()
+        runtime = Runtime.of(model)
+        for budget in runtime.budgets.values() if runtime is not None else ():
+            budget.held_forwards = max(1.0, schedule.peak[self.rank] / len(own))
         ranks = dist.get_process_group_ranks(group)
         self._checks, self._num_batches = start_checks_among(ranks, [(n,) for n in range(len(ranks))]), 0
         self._signatures: dict[Any, Signature] = {}
