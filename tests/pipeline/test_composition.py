@@ -337,6 +337,40 @@ def test_eight_ranks(kind: str) -> None:
     assert_exact(simulate(eight_ranks, 8, kind, model), loss=1e-6 if kind == "pp x dp x tp" else 1e-12)
 
 
+FOUR = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "LoopedBFS": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBV": 2,
+    "DualPipeV": 2,
+}
+
+
+def four_stages(schedule: str, microbatches: int, model: nn.Module) -> dict[str, float]:
+    per_rank = FOUR[schedule]
+
+    def plan() -> Plan:
+        splits = [f"blocks.{n}" for n in range(2 if per_rank == 1 else 1, 8, 3 - per_rank)]
+        return Plan(mesh_of(pp=4)).pipeline(split_before=splits, schedule=schedule, microbatches=microbatches)
+
+    batches = [token_batch(step, names=NAMES) for step in range(2)]
+    return same_steps(lambda: copy.deepcopy(model), plan, batches, draws=False, accumulate=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", FOUR)
+def test_each_schedule_on_four_ranks(schedule: str) -> None:
+    """Simulated, without dropout; unequal numbers of labels, accumulated over two steps."""
+    torch.manual_seed(0)
+    model = Net(depth=8, dropout=0.0).double()
+    for microbatches in (4, 8):
+        if schedule == "DualPipeV" and microbatches < 8:
+            continue
+        assert_exact(simulate(four_stages, 4, schedule, microbatches, model))
+
+
 def count_eight(model: nn.Module) -> tuple[dict[int, dict[str, int]], Counter[str]]:
     def plan(mesh: Any) -> Plan:
         return plan_zoo.load("llama", mesh).pipeline(split_before=["model.layers.1"], microbatches=2)
