@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.pipeline.steps import Net, mesh_of, same_steps, token_batch
 from tests.pipeline.test_steps import NAMES, assert_exact, make_net
 from tests.ranks import RankPools
+from tests.runtime.llama import make_llama
 from tests.runtime.zero import sharded_at_rest
-from vescale import parallelize
+from vescale import parallelize, plan_zoo
 from vescale.comm import record_comms
 from vescale.ir import lower
 from vescale.pipeline._split_backward import SplitBackward
@@ -183,3 +184,37 @@ def test_more_stages_than_stay_gathered(ranks: RankPools) -> None:
     assert_exact([found for found, _, _ in results])
     for rank, (_, predicted, counts) in enumerate(results):
         assert counts["all_gather_v"] == sum(predicted[stage]["gathers"] for stage in range(rank // 2, 8, 2))
+
+
+def collectives_case(name: str, sizes: dict[str, int]) -> tuple[Counter[Any], Counter[Any], dict[str, float]]:
+    """The ledgers of a step with whole backwards and of one with halves; differences of the latter from one device."""
+
+    def make() -> nn.Module:
+        return make_llama(num_hidden_layers=4, tie_word_embeddings=True)
+
+    def plan(schedule: str) -> Plan:
+        splits = [f"model.layers.{n}" for n in (1, 2, 3)]
+        return plan_zoo.load(name, mesh_of(**sizes)).pipeline(split_before=splits, schedule=schedule, microbatches=4)
+
+    batches = [token_batch(step, length=16) for step in range(2)]
+    found = []
+    for schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        model: Any = parallelize(make(), plan(schedule))
+        model.step(**batches[0])
+        with record_comms() as ledger:
+            model.step(**batches[0])
+        found.append(Counter((r.op, r.axes, r.bytes) for r in ledger.records))
+    return found[0], found[1], same_steps(make, lambda: plan("InterleavedZeroBubble"), batches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("llama", {"pp": 2, "dp": 1, "tp": 2}), ("llama_cp", {"pp": 2, "dp": 1, "cp": 2, "tp": 1})],
+    ids=["sequence", "context"],
+)
+def test_halves_communicate_what_the_whole_does(ranks: RankPools, name: str, sizes: dict[str, int]) -> None:
+    results = ranks.run(collectives_case, name, sizes, world_size=4)
+    assert_exact([found for _, _, found in results], loss=1e-6)
+    for whole, halves, _ in results:
+        assert whole == halves and sum(whole.values()) > 20
