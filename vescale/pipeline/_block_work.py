@@ -33,7 +33,7 @@ def block_work(model: nn.Module, blocks: str, num_blocks: int) -> list[float]:
         blocks: path of the ModuleList.
     """
     skeleton = skeleton_of(model).to("meta")
-    inside = list(skeleton.get_submodule(blocks))[:num_blocks]
+    inside = list(skeleton.get_submodule(blocks).children())[:num_blocks]
     for inputs in _inputs(skeleton):
         counter = _Counter(inside)
         with contextlib.suppress(Exception), torch.no_grad(), FlowMode(counter), counter:

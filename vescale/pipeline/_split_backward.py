@@ -140,7 +140,7 @@ class _Together(torch.autograd.Function):
         return anchor.detach().clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ctx.run()
         return gradient, None
 

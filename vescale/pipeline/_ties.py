@@ -61,7 +61,7 @@ class Ties:
         self.add_up()
         for name, parameter, _ in self._parameters():
             before = self._aside.get(name)
-            if before is not None:
+            if before is not None and parameter.grad is not None:
                 with torch.no_grad():
                     before.add_(parameter.grad)
                 parameter.grad = before
