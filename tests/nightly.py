@@ -55,6 +55,13 @@ NIGHTLY = [
         ("1F1B", "ZBV", "1F1B of ZeRO-1"),
         "two stages on a rank, by micro-batch; ZeRO-3; without units",
     ),
+    Family("test_composition.py", "test_no_sync", ("1F1B",), "tied parameters without units; units by micro-batch"),
+    Family(
+        "test_composition.py",
+        "test_precision_in_stages",
+        ("blocks", "units"),
+        "of the whole model, and policies of units of blocks",
+    ),
     Family("test_composition.py", "test_experts", ("units",), "experts on their ranks; units with other models"),
     Family(
         "test_training.py",

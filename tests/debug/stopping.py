@@ -79,6 +79,17 @@ def uneven() -> None:
     time.sleep(0.01)
 
 
+def in_stages() -> None:
+    """All stages stop in the first block of theirs."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    plan = Plan(mesh).pipeline(split_before=["blocks.1"], microbatches=2, loss="out")
+    model: Any = parallelize(Net(), plan)
+    for block in model.blocks:
+        block.stops = True
+    model.step(x=torch.ones(4, 6))
+
+
 def failing() -> None:
     with vescale.debug.on_exception():
         dist.all_reduce(torch.ones(1))

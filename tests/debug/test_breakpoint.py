@@ -258,6 +258,23 @@ def test_an_exception_stops_the_job_where_it_was_raised(start: Callable[..., Job
     assert job.end() != 0 and "ValueError: planted 11" in job.output.rpartition("(rank 1)")[2]
 
 
+def test_stages_stop_one_after_the_other(start: Callable[..., Job]) -> None:
+    """Each stage's ranks stop together, in each micro-batch, with one prompt at a time."""
+    job = start("in_stages", env={"VESCALE_TIMEOUT": "4"})
+    met = []
+    for _ in range(4):
+        begin = job.expect(r"\(rank \d\) ")
+        stage, microbatch = (int(n) for n in re.findall(r"in stage (\d), micro-batch (\d)", begin)[0])
+        met.append((stage, microbatch))
+        assert f"not stopped here: ranks {[[2, 3], [0, 1]][stage]}" in begin, begin
+        answers = job.ask("all own")
+        assert all((f"{rank}  {rank}\n" in answers) == (rank // 2 == stage) for rank in range(4)), answers
+        assert f"in forward of blocks.{stage} (stage {stage}, micro-batch {microbatch})" in job.ask("where")
+        job.send("c\n")
+    assert sorted(met) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert job.end() == 0 and job.output.count("is done") == 4
+
+
 @pytest.mark.slow
 def test_a_condition_that_one_rank_meets_stops_all(start: Callable[..., Job]) -> None:
     job = start("conditional")

@@ -146,6 +146,28 @@ def in_item(fault: Callable[[], None]) -> None:
     print(loss.item())
 
 
+def in_a_stage(fault: Callable[[], None]) -> None:
+    """Three stages in a row; of the second micro-batch the middle one does not send."""
+    hang_report(TIMEOUT)
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    net: Any = Net()
+    net.blocks.append(Block())
+    splits = ["blocks.1", "blocks.2"]
+    model: Any = parallelize(net, Plan(mesh).pipeline(split_before=splits, microbatches=3, loss="out"))
+    model.step(x=torch.ones(6, 6))
+    count = 0
+
+    def second() -> None:
+        nonlocal count
+        count += 1
+        if count == 2 and dist.get_rank() == BAD:
+            fault()
+
+    model.blocks[1].before = second
+    model.step(x=torch.ones(6, 6))
+
+
 GONE = r"rank 1 (is dead|has reported nothing)"
 CASES: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
     (in_forward, sleeps, r"rank 1 did not enter all_reduce number \d+ of axis 'tp' \(\d+ bytes, asked for by blocks.1.down.<out>"  # noqa: E501
@@ -157,6 +179,8 @@ CASES: list[tuple[Callable[[Any], None], Callable[[], None] | None, str]] = [
     (in_user_code, sleeps, r"rank 1 did not enter all_reduce number 2 .* \(sleeps\)"),
     (in_item, sleeps, r"rank 1 did not enter a read of item\(\), a DTensor of shape \(\) placed as \(Partial\(sum\),\) number 2 .*\(in_item\).* \(sleeps\)"),  # noqa: E501
     (in_a_reduce_scatter, sleeps, r"rank 1 did not enter reduce_scatter number 1 .* \(sleeps\)"),
+    (in_a_stage, sleeps, r"rank [02] has waited for rank 1 for .* s, in a (recv|send) over ranks \[0, 1, 2\] \(asked for by stage [02], micro-batch \d: (from|to) stage 1"  # noqa: E501
+     r".*: rank 1 is at .*\(sleeps\) in forward of blocks.1 \(stage 1, micro-batch 1\)"),
     (in_a_gathered_buffer, sleeps, r"rank 1 did not enter forward 2 of Net, .* \(sleeps\)"),
 ]  # fmt: skip
 

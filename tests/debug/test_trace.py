@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,31 @@ def planned() -> None:
         model(x).backward()
     for part in ("blocks.0.down.<out>", "all_reduce", "tp"):
         assert part in str(trace)
+
+
+def staged() -> None:
+    """Of a pipeline: messages and what stages communicate inside name stage and micro-batch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    plan = Plan(mesh).shard(r"blocks.\d+.up.(weight|bias)", Shard(0), mesh="tp")
+    plan.shard(r"blocks.\d+.down.weight", Shard(1), mesh="tp").shard(r"blocks.\d+.down.<out>", Replicate(), mesh="tp")
+    plan.pipeline(split_before=["blocks.1"], microbatches=2, loss="out")
+    torch.manual_seed(0)
+    model: Any = parallelize(Net(), plan)
+    model.step(x=torch.ones(4, 6))
+    with comm_trace(mesh) as trace:
+        model.step(x=torch.ones(4, 6))
+    stage, other = mesh.get_local_rank("pp"), 1 - mesh.get_local_rank("pp")
+    messages = [o for o in trace.operations if o.axes == "pp" and o.op in ("send", "recv")]
+    found = {(o.op, o.requester) for o in messages}
+    words = {"send": "to", "recv": "from"}
+    assert found == {
+        (op, f"stage {stage}, micro-batch {n}: {word} stage {other}") for op, word in words.items() for n in range(2)
+    }, found
+    assert {o.peer for o in messages} == {mesh.mesh[other, mesh.get_local_rank("tp")].item()}
+    inside = [(o.module, o.phase, o.stage) for o in trace.operations if o.axes == "tp" and o.phase == "forward"]
+    assert inside == [(f"blocks.{stage}.down", "forward", f"stage {stage}, micro-batch {n}") for n in range(2)], inside
+    assert f"(forward, stage {stage})" in str(trace)
+    assert {e["args"]["stage"] for e in trace.events() if e["ph"] == "X"} > {inside[0][2], inside[1][2]}
 
 
 def sharded() -> None:
@@ -149,7 +175,7 @@ def saved(path: str) -> None:
     assert default_store().num_keys() <= before + 1
 
 
-@pytest.mark.parametrize("case", [planned, sharded, others, off], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [planned, staged, sharded, others, off], ids=lambda case: case.__name__)
 def test_traces(ranks: RankPools, case: object) -> None:
     ranks.run(case)  # type: ignore[arg-type]
 

@@ -95,10 +95,11 @@ def same_steps(
     accumulate: bool = False,
     strict: bool = False,
     draws: bool = True,
+    given: Callable[[dict[str, Any]], dict[str, Any]] = lambda batch: batch,
 ) -> dict[str, float]:
     """Largest relative differences of losses, gradients and parameters over steps of SGD with momentum; of the rank's own
     parameters, whose names must be those of the whole model. Also: the generators are in the same state afterwards (not
-    with ``draws=False``: simulated ranks share one)."""
+    with ``draws=False``: simulated ranks share one). ``given``: what of the batch this rank gives."""
     reference = make()
     model = parallelize(copy.deepcopy(reference), plan(), strict=strict)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (reference, model)]
@@ -117,7 +118,7 @@ def same_steps(
         state = torch.get_rng_state()
         if draws:
             torch.manual_seed(100 + step)
-        actual = model.step(**batch)
+        actual = model.step(**given(batch))
         assert not actual.requires_grad and type(actual) is torch.Tensor
         assert not draws or torch.equal(torch.get_rng_state(), state), "the generator is elsewhere than on one device"
         found["loss"] = max(found["loss"], rel(actual, expected.detach()))
@@ -143,7 +144,7 @@ def same_steps(
     with torch.no_grad():
         out = reference(**batch)
         expected = out["loss"] if loss is None else (lambda pair: pair[0] / pair[1])(loss(out, batch))
-    actual = model.evaluate(**batch)
+    actual = model.evaluate(**given(batch))
     found["evaluate"] = rel(actual, expected)
     assert model.training
     return found

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import re
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from tests.pipeline.steps import Net, mesh_of, same_steps, token_batch
+from tests.pipeline.steps import Net, mesh_of, rel, same_steps, token_batch
 from tests.pipeline.test_steps import NAMES, assert_exact, make_net
 from tests.ranks import RankPools
 from tests.runtime.llama import make_llama
 from tests.runtime.zero import sharded_at_rest
 from tests.simulate import simulate
+from tests.whole import whole
 from vescale import parallelize, plan_zoo
 from vescale.comm import CommRecord, record_comms
 from vescale.ir import lower
-from vescale.plans import Plan
+from vescale.plans import Plan, PlanError
+from vescale.runtime import no_sync
 
 ZERO: dict[str, dict[str, Any]] = {
     "1F1B": {"splits": [2], "microbatches": 4},
@@ -67,10 +72,42 @@ def test_units_in_stages(ranks: RankPools, case: str) -> None:
     assert_exact(ranks.run(zero_case, case, world_size=4))
 
 
+def parts_case(rows: int, schedule: str, microbatches: int) -> tuple[dict[str, float], str]:
+    """Each rank gives its rows; and what parts of no batch raise."""
+    mesh = mesh_of(**MESH)
+    plan = Plan(mesh)
+    plan.shard("<in:ids>", Shard(0), mesh="dp", given="local").shard("<in:labels>", Shard(0), mesh="dp")
+    plan.local_inputs().pipeline(split_before=["blocks.2"], schedule=schedule, microbatches=microbatches)
+
+    def own(batch: dict[str, Any]) -> dict[str, Any]:
+        return {name: value.chunk(2)[mesh.get_local_rank("dp")] for name, value in batch.items()}
+
+    found = same_steps(make_net, lambda: plan, [token_batch(step, rows, names=NAMES) for step in range(2)], given=own)
+    model = parallelize(make_net(), plan)
+    with pytest.raises(PlanError) as raised:
+        model.step(**token_batch(0, 2 + mesh.get_local_rank("dp"), names=NAMES))
+    return found, str(raised.value)
+
+
+@pytest.mark.parametrize(("rows", "schedule", "microbatches"), [(8, "1F1B", 4), (5, "GPipe", 1)])
+def test_parts_of_the_batch(ranks: RankPools, rows: int, schedule: str, microbatches: int) -> None:
+    results = ranks.run(parts_case, rows, schedule, microbatches, world_size=4)
+    assert_exact([found for found, _ in results])
+    for _, message in results:
+        assert re.search(r"parts that ranks give .* not those of one batch; .*\(5, 6\)", message)
+
+
 def is_reduction(record: CommRecord) -> bool:
     """Of gradients: not of losses, nor what the engine asks other ranks."""
     asks = ("which", "nll_loss")
     return record.op in ("reduce_scatter_v", "all_reduce") and not any(word in record.requester for word in asks)
+
+
+def two_stages(mesh: Any) -> Plan:
+    made = Plan(mesh)
+    for name in NAMES:
+        made.shard(f"<in:{name}>", Shard(0), mesh="dp")
+    return made.pipeline(split_before=["blocks.2"], microbatches=4)
 
 
 def counted_case(case: str | None) -> tuple[dict[int, dict[str, int]], Counter[str], Counter[int], int]:
@@ -78,12 +115,7 @@ def counted_case(case: str | None) -> tuple[dict[int, dict[str, int]], Counter[s
     evaluation."""
 
     def plan(mesh: Any) -> Plan:
-        if case is not None:
-            return zero_plan(mesh, case)
-        made = Plan(mesh)
-        for name in NAMES:
-            made.shard(f"<in:{name}>", Shard(0), mesh="dp")
-        return made.pipeline(split_before=["blocks.2"], microbatches=4)
+        return two_stages(mesh) if case is None else zero_plan(mesh, case)
 
     model, batch = make_net(), token_batch(0, names=NAMES)
     predicted = lower(plan(MESH), model).pipeline.counts(batch)
@@ -116,6 +148,91 @@ def test_counts_are_those_of_the_ledger(ranks: RankPools, case: str | None) -> N
             assert number == predicted[stage]["reductions"] - tied, (rank, stage, by_stage, predicted)
         if case != "1F1B of ZeRO-3":  # a step and an evaluation gather each unit once
             assert gathers == counts["gathers"], (rank, gathers, counts)
+
+
+def no_sync_case(case: str | None) -> tuple[float, int]:
+    """The largest difference of gradients, which one device accumulates over the same steps, and how many reductions there
+    were inside of ``no_sync``."""
+    reference = make_net()
+    model = parallelize(
+        copy.deepcopy(reference), two_stages(mesh_of(**MESH)) if case is None else zero_plan(mesh_of(**MESH), case)
+    )
+    names = dict(reference.named_parameters())
+    worst, inside = 0.0, 0
+    for syncs in ((True, False, False, True), (False, True)):
+        for step, now in enumerate(syncs):
+            batch = token_batch(step, names=NAMES)
+            torch.manual_seed(step)
+            reference(**batch)["loss"].backward()
+            torch.manual_seed(step)
+            with contextlib.nullcontext() if now else no_sync(model), record_comms() as ledger:
+                model.step(**batch)
+            inside += 0 if now else sum(map(is_reduction, ledger.records))
+            if now:
+                gradients = [(whole(p.grad), names[name].grad) for name, p in model.named_parameters()]
+                worst = max(worst, *(rel(ours, theirs) for ours, theirs in gradients))
+        reference.zero_grad()
+        model.zero_grad()
+    return worst, inside
+
+
+@pytest.mark.parametrize("case", [None, "1F1B", "ZBV by micro-batch"])
+def test_no_sync(ranks: RankPools, case: str | None) -> None:
+    for worst, inside in ranks.run(no_sync_case, case, world_size=4):
+        assert worst <= 1e-12 and inside == 0
+
+
+PRECISION: dict[str, Any] = {
+    "model": lambda plan: plan.precision("", param="float32", reduce="float64"),
+    "blocks": lambda plan: plan.precision(r"blocks.\d+", param="float32", reduce="float64", output="float64"),
+    "units": lambda plan: sharded_at_rest(plan.precision("", param="float32", reduce="float64"), ".*", "dp"),
+    "policies": lambda plan: sharded_at_rest(plan, ".*", "dp").unit(
+        r"blocks.\d+", mp_policy=MixedPrecisionPolicy(torch.float32, torch.float64, torch.float64)
+    ),
+}
+
+
+def precision_case(kind: str) -> tuple[float, float, torch.dtype, set[int]]:
+    """Differences of gradients from the same entries without a pipeline, and from none; what is sent between stages."""
+
+    def gradients(plan: Plan) -> dict[str, torch.Tensor]:
+        for name in NAMES:
+            plan.shard(f"<in:{name}>", Shard(0), mesh="dp")
+        model: Any = parallelize(make_net(), plan)
+        for step in range(2):
+            batch = token_batch(step, names=NAMES)
+            torch.manual_seed(step)
+            if plan.pipeline_entry is not None:
+                model.step(**batch)
+            else:
+                model(**batch)["loss"].backward()
+        return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+    splits = [f"blocks.{n}" for n in (1, 2, 3)]
+
+    def staged() -> Plan:
+        plan = Plan(mesh_of(**MESH)).pipeline(split_before=splits, schedule="ZBV", microbatches=4)
+        PRECISION[kind](plan)
+        return plan
+
+    with record_comms() as ledger:
+        found = gradients(staged())
+    sent = {record.bytes for record in ledger.records if record.op == "send"}
+    plan = Plan(mesh_of(x=2, dp=2))
+    PRECISION[kind](plan)
+    expected, exact = gradients(plan), gradients(Plan(mesh_of(x=2, dp=2)))
+    boundary = lower(staged(), make_net()).pipeline.traced(token_batch(0, names=NAMES)).boundaries[1]
+    worst = [max(rel(found[name], other[name]) for name in found) for other in (expected, exact)]
+    return worst[0], worst[1], boundary.dtypes[0], sent
+
+
+@pytest.mark.parametrize("kind", PRECISION)
+def test_precision_in_stages(ranks: RankPools, kind: str) -> None:
+    """A float64 model that computes in float32."""
+    for same, exact, dtype, sent in ranks.run(precision_case, kind, world_size=4):
+        assert same <= 2e-6 and 1e-9 < exact < 1e-4, (same, exact)
+        size = 4 if kind in ("model", "units") else 8
+        assert dtype.itemsize == size and sent == {1 * 6 * 16 * size}
 
 
 def zoo_case(name: str, sizes: dict[str, int], dropout: float, length: int = 16) -> dict[str, float]:
@@ -218,6 +335,40 @@ def test_eight_ranks(kind: str) -> None:
     torch.manual_seed(0)
     model = make_llama(tie_word_embeddings=True) if kind == "pp x dp x tp" else Net(dropout=0.0).double()
     assert_exact(simulate(eight_ranks, 8, kind, model), loss=1e-6 if kind == "pp x dp x tp" else 1e-12)
+
+
+FOUR = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "LoopedBFS": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBV": 2,
+    "DualPipeV": 2,
+}
+
+
+def four_stages(schedule: str, microbatches: int, model: nn.Module) -> dict[str, float]:
+    per_rank = FOUR[schedule]
+
+    def plan() -> Plan:
+        splits = [f"blocks.{n}" for n in range(2 if per_rank == 1 else 1, 8, 3 - per_rank)]
+        return Plan(mesh_of(pp=4)).pipeline(split_before=splits, schedule=schedule, microbatches=microbatches)
+
+    batches = [token_batch(step, names=NAMES) for step in range(2)]
+    return same_steps(lambda: copy.deepcopy(model), plan, batches, draws=False, accumulate=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", FOUR)
+def test_each_schedule_on_four_ranks(schedule: str) -> None:
+    """Simulated, without dropout; unequal numbers of labels, accumulated over two steps."""
+    torch.manual_seed(0)
+    model = Net(depth=8, dropout=0.0).double()
+    for microbatches in (4, 8):
+        if schedule == "DualPipeV" and microbatches < 8:
+            continue
+        assert_exact(simulate(four_stages, 4, schedule, microbatches, model))
 
 
 def count_eight(model: nn.Module) -> tuple[dict[int, dict[str, int]], Counter[str]]:

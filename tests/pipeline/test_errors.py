@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -13,6 +14,7 @@ from tests.pipeline.steps import Net, mesh_of, token_batch
 from tests.ranks import RankPools
 from tests.runtime.zero import sharded_at_rest
 from vescale import parallelize
+from vescale.checks import InputMismatchError, StepMismatchError
 from vescale.ir import check, lower
 from vescale.plans import Plan, PlanError
 
@@ -164,6 +166,14 @@ def raised_everywhere() -> list[str]:
             model.step(**token_batch(0, names=NAMES, **batch))
         except PlanError as error:
             found.append(str(error))
+    model = parallelize(Net(), Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4))
+    with pytest.raises(InputMismatchError, match="'ids'") as raised:
+        model.step(**token_batch(dist.get_rank(), names=NAMES))
+    found.append(str(raised.value))
+    model = parallelize(Net(), Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4))
+    with pytest.raises(StepMismatchError) as differ:
+        (model.step if dist.get_rank() == 0 else model.evaluate)(**token_batch(0, names=NAMES))
+    found.append(str(differ.value))
     with pytest.raises(RuntimeError, match=r"runs in stages, none of which is the model; call \.step"):
         model(**token_batch(0, names=NAMES))
     plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4)
@@ -174,4 +184,4 @@ def raised_everywhere() -> list[str]:
 
 def test_steps_refuse_on_every_rank(ranks: RankPools) -> None:
     one, other = ranks.run(raised_everywhere, world_size=2, timeout=60)
-    assert one == other and len(one) == 3
+    assert one == other and len(one) == 5

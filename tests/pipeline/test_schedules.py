@@ -8,11 +8,15 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.pipeline.steps import Net, token_batch
+from tests.pipeline.test_composition import make_mixtral
+from tests.runtime.llama import make_llama
 from vescale.ir import lower
 from vescale.pipeline import Action, make_schedule, partition, schedule_page
+from vescale.pipeline._block_work import block_work
 from vescale.pipeline._residency import releases
 from vescale.plans import PIPELINE_SCHEDULES, Plan, PlanError
 
@@ -105,6 +109,10 @@ def test_stages_that_are_let_go() -> None:
         assert len(resident) <= 3
     assert gathers == 5  # the first stage twice
     assert releases([Action(0, kind, m) for m in range(3) for kind in "FB"]) == {}
+    # Between the halves of its backward a stage stays, whatever comes between them.
+    halved = [Action(0, "F", 0), Action(0, "I", 0), *(Action(stage, "F", 0) for stage in (1, 2, 3)), Action(0, "W", 0)]
+    assert not any(0 in stages for stages in releases(halved).values())
+    assert releases([*halved[:1], *halved[2:5], Action(0, "B", 0)])[halved[2]] == (0,)
 
 
 def brute_force(costs: list[int], parts: int, sizes: list[int], limit: float) -> float | None:
@@ -156,6 +164,45 @@ def test_balance_by_cost_and_memory() -> None:
             balance="cost", schedule="Interleaved1F1B", microbatches=4, stages_per_rank=per_rank
         )
         assert lower(made, uneven()).pipeline.cut.num_stages == num_stages
+
+
+class Repeated(nn.Module):
+    """Equal parameters; the first block uses its own three times, the last multiplies tokens with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *rest = self.blocks
+        for _ in range(3):
+            x = first(x)
+        for block in rest:
+            x = block(x)
+        return x.sum()
+
+
+def test_cost_is_the_work_of_a_forward() -> None:
+    rows = block_work(Repeated(), "blocks", 6)
+    assert [work / rows[1] for work in rows] == [3, 1, 1, 1, 1, 1]
+    plan = Plan({"pp": 2}).pipeline(balance="cost", microbatches=4)
+    assert lower(plan, Repeated()).pipeline.cut.splits == ("blocks.2",)  # by parameters it would be blocks.3
+    # Tokens of the model's own length, 64: products with parameters, and of attention (scores, and what they weigh).
+    llama = make_llama()
+    config: Any = llama.config
+    rows = block_work(llama, "model.layers", 2)
+    products = sum(p.numel() for p in llama.model.layers[0].parameters() if p.ndim > 1)  # type: ignore[union-attr]
+    length = config.max_position_embeddings
+    assert rows[0] == 2 * length * (products + 2 * length * config.hidden_size)
+    assert rows[1] - rows[0] == 2 * length * config.vocab_size * config.hidden_size
+    # Experts in a loop do not run without values: two of four count.
+    mixtral = make_mixtral()
+    counts = [
+        sum(p.numel() * (0.5 if "experts" in n else 1) for n, p in layer.named_parameters() if p.ndim > 1)
+        for layer in mixtral.model.layers
+    ]  # type: ignore[union-attr]
+    head = mixtral.lm_head.weight.numel()  # type: ignore[union-attr]
+    assert block_work(mixtral, "model.layers", 2) == [counts[0], counts[1] + head]
 
 
 def test_page_stands_alone() -> None:

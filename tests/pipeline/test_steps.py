@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.pipeline.steps import Net, make_gpt2, mesh_of, same_steps, token_batch
 from tests.ranks import RankPools
 from tests.runtime.llama import make_llama, tensor_parallel
-from vescale import parallelize
+from vescale import parallelize, report
 from vescale.compat import local_of
 from vescale.plans import Plan
 
@@ -185,3 +185,30 @@ def test_policies_have_the_bits_of_none(ranks: RankPools) -> None:
         assert len(plain) > 10 and all(gradient.any() for gradient in plain)
         for number, gradients in enumerate(others):
             assert all(map(torch.equal, gradients, plain)) and len(gradients) == len(plain), number
+
+
+def budget_case() -> tuple[float, dict[str, str]]:
+    """With a budget for the forwards of one micro-batch: what the stage's blocks save without, and their policies."""
+
+    def stepped(budget: float | None) -> Any:
+        plan = Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.2"], microbatches=4)
+        if budget is not None:
+            plan.checkpoint(r"blocks.\d+", "full", budget_gib=budget)
+        model = parallelize(make_net(), plan)
+        for step in range(3):
+            model.step(**token_batch(step, names=NAMES))
+        return model
+
+    plain = stepped(None)
+    with pytest.raises(RuntimeError, match="between forward and backward"):
+        report(plain)
+    plain.step(**token_batch(0, names=NAMES))
+    saved = sum(n for path, ops in report(plain).saved.items() if path.startswith("blocks") for n in ops.values())
+    return saved, report(stepped(1.5 * saved / 2**30)).policies
+
+
+def test_a_budget_is_shared_by_the_forwards_that_are_held(ranks: RankPools) -> None:
+    """The first of two stages of 1F1B holds two micro-batches, the second one."""
+    (first, one), (second, other) = ranks.run(budget_case, world_size=2)
+    assert first > 0 and second > 0
+    assert set(other.values()) == {"none"} and set(one.values()) != {"none"}, (one, other)

@@ -15,7 +15,24 @@ if TYPE_CHECKING:
 
 __all__ = ["pipeline_as_dict", "print_pipeline", "write_page"]
 
-_HEAD = ("stage", "rank", "begins before", "parameters", "sends on", "sends", "receives", "gathers", "reductions")
+_HEAD = (
+    "stage",
+    "rank",
+    "begins before",
+    "parameters",
+    "state",
+    "sends on",
+    "sends",
+    "receives",
+    "gathers",
+    "reductions",
+)
+
+_NOTE = (
+    "state: parameters, gradients and two states of an optimizer, before other axes cut them; sends on: bytes of a "
+    "micro-batch's message to the next stage, before other axes cut it; sends, receives, gathers and reductions: of one "
+    "step, on each rank of the stage"
+)
 
 
 def _batch(program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,6 +52,8 @@ def pipeline_as_dict(program: Program, inputs: Mapping[str, Any]) -> dict[str, A
     """None without a pipeline. Numbers that need the forward are None where it did not run; ``stopped`` says why."""
     if program.pipeline is None:
         return None
+    from vescale.pipeline import state_bytes
+
     staged, stopped, counts, known, batch = program.pipeline, None, None, None, {}
     schedule, cut = staged.schedule, staged.cut
     if inputs:
@@ -55,6 +74,7 @@ def pipeline_as_dict(program: Program, inputs: Mapping[str, Any]) -> dict[str, A
                 "rank": schedule.rank_of[stage],
                 "begins_before": cut.splits[stage - 1] if stage else None,
                 "parameters": sum(staged.skeleton.get_parameter(name).numel() for name in names),
+                "state_bytes": sum(state_bytes(staged.skeleton.get_parameter(name)) for name in names),
                 "sent_bytes": boundary.num_bytes if boundary is not None else None,
                 "counts": counts[stage] if counts is not None else None,
             }
@@ -83,8 +103,9 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
                 str(stage["rank"]),
                 stage["begins_before"] or "(the model)",
                 f"{stage['parameters']:,}",
+                bytes_text(stage["state_bytes"]),
                 sent,
-                *(str(counts.get(name, "")) for name in _HEAD[5:]),
+                *(str(counts.get(name, "")) for name in _HEAD[6:]),
             ]
         )
     return rows
@@ -102,10 +123,7 @@ def print_pipeline(console: Console, program: Program, found: dict[str, Any] | N
     for row in _rows(found):
         table.add_row(*row)
     console.print(table)
-    console.print(
-        "sends on: bytes of a micro-batch's message to the next stage, before other axes cut it; sends, receives, gathers "
-        "and reductions: of one step, on each rank of the stage"
-    )
+    console.print(_NOTE)
     if found["stopped"]:
         console.print(f"messages are not known: {found['stopped']}")
     console.print(
@@ -121,5 +139,5 @@ def write_page(file: str, program: Program, found: dict[str, Any] | None) -> Non
 
     if found is None:
         raise ValueError("--html draws the schedule of a pipeline, and the plan has none")
-    page = schedule_page(program.pipeline.schedule, f"Schedule {found['schedule']}", _HEAD, _rows(found))
+    page = schedule_page(program.pipeline.schedule, f"Schedule {found['schedule']}", _HEAD, _rows(found), _NOTE)
     Path(file).write_text(page, encoding="utf-8")

@@ -26,6 +26,7 @@ __all__ = [
     "Operation",
     "Part",
     "axes_of",
+    "expect_message",
     "name_group",
     "observe",
     "wait_for_message",
@@ -46,6 +47,8 @@ class Operation:
         requester: the requester, if known.
         began, ended: in seconds of ``time.time()``; ``ended`` is None while it runs.
         module, phase, line: the module whose forward or backward started it, and the line of the program; set by observers.
+        stage: ``stage 1, micro-batch 0``, in a pipeline; set by observers.
+        peer: of a message that :func:`expect_message` has announced, the global rank at its other end.
     """
 
     op: str
@@ -60,6 +63,8 @@ class Operation:
     module: str = ""
     phase: str = ""
     line: str = ""
+    stage: str = ""
+    peer: int | None = None
     parts: list[Any] = field(default_factory=list, repr=False)
     """Works that have not ended."""
     is_issued: bool = False
@@ -139,6 +144,8 @@ _LOCK = threading.Lock()
 # It stays the same list.
 OBSERVERS: list[Observer] = []
 _COUNTS: dict[str, int] = {}
+_EXPECTED: dict[tuple[int, int], tuple[str, int]] = {}
+_MAX_EXPECTED = 4096
 _UNTOLD: list[Operation] = []
 """Operations made of silent works, or mute, that may be running."""
 # Group names are unique in a process and outlive their groups.
@@ -191,6 +198,15 @@ def wait_for_message(work: Any) -> None:
     work.wait(timedelta(seconds=limit)) if limit is not None else work.wait()
     with _LOCK:
         _UNTOLD[:] = [operation for operation in _UNTOLD if not operation.has_ended()]
+
+
+def expect_message(tensor: torch.Tensor, who: str, peer: int) -> None:
+    """Before other code sends or receives ``tensor``: who asks for that, and the global rank at the other end."""
+    if OBSERVERS:
+        with _LOCK:
+            if len(_EXPECTED) >= _MAX_EXPECTED:
+                _EXPECTED.clear()
+            _EXPECTED[tensor.data_ptr(), tensor.nbytes] = who, peer
 
 
 def _end_mute() -> None:
@@ -265,7 +281,15 @@ def _new(
             _COUNTS[group_name] = number + 1
     ranks = tuple(dist.get_process_group_ranks(group))
     if part is None:
-        return Operation(name, number, group_name, ranks, axes_of(group), _received(name, len(ranks), inputs, outputs))
+        received = _received(name, len(ranks), inputs, outputs)
+        operation = Operation(name, number, group_name, ranks, axes_of(group), received)
+        if name in _SILENT and _EXPECTED:
+            tensor = (*inputs, *outputs)[0]
+            with _LOCK:
+                found = _EXPECTED.pop((tensor.data_ptr(), tensor.nbytes), None)
+            if found is not None:
+                operation.requester, operation.peer = found
+        return operation
     operation = Operation(part.op, number, group_name, ranks, axes_of(group), part.num_bytes, part.requester)
     part.operation = operation
     return operation

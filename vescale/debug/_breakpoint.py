@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from vescale.debug._inspection import Inspector
+from vescale.debug._locations import running_stage
 from vescale.debug._prompt import Prompt
 from vescale.debug._prompt_console import Console, SocketConsole, TerminalConsole, terminal_of_this_process
 from vescale.debug._running_prompt import RunningPrompt
@@ -45,7 +46,8 @@ def breakpoint(rank: int | Literal["all"] = 0, when: bool | Callable[[], bool] |
         when: a condition; if it is true on any rank, all ranks stop. They exchange it through the store, and wait 10
             seconds for ranks that do not come.
 
-    A rank that comes after the others have resumed does not stop.
+    A rank that comes after the others have resumed does not stop. In a pipeline, the ranks of one stage stop together, in
+    each micro-batch; those of other stages that come meanwhile stop when these have resumed.
 
     Raises ValueError for a rank that the job does not have.
     """
@@ -53,8 +55,10 @@ def breakpoint(rank: int | Literal["all"] = 0, when: bool | Callable[[], bool] |
     size = dist.get_world_size() if dist.is_initialized() else 1
     if rank != "all" and not 0 <= rank < size:
         raise DebugOptionError(f"breakpoint: rank is {rank!r}, and the job has {size}; give one of them, or 'all'")
-    session = _session(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-    if when is not None and not session.vote(bool(when() if callable(when) else when)):
+    stage, ranks = running_stage(frame)
+    name = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    session = _session(f"{name} {stage}" if stage else name)
+    if when is not None and not session.vote(bool(when() if callable(when) else when), ranks or range(size)):
         return
     if session.is_closed:
         return
@@ -121,6 +125,7 @@ class RankDebugger(pdb.Pdb):
     def _stopped(self) -> None:
         with self._ending_on_signals():
             try:
+                self._session.take_turn()
                 self._session.stop(self._place(), terminal_of_this_process())
                 first = self._session.elect(0 if self._wanted == "all" else self._wanted) == self._session.rank
                 while not (self._lead() if first else self._follow()):
@@ -201,7 +206,12 @@ class RankDebugger(pdb.Pdb):
         frame, number = self.stack[self.curindex]
         code = frame.f_code
         source = linecache.getline(code.co_filename, number, frame.f_globals).strip()
-        return f"{code.co_filename}:{number} ({code.co_name})" + (f"  -> {source}" if source else "")
+        stage = running_stage(frame)[0]
+        return (
+            f"{code.co_filename}:{number} ({code.co_name})"
+            + (f" in {stage}" if stage else "")
+            + (f"  -> {source}" if source else "")
+        )
 
     def _prompt_rank(self) -> int:
         wanted = self._wanted

@@ -26,12 +26,16 @@ class StartedCollective:
     who: str
     seconds: float
     """How long it has been running; 0 for one that has ended."""
+    peer: int | None = None
 
     @classmethod
     def of(cls, operation: Operation, now: float) -> StartedCollective:
         who = operation.requester or operation.module
         if operation.module and operation.module not in who:
             who = f"{who} in {operation.module}" if who else operation.module
+        stage = operation.stage if operation.stage not in who else ""
+        phase = ", ".join(part for part in (operation.phase, stage) if part)
+        phase = f"({phase})" if phase else ""
         return cls(
             operation.op,
             operation.number,
@@ -39,8 +43,9 @@ class StartedCollective:
             operation.ranks,
             operation.axes,
             operation.bytes,
-            " ".join(part for part in (who, f"({operation.phase})" if operation.phase else "", operation.line) if part),
+            " ".join(part for part in (who, phase, operation.line) if part),
             max(0.0, now - operation.began) if operation.ended is None else 0.0,
+            operation.peer,
         )
 
     def text(self) -> str:
@@ -128,6 +133,9 @@ def diagnose(reports: Mapping[int, RankReport], silent: Sequence[int] = ()) -> s
         return texts + others
     if failed:
         return _about(min(failed), reports[min(failed)])
+    messages = [(report.rank, c) for report in answers for c in report.running if c.peer is not None]
+    if messages:
+        return _of_message(*max(messages, key=lambda found: found[1].seconds), reports)
     peers = [c for report in answers for c in report.running]
     return f"a rank waits in {peers[0].text()}" if peers else "a rank has waited for too long, and does not any more"
 
@@ -169,6 +177,25 @@ def _of_collective(stuck: StartedCollective, reports: Mapping[int, RankReport]) 
     return (
         f"all of {_ranks_text(sorted(entered))} have entered {stuck.text()}, and it has not ended for {waits:.1f} s: the "
         "network or a device is stuck"
+    )
+
+
+def _of_message(waits: int, stuck: StartedCollective, reports: Mapping[int, RankReport]) -> str:
+    visited = {waits}
+    while True:
+        assert stuck.peer is not None
+        cause = reports.get(stuck.peer)
+        visited.add(stuck.peer)
+        # A rank that waits for a third one's message, in no module, is not the cause.
+        further = [] if cause is None or not cause.is_answer or cause.place.module is not None else cause.running
+        further = [c for c in further if c.peer is not None and c.peer not in visited]
+        if not further:
+            break
+        waits, stuck = stuck.peer, max(further, key=lambda c: c.seconds)
+    name = f"axis {stuck.axes!r}" if stuck.axes else f"ranks {list(stuck.ranks)}"
+    return (
+        f"rank {waits} has waited for rank {stuck.peer} for {stuck.seconds:.1f} s, in a {stuck.op} over {name} "
+        f"(asked for by {stuck.who}): {_about(stuck.peer, reports.get(stuck.peer))}"
     )
 
 

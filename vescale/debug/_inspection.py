@@ -103,7 +103,7 @@ class Inspector:
             where = locate()
             if where is not None:
                 program = where.runtime.program
-                place = type(place)(where.path, where.phase, place.line)
+                place = type(place)(where.path, where.phase, place.line, place.stage)
         lines = [f"at {place.text()}"]
         if program is not None:
             own = [i for i in program if i.path == place.module]

@@ -18,7 +18,15 @@ from torch import nn
 
 from vescale.compat import current_autograd_node
 
-__all__ = ["Place", "main_thread_stack", "main_thread_waits", "place_of_frames", "place_of_traceback", "running_place"]
+__all__ = [
+    "Place",
+    "main_thread_stack",
+    "main_thread_waits",
+    "place_of_frames",
+    "place_of_traceback",
+    "running_place",
+    "running_stage",
+]
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -33,11 +41,13 @@ class Place:
         module: path in the model of the module whose forward, or its gradient, runs; "" for the model itself, None outside.
         phase: ``forward``, ``backward``, ``optimizer``, ``checkpoint`` or "".
         line: ``file:line (function)`` of the program, outside of torch and this library.
+        stage: ``stage 1, micro-batch 0``, of a pipeline; "" outside.
     """
 
     module: str | None
     phase: str
     line: str
+    stage: str = ""
 
     def text(self) -> str:
         inside = ""
@@ -45,7 +55,7 @@ class Place:
             inside = f" in {self.phase or 'forward'} of {self.module or 'the model'}"
         elif self.phase:
             inside = f" in {self.phase}"
-        return f"{self.line or 'an unknown line'}{inside}"
+        return f"{self.line or 'an unknown line'}{inside}{f' ({self.stage})' if self.stage else ''}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,10 +71,28 @@ def running_place() -> Place:
     frames = _frames(sys._getframe(1))
     found = place_of_frames(frames)
     if where is not None:
-        return Place(where.path, where.phase, found.line)
+        return Place(where.path, where.phase, found.line, found.stage)
     if found.phase in ("", "forward") and current_autograd_node() is not None:
-        return Place(found.module, "backward", found.line)
+        return Place(found.module, "backward", found.line, found.stage)
     return found
+
+
+def running_stage(frame: types.FrameType) -> tuple[str, list[int]]:
+    """The stage and micro-batch of a pipeline in which the code of ``frame`` runs, "" outside, and the ranks that run it."""
+    found: types.FrameType | None = frame
+    while found is not None:
+        code = found.f_code
+        if code.co_name in _OF_STAGES and code.co_argcount:
+            stage = found.f_locals.get(code.co_varnames[0])
+            if hasattr(stage, "stage_index"):
+                mesh = getattr(stage, "mesh", None)
+                return _stage_text(found, stage), mesh.mesh.flatten().tolist() if mesh is not None else []
+        found = found.f_back
+    return "", []
+
+
+def _stage_text(frame: types.FrameType, stage: Any) -> str:
+    return f"stage {stage.stage_index}, micro-batch {frame.f_locals.get(frame.f_code.co_varnames[1])}"
 
 
 def place_of_traceback(trace: types.TracebackType | None) -> Place:
@@ -103,7 +131,7 @@ def _frames(frame: types.FrameType | None) -> list[tuple[types.FrameType, int]]:
 
 def place_of_frames(frames: list[tuple[types.FrameType, int]]) -> Place:
     """``frames``: innermost first, with their current lines."""
-    line, phase, module = "", "", None
+    line, phase, module, stage = "", "", None, ""
     owners: list[nn.Module] = []
     for frame, number in frames:
         code = frame.f_code
@@ -117,6 +145,8 @@ def place_of_frames(frames: list[tuple[types.FrameType, int]]) -> Place:
         if not code.co_argcount:
             continue
         first = frame.f_locals.get(code.co_varnames[0])
+        if code.co_name in _OF_STAGES and hasattr(first, "stage_index"):
+            stage = _stage_text(frame, first)
         if isinstance(first, nn.Module):
             if code.co_name in ("forward", "_call_impl"):
                 owners.append(first)
@@ -129,7 +159,11 @@ def place_of_frames(frames: list[tuple[types.FrameType, int]]) -> Place:
     if module is None and owners:
         module = _path_in(owners[-1], owners[0])
         phase = phase or "forward"
-    return Place(module, phase, line)
+    return Place(module, phase, line, stage)
+
+
+# Methods of torch.distributed.pipelining's stages; their second argument is the number of the micro-batch.
+_OF_STAGES = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
 def _is_program(code: types.CodeType) -> bool:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from vescale.debug._job_processes import ProcessIdentity
 __all__ = ["JobEnded", "Session"]
 
 EXIT_CODE = 70
+_TURN = "vescale breakpoint turn"
 _PROMPT_TIMEOUT = 60.0  # seconds, where its process cannot be looked at
 
 
@@ -38,6 +39,8 @@ class Session:
     end           the rank that ends the job: the reason
     closed        the prompt's rank, when all ranks resume: ranks that arrive later do not stop
     ============  ====================================================================================================
+
+    One key is the job's: the stop that has the prompt now.
     """
 
     def __init__(self, name: str, store: Any = None) -> None:
@@ -65,12 +68,12 @@ class Session:
     def is_closed(self) -> bool:
         return self._get("closed") is not None
 
-    def vote(self, stops: bool, seconds: float = 10.0) -> bool:
-        """Whether any rank wants to stop; waits a while for the answers of all ranks."""
+    def vote(self, stops: bool, ranks: Sequence[int], seconds: float = 10.0) -> bool:
+        """Whether any of ``ranks`` wants to stop; waits a while for the answers of all."""
         self._set(f"vote {self.rank}", stops)
         deadline = time.monotonic() + seconds
         while True:
-            votes = [self._get(f"vote {rank}") for rank in range(self.size)]
+            votes = [self._get(f"vote {rank}") for rank in ranks]
             if any(votes) or None not in votes or time.monotonic() > deadline:
                 return any(votes)
             time.sleep(0.01)
@@ -91,8 +94,15 @@ class Session:
             self._store.add("vescale paused", -1)
             self._is_paused = False
 
+    def take_turn(self) -> None:
+        """Wait until no other stop of the job is going on: there is one prompt."""
+        while bytes(self._store.compare_set(_TURN, "", self._name)).decode() != self._name and not self.is_closed:
+            self.look()
+            time.sleep(0.05)
+
     def close(self) -> None:
         self._set("closed", True)
+        self._store.compare_set(_TURN, self._name, "")
 
     def statuses(self) -> dict[int, dict[str, Any]]:
         found = {rank: self._get(f"status {rank}") for rank in range(self.size)}

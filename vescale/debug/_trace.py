@@ -49,6 +49,7 @@ class CommTrace(Observer):
         if not operation.line:
             place = running_place()
             operation.module, operation.phase, operation.line = place.module or "", place.phase, place.line
+            operation.stage = place.stage
         if not operation.requester:
             operation.requester = current_requester()
         self.operations.append(operation)
@@ -164,6 +165,7 @@ class CommTrace(Observer):
                         "module": operation.module,
                         "phase": operation.phase,
                         "line": operation.line,
+                        "stage": operation.stage,
                     },
                 }
             )
@@ -245,7 +247,10 @@ def assert_comms(
 
 def _requester(operation: Operation) -> str:
     module = operation.module if operation.module and operation.module not in operation.requester else ""
-    phase = f"({operation.phase})" if operation.phase else ""
+    stage = operation.stage.partition(",")[0]
+    stage = "" if stage and operation.requester.startswith(stage) else stage
+    phase = ", ".join(part for part in (operation.phase, stage) if part)
+    phase = f"({phase})" if phase else ""
     return " ".join(part for part in (operation.requester or module, phase) if part) or operation.line
 
 

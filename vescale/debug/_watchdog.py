@@ -101,6 +101,7 @@ class HangWatch(Observer):
     def started(self, operation: Operation) -> None:
         place = running_place()
         operation.module, operation.phase, operation.line = place.module or "", place.phase, place.line
+        operation.stage = place.stage
         self._running.append(operation)
         if operation.op not in ("send", "recv"):  # of two ranks only; they have no number among the group's
             self._last[operation.group] = operation

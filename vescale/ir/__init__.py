@@ -5,6 +5,7 @@ from vescale.ir._diff import Change, ProgramDiff
 from vescale.ir._example_inputs import example_inputs, hf_inputs, random_inputs
 from vescale.ir._expert_calls import stand_in_for_experts
 from vescale.ir._findings import Finding, LoweringError
+from vescale.ir._flow_mode import FlowMode
 from vescale.ir._gradient_buckets import PredictedBucket, predict_buckets
 from vescale.ir._instruction import Hook, Instruction
 from vescale.ir._joint_sharding import join_placements, ragged_positions
@@ -42,6 +43,7 @@ __all__ = [
     "Coverage",
     "Factory",
     "Finding",
+    "FlowMode",
     "Hook",
     "Instruction",
     "Local",

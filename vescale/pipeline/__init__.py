@@ -1,7 +1,7 @@
 """Pipelines: a model in stages, which ranks along one axis of the mesh run, by a schedule of
 ``torch.distributed.pipelining``. See docs/pipeline.md."""
 
-from vescale.pipeline._balance import partition
+from vescale.pipeline._balance import partition, state_bytes
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._install import PipelineModule, parallelize
 from vescale.pipeline._runner import Runner
@@ -20,4 +20,5 @@ __all__ = [
     "parallelize",
     "partition",
     "schedule_page",
+    "state_bytes",
 ]

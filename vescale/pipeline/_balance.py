@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from torch import nn
 
 from vescale.errors import PipelineCutError
+from vescale.pipeline._block_work import block_work
 from vescale.plans import PipelineEntry
 
-__all__ = ["balanced_splits", "partition"]
+__all__ = ["balanced_splits", "partition", "state_bytes"]
 
 
 def balanced_splits(model: nn.Module, entry: PipelineEntry, num_ranks: int) -> list[str]:
-    """Names of the blocks before which a stage begins. A block's cost is the number of its parameters that multiply, which
-    is what its matmuls cost for a token; what comes before the blocks, and after them, counts for the first and last.
+    """Names of the blocks before which a stage begins. A block's cost is :func:`block_work`; what comes before the blocks,
+    and after them, counts for the first and last.
 
     Raises PlanError where there are too few blocks, or no cut keeps all ranks under ``entry.memory_gib``.
     """
@@ -28,7 +29,7 @@ def balanced_splits(model: nn.Module, entry: PipelineEntry, num_ranks: int) -> l
             entry.source,
         )
     name, blocks = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    costs = [_cost(block) for block in blocks]
+    costs = block_work(model, name, len(blocks))
     sizes = [sum(_own_bytes(m) for m in block.modules()) for block in blocks]
     inside, seen = {id(m) for m in blocks.modules()}, False
     for module in model.modules():
@@ -36,7 +37,6 @@ def balanced_splits(model: nn.Module, entry: PipelineEntry, num_ranks: int) -> l
             seen = True
         else:
             end = -1 if seen else 0
-            costs[end] += _own_cost(module)
             sizes[end] += _own_bytes(module)
     limit = float("inf") if entry.memory_gib is None else entry.memory_gib * 2**30 / per_rank
     try:
@@ -53,19 +53,17 @@ def balanced_splits(model: nn.Module, entry: PipelineEntry, num_ranks: int) -> l
     return [f"{name}.{start}" if name else str(start) for start in starts[1:]]
 
 
-def _own_cost(module: nn.Module) -> int:
-    if isinstance(module, nn.Embedding):  # looked up, not multiplied
-        return 0
-    return sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 1)
-
-
-def _cost(module: nn.Module) -> int:
-    return sum(_own_cost(m) for m in module.modules()) or 1
-
-
 def _own_bytes(module: nn.Module) -> int:
-    """Of parameters, of gradients, and of two states of an optimizer, such as Adam's."""
-    return sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in module.parameters(recurse=False))
+    return sum(map(state_bytes, module.parameters(recurse=False)))
+
+
+def state_bytes(parameter: nn.Parameter) -> int:
+    """Of a parameter, its gradient, and two states of an optimizer, such as Adam's.
+
+    Args:
+        parameter: a frozen one counts once.
+    """
+    return parameter.numel() * parameter.element_size() * (4 if parameter.requires_grad else 1)
 
 
 def partition(

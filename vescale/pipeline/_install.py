@@ -17,6 +17,7 @@ from vescale.gradients import OtherStages, set_other_stages
 from vescale.ir import Program, lower
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
+from vescale.pipeline._local_inputs import LocalInputs
 from vescale.pipeline._runner import Runner
 from vescale.pipeline._stage_program import program_of_stages
 from vescale.pipeline._stage_run import end_forward
@@ -38,8 +39,8 @@ class PipelineModule(nn.Module):
         """Forward and backward of the whole batch in all stages, by the plan's schedule.
 
         Args:
-            batch: arguments of the model's forward: the global batch, the same on every rank. Tensors are cut into
-                micro-batches along dim 0.
+            batch: arguments of the model's forward: the global batch, the same on every rank; of inputs that the plan
+                says are ``given="local"``, this rank's part. Tensors are cut into micro-batches along dim 0.
 
         Gradients are complete afterwards, and added to what ``.grad`` had: call ``zero_grad()`` where they shall not
         accumulate. Random numbers are those of one device that runs the whole batch.
@@ -112,11 +113,12 @@ def _install(model: nn.Module, program: Program, mesh: DeviceMesh, *, strict: bo
     foreign = tuple(f"{path}." for path, stage in cut.bound.items() if stage not in own)
     set_other_stages(model, OtherStages(frozenset(names - model.state_dict(keep_vars=True).keys()), foreign))
     add_gates(model, cut)
+    local_inputs, of_stages = LocalInputs.taken_out(of_stages, inner)
     install(model, of_stages, inner, strict=strict)
     column = "-".join(map(str, inner.get_coordinate() or ()))
     number = next(_NUMBERS.setdefault(group, itertools.count()))
     place = f"vescale/pipeline/{group.group_name}/{number}/{column}"
-    runner = Runner(model, staged.skeleton, cut, entry, schedule, inner, group, place)
+    runner = Runner(model, staged.skeleton, cut, entry, schedule, inner, group, place, local_inputs)
     model.__dict__["_pipeline_runner"] = runner
     model.__class__ = _with_steps(type(model))  # type: ignore[arg-type]
     model.__dict__["forward"] = end_forward(model, model.forward)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from vescale.checks import describe, start_checks_among
 from vescale.comm import record, requested_by
 from vescale.compat.random_ops import without_native_fills
 from vescale.errors import PipelineCallError, PipelineTraceError
@@ -20,6 +23,7 @@ from vescale.pipeline._batches import Signature, like, microbatches_of
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import running
 from vescale.pipeline._headers import Header, HeaderExchange
+from vescale.pipeline._local_inputs import LocalInputs
 from vescale.pipeline._loss import BatchLoss, check_loss
 from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Action, Schedule, build
@@ -30,7 +34,17 @@ from vescale.pipeline._ties import Ties
 from vescale.pipeline._trace import trace
 from vescale.plans import PipelineEntry
 from vescale.rng import MicrobatchRows, default_generator, drawing_rows
-from vescale.runtime import finish_gradients, kept_gathered, no_sync, reduce_units, unit_groups
+from vescale.runtime import (
+    Runtime,
+    finish_gradients,
+    gradient_reducer,
+    is_recomputed,
+    kept_gathered,
+    no_sync,
+    recomputed_modules,
+    reduce_units,
+    unit_groups,
+)
 
 __all__ = ["Runner"]
 
@@ -48,9 +62,10 @@ class Runner:
         mesh: DeviceMesh,
         group: dist.ProcessGroup,
         place: str,
+        local_inputs: LocalInputs,
     ) -> None:
         self.model, self.skeleton, self.cut, self.entry, self.schedule = model, skeleton, cut, entry, schedule
-        self.mesh, self.group, self._place = mesh, group, place
+        self.mesh, self.group, self._place, self._local_inputs = mesh, group, place, local_inputs
         self.device = torch.device(mesh.device_type)
         self.rank = dist.get_rank(group)
         own = schedule.stages_of(self.rank)
@@ -61,9 +76,16 @@ class Runner:
         self._let_go = self._let_go_in_step = releases(schedule.actions[self.rank])
         self._forwards = [Action(stage, "F", mb) for mb in range(entry.microbatches) for stage in own]
         self._gathered: Sequence[Any] = ()
+        self._syncs = True
         self._resident: set[int] = set()
+        self._ended: dict[int, set[int]] = {}  # the stages whose backward of a micro-batch has ended
         self.ties = Ties(model, cut, schedule, group, self.rank)
         self._share_out()
+        runtime = Runtime.of(model)
+        for budget in runtime.budgets.values() if runtime is not None else ():
+            budget.held_forwards = max(1.0, schedule.peak[self.rank] / len(own))
+        ranks = dist.get_process_group_ranks(group)
+        self._checks, self._num_batches = start_checks_among(ranks, [(n,) for n in range(len(ranks))]), 0
         self._signatures: dict[Any, Signature] = {}
         self._known: Signature | None = None
         self._batches: list[dict[str, Any]] = []
@@ -84,19 +106,37 @@ class Runner:
     def step(self, batch: Mapping[str, Any]) -> torch.Tensor:
         if not torch.is_grad_enabled():
             raise PipelineCallError("pipeline: .step() under torch.no_grad() has no gradients; call .evaluate()")
+        syncs = self._syncs = gradient_reducer(self.model).syncs
+        scales = callable(self.entry.loss)
+        if scales and not syncs:
+            raise PipelineCallError(
+                "pipeline: .step() inside of no_sync() with a callable loss: what it divides by is known at the end of the "
+                "step, when gradients would have been added to those before; call .step() outside of no_sync(), it reduces "
+                "gradients once"
+            )
         with self._on(batch):
-            kept = self.ties.set_aside() if not callable(self.entry.loss) else self.ties.set_aside(everything=True)
+            earlier = self._without_gradients() if scales else []
+            self.ties.set_aside(syncs=syncs)
             with kept_gathered(self.model) as self._gathered, no_sync(self.model):
-                self._resident, self._let_go = set(), self._let_go_in_step
+                self._resident, self._let_go, self._ended = set(), self._let_go_in_step, {}
                 numbers = torch.arange(self.entry.microbatches)
                 self._torch_schedule.step(target=numbers, return_outputs=False)
             finish_gradients(self.model, units=self.entry.reduce == "step")
             for group in self._gathered:
                 group.reshard()
             loss, count = self._global_loss()
-            self.ties.add_up()
-            self.ties.put_back(kept, 1.0 if count is None else 1.0 / count)
+            if syncs:
+                self.ties.complete()
+            if scales:
+                _add(earlier, 1.0 if count is None else 1.0 / count)
         return loss
+
+    def _without_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+        """The parameters with their gradients, which are taken away."""
+        found = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        for parameter, _ in found:
+            parameter.grad = None
+        return found
 
     def evaluate(self, batch: Mapping[str, Any]) -> torch.Tensor:
         modes = [(module, module.training) for module in self.model.modules()]
@@ -155,6 +195,8 @@ class Runner:
     @contextlib.contextmanager
     def _on(self, batch: Mapping[str, Any]) -> Iterator[None]:
         """The batch whose micro-batches stages run. The generator is afterwards where one device leaves it."""
+        batch = self._local_inputs.whole(batch)
+        self._compare(batch)
         self._batches = microbatches_of(batch, self.entry)
         known = self._known = self._signature(batch, self.model.training)
         self._loss = BatchLoss(self.entry, known.whole.losses, batch)
@@ -171,6 +213,20 @@ class Runner:
                 draw.skip(generator)
         finally:
             self._batches, self.states = [], {}
+
+    def _compare(self, batch: Mapping[str, Any]) -> None:
+        """All stages do the same with the same batch. (The ranks of one stage compare what its forwards are given.)"""
+        checks = self._checks
+        if not checks.is_on:
+            return
+        self._num_batches += 1
+        checks.begin_forward(self._num_batches)
+        rows: list[tuple[str, str]] = []
+        if checks.compares_data:
+            for name in sorted(batch):
+                rows += describe(name, batch[name], fully=checks.is_due)
+        what = "a step" if torch.is_grad_enabled() else "an evaluation"
+        checks.forward(f"the stages of {type(self.model).__name__}", what, rows, ())
 
     def _signature(self, batch: Mapping[str, Any], training: bool) -> Signature:
         key = (training, torch.is_grad_enabled(), *sorted((name, like(value)) for name, value in batch.items()))
@@ -198,22 +254,29 @@ class Runner:
         self._known.headers.tell(stage, headers)
 
     @contextlib.contextmanager
-    def around_backward(self, stage: int, microbatch: int) -> Iterator[None]:
+    def around_backward(self, stage: int, microbatch: int, kind: str) -> Iterator[None]:
         assert self._known is not None
-        self._begin(stage, microbatch, "BI")
+        self._begin(stage, microbatch, kind)
         rows = MicrobatchRows(self.entry.microbatches, microbatch, self._known.dims)
         with drawing_rows(rows), requested_by(f"stage {stage}, micro-batch {microbatch}"):
             yield
-            if self.entry.reduce == "microbatch":
-                # Of stages that share a unit, the first runs backward last.
-                reduce_units(self.model, [g for g in unit_groups(self.model) if min(self._stages_of(g)) == stage])
+            if self.entry.reduce == "microbatch" and kind != "I" and self._syncs:
+                ended = self._ended.setdefault(microbatch, set())
+                ended.add(stage)
+                reduce_units(self.model, [g for g in unit_groups(self.model) if stage in self._stages_of(g) <= ended])
+
+    def splits_backward(self) -> Callable[[Node], bool] | None:
+        # A unit that is gathered for each backward would be gathered for both halves.
+        if len(unit_groups(self.model)) > len(self._gathered):
+            return None
+        return functools.partial(is_recomputed, recomputed_modules(self.model))
 
     def _stages_of(self, group: Any) -> frozenset[int]:
         return stages_of_unit(group.path, self.cut, frozenset(self.schedule.stages_of(self.rank)))
 
-    def _begin(self, stage: int, microbatch: int, kinds: str) -> None:
+    def _begin(self, stage: int, microbatch: int, kind: str) -> None:
         """Let parameters go that no stage needs soon."""
-        gone = [s for kind in kinds for s in self._let_go.get(Action(stage, kind, microbatch), ())]
+        gone = self._let_go.get(Action(stage, kind, microbatch), ())
         self._resident = (self._resident - set(gone)) | {stage}
         if gone:
             for group in self._gathered:
@@ -247,6 +310,19 @@ class Runner:
             total = total.redistribute(total.device_mesh, [Replicate()] * total.device_mesh.ndim)
         self._totals.append(_number(total.detach()))
         return [], total
+
+
+@torch.no_grad()
+def _add(earlier: list[tuple[nn.Parameter, torch.Tensor | None]], scale: float) -> None:
+    """Add earlier gradients to those of this step, which are multiplied by ``scale`` first."""
+    for parameter, before in earlier:
+        new = parameter.grad
+        if new is not None and scale != 1.0:
+            new.mul_(scale)
+        if before is not None:
+            if new is not None:
+                before.add_(new)
+            parameter.grad = before
 
 
 def _number(value: Any) -> Any:

@@ -12,18 +12,22 @@ __all__ = ["schedule_page"]
 _WIDTH, _HEIGHT, _LEFT, _TOP = 30, 26, 64, 24
 _STYLE = """
 :root { color-scheme: light dark }
-body { font: 14px system-ui, sans-serif; margin: 2rem; }
-table { border-collapse: collapse; margin: 1rem 0 } td, th { padding: .2rem .8rem; text-align: right }
+body { font: 14px system-ui, sans-serif; margin: clamp(.8rem, 3vw, 2rem); } p { max-width: 60rem }
+table { border-collapse: collapse; margin: 1rem 0 }
+td, th { padding: .2rem .8rem; text-align: right; white-space: nowrap }
 th { border-bottom: 1px solid #8888 } td:first-child, th:first-child { text-align: left }
 .scroll { overflow-x: auto } svg { font: 11px system-ui, sans-serif }
 svg text { fill: currentColor } svg .in { fill: #111 } svg rect { stroke: #fff8 }
-.legend span { display: inline-block; padding: .1rem .5rem; margin-right: .5rem; color: #111 }
+.legend span { display: inline-block; padding: .1rem .5rem; margin: 0 .5rem .3rem 0; color: #111 }
 """
 _KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
-def schedule_page(schedule: Schedule, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """``head`` and ``rows``: a table that stands above the drawing. Empty fields are times at which a rank waits.
+def schedule_page(
+    schedule: Schedule, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str = ""
+) -> str:
+    """``head`` and ``rows``: a table that stands above the drawing, and ``note`` below it. Empty
+    fields are times at which a rank waits.
 
     Args:
         schedule: what :func:`make_schedule` returned.
@@ -43,9 +47,10 @@ def schedule_page(schedule: Schedule, title: str, head: Sequence[str], rows: Seq
         f"{', '.join(map(str, schedule.peak))} forwards are held for backward (by rank)."
     )
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body>\n<h1>{escape(title)}</h1>\n<p>{facts}</p>\n"
-        f"<table><tr>{cells}</tr>{body}</table>\n"
+        f'<div class="scroll"><table><tr>{cells}</tr>{body}</table></div>\n<p>{escape(note)}</p>\n'
         f'<p class="legend">{legend} Each field: the stage, the kind, the micro-batch; shades tell stages apart.</p>\n'
         f'<div class="scroll">{_drawing(schedule)}</div>\n</body></html>\n'
     )

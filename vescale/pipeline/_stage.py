@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import Node
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.comm import record
+from vescale.comm import expect_message, record
 from vescale.compat import local_of, make_dtensor, make_spec
 from vescale.pipeline._headers import Header
+from vescale.pipeline._split_backward import SplitBackward
 
 __all__ = ["ModelStage", "StageWork"]
 
@@ -24,8 +26,11 @@ class StageWork(Protocol):
     def forward(self, stage: int, microbatch: int, received: Sequence[DTensor]) -> tuple[list[DTensor], Any]:
         """What the stage sends, and the loss of the last stage."""
 
-    def around_backward(self, stage: int, microbatch: int) -> Any:
-        """A context for a backward."""
+    def around_backward(self, stage: int, microbatch: int, kind: str) -> Any:
+        """A context for a backward, or a half of one; ``kind`` is that of its action."""
+
+    def splits_backward(self) -> Callable[[Node], bool] | None:
+        """None: gradients of parameters are computed in the first half, too. Else, which nodes compute all in it."""
 
     def header(self, stage: int) -> Sequence[Header]:
         """Of what enters a stage; waits for the rank of the stage before."""
@@ -54,6 +59,7 @@ class ModelStage(PipelineStage):
         self.losses: dict[int, torch.Tensor] = {}
         self.gradients: dict[int, list[torch.Tensor]] = {}
         self.returned: dict[int, list[torch.Tensor]] = {}
+        self.halves: dict[int, SplitBackward] = {}
 
     def _peer(self, stage: int) -> int:
         return dist.get_global_rank(self.group or dist.group.WORLD, self.stage_index_to_group_rank[stage])  # type: ignore[arg-type]
@@ -66,6 +72,7 @@ class ModelStage(PipelineStage):
             name, way = ("send", "to") if op is dist.isend else ("recv", "from")
             who = f"stage {self.stage_index}, micro-batch {microbatch}: {way} stage {stage}"
             record(name, 2, tensor.nbytes, requester=who, group=self.group)
+            expect_message(tensor, who, peer)
         return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors]
 
     # Forward
@@ -128,7 +135,7 @@ class ModelStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Also the first half of a split backward, which then does the whole: the second has nothing left to do."""
+        """The backward, or with ``full_backward=False`` its first half."""
         if not self.has_backward:
             return
         made = [one for one in self.made.pop(bwd_chunk_id) if one.requires_grad]
@@ -139,13 +146,26 @@ class ModelStage(PipelineStage):
             gradients = [
                 _as_gradient(local, one) for local, one in zip(self.gradients.pop(bwd_chunk_id), made, strict=True)
             ]
-        with self.work.around_backward(self.stage_index, bwd_chunk_id):
-            if roots and roots[0].requires_grad:
+        leaves = [leaf for leaf in self.leaves.pop(bwd_chunk_id) if leaf.requires_grad]
+        if not roots or not roots[0].requires_grad:
+            roots = []
+        is_whole = None if full_backward or not roots else self.work.splits_backward()
+        with self.work.around_backward(self.stage_index, bwd_chunk_id, "B" if full_backward else "I"):
+            if is_whole is not None:
+                halves = self.halves[bwd_chunk_id] = SplitBackward(roots, gradients, leaves, is_whole)
+                del roots, made
+                halves.inputs()
+            elif roots:
                 torch.autograd.backward(roots, gradients)
-        self.returned[bwd_chunk_id] = [_sent(leaf) for leaf in self.leaves.pop(bwd_chunk_id) if leaf.requires_grad]
+        self.returned[bwd_chunk_id] = [_sent(leaf) for leaf in leaves]
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        return
+        if not self.has_backward:
+            return
+        halves = self.halves.pop(bwd_chunk_id, None)
+        with self.work.around_backward(self.stage_index, bwd_chunk_id, "W"):
+            if halves is not None:
+                halves.weights()
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first or not self.has_backward:

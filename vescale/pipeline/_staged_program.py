@@ -16,8 +16,10 @@ from vescale.pipeline._gates import add_gates
 from vescale.pipeline._loss import check_loss
 from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Schedule, make_schedule
+from vescale.pipeline._skeleton import skeleton_of
 from vescale.pipeline._stage_program import program_of_stages, refuse_torn
-from vescale.pipeline._trace import Trace, skeleton_of, trace
+from vescale.pipeline._trace import Trace, trace
+from vescale.pipeline._traced_dtypes import TracedDtypes
 from vescale.plans import PipelineEntry, Plan
 
 __all__ = ["StagedProgram", "stages_of_unit"]
@@ -54,6 +56,7 @@ class StagedProgram:
         for instruction in program:
             if isinstance(instruction.op, Local) and instruction.op.kind == "experts":
                 stand_in_for_experts(skeleton.get_submodule(instruction.path))
+        skeleton.__dict__["_pipeline_dtypes"] = TracedDtypes(skeleton, program)
         add_gates(skeleton, cut)
         return cls(entry, cut, schedule, program, skeleton)
 
@@ -105,23 +108,27 @@ class StagedProgram:
         resident: set[int] = set()
         once = self.entry.reduce == "step"
         reduced: set[int] = set()
+        ended: dict[int, set[int]] = {}
         for action in self.schedule.actions[rank]:
-            if action.kind == "W":
-                continue
             resident = (resident - set(let_go.get(action, ()))) | {action.stage}
+            if action.kind in "BW":
+                ended.setdefault(action.microbatch, set()).add(action.stage)
             for number, bucket in enumerate(buckets):
                 stages = stages_of_unit(bucket.path, self.cut, own)
                 if not stages & resident:
                     gathered.discard(number)
                 if action.stage not in stages:
                     continue
-                if number not in gathered and bucket.num_ranks > 1:
+                if action.kind != "W" and number not in gathered and bucket.num_ranks > 1:
                     found[action.stage]["gathers"] += 1
                     gathered.add(number)
                 if bucket.path in asks:
                     gathered.discard(number)
-                ends = action.kind in "BI" and action.stage == min(stages)
-                if ends and bucket.requires_grad and not (once and number in reduced):
+                if once:
+                    ends = action.kind in "BW" and action.stage == min(stages) and number not in reduced
+                else:
+                    ends = action.kind in "BW" and stages <= ended[action.microbatch]
+                if ends and bucket.requires_grad:
                     reduced.add(number)
                     found[action.stage]["reductions"] += sum(
                         op in ("reduce_scatter", "all_reduce") for _, op, _, _ in bucket.collectives

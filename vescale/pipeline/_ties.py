@@ -13,10 +13,9 @@ from vescale.comm import group_of_ranks, record
 from vescale.compat import local_of
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._schedule import Schedule
+from vescale.runtime import unit_groups
 
 __all__ = ["Ties"]
-
-Kept = list[tuple[nn.Parameter, torch.Tensor | None]]
 
 
 class Ties:
@@ -25,6 +24,8 @@ class Ties:
     def __init__(self, model: nn.Module, cut: Cut, schedule: Schedule, group: dist.ProcessGroup, rank: int) -> None:
         self.model = model
         self.tied: list[tuple[str, dist.ProcessGroup]] = []
+        self._aside: dict[str, torch.Tensor] = {}
+        self._contributed: set[str] = set()  # names of those whose `.grad` is of steps that have not been synchronized
         for name, stages in cut.owners.items():
             ranks = sorted({schedule.rank_of[stage] for stage in stages})
             if len(ranks) > 1 and rank in ranks:
@@ -36,15 +37,36 @@ class Ties:
         found = [(name, self.model.get_parameter(name), group) for name, group in self.tied]
         return [one for one in found if one[1].requires_grad]
 
-    def set_aside(self, *, everything: bool = False) -> Kept:
-        """Take gradients of earlier steps away: of tied parameters, or of all."""
-        parameters = (
-            list(self.model.parameters()) if everything else [parameter for _, parameter, _ in self._parameters()]
-        )
-        kept = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        return kept
+    def set_aside(self, *, syncs: bool) -> None:
+        """Take complete gradients of earlier steps away, so that this step's can be added up apart from them.
+
+        Where this step does not synchronize (``no_sync``), its contributions stay in ``.grad``, and those of later steps
+        come to them; a gradient that has become None since, by ``zero_grad()``, takes what was set aside with it. Those of
+        units are kept elsewhere, and ``.grad`` stays as it is.
+        """
+        own_units = {id(p.sharded) for group in unit_groups(self.model) for p in group.parameters}
+        for name, parameter, _ in self._parameters():
+            if id(parameter) in own_units and not syncs:
+                continue
+            if name in self._contributed:
+                if parameter.grad is None:
+                    self._aside.pop(name, None)
+            elif parameter.grad is not None:
+                self._aside[name], parameter.grad = parameter.grad, None
+            if id(parameter) not in own_units:
+                self._contributed.add(name)
+
+    def complete(self) -> None:
+        """At the end of a step that synchronizes. Communication: as :meth:`add_up`'s."""
+        self.add_up()
+        for name, parameter, _ in self._parameters():
+            before = self._aside.get(name)
+            if before is not None and parameter.grad is not None:
+                with torch.no_grad():
+                    before.add_(parameter.grad)
+                parameter.grad = before
+        self._aside.clear()
+        self._contributed.clear()
 
     @torch.no_grad()
     def add_up(self) -> None:
@@ -56,15 +78,3 @@ class Ties:
             num_bytes = 2 * gradient.nbytes * (group.size() - 1) // group.size()
             with record("all_reduce", group.size(), num_bytes, requester=f"tied over stages: {name}.grad", group=group):
                 dist.all_reduce(gradient, group=group)
-
-    @torch.no_grad()
-    def put_back(self, kept: Kept, scale: float) -> None:
-        """Add gradients that were set aside to those of this step, which are multiplied by ``scale`` first."""
-        for parameter, before in kept:
-            new = parameter.grad
-            if new is not None and scale != 1.0:
-                new.mul_(scale)
-            if before is not None:
-                if new is not None:
-                    before.add_(new)
-                parameter.grad = before

@@ -7,7 +7,6 @@ that branches on its values are taken as they will be.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,9 @@ from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_flatten, tr
 from vescale.errors import PipelineTraceError
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import Gate, running
-from vescale.rng import Draw, is_deferred
+from vescale.rng import Draw
 
-__all__ = ["Boundary", "LossTerm", "TensorLike", "Trace", "TracedCall", "skeleton_of", "trace"]
+__all__ = ["Boundary", "LossTerm", "TensorLike", "Trace", "TracedCall", "trace"]
 
 aten = torch.ops.aten
 # Ops that read the shape of their operand, and no value.
@@ -93,33 +92,18 @@ class Trace:
     output: Any
 
 
-def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy of the model whose parameters are on the meta device; buffers have their values, if there are any."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        tensors = {**module._parameters, **module._buffers, **module.__dict__}
-        for tensor in tensors.values():
-            if not isinstance(tensor, torch.Tensor) or id(tensor) in memo:
-                continue
-            if isinstance(tensor, nn.Parameter):
-                meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-                memo[id(tensor)] = nn.Parameter(meta, requires_grad=tensor.requires_grad)
-            elif is_deferred(tensor) or tensor.is_meta:
-                memo[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            else:
-                memo[id(tensor)] = tensor.detach().clone()
-    return copy.deepcopy(model, memo)
-
-
 def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source: Any = None, *, grad: bool) -> Trace:
     """Run the forward of a gated skeleton on a batch; its generators and buffers are left as they were.
 
     Raises PlanError for a forward that the cut does not fit: a module that runs in another stage than it belongs to, or a
     value that a stage would need from an earlier one and does not get.
     """
-    recorder = _Recorder(skeleton, cut, batch, entry_source)
     buffers = [(b, b.detach().clone()) for b in skeleton.buffers() if not b.is_meta]
     with contextlib.ExitStack() as stack:
+        dtypes = skeleton.__dict__.get("_pipeline_dtypes")
+        if dtypes is not None:
+            stack.enter_context(dtypes.computing(skeleton))
+        recorder = _Recorder(skeleton, cut, batch, entry_source)
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))

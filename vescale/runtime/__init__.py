@@ -1,8 +1,8 @@
 """``parallelize``: a lowered plan becomes DTensor parameters and hooks, and the model runs on the mesh."""
 
 from vescale.runtime._activation import Activation, Frame, current_activation
-from vescale.runtime._attribution import locate, module_of_node
-from vescale.runtime._checkpointed_forward import CheckpointedForward
+from vescale.runtime._attribution import is_recomputed, locate, module_of_node
+from vescale.runtime._checkpointed_forward import CheckpointedForward, recomputed_modules
 from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
 from vescale.runtime._init_mesh import init_mesh
 from vescale.runtime._missing_values import MissingValuesWarning
@@ -44,12 +44,14 @@ __all__ = [
     "implicit_communication",
     "init_mesh",
     "install",
+    "is_recomputed",
     "kept_gathered",
     "locate",
     "module_of_node",
     "no_sync",
     "parallelize",
     "preflight",
+    "recomputed_modules",
     "reduce_units",
     "register_mode",
     "report",

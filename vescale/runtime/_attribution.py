@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vescale.runtime._activation import Frame, current_activation
 from vescale.runtime._runtime import Runtime, timelines
 
-__all__ = ["RunningModule", "locate", "module_of_node"]
+__all__ = ["RunningModule", "is_recomputed", "locate", "module_of_node"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +46,11 @@ def module_of_node(node: Any) -> str | None:
     """The path of the module of any parallelized model whose forward made an autograd node; None: no such module did."""
     found = (timeline.of_node(node) for timeline in timelines())
     return next((where.path for where in found if where is not None and where.runtime is not None), None)
+
+
+def is_recomputed(paths: Sequence[str], node: Any) -> bool:
+    """Whether an autograd node was made inside of the modules at ``paths``."""
+    if not paths:
+        return False
+    path = module_of_node(node)
+    return path is not None and any(path == one or path.startswith(f"{one}.") for one in paths)

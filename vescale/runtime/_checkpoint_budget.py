@@ -70,10 +70,12 @@ class Budget:
 
     Attributes:
         policies: of each module; None: it is not checkpointed. The entry's own until :attr:`is_decided`.
+        held_forwards: how many forwards of each module are held for backward at a time, on average over modules.
     """
 
     def __init__(self, runtime: Any, gib: float) -> None:
         self._runtime, self.gib = runtime, gib
+        self.held_forwards = 1.0
         self.policies: dict[str, CheckpointPolicy | None] = {}
         self.is_decided = False
         self._measured: dict[str, list[float]] = {}
@@ -137,7 +139,7 @@ class Budget:
         if any(row[0] > -1.0 for row in found):
             return
         choices = [_choices(self.policies[path], row) for path, row in zip(paths, found, strict=True)]
-        limit = self.gib * 2**30
+        limit = self.gib * 2**30 / self.held_forwards
         chosen = choose(choices, limit)
         picked = [of_module[index] for of_module, index in zip(choices, chosen, strict=True)]
         self.policies = {path: choice.policy for path, choice in zip(paths, picked, strict=True)}
@@ -146,7 +148,8 @@ class Budget:
         if total > limit and self._runtime.is_first_rank:
             warnings.warn(
                 f"the budget of {self.gib:g} GiB for {len(paths)} checkpointed modules ({paths[0]}, ...) is too small: with "
-                f"the policy that saves least they save {total / 2**30:.3g} GiB; raise budget_gib, or shard more",
+                f"the policy that saves least they save {total * self.held_forwards / 2**30:.3g} GiB; raise budget_gib, or "
+                "shard more",
                 stacklevel=2,
             )
 

@@ -44,7 +44,7 @@ from vescale.runtime._op_saving import saving_contexts
 from vescale.runtime._runtime import Runtime
 from vescale.runtime._saved_account import storage_of
 
-__all__ = ["CheckpointedForward"]
+__all__ = ["CheckpointedForward", "recomputed_modules"]
 
 
 class CheckpointedForward:
@@ -105,6 +105,13 @@ class CheckpointedForward:
                 return self._forward(*args, **kwargs)
         finally:
             call.end()
+
+
+def recomputed_modules(model: nn.Module) -> tuple[str, ...]:
+    """The paths of the modules whose forward may run again in backward."""
+    owners = (getattr(module.__dict__.get("forward"), "__self__", None) for module in model.modules())
+    found = (owner for owner in owners if isinstance(owner, CheckpointedForward))
+    return tuple(owner.path for owner in found if owner.budget is not None or owner.policy.kind != "offload")
 
 
 class _Call:
