@@ -161,6 +161,7 @@ from vescale.errors._random import (
 from vescale.errors._source import Source, calling_line
 from vescale.errors._static import (
     StaticGradientError,
+    StaticRecordError,
 )
 
 __all__ = [
@@ -273,6 +274,7 @@ __all__ = [
     "Source",
     "SparseGradientError",
     "StaticGradientError",
+    "StaticRecordError",
     "StrayParameterError",
     "TotalNormError",
     "UnitPolicyError",

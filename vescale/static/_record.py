@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
+from vescale.comm import Ledger, record_comms
 from vescale.compat import (
     call_module,
     local_of,
@@ -94,6 +95,7 @@ class Call:
         has_gaps: whether the elements of an argument are not next to each other in memory.
         is_random: whether it drew random numbers.
         writes: whether it wrote to one of its arguments.
+        communication: collectives that it started, as ``all_reduce over tp``.
     """
 
     site: Site | None
@@ -107,6 +109,7 @@ class Call:
     has_gaps: bool = False
     is_random: bool = False
     writes: bool = False
+    communication: Sequence[str] = ()
 
 
 ModuleCall = tuple[list[TensorRecord], list[TensorRecord]]
@@ -121,6 +124,7 @@ class Boundary:
     is_shared: bool
     input: TensorRecord
     output: TensorRecord
+    communication: Sequence[str] = ()
 
 
 class Recorder(TorchFunctionMode):
@@ -139,6 +143,7 @@ class Recorder(TorchFunctionMode):
         module_calls: tensors that the parts of the model got and returned in each call, by path.
         inputs, outputs: tensors of the forward; ``hidden``: those inside of objects in its output.
         problems: what rules a static forward out, by the path of the module.
+        guards: what the step depended on; set by whoever records.
     """
 
     def __init__(
@@ -154,11 +159,13 @@ class Recorder(TorchFunctionMode):
         self.hidden: list[TensorRecord] = []
         self.values_by_id: dict[int, Value] = {}
         self.problems: dict[str, str] = {}
+        self.guards: Any = None
         self.named: dict[str, Value] = {}
         self._read_names = names
         self._names = names()
         self._nodes: set[Any] = set()  # of the graph that are watched
         self._placed: list[tuple[DTensor, tuple[int, ...]]] = []  # by entries of the modules that run
+        self._comms = Ledger()
         self._taken_over = ""
         self._is_unrecorded = False  # inside of a module that runs in eager mode, whatever its calls are
         self._is_checkpointed = False  # there are recomputations, which run the ops of recorded functions
@@ -171,7 +178,7 @@ class Recorder(TorchFunctionMode):
             if isinstance(x, DTensor):
                 self._value_of_result(x)
         self.inputs = [self._record(x) for x in tensors_in((args, kwargs))]
-        with self.tree, self:
+        with record_comms() as self._comms, self.tree, self:
             result = forward(*args, **kwargs)
         self.outputs = [self._record(x) for x in tensors_in(result)]
         try:
@@ -252,8 +259,10 @@ class Recorder(TorchFunctionMode):
         self.calls.append(call)
         before = random_state()
         observer = ObservedOps()
+        num_comms = self._comms.count()
         with observer:
             result = func(*args, **kwargs)
+        call.communication = self._communication(num_comms)
         is_random = observer.draws and not all(map(torch.equal, random_state(), before))
         with no_torch_function():
             call.changed = observer.changed or self._taken_over
@@ -282,6 +291,10 @@ class Recorder(TorchFunctionMode):
                     self._value_of_result(x)
             call.outputs = [self._record(x) for x in made]
             return result
+
+    def _communication(self, num_before: int) -> list[str]:
+        """Collectives since there were so many."""
+        return [f"{c.op} over {c.axes or f'{c.num_ranks} ranks'}" for c in self._comms.records[num_before:]]
 
     def take_over(self, what: str) -> None:
         """The runtime runs something in place of the current call."""
@@ -315,12 +328,15 @@ class Recorder(TorchFunctionMode):
         record = self._record(x)
         edges = _edges([x], [record])
         convert = stages.convert_once if is_shared else stages.convert
+        num_comms = self._comms.count()
         made = convert(x, placing.requester, placing.outdated)
+        moved = self._communication(num_comms)
         if getattr(made, "_vescale_value", None) is None:
             self._value_of_result(made)
             if torch.is_grad_enabled():
                 self._watch([made], edges, None)
-        self.boundaries[placing][-1].append(Boundary(placing, stages, is_shared, record, self._record(made)))
+        boundary = Boundary(placing, stages, is_shared, record, self._record(made), moved)
+        self.boundaries[placing][-1].append(boundary)
         self._placed.append((made, versions(made)))
         return made
 
