@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
+from vescale.compat import containers
 from vescale.errors import StaticRecordError
+from vescale.static import _hidden
 from vescale.static._call_tree import is_recorded
 from vescale.static._fingerprint import code_digest, globals_digest
 from vescale.static._record_values import RecordedFunction
 
 __all__ = ["only_recorded_functions"]
 
+_LOOKS_UP_TENSORS = (containers.__file__, _hidden.__file__)
 
-def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being loaded, which happens once in a process."""
-    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+
+def _is_of_the_runtime(frame: FrameType | None, fitting: Collection[int]) -> bool:
+    """Whether a function runs because a module is being loaded, which happens once in a process, or because tensors are
+    looked up in the model's containers. ``fitting``: ids of the code of the model's functions, which call neither."""
+    while frame is not None and id(frame.f_code) not in fitting:
+        if frame.f_code.co_filename.startswith(("<frozen importlib", *_LOOKS_UP_TENSORS)):
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 @contextmanager
@@ -45,7 +52,7 @@ def only_recorded_functions(
         if (code_digest(original), globals_digest(original, frame.f_globals)) in known:
             fitting.add(id(code))
             return
-        if _is_importing(frame):
+        if _is_of_the_runtime(frame.f_back, fitting):
             return
         problems.append(f"{original.co_qualname} ({original.co_filename}:{original.co_firstlineno}) was not recorded")
         raise StaticRecordError(problems[0])

@@ -165,7 +165,6 @@ class Recorder(TorchFunctionMode):
         self._names = names()
         self._nodes: set[Any] = set()  # of the graph that are watched
         self._placed: list[tuple[DTensor, tuple[int, ...]]] = []  # by entries of the modules that run
-        self._comms = Ledger()
         self._taken_over = ""
         self._is_unrecorded = False  # inside of a module that runs in eager mode, whatever its calls are
         self._is_checkpointed = False  # there are recomputations, which run the ops of recorded functions
@@ -178,7 +177,7 @@ class Recorder(TorchFunctionMode):
             if isinstance(x, DTensor):
                 self._value_of_result(x)
         self.inputs = [self._record(x) for x in tensors_in((args, kwargs))]
-        with record_comms() as self._comms, self.tree, self:
+        with self.tree, self:
             result = forward(*args, **kwargs)
         self.outputs = [self._record(x) for x in tensors_in(result)]
         try:
@@ -259,10 +258,9 @@ class Recorder(TorchFunctionMode):
         self.calls.append(call)
         before = random_state()
         observer = ObservedOps()
-        num_comms = self._comms.count()
-        with observer:
+        with observer, record_comms() as ledger:
             result = func(*args, **kwargs)
-        call.communication = self._communication(num_comms)
+        call.communication = _collectives(ledger)
         is_random = observer.draws and not all(map(torch.equal, random_state(), before))
         with no_torch_function():
             call.changed = observer.changed or self._taken_over
@@ -291,10 +289,6 @@ class Recorder(TorchFunctionMode):
                     self._value_of_result(x)
             call.outputs = [self._record(x) for x in made]
             return result
-
-    def _communication(self, num_before: int) -> list[str]:
-        """Collectives since there were so many."""
-        return [f"{c.op} over {c.axes or f'{c.num_ranks} ranks'}" for c in self._comms.records[num_before:]]
 
     def take_over(self, what: str) -> None:
         """The runtime runs something in place of the current call."""
@@ -328,16 +322,16 @@ class Recorder(TorchFunctionMode):
         record = self._record(x)
         edges = _edges([x], [record])
         convert = stages.convert_once if is_shared else stages.convert
-        num_comms = self._comms.count()
-        made = convert(x, placing.requester, placing.outdated)
-        moved = self._communication(num_comms)
+        with no_torch_function(), record_comms() as ledger:
+            made = convert(x, placing.requester, placing.outdated)
         if getattr(made, "_vescale_value", None) is None:
             self._value_of_result(made)
             if torch.is_grad_enabled():
                 self._watch([made], edges, None)
-        boundary = Boundary(placing, stages, is_shared, record, self._record(made), moved)
+        boundary = Boundary(placing, stages, is_shared, record, self._record(made), _collectives(ledger))
         self.boundaries[placing][-1].append(boundary)
-        self._placed.append((made, versions(made)))
+        with no_torch_function():
+            self._placed.append((made, versions(made)))
         return made
 
     def begin_boundary(self, placing: Placing) -> None:
@@ -355,11 +349,16 @@ class Recorder(TorchFunctionMode):
             self._is_unrecorded = is_unrecorded
         with no_torch_function():
             outputs = [self._record(x) for x in tensors_in(result)]
-        if any(versions(x) != before for x, before in self._placed[num_placed:]):
+            is_written = any(versions(x) != before for x, before in self._placed[num_placed:])
+        if is_written:
             self.problems[""] = f"{path} writes to an input that the plan places"
         del self._placed[num_placed:]
         self.module_calls.setdefault(path, []).append((inputs, outputs))
         return result
+
+
+def _collectives(ledger: Ledger) -> list[str]:
+    return [f"{record.op} over {record.axes or f'{record.num_ranks} ranks'}" for record in ledger.records]
 
 
 def _edges(tensors: list[torch.Tensor], records: list[TensorRecord]) -> dict[Any, TensorRecord]:

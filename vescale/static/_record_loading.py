@@ -134,7 +134,9 @@ class _CalledFunctions(Mapping[CodeType, FunctionPlan | None]):
         self._path, self._mesh = path, mesh
         self._made: dict[CodeType, FunctionPlan | None] = {}
 
-    def __getitem__(self, code: CodeType) -> FunctionPlan | None:
+    def __getitem__(self, code: CodeType | None) -> FunctionPlan | None:
+        if code is None:  # of what is no Python function
+            raise KeyError(code)
         if code not in self._made:
             patch = self._by_digest[code_digest(code)]  # KeyError: another function
             self._made[code] = None if patch is None else _function_plan(patch, code, self._path, self._mesh)
