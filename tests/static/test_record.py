@@ -20,13 +20,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import RankPools
 from tests.static.models import compare, mesh_of, tp_plan
-from tests.static.test_forward import Decorated, Twice, Wrapped, batch
+from tests.static.test_forward import Decorated, Twice, Wrapped
+from tests.static.test_forward import batch as batch_of
 from vescale import Plan, parallelize
 from vescale.cli import main
 from vescale.errors import StaticRecordError
+from vescale.placements import RaggedShard
+from vescale.plans import INIT, RUN
 from vescale.static import RecordedProgram, program, report
 
 pytestmark = pytest.mark.helper("dispatch")
+
+
+def batch(rows: int = 4, seed: int = 1) -> torch.Tensor:
+    return batch_of(rows, seed=seed)
 
 
 @pytest.fixture
@@ -101,11 +108,20 @@ def rows_plan(mesh: DeviceMesh) -> Plan:
     return tp_plan(mesh).shard("<in>", Shard(0))
 
 
+def unit_plan(mesh: DeviceMesh) -> Plan:
+    """Parameters at rest in parts, over ranks that have other rows (ZeRO-3)."""
+    plan = Plan(mesh).shard("<in>", Shard(0))
+    plan.shard(".*", RaggedShard(), phase=INIT).shard(".*", Replicate(), phase=RUN)
+    return plan.unit("mlp", reshard_after_forward=True)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[DeviceMesh], Plan]]] = {
     "twice": (Twice, tp_plan),
     "decorated": (Decorated, tp_plan),
     "attention": (Attention, attention_plan),
     "dropout": (Dropped, tp_plan),
+    "checkpointed": (Twice, lambda mesh: tp_plan(mesh).checkpoint("mlp", "full")),
+    "units": (Twice, unit_plan),
 }
 
 
@@ -116,14 +132,14 @@ def run_records(folder: str) -> dict[str, Any]:
         eager = parallelize(model(), plan(mesh_of()))
         static = built(model, plan(mesh_of()), record=f"{folder}/{name}.yaml")
         for step in range(3):
-            compare((eager, static), batch(rows=2 + step, seed=step), seed=step)
+            compare((eager, static), batch(rows=2 + 2 * step, seed=step), seed=step)
         found[name] = report(static)
     return found
 
 
 def uneven_sizes(folder: str) -> list[Any]:
     """A record is of one rank where sizes are uneven: each reads its own, and then the other's."""
-    _, mine = recorded(Twice, rows_plan(mesh_of()))
+    _, mine = recorded(Twice, rows_plan(mesh_of()), batch(rows=3))
     mine.to_yaml(f"{folder}/{dist.get_rank()}.yaml")
     dist.barrier()
     found = []
@@ -132,7 +148,7 @@ def uneven_sizes(folder: str) -> list[Any]:
         eager = parallelize(Twice(), rows_plan(mesh_of()))
         static = built(Twice, rows_plan(mesh_of()), record=f"{folder}/{rank}.yaml")
         for step in range(3):
-            compare((eager, static), batch(seed=step), seed=step)
+            compare((eager, static), batch(rows=3, seed=step), seed=step)
         found.append(report(static))
     return found
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale.compat import CALL_OVERRIDE
 from vescale.fsdp import ManagedParameter
 from vescale.static._source import code_objects
 
@@ -23,8 +24,8 @@ __all__ = ["code_digest", "globals_digest", "state_digest"]
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size)
 _FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _MAX_DEPTH = 6
-# Fields of every module: hooks, which guards compare, and containers of what is described by itself.
-_OF_ALL_MODULES = frozenset(nn.Module().__dict__) - {"training"}
+# Fields of every module: hooks, which guards compare, containers of what is described by itself, and what compilers leave.
+_OF_ALL_MODULES = frozenset(nn.Module().__dict__) - {"training"} | {CALL_OVERRIDE, "_is_torch_compile"}
 
 
 def _digest(*parts: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,15 +18,18 @@ from vescale.static._record_values import RecordedFunction
 
 __all__ = ["only_recorded_functions"]
 
+_FORWARD = os.path.join(os.path.dirname(__file__), "_forward.py")  # where the forward began
 _LOOKS_UP_TENSORS = (containers.__file__, _hidden.__file__)
 
 
 def _is_of_the_runtime(frame: FrameType | None, fitting: Collection[int]) -> bool:
     """Whether a function runs because a module is being loaded, which happens once in a process, or because tensors are
     looked up in the model's containers. ``fitting``: ids of the code of the model's functions, which call neither."""
-    while frame is not None and id(frame.f_code) not in fitting:
-        if frame.f_code.co_filename.startswith(("<frozen importlib", *_LOOKS_UP_TENSORS)):
+    inside_model = False
+    while frame is not None and (file := frame.f_code.co_filename) != _FORWARD:
+        if file.startswith("<frozen importlib") or (not inside_model and file in _LOOKS_UP_TENSORS):
             return True
+        inside_model |= id(frame.f_code) in fitting
         frame = frame.f_back
     return False
 

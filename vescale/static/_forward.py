@@ -46,7 +46,7 @@ class StaticForward:
         record: steps that another process has recorded.
 
     Attributes:
-        programs: by what distinguishes calls.
+        programs: by what distinguishes calls; ``compiled``: those for compilers.
         recordings: how many steps were recorded.
         fallbacks: how many steps ran in eager mode, by reason.
         static_steps: how many did not.
@@ -62,6 +62,7 @@ class StaticForward:
         self.runtime, self.inner = runtime, inner
         self.model = weakref.ref(model)
         self.programs: dict[Any, StaticProgram] = {}
+        self.compiled: dict[Any, StaticProgram] = {}
         self.recordings = 0
         self.static_steps = 0
         self.fallbacks: Counter[str] = Counter()
@@ -89,6 +90,8 @@ class StaticForward:
             if broken:
                 del self.programs[key]
                 return self._eager(model, broken, args, kwargs)
+            if program.has_compiled_parts or activation.frames[0].compiler is not None:
+                program = self._compiled(model, key, program)
             return self._run(model, activation, program, args, kwargs)
 
     def _run(self, model: nn.Module, activation: Activation, program: StaticProgram, args: Any, kwargs: Any) -> Any:
@@ -97,7 +100,7 @@ class StaticForward:
         activation.static = program
         try:
             with self._checked(program):
-                result = program.run(args, kwargs)
+                result = program.run(args, kwargs, activation.frames[0].compiler)
         except Exception as problem:
             if program.is_proven and not isinstance(problem, UnrecordedError):
                 raise  # of the model's own code, as in eager mode
@@ -117,9 +120,20 @@ class StaticForward:
         self.static_steps += 1
         return result
 
+    def _compiled(self, model: nn.Module, key: Any, program: StaticProgram) -> StaticProgram:
+        """The same with functions of which compilers see what they can compile. Itself where that has failed, where parts
+        run again in backward, and in the first step of a record that was read, which is compared with it."""
+        if program.recorded.recomputes or (program.recorded.step is not None and not program.is_proven):
+            return program
+        found = self.compiled.get(key)
+        if found is None or found.guards is not program.guards:
+            found = StaticProgram(self.runtime, model, program.recorded, program.guards, compiles=True)
+            self.compiled[key] = found
+        return found if found.is_static else program
+
     def _checked(self, program: StaticProgram) -> contextlib.AbstractContextManager[None]:
         step = program.recorded.step
-        if step is None or program.is_proven:
+        if step is None or program.is_proven or program.compiling.is_on:
             return _UNCHECKED
         return only_recorded_functions(step.functions, program.originals)
 
@@ -167,7 +181,7 @@ class StaticForward:
         overridden = []
         for path, module in model.named_modules():
             if path:
-                overridden.append(module.__dict__)
+                overridden.append((module.__dict__, module.__dict__.get(CALL_OVERRIDE)))
                 module.__dict__[CALL_OVERRIDE] = functools.partial(_call, recorder, path, module)
         activation.recorder = recorder
         recorder.problems = problems_of_modules(model)
@@ -182,8 +196,10 @@ class StaticForward:
             raise
         finally:
             activation.recorder = None
-            for held in overridden:
+            for held, compiled in overridden:
                 held.pop(CALL_OVERRIDE, None)
+                if compiled is not None:
+                    held[CALL_OVERRIDE] = compiled
             recorder.guards = Guards(model.named_modules(), units.parameters)
 
     def _finish(self, model: nn.Module, key: Any) -> StaticProgram | None:

@@ -28,6 +28,7 @@ from vescale.fsdp import ManagedParameter, state_of
 from vescale.runtime import Runtime, current_activation, resumed
 from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
 from vescale.static._analysis import FunctionPlan, ModulePlan
+from vescale.static._compiling import Compiling, has_compiled_parts
 from vescale.static._guards import Guards
 from vescale.static._hidden import hidden_slots
 from vescale.static._local_parameter import LocalParameter
@@ -59,21 +60,26 @@ class StaticProgram:
         originals: the code of functions that were changed, by that which runs.
     """
 
-    def __init__(self, runtime: Runtime, model: nn.Module, recorded: Recorded, guards: Guards) -> None:
+    def __init__(
+        self, runtime: Runtime, model: nn.Module, recorded: Recorded, guards: Guards, compiles: bool = False
+    ) -> None:
         self.runtime, self.recorded = runtime, recorded
         self._model = weakref.ref(model)
         self.plans = recorded.plans
         self.units = ModelUnits(model)
         self.guards = guards
+        self.compiling = Compiling(compiles)
         self._modules = dict(model.named_modules())
         self.eager_modules = {path: plan.problem for path, plan in self.plans.items() if plan.problem}
         self.draws = recorded.draws
         self.is_proven = False
         self.steps = 0
         self.shared: dict[Any, Any] = {}
+        self.has_compiled_parts = has_compiled_parts(model)
         self.originals: dict[types.CodeType, types.CodeType] = {}
         self._inputs, self._outputs, self._hidden = recorded.inputs, recorded.outputs, recorded.hidden
         self._shown: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._own: list[tuple[dict[str, Any], dict[str, Any]]] = []  # what stands in their place outside of a forward
         self._parameters: list[LocalParameter] = []
         self._root: Callable[..., Any] | None = None
         if "" in self.plans and not self.plans[""].problem:
@@ -109,13 +115,17 @@ class StaticProgram:
             if forward is not None:
                 yield from of(forward)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward on local tensors; takes and returns DTensors. Raises UnrecordedError."""
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any = None) -> Any:
+        """The forward on local tensors; takes and returns DTensors. Raises UnrecordedError.
+
+        Args:
+            compiler: what compiles it, as ``suspend_compiling`` returns it; None: nothing.
+        """
         assert self._root is not None
         with no_torch_function():
             args, kwargs = map_in_order((args, kwargs), [t.to_local for t in self._inputs])
             with self._showing():
-                result = self._root(*args, **kwargs)
+                result = self.compiling.run(compiler, self._root, args, kwargs)
             slots = hidden_slots(result)
             if len(slots) != len(self._hidden):
                 raise UnrecordedError("objects in the output hold other tensors than recorded")
@@ -160,6 +170,8 @@ class StaticProgram:
             for held, shown in self._shown:
                 for name in shown:
                     held.pop(name, None)
+            for held, own in self._own:
+                held.update(own)
             for parameter in self._parameters:
                 parameter.hide()
             self.shared.clear()
@@ -199,14 +211,16 @@ class StaticProgram:
                 gathered = functools.partial(_gathered, parameter)
                 shown.append(LocalParameter(gathered, of_units.get(parameter, []), grad))
             if path == "":
-                self._root = forward
+                self._root = self.compiling.as_the_module(module, forward)
                 self._parameters += shown  # the hooks of its unit are around all of this
             else:
                 unit = None if state is None else UnitForward(state, module, shown)
-                call = self._placed(path, module, forward, unit)
+                call = self._placed(path, module, self.compiling.as_the_module(module, forward), unit)
                 self._show(module.__dict__, CALL_OVERRIDE, call)
 
     def _show(self, held: dict[str, Any], name: str, value: Any) -> None:
+        if name in held:
+            self._own.append((held, {name: held[name]}))
         self._shown.append((held, {name: value}))
 
     def _forward(self, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
@@ -227,7 +241,8 @@ class StaticProgram:
         for node, action in plan.actions.items():
             cells[site_name(node)] = self._site(action, callee_of(plan.source.nodes[node]), plan.call.module, module)
         for node, plans in plan.swaps.items():
-            cells[site_name(node)] = _Swap(plans, functools.partial(self._patched, module=module))
+            swap = _Swap(plans, functools.partial(self._patched, module=module))
+            cells[site_name(node)] = self.compiling.aside(swap)
         return make_function(function, code, cells)
 
     def _site(self, action: Action, callee: Any, path: str, module: nn.Module) -> Any:
@@ -235,21 +250,25 @@ class StaticProgram:
             return read_sizes(action.function, callee, action.factors)
         if isinstance(action, TakeSizes):
             return take_sizes(action.factors)
-        return EagerCall(_activation, lambda: module, path, action.function, action.inputs, action.outputs, callee)
+        call = EagerCall(_activation, lambda: module, path, action.function, action.inputs, action.outputs, callee)
+        return self.compiling.aside(call)
 
     def _placed(
         self, path: str, module: nn.Module, forward: Callable[..., Any], unit: UnitForward | None
     ) -> Callable[..., Any]:
         """``forward`` between the entries of the plan at the module's boundary, and the hooks of its unit."""
-        instructions = self.runtime.instructions.get(path)
-        if instructions is None:  # of a copy of the model, which copies only what there is to do
-            return forward if unit is None else functools.partial(_in_unit, unit, forward)
+        instructions = self.runtime.instructions.get(
+            path
+        )  # None: of a copy of the model, which copies what there is to do
         placed_at = self.recorded.boundaries
-        inputs = [LocalPlacing.of(p, placed_at.get(p.name, ()), self) for p in instructions.inputs]
-        outputs = [LocalPlacing.of(p, placed_at.get(p.name, ()), self) for p in instructions.outputs]
+        inputs = [LocalPlacing.of(p, placed_at.get(p.name, ()), self) for p in getattr(instructions, "inputs", ())]
+        outputs = [LocalPlacing.of(p, placed_at.get(p.name, ()), self) for p in getattr(instructions, "outputs", ())]
+        if unit is None and not inputs and not outputs:
+            return forward
+        forward = self.compiling.inside(forward)
         if not inputs and not outputs:
-            return forward if unit is None else functools.partial(_in_unit, unit, forward)
-        local = copy.copy(instructions)
+            return self.compiling.aside(functools.partial(_in_unit, unit, forward))
+        local: Any = copy.copy(instructions)
         local.inputs, local.outputs = inputs, outputs
 
         def placed(*args: Any, **kwargs: Any) -> Any:
@@ -261,7 +280,7 @@ class StaticProgram:
             result = forward(*args, **kwargs)
             return local.place_outputs(result) if outputs else result
 
-        return placed
+        return self.compiling.aside(placed)
 
     def _eager_module(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """The module's call in eager mode, between local tensors."""
@@ -275,7 +294,7 @@ class StaticProgram:
                 result = call_module(module, args, kwargs)
             return map_in_order(result, to_local)
 
-        return call
+        return self.compiling.aside(call)
 
 
 class _Swap:
@@ -326,7 +345,8 @@ def _gathered(parameter: ManagedParameter) -> DTensor:
     return x
 
 
-def _in_unit(unit: UnitForward, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_unit(unit: UnitForward | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    assert unit is not None
     return unit.run(forward, args, kwargs)
 
 

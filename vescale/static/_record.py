@@ -143,6 +143,7 @@ class Recorder(TorchFunctionMode):
         module_calls: tensors that the parts of the model got and returned in each call, by path.
         inputs, outputs: tensors of the forward; ``hidden``: those inside of objects in its output.
         problems: what rules a static forward out, by the path of the module.
+        recomputes: whether there are checkpoints, whose recomputations run the ops of recorded functions.
         guards: what the step depended on; set by whoever records.
     """
 
@@ -167,7 +168,7 @@ class Recorder(TorchFunctionMode):
         self._placed: list[tuple[DTensor, tuple[int, ...]]] = []  # by entries of the modules that run
         self._taken_over = ""
         self._is_unrecorded = False  # inside of a module that runs in eager mode, whatever its calls are
-        self._is_checkpointed = False  # there are recomputations, which run the ops of recorded functions
+        self.recomputes = False
 
     # Values
 
@@ -245,7 +246,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_unrecorded or ("" in self.problems and not self._is_checkpointed):
+        if self._is_unrecorded or ("" in self.problems and not self.recomputes):
             return func(*args, **kwargs)
         with no_torch_function():
             found = self.tree.site(sys._getframe(1))
@@ -304,9 +305,9 @@ class Recorder(TorchFunctionMode):
         """What the recomputation of ``function`` runs: the ops as they run while they are recorded."""
         if is_reentrant:
             self.problems[""] = "it checkpoints activations with use_reentrant=True"
-        if self._is_unrecorded or ("" in self.problems and not self._is_checkpointed):
+        if self._is_unrecorded or ("" in self.problems and not self.recomputes):
             return function
-        self._is_checkpointed = True
+        self.recomputes = True
 
         @functools.wraps(function, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -99,6 +99,7 @@ def _step(forward: StaticForward, found: StaticProgram, model: nn.Module, call: 
     step = RecordedStep(
         call,
         recorded.draws,
+        recorded.recomputes,
         _types(recorded.inputs),
         _types(recorded.outputs),
         _types(recorded.hidden),

@@ -120,6 +120,7 @@ def load_step(step: RecordedStep, model: nn.Module, mesh: DeviceMesh) -> Recorde
             for one in module.boundaries
         },
         step.draws,
+        step.recomputes,
         step=step,
     )
 

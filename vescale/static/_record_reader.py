@@ -143,7 +143,9 @@ class _Reader:
             self._patches.append(self._patch(part))
 
     def step(self, part: _Part) -> RecordedStep:
-        part.only("call", "draws", "coordinate", "inputs", "outputs", "hidden", "grads", "functions", "modules")
+        part.only(
+            "call", "draws", "recomputes", "coordinate", "inputs", "outputs", "hidden", "grads", "functions", "modules"
+        )
         grads = []
         for row in part["grads"]:
             row.only("annotate", "names")
@@ -153,6 +155,7 @@ class _Reader:
             RecordedStep,
             part["call"].text(),
             part["draws"].flag(),
+            part["recomputes"].flag(),
             *(self._types_at(part[name]) for name in ("inputs", "outputs", "hidden")),
             tuple(grads),
             tuple(_row(self._functions, one) for one in part["functions"]),

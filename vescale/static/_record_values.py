@@ -198,6 +198,7 @@ class RecordedStep:
     Attributes:
         call: the text of what distinguishes kinds of calls: gradient mode, autocast, structure and dtypes of the inputs.
         draws: whether it draws random numbers.
+        recomputes: whether parts of it run again in backward (activation checkpointing).
         inputs, outputs: types of the model's tensors; ``hidden``: of those inside of objects in its output.
         grads: placements of gradients, by name of the parameter.
         functions: all that ran.
@@ -208,6 +209,7 @@ class RecordedStep:
 
     call: str
     draws: bool
+    recomputes: bool
     inputs: tuple[RecordedType, ...]
     outputs: tuple[RecordedType, ...]
     hidden: tuple[RecordedType, ...]

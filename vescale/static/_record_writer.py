@@ -88,7 +88,7 @@ class _Writer:
         grads: dict[Placements, list[str]] = {}
         for name, placements in step.grads:
             grads.setdefault(placements, []).append(name)
-        written: dict[str, Any] = {"call": step.call, "draws": step.draws}
+        written: dict[str, Any] = {"call": step.call, "draws": step.draws, "recomputes": step.recomputes}
         if step.coordinate is not None:
             written["coordinate"] = _FlowList(step.coordinate)
         for name in ("inputs", "outputs", "hidden"):

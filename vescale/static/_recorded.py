@@ -33,6 +33,7 @@ class Recorded:
         grads: placements of the gradients of parameters and buffers, by name; a name without a gradient is missing.
         boundaries: the tensors that entries of the plan place.
         draws: whether the step drew random numbers.
+        recomputes: whether parts of it run again in backward.
         functions: all Python functions that ran, with their globals; empty if it comes from a file.
         step: what it comes from, if that is a file.
     """
@@ -45,6 +46,7 @@ class Recorded:
     grads: Mapping[str, Placements]
     boundaries: Mapping[BoundaryName, tuple[PlacedTensor, ...]]
     draws: bool
+    recomputes: bool
     functions: Mapping[CodeType, dict[str, Any]] = field(default_factory=dict)
     step: RecordedStep | None = None
 
@@ -69,5 +71,6 @@ def recorded(recorder: Recorder, mesh: DeviceMesh) -> Recorded:
         {name: next(iter(value.grads)) for name, value in recorder.named.items() if value.grads},
         boundaries,
         any(call.is_random for call in recorder.calls),
+        recorder.recomputes,
         recorder.tree.functions,
     )
