@@ -51,9 +51,10 @@ class ObservedOps(TorchDispatchMode):
 
 
 def random_state() -> list[torch.Tensor]:
-    """The states of the default generators."""
+    """The states of the default generators; of the CPU's only while a CUDA graph is captured, whose replays count draws on
+    the device."""
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         states.append(torch.cuda.get_rng_state())
     return states
 
