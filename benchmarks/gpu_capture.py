@@ -1,7 +1,7 @@
 """A step of a model in static mode, captured in a CUDA graph and replayed, against the same step as it is.
 
-A part of ``benchmarks/gpu.py``. The process group is a fake one, whose collectives return at once, so that one GPU is enough:
-what is compared is what this rank computes, and what the host takes for a step.
+A part of ``benchmarks/gpu.py``. The process group is a fake one, whose collectives return at once, so that one GPU is
+enough: what is compared is what this rank computes, and what the host takes for a step.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def ops(model: Any, num_steps: int) -> set[str]:
 def test_nothing_waits_for_the_device(model: Any) -> None:
     found = ops(model, 20)
     assert "aten::addmm" in found and not found & WAITING
-    model.register_forward_hook(lambda module, args, output: float(output.to_local().sum()) and None)
+    model.register_forward_hook(lambda module, args, output: output.to_local().detach().sum().item() and None)
     assert ops(model, 1) & WAITING, "the profiler sees what waits"
 
 

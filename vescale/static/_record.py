@@ -169,6 +169,7 @@ class Recorder(TorchFunctionMode):
         self._taken_over = ""
         self._is_unrecorded = False  # inside of a module that runs in eager mode, whatever its calls are
         self.recomputes = False
+        self._known_ops: dict[Any, bool] = {}
 
     # Values
 
@@ -258,7 +259,7 @@ class Recorder(TorchFunctionMode):
         self._taken_over = ""
         self.calls.append(call)
         before = random_state()
-        observer = ObservedOps()
+        observer = ObservedOps(self._known_ops)
         with observer, record_comms() as ledger:
             result = func(*args, **kwargs)
         call.communication = _collectives(ledger)
