@@ -1,7 +1,8 @@
 """Random numbers on a CUDA device: the bits of every op, dtype and placement against the native op, and bandwidth. Then the
-engine of ``fully_shard`` (:mod:`benchmarks.gpu_engine`).
+engine of ``fully_shard`` (:mod:`benchmarks.gpu_engine`), and a step in static mode as a CUDA graph
+(:mod:`benchmarks.gpu_capture`).
 
-    python benchmarks/gpu.py [--json] [--minutes 8] [--emulate] [--only rng|engine]
+    python benchmarks/gpu.py [--json] [--minutes 8] [--emulate] [--only rng|engine|capture]
 
 Run it on a GPU after every change of the engine or of torch, and put the table it prints into docs/rng.md with the date and
 the device. One GPU is enough: each coordinate of a mesh is asked for its part, one after the other, and DTensors run on a
@@ -50,7 +51,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks import gpu_engine
+from benchmarks import gpu_capture, gpu_engine
 from tests.rng import cases
 from tests.rng.emulated_gpu import EmulatedGpu
 from vescale import csrc, rng
@@ -367,7 +368,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop comparing after this long")
     parser.add_argument("--emulate", action="store_true", help="on an emulated device: checks this script, not a GPU")
-    parser.add_argument("--only", choices=["rng", "engine"], help="one part of it")
+    parser.add_argument("--only", choices=["rng", "engine", "capture"], help="one part of it")
     options = parser.parse_args()
     if not options.emulate and not torch.cuda.is_available():
         print("no CUDA device: nothing was run (--emulate checks the script itself)")
@@ -375,10 +376,17 @@ def main() -> int:
     warnings.filterwarnings("ignore", message=".*out of bounds.*")
     start = time.monotonic()
     deadline = start + 60 * options.minutes * 0.6  # the rest is for large fills and bandwidth
+    capture = gpu_capture.Capture()
+    if options.only in (None, "capture"):
+        capture = gpu_capture.measure("cpu" if options.emulate else "cuda")
+        if options.only == "capture":
+            print(json.dumps(vars(capture)) if options.json else gpu_capture.text(capture))
+            return 1 if capture.wrong else 0
     engine = (
         [] if options.only == "rng" else gpu_engine.measure(gpu_engine.Device("cpu" if options.emulate else "cuda"))
     )
     broken = [f"{row.part}, {row.setting}: {text}" for row in engine for text in row.wrong]
+    broken += [f"capture: {text}" for text in capture.wrong]
     if options.only == "engine":
         print(json.dumps([vars(row) for row in engine], indent=1) if options.json else gpu_engine.table(engine))
         return 1 if broken else 0
@@ -403,10 +411,15 @@ def main() -> int:
         "wrong": [f"{row.op} {row.dtype}: {text}" for row in rows for text in row.wrong] + broken,
         "engine": [vars(row) for row in engine],
         "rows": [vars(row) for row in rows],
+        "capture": vars(capture),
         "bandwidth": speed,
         "seconds": round(time.monotonic() - start, 1),
     }
-    print(json.dumps(report, indent=1) if options.json else f"{_tables(report)}\n\n{gpu_engine.table(engine)}")
+    print(
+        json.dumps(report, indent=1)
+        if options.json
+        else f"{_tables(report)}\n\n{gpu_engine.table(engine)}\n\n{gpu_capture.text(capture)}"
+    )
     if report["wrong"]:
         return 1
     return 2 if not options.emulate and any(entry["ratio"] < entry["bound"] for entry in speed) else 0

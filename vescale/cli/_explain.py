@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from vescale.cli._buckets_table import buckets_table
 from vescale.cli._checkpoint_table import checkpoint_rows, print_checkpoints
 from vescale.cli._console import bytes_text, new_console, new_table, print_json, working
 from vescale.cli._inputs import (
@@ -21,6 +22,7 @@ from vescale.cli._inputs import (
     parse_mesh,
 )
 from vescale.cli._pipeline_section import pipeline_as_dict, print_pipeline, write_page
+from vescale.cli._static_sites import print_sites, sites_as_dicts
 from vescale.cli._uneven_table import uneven_rows, uneven_table
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from vescale.ir import Collective, Prediction, Program, UnitBucket
     from vescale.plans import Plan
+    from vescale.static import RecordedProgram
 
 __all__ = ["add_arguments", "run"]
 
@@ -43,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_inputs(parser)
     parser.add_argument("--only", choices=_SECTIONS, metavar="SECTION", help=f"show one of {', '.join(_SECTIONS)}")
     parser.add_argument("--html", metavar="FILE", help="draw the schedule of the plan's pipeline in an HTML file")
+    parser.add_argument(
+        "--static", metavar="FILE", help="show the sites of a record of static mode, beside its source lines"
+    )
     add_json(parser)
 
 
@@ -56,8 +62,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         plan = load_plan(args.plan, mesh)
         program = lower(plan, model)
+        record = _record(args.static, program) if args.static else None
     except PlanError as error:
         return _refused(error, args.json)
+    if record is not None:
+        print_json(sites_as_dicts(record)) if args.json else print_sites(new_console(), record)
+        return 0
     inputs = inputs_of(model, args)
     with working("tracing the forward"):
         prediction = predict(program, model, inputs) if inputs else None
@@ -89,6 +99,12 @@ def run(args: argparse.Namespace) -> int:
                 console.print("\n" * bool(number) + _title(name, plan, args), style="bold")
             section()
     return 0
+
+
+def _record(file: str, program: Program) -> RecordedProgram:
+    from vescale.static import read_record
+
+    return read_record(file, program)
 
 
 def _refused(error: Exception, as_json: bool) -> int:
@@ -262,34 +278,7 @@ def _print_collectives(console: Console, prediction: Prediction | None, inputs: 
     )
     if prediction.buckets:
         console.print()
-        console.print(_buckets_table(prediction))
-
-
-def _buckets_table(prediction: Prediction) -> Any:
-    """Each bucket's axes, bytes and cost by the ring model, beside a reduction axis by axis."""
-    table = new_table(
-        "bucket",
-        "gradients",
-        "axes",
-        "op",
-        "size",
-        "bytes",
-        "axis by axis",
-        "predicted",
-        right=("bucket", "gradients", "size", "bytes", "axis by axis", "predicted"),
-    )
-    for number, bucket in enumerate(prediction.buckets):
-        table.add_row(
-            str(number),
-            str(len(bucket.names)),
-            ",".join(bucket.axes),
-            " + ".join(op for op, _, _ in bucket.collectives),
-            bytes_text(bucket.num_bytes),
-            bytes_text(bucket.cost.num_bytes),
-            bytes_text(bucket.per_axis_bytes),
-            f"{bucket.cost.seconds * 1e3:.2f} ms",
-        )
-    return table
+        console.print(buckets_table(prediction))
 
 
 def _merged(prediction: Prediction) -> list[tuple[str, Collective, int]]:

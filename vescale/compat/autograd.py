@@ -15,6 +15,7 @@ __all__ = [
     "TELLS_HOLDERS",
     "are_unheld",
     "at_end_of_backward",
+    "compiled_like",
     "current_autograd_node",
     "current_backward",
     "has_dispatch_modes",
@@ -26,6 +27,7 @@ __all__ = [
     "permit_writes",
     "profiled",
     "resume_compiling",
+    "run_compiled",
     "run_post_accumulate_hooks",
     "sequence_number",
     "set_versions",
@@ -163,6 +165,26 @@ def suspend_compiling() -> Any:
 def resume_compiling(compiler: Any) -> None:
     if compiler is not None:
         set_compiler(compiler)
+
+
+def run_compiled(compiler: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``function(*args, **kwargs)``, with what :func:`suspend_compiling` returned; its frame is the first to be compiled."""
+    set_compiler(compiler)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        set_compiler(None)
+
+
+def compiled_like(compiled: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with the backend and options of ``compiled``, a function that ``torch.compile`` returned; ``function``
+    itself where these cannot be told."""
+    from torch._dynamo.eval_frame import OptimizeContext  # it is loaded since something was compiled
+
+    names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(compiled, "__closure__", None) or ()))
+    context = cells["self"].cell_contents if "self" in cells else None
+    return context(function) if isinstance(context, OptimizeContext) else function
 
 
 _NOTHING = contextlib.nullcontext()

@@ -162,6 +162,7 @@ from vescale.errors._random import (
 from vescale.errors._source import Source, calling_line
 from vescale.errors._static import (
     StaticGradientError,
+    StaticRecordError,
 )
 
 __all__ = [
@@ -275,6 +276,7 @@ __all__ = [
     "Source",
     "SparseGradientError",
     "StaticGradientError",
+    "StaticRecordError",
     "StrayParameterError",
     "TotalNormError",
     "UnitPolicyError",

@@ -26,6 +26,7 @@ from vescale.plans._pipeline_entry import PIPELINE_SCHEDULES, PipelineEntry
 from vescale.plans._placement_text import parse_placement, placement_text
 from vescale.plans._plan import Plan, VescalePlan
 from vescale.plans._unit_policies import dtype_name, float_dtype_of, mp_options, mp_policy_of
+from vescale.plans._yaml_nodes import Document, YamlLimits, load_yaml
 from vescale.plans._yaml_writer import plan_text
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "AxisPlacements",
     "CheckpointEntry",
     "CheckpointPolicy",
+    "Document",
     "Entry",
     "FactoryEntry",
     "HfImportWarning",
@@ -62,6 +64,7 @@ __all__ = [
     "Target",
     "UnitEntry",
     "VescalePlan",
+    "YamlLimits",
     "axis_sizes",
     "checkpoint_budget",
     "checkpoint_policy",
@@ -69,6 +72,7 @@ __all__ = [
     "dtype_name",
     "expressions",
     "float_dtype_of",
+    "load_yaml",
     "merged_paths",
     "mp_options",
     "mp_policy_of",

@@ -17,12 +17,25 @@ import yaml
 
 from vescale.errors import PlanError, Source, YamlSyntaxError
 
-__all__ = ["Document", "Place", "load_yaml"]
+__all__ = ["Document", "Place", "YamlLimits", "load_yaml"]
 
 MAX_BYTES = 500_000  # of a plan and all that it includes
 MAX_DEPTH = 20
 MAX_NODES = 10_000
 MAX_TEXT = 20_000  # characters of one value: the units of a ragged placement over thousands of ranks
+
+
+@dataclass(frozen=True)
+class YamlLimits:
+    """What a text may have at most; ``noun`` and ``advice`` are for the error."""
+
+    noun: str = "plan"
+    num_bytes: int = MAX_BYTES
+    num_nodes: int = MAX_NODES
+    advice: str = "write one entry, with a path that matches many tensors"
+
+
+_OF_PLANS = YamlLimits()
 
 # The keys and indices that lead to a value from the document's root.
 Place = tuple[str | int, ...]
@@ -51,17 +64,17 @@ class Document:
             place = place[:-1]
 
 
-def load_yaml(file: str | os.PathLike[str]) -> Document:
+def load_yaml(file: str | os.PathLike[str], limits: YamlLimits = _OF_PLANS) -> Document:
     """Read a file, or text (a str with a line break). Raises PlanError with line and column."""
     if isinstance(file, str) and "\n" in file:
         text, name = file, "<yaml>"
-        if len(text) > MAX_BYTES:
-            raise _too_large(name)
+        if len(text) > limits.num_bytes:
+            raise _too_large(name, limits)
     else:
-        text, name = _text_of(Path(file)), str(file)
+        text, name = _text_of(Path(file), limits), str(file)
     document = Document(name, num_characters=len(text))
     try:
-        loader = _BoundedLoader(text, name)
+        loader = _BoundedLoader(text, name, limits)
         try:
             node = loader.get_single_node()
             document.data = None if node is None else _build(node, (), document, loader)
@@ -82,35 +95,38 @@ def load_yaml(file: str | os.PathLike[str]) -> Document:
     return document
 
 
-def _text_of(path: Path) -> str:
+def _text_of(path: Path, limits: YamlLimits) -> str:
     is_special = False
     with contextlib.suppress(OSError, ValueError):  # the error is raised below
         is_special = path.exists() and not path.is_file() and not path.is_dir()
     if is_special:  # a pipe's writer may never come, and a device has no end
-        raise YamlSyntaxError(f"cannot read the plan {str(path)!r}: a pipe or device; give the path of a YAML file")
+        raise YamlSyntaxError(
+            f"cannot read the {limits.noun} {str(path)!r}: a pipe or device; give the path of a YAML file"
+        )
     try:
         with path.open("rb") as opened:
-            data = opened.read(MAX_BYTES + 1)
+            data = opened.read(limits.num_bytes + 1)
     except OSError as error:
         raise YamlSyntaxError(
-            f"cannot read the plan {str(path)!r}: {error.strerror}; give the path of a YAML file"
+            f"cannot read the {limits.noun} {str(path)!r}: {error.strerror}; give the path of a YAML file"
         ) from None
     except ValueError as error:  # a null character in the path
-        raise YamlSyntaxError(f"cannot read the plan {str(path)!r}: {error}; give the path of a YAML file") from None
-    if len(data) > MAX_BYTES:
-        raise _too_large(str(path))
+        raise YamlSyntaxError(
+            f"cannot read the {limits.noun} {str(path)!r}: {error}; give the path of a YAML file"
+        ) from None
+    if len(data) > limits.num_bytes:
+        raise _too_large(str(path), limits)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise YamlSyntaxError(
-            f"the plan is not UTF-8 text: {error.reason} at byte {error.start}", Source(str(path), 1, 1)
+            f"the {limits.noun} is not UTF-8 text: {error.reason} at byte {error.start}", Source(str(path), 1, 1)
         ) from None
 
 
-def _too_large(name: str) -> PlanError:
+def _too_large(name: str, limits: YamlLimits) -> PlanError:
     return YamlSyntaxError(
-        f"the plan has more than {MAX_BYTES} bytes; write one entry, with a path that matches many tensors",
-        Source(name, 1, 1),
+        f"the {limits.noun} has more than {limits.num_bytes} bytes; {limits.advice}", Source(name, 1, 1)
     )
 
 
@@ -127,9 +143,9 @@ def _advice(detail: str) -> str:
 class _BoundedLoader(yaml.SafeLoader):
     """Composes nodes within the limits of a plan: depth, number and length of nodes, no aliases, no tags."""
 
-    def __init__(self, text: str, name: str) -> None:
+    def __init__(self, text: str, name: str, limits: YamlLimits) -> None:
         super().__init__(text)
-        self._document_name = name
+        self._document_name, self._limits = name, limits
         self._depth = 0
         self._num_nodes = 0
 
@@ -147,9 +163,9 @@ class _BoundedLoader(yaml.SafeLoader):
     def _problem(self, event: Any) -> str | None:
         self._num_nodes += 1
         if self._depth >= MAX_DEPTH:
-            return f"the plan is nested deeper than {MAX_DEPTH} levels"
-        if self._num_nodes > MAX_NODES:
-            return f"the plan has more than {MAX_NODES} parts; write one entry, with a path that matches many tensors"
+            return f"the {self._limits.noun} is nested deeper than {MAX_DEPTH} levels"
+        if self._num_nodes > self._limits.num_nodes:
+            return f"the {self._limits.noun} has more than {self._limits.num_nodes} parts; {self._limits.advice}"
         if isinstance(event, yaml.AliasEvent):
             return f"alias *{str(event.anchor)[:40]}: plans have no aliases; use vars: and ${{name}} to share text"
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_TEXT:

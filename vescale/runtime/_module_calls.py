@@ -202,6 +202,8 @@ def resumed(runtime: Runtime, module: nn.Module, path: str) -> Iterator[None]:
 
 def _warn_of_compiler(runtime: Runtime, path: str) -> None:
     """Warn, once for a model and on its first rank, that compiling the module at ``path`` has no effect."""
+    if runtime.compiles:
+        return
     if not runtime.warned_of_compiler and runtime.is_first_rank:
         warnings.warn(
             f"torch.compile around {f'the module {path!r} of ' if path else ''}a parallelized model has no effect: its "

@@ -49,7 +49,7 @@ from vescale.runtime._implicit_site import ImplicitSite
 from vescale.runtime._input_checks import check_loaded
 from vescale.runtime._local_region import LocalRegion
 from vescale.runtime._missing_values import MissingValues
-from vescale.runtime._modes import install_mode
+from vescale.runtime._modes import mode_named
 from vescale.runtime._module_hooks import add_hooks
 from vescale.runtime._plan_units import Units, states_in
 from vescale.runtime._preflight import preflight
@@ -67,6 +67,7 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     strict: bool = False,
     mode: str = "eager",
+    record: Any = None,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
 ) -> nn.Module:
     """Make ``model`` compute, on every rank of the mesh together, what it computes on one device; in place.
@@ -93,6 +94,8 @@ def parallelize(
         mesh: the DeviceMesh, when the plan has only names and sizes; made from them when left out.
         strict: raise at the first communication that no plan entry requests, instead of counting it.
         mode: ``"static"`` runs the model on local tensors after one recorded step (:mod:`vescale.static`).
+        record: for ``mode="static"``: a :class:`vescale.static.RecordedProgram`, or the path of its YAML file; its steps
+            run without being recorded.
         optimizer: one that was made of the model's parameters before, or several: their groups get the new parameters in
             place, so that schedulers made on them go on. States of a parameter's shape are cut as the parameter is.
 
@@ -104,7 +107,7 @@ def parallelize(
         PlanError: everything that ``lower`` finds, when every rank finds it; a model parallelized before.
         ValueError: an optimizer that holds none of the parameters, or whose states have other shapes than they.
     """
-    make_mode = install_mode(mode)
+    way = mode_named(mode, record)
     optimizers = listed_optimizers(optimizer, "parallelize")
     pipelined = isinstance(plan, Plan) and plan.pipeline_entry is not None
     if isinstance(model, nn.Module) and Runtime.of(model) is not None:
@@ -116,6 +119,8 @@ def parallelize(
         raise ParallelizeError(
             "a pipeline leaves each rank its stages' parameters: make the optimizer after parallelize, of model.parameters()"
         )
+    if pipelined and record is not None:
+        raise ParallelizeError("a pipeline records its stages itself; leave record= out")
     if pipelined:  # by its name, for it stands on a higher floor
         staged: nn.Module = importlib.import_module("vescale.pipeline").parallelize(
             model, plan, mesh=mesh, strict=strict, mode=mode
@@ -129,6 +134,7 @@ def parallelize(
     known = mesh if mesh is not None or not isinstance(plan, Plan) else plan.mesh
     try:
         program = _lowered(plan, model, mesh)
+        way.check(program, known)
     except PlanError as problem:
         preflight(model, known, plan=plan, problem=problem)
         raise
@@ -137,7 +143,7 @@ def parallelize(
     runtime = Runtime.of(model)
     assert runtime is not None
     runtime.missing_values = missing
-    make_mode(runtime, model)
+    way.install(runtime, model)
     adopt_optimizers(optimizers, "parallelize")
     return model
 

@@ -127,14 +127,26 @@ class Placing:
         self._check(x, op.dst)
         if op.src is not None:
             self._check_arrival(x, op.src)
-        target = _front(op.dst, x.ndim)
-        assert target is not None
-        stages = stages_of(target, _front(op.grad_src, x.ndim), _front(op.grad_dst, x.ndim))
+        stages, _ = self.conversion(x.ndim)
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
         spec = spec_of(x)
         self._known[id(spec)] = spec, stages
         return stages
+
+    def conversion(self, ndim: int) -> tuple[Stages, bool]:
+        """What a redistribution does to DTensors of ``ndim`` dims, and whether other entries share its results."""
+        op = self._op
+        assert isinstance(op, Redistribute), op
+        target = _front(op.dst, ndim)
+        assert target is not None
+        return stages_of(target, _front(op.grad_src, ndim), _front(op.grad_dst, ndim)), self._is_shared
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """The path of the module, and the text of the instruction without it."""
+        path, text = self.instruction.path, self.instruction.text(self.runtime.axes)
+        return path, text[len(path) :]
 
     # Checks
 

@@ -198,6 +198,7 @@ class UnitState(ModuleState):
     stays_gathered = False
     """Inside of :func:`kept_gathered`: parameters do not change there."""
 
+    @torch.compiler.disable
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with no_torch_function(), outside_of_kept():
             return super().before_forward(module, args, kwargs)
@@ -218,6 +219,7 @@ class UnitState(ModuleState):
             if not getattr(state, "stays_gathered", False):
                 state.to_rest()
 
+    @torch.compiler.disable
     def after_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         is_last = self.tree.forward_root is self
         with no_torch_function(), outside_of_kept():
@@ -226,10 +228,12 @@ class UnitState(ModuleState):
                 self._all_to_rest()  # no backward will come
             return output
 
+    @torch.compiler.disable
     def _before_backward(self, *gradients: Any) -> None:
         with no_torch_function():
             super()._before_backward(*gradients)
 
+    @torch.compiler.disable
     def _after_backward(self, *gradients: Any) -> None:
         with no_torch_function():
             super()._after_backward(*gradients)

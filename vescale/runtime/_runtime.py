@@ -54,6 +54,7 @@ class Runtime:
         timeline: attributes autograd nodes to modules; all models of a process share it.
         instructions: of each module, by path (:mod:`vescale.runtime._module_hooks`).
         checks: what its ranks compare before they communicate; num_forwards: how many of the model have begun.
+        compiles: whether torch.compile has an effect on what the model runs.
         missing_values: parameters that had none when the model was parallelized; None: not known.
         saved: what the last forward held for its backward.
         num_training_forwards: how many forwards with gradients have begun.
@@ -79,6 +80,7 @@ class Runtime:
         self.native = native
         self.timeline = _timeline(native)
         self.warned_of_compiler = False
+        self.compiles = False
         self.missing_values: MissingValues | None = None
         self.instructions: dict[str, Any] = {}
         self.saved = SavedAccount()

@@ -29,17 +29,24 @@ class ReadSizes:
 class TakeSizes:
     """A function that takes the global sizes of its result."""
 
+    function: Any
     factors: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Eager:
-    """A function that runs on DTensors; ``reason``: why."""
+    """A function that runs on DTensors.
+
+    Attributes:
+        reason: why.
+        communication: collectives that the recorded call started.
+    """
 
     function: Any
     inputs: tuple[TensorType, ...]
     outputs: tuple[TensorType, ...]
     reason: str = field(compare=False)
+    communication: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -77,12 +84,12 @@ def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
         if call.function in SIZE_READERS and call.local_run is LocalRun.SIZES and inputs[0].is_even:
             return ReadSizes(call.function, inputs[0].factors)
         if call.function in SIZE_TAKERS and call.local_run is LocalRun.TAKES_SIZES and outputs[0].is_even:
-            return TakeSizes(outputs[0].factors)
+            return TakeSizes(call.function, outputs[0].factors)
     if call.writes and (call.has_gaps or any(r.requires_grad for r in (*call.inputs, *call.outputs))):
         return Problem(
             f"{name_of(call.function)} writes in place, with a gradient or between other elements, and {reason}"
         )
-    return Eager(call.function, inputs, outputs, reason)
+    return Eager(call.function, inputs, outputs, reason, tuple(call.communication))
 
 
 def merged_action(actions: Collection[Action | Problem]) -> Action | Problem | None:
@@ -94,7 +101,7 @@ def merged_action(actions: Collection[Action | Problem]) -> Action | Problem | N
     inputs, outputs = merged_types([one.inputs for one in eager]), merged_types([one.outputs for one in eager])
     if len(eager) < len(actions) or inputs is None or outputs is None:
         return None
-    return Eager(first.function, inputs, outputs, first.reason)
+    return Eager(first.function, inputs, outputs, first.reason, first.communication)
 
 
 def _why_not_plain(call: Call, mesh: DeviceMesh) -> str:

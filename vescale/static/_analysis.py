@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
 
@@ -14,7 +14,7 @@ from vescale.static._branches import untaken_branches
 from vescale.static._call_tree import FunctionCall
 from vescale.static._gradients import settle_gradients
 from vescale.static._patch import Patch, can_be_site
-from vescale.static._placing import merged_boundaries
+from vescale.static._placing import placed_tensors
 from vescale.static._record import Call, ModuleCall, Recorder
 from vescale.static._source import FunctionSource, source_of
 from vescale.static._tensor_type import TensorType, merged_types, types_of
@@ -35,7 +35,7 @@ class FunctionPlan:
     source: FunctionSource
     patch: Patch
     actions: dict[int, Action]
-    swaps: dict[int, dict[CodeType, FunctionPlan | None]]
+    swaps: Mapping[int, Mapping[CodeType, FunctionPlan | None]]
     has_sites: bool
 
 
@@ -66,7 +66,7 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> dict[str, ModulePlan]:
         function, part, offset = call.site
         by_call.setdefault(function, {}).setdefault((part, offset), []).append(call)
     for placing, placed in recorder.boundaries.items():
-        if merged_boundaries(placed, mesh) is None:
+        if placed_tensors(placed, mesh) is None:
             problems.setdefault(placing.instruction.path, "the plan places its inputs or outputs in several ways")
     plans: dict[str, ModulePlan] = {}
     for path in recorder.module_calls:

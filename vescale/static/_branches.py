@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from vescale.static._call_tree import FunctionCall
@@ -14,8 +16,14 @@ __all__ = ["untaken_branches"]
 
 def untaken_branches(call: FunctionCall, source: FunctionSource) -> Patch:
     """Refusals at all branches that the recorded forward did not take."""
+    return _untaken(source, frozenset(item for item in call.visits.items() if item[1]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _untaken(source: FunctionSource, visited: frozenset[tuple[tuple[int, int], int]]) -> Patch:
+    """``visited``: how often the instruction at a position ran. It is the same for most of a model's layers."""
     numbers = {id(node): number for number, node in enumerate(source.nodes)}
-    visits = _Visits(call, source, numbers)
+    visits = _Visits(Counter(dict(visited)), source, numbers)
     refused: list[int] = []
     refused_else: list[int] = []
     for node in source.nodes:
@@ -58,14 +66,14 @@ def _arms(node: ast.AST) -> Iterator[list[ast.stmt] | ast.expr]:
 
 
 class _Visits:
-    def __init__(self, call: FunctionCall, source: FunctionSource, numbers: Mapping[int, int]) -> None:
+    def __init__(self, counts: Counter[tuple[int, int]], source: FunctionSource, numbers: Mapping[int, int]) -> None:
         self.numbers = numbers
-        self.entered = {part for (part, _), count in call.visits.items() if count}
+        self.entered = {part for (part, _), count in counts.items() if count}
         # node -> (part, offset) -> visits
         self.by_node: dict[int, dict[tuple[int, int], int]] = {}
         for part, offsets in enumerate(source.node_of):
             for offset, node in offsets.items():
-                self.by_node.setdefault(node, {})[part, offset] = call.visits[part, offset]
+                self.by_node.setdefault(node, {})[part, offset] = counts[part, offset]
 
     def of(self, node: ast.AST) -> int | None:
         """How often a node was reached: visits of its first instruction; None if that cannot be told."""

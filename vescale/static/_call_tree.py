@@ -18,7 +18,7 @@ from vescale.compat import MODULE_CALL
 from vescale.runtime import CheckpointedForward
 from vescale.static._source import code_objects
 
-__all__ = ["CallTree", "FunctionCall", "Site"]
+__all__ = ["CallTree", "FunctionCall", "Site", "is_recorded"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
@@ -68,6 +68,7 @@ class CallTree:
 
     def __init__(self, current_module: Callable[[], tuple[nn.Module, str] | None]) -> None:
         self.forwards: dict[str, FunctionCall] = {}  # by the module's path
+        self.functions: dict[types.CodeType, dict[str, Any]] = {}  # all that ran, with their globals
         self._current_module = current_module
         self._is_root = True
         self._running: list[tuple[types.FrameType, FunctionCall]] = []
@@ -95,8 +96,9 @@ class CallTree:
         return (call, call.parts[top.f_code], top.f_lasti), is_direct
 
     def _called(self, frame: types.FrameType, event: str, _: Any) -> Any:
-        if not _is_recorded(frame.f_code.co_filename):
+        if not is_recorded(frame.f_code.co_filename):
             return None
+        self.functions.setdefault(frame.f_code, frame.f_globals)
         call = self._find(frame)
         if call is None:
             return None
@@ -165,7 +167,7 @@ def _without_checkpoint(frame: types.FrameType | None) -> types.FrameType | None
 
 
 @functools.cache
-def _is_recorded(file: str) -> bool:
+def is_recorded(file: str) -> bool:
     """Whether the functions of a file belong to models rather than to what they are made with."""
     if file.startswith(_OURS) or not file.endswith(".py") or file == _MODULE_FILE:
         return False

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,18 +16,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.compat import CALL_OVERRIDE, hides_tensors, is_native, tensors_in
+from vescale.errors import StaticRecordError
 from vescale.ir import Precision
 from vescale.runtime import Activation, Runtime, current_activation
-from vescale.static._guards import settings
+from vescale.static._first_step import only_recorded_functions
+from vescale.static._guards import Guards, settings
 from vescale.static._observed_ops import random_state, set_random_state
 from vescale.static._program import StaticProgram
 from vescale.static._record import Recorder
+from vescale.static._record_loading import load_step
+from vescale.static._record_values import RecordedStep
+from vescale.static._recorded import recorded
 from vescale.static._state import ModuleStates, problems_of_modules
 from vescale.static._tensor_type import UnrecordedError
 from vescale.static._units import ModelUnits
 
 __all__ = ["StaticForward"]
 
+_UNCHECKED = contextlib.nullcontext()
 _MAX_PROGRAMS = 8
 _MAX_WAITING = 3  # forwards without a backward, after which a recording is given up
 
@@ -36,21 +43,30 @@ class StaticForward:
 
     Args:
         inner: what an entry of the plan has put around the model's own forward; None: nothing.
+        record: steps that another process has recorded.
 
     Attributes:
-        programs: by what distinguishes calls.
+        programs: by what distinguishes calls; ``compiled``: those for compilers.
         recordings: how many steps were recorded.
         fallbacks: how many steps ran in eager mode, by reason.
         static_steps: how many did not.
     """
 
-    def __init__(self, runtime: Runtime, model: nn.Module, inner: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: nn.Module,
+        inner: Callable[..., Any] | None = None,
+        record: Iterable[RecordedStep] = (),
+    ) -> None:
         self.runtime, self.inner = runtime, inner
         self.model = weakref.ref(model)
         self.programs: dict[Any, StaticProgram] = {}
+        self.compiled: dict[Any, StaticProgram] = {}
         self.recordings = 0
         self.static_steps = 0
         self.fallbacks: Counter[str] = Counter()
+        self._record_steps = {step.call: step for step in record}
         self._recorders: dict[Any, Recorder] = {}
         self._waiting: Counter[Any] = Counter()
         self._lock = threading.RLock()
@@ -65,7 +81,7 @@ class StaticForward:
                 return self._eager(model, reason, args, kwargs)
             assert activation is not None
             key = self._key(args, kwargs)
-            program = self.programs.get(key) or self._finish(model, key)
+            program = self.programs.get(key) or self._finish(model, key) or self._loaded(model, key)
             if program is None:
                 return self._record(model, activation, key, args, kwargs)
             if not program.is_static:
@@ -74,6 +90,8 @@ class StaticForward:
             if broken:
                 del self.programs[key]
                 return self._eager(model, broken, args, kwargs)
+            if program.has_compiled_parts or activation.frames[0].compiler is not None:
+                program = self._compiled(model, key, program)
             return self._run(model, activation, program, args, kwargs)
 
     def _run(self, model: nn.Module, activation: Activation, program: StaticProgram, args: Any, kwargs: Any) -> Any:
@@ -81,11 +99,14 @@ class StaticForward:
         mark = program.units.mark()
         activation.static = program
         try:
-            result = program.run(args, kwargs)
+            with self._checked(program):
+                result = program.run(args, kwargs, activation.frames[0].compiler)
         except Exception as problem:
             if program.is_proven and not isinstance(problem, UnrecordedError):
                 raise  # of the model's own code, as in eager mode
-            if not isinstance(problem, UnrecordedError):
+            if program.recorded.step is not None and not isinstance(problem, UnrecordedError):
+                self.programs = {key: other for key, other in self.programs.items() if other is not program}
+            elif not isinstance(problem, UnrecordedError):
                 program.fail(f"{type(problem).__name__} in its first static step: {problem}")
             if state is not None:
                 set_random_state(state)
@@ -98,6 +119,23 @@ class StaticForward:
         program.is_proven = True
         self.static_steps += 1
         return result
+
+    def _compiled(self, model: nn.Module, key: Any, program: StaticProgram) -> StaticProgram:
+        """The same with functions of which compilers see what they can compile. Itself where that has failed, where parts
+        run again in backward, and in the first step of a record that was read, which is compared with it."""
+        if program.recorded.recomputes or (program.recorded.step is not None and not program.is_proven):
+            return program
+        found = self.compiled.get(key)
+        if found is None or found.guards is not program.guards:
+            found = StaticProgram(self.runtime, model, program.recorded, program.guards, compiles=True)
+            self.compiled[key] = found
+        return found if found.is_static else program
+
+    def _checked(self, program: StaticProgram) -> contextlib.AbstractContextManager[None]:
+        step = program.recorded.step
+        if step is None or program.is_proven or program.compiling.is_on:
+            return _UNCHECKED
+        return only_recorded_functions(step.functions, program.originals)
 
     def _why_eager(self, model: nn.Module, activation: Activation | None, args: Any, kwargs: Any) -> str:
         if activation is None or len(activation.frames) != 1 or activation.frames[0].module is not model:
@@ -137,17 +175,13 @@ class StaticForward:
 
         units = ModelUnits(model)
 
-        def names() -> dict[int, str]:
-            named = [*model.named_parameters(), *model.named_buffers()]
-            return {id(x): name for name, x in named} | units.names()
-
-        recorder = Recorder(running, names)
+        recorder = Recorder(running, functools.partial(units.names_in, model))
         self._recorders[key] = recorder
         self.recordings += 1
         overridden = []
         for path, module in model.named_modules():
             if path:
-                overridden.append(module.__dict__)
+                overridden.append((module.__dict__, module.__dict__.get(CALL_OVERRIDE)))
                 module.__dict__[CALL_OVERRIDE] = functools.partial(_call, recorder, path, module)
         activation.recorder = recorder
         recorder.problems = problems_of_modules(model)
@@ -162,20 +196,50 @@ class StaticForward:
             raise
         finally:
             activation.recorder = None
-            for held in overridden:
+            for held, compiled in overridden:
                 held.pop(CALL_OVERRIDE, None)
+                if compiled is not None:
+                    held[CALL_OVERRIDE] = compiled
+            recorder.guards = Guards(model.named_modules(), units.parameters)
 
     def _finish(self, model: nn.Module, key: Any) -> StaticProgram | None:
         recorder = self._recorders.get(key)
         if recorder is None or not recorder.is_complete:
             return None
         del self._recorders[key]
-        program = self.programs[key] = StaticProgram(self.runtime, model, recorder)
+        program = self.programs[key] = StaticProgram(
+            self.runtime, model, recorded(recorder, self.runtime.mesh), recorder.guards
+        )
+        return program
+
+    def finish(self) -> None:
+        """Make programs of all steps whose backward has been seen."""
+        model = self.model()
+        assert model is not None
+        for key in list(self._recorders):
+            self._finish(model, key)
+
+    def waiting_steps(self) -> list[RecordedStep]:
+        """Steps of the record that have not been run yet."""
+        return list(self._record_steps.values())
+
+    def _loaded(self, model: nn.Module, key: Any) -> StaticProgram | None:
+        """The program of the record's step of this kind; None: there is none, or it does not fit."""
+        step = self._record_steps.pop(repr(key), None) if self._record_steps else None
+        if step is None:
+            return None
+        try:
+            guards = Guards(model.named_modules(), ModelUnits(model).parameters)
+            program = StaticProgram(self.runtime, model, load_step(step, model, self.runtime.mesh), guards)
+        except (StaticRecordError, UnrecordedError) as problem:
+            self.fallbacks[f"the record does not fit: {problem}"] += 1
+            return None
+        self.programs[key] = program
         return program
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticForward:
-        inner = copy.deepcopy(self.inner, memo)
-        return StaticForward(copy.deepcopy(self.runtime, memo), memo[id(self.model())], inner)
+        inner, runtime = copy.deepcopy(self.inner, memo), copy.deepcopy(self.runtime, memo)
+        return StaticForward(runtime, memo[id(self.model())], inner, self._record_steps.values())
 
 
 def _call(recorder: Recorder, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import os
+
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.errors import NotParallelizedError
+from vescale.ir import Program
 from vescale.runtime import Runtime
 from vescale.static._forward import StaticForward
+from vescale.static._record_loading import check_program, program_of
+from vescale.static._recorded_program import RecordedProgram
 
-__all__ = ["install", "static_forward"]
+__all__ = ["StaticMode", "static_forward"]
 
 
-def install(runtime: Runtime, model: nn.Module) -> None:
-    model.__dict__["forward"] = StaticForward(runtime, model, model.__dict__.get("forward"))
+class StaticMode:
+    """What ``parallelize(mode="static")`` does.
+
+    Args:
+        record: None: the first step is recorded.
+    """
+
+    def __init__(self, record: RecordedProgram | str | os.PathLike[str] | None) -> None:
+        self._record = None if record is None else program_of(record)
+
+    def check(self, program: Program, mesh: DeviceMesh | None) -> None:
+        """Raises StaticRecordError for a record that does not fit the plan or the mesh."""
+        if self._record is not None:
+            check_program(self._record, program, mesh)
+
+    def install(self, runtime: Runtime, model: nn.Module) -> None:
+        runtime.compiles = True
+        steps = self._record.steps if self._record is not None else ()
+        model.__dict__["forward"] = StaticForward(runtime, model, model.__dict__.get("forward"), steps)
 
 
 def static_forward(model: nn.Module) -> StaticForward:

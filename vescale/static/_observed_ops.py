@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from vescale.compat import TorchDispatchMode, runs_on_locals, tensors_in
+from vescale.compat import TorchDispatchMode, local_of, runs_on_locals, spec_of, tensors_in
 
 __all__ = ["ObservedOps", "WithObservedOps", "random_state", "set_random_state"]
 
@@ -26,14 +26,18 @@ class WithObservedOps(TorchFunctionMode):
 class ObservedOps(TorchDispatchMode):
     """Sees the ops of one torch function.
 
+    Args:
+        known: answers for kinds of calls, which layers of a model share.
+
     Attributes:
         changed: why they do not all run on the local tensors as they are; "" if they do.
         draws: whether one may draw random numbers.
         has_plain: whether one runs on plain tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: dict[Any, bool] | None = None) -> None:
         super().__init__()
+        self._known = {} if known is None else known
         self.changed = ""
         self.draws = False
         self.has_plain = False
@@ -45,15 +49,45 @@ class ObservedOps(TorchDispatchMode):
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         if not any(isinstance(x, DTensor) for x in tensors_in((args, kwargs))):
             self.has_plain = True
-        elif not self.changed and not runs_on_locals(func, args, kwargs):
+        elif not self.changed and not self._runs_on_locals(func, args, kwargs):
             self.changed = f"{func} does not run on the local tensors as they are"
         return func(*args, **kwargs)
 
+    def _runs_on_locals(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        key = _kind_of(func, args, kwargs)
+        if key is None:
+            return runs_on_locals(func, args, kwargs)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = runs_on_locals(func, args, kwargs)
+        return found
+
+
+def _kind_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the answer for a call depends on; None: it cannot be a key."""
+    key = func, tuple(map(_part_of_kind, args)), tuple((name, _part_of_kind(value)) for name, value in kwargs.items())
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _part_of_kind(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return spec_of(value), local_of(value).shape, local_of(value).stride()
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_part_of_kind, value))
+    return type(value), value
+
 
 def random_state() -> list[torch.Tensor]:
-    """The states of the default generators."""
+    """The states of the default generators; of the CPU's only while a CUDA graph is captured, whose replays count draws on
+    the device."""
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         states.append(torch.cuda.get_rng_state())
     return states
 

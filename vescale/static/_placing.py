@@ -12,11 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale.runtime import Placing
-from vescale.static._record import Boundary, Recorder
+from vescale.static._record import Boundary
 from vescale.static._sites import map_in_order
 from vescale.static._tensor_type import TensorType, UnrecordedError, merged_types, types_of
 
-__all__ = ["LocalPlacing", "merged_boundaries"]
+__all__ = ["LocalPlacing", "PlacedTensor", "placed_tensors"]
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """The types of a tensor that an entry places, before and after. ``communication``: collectives that it started."""
+
+    before: TensorType
+    after: TensorType
+    communication: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,25 +40,25 @@ class _Leaf:
     shared_key: Any
 
     @classmethod
-    def of(cls, boundary: Boundary, before: TensorType, after: TensorType) -> _Leaf:
+    def of(cls, placing: Placing, placed: PlacedTensor) -> _Leaf:
+        before = placed.before
         assert before.placements is not None
-        requester = boundary.placing.requester
-        move = boundary.stages.prepared(before.placements, requester)
-        return cls(before, after, move, requester, boundary.stages if boundary.is_shared else None)
+        stages, is_shared = placing.conversion(len(before.factors))
+        move = stages.prepared(before.placements, placing.requester)
+        return cls(before, placed.after, move, placing.requester, stages if is_shared else None)
 
     def convert(self, x: torch.Tensor) -> torch.Tensor:
         return self.after.to_local(self.move(cast(DTensor, self.before.to_global(x, self.requester))))
 
 
-def merged_boundaries(
-    calls: Sequence[Sequence[Boundary]], mesh: DeviceMesh
-) -> list[tuple[Boundary, TensorType, TensorType]] | None:
-    """The tensors that an entry places, with their types before and after; None if its calls differ."""
+def placed_tensors(calls: Sequence[Sequence[Boundary]], mesh: DeviceMesh) -> tuple[PlacedTensor, ...] | None:
+    """The tensors that an entry places; None if its calls differ."""
     before = merged_types([types_of([one.input for one in call], mesh) for call in calls])
     after = merged_types([types_of([one.output for one in call], mesh) for call in calls])
-    if before is None or after is None or any({one.stages for one in leaf} != {leaf[0].stages} for leaf in zip(*calls)):
+    if before is None or after is None:
         return None
-    return list(zip(calls[0] if calls else (), before, after, strict=True))
+    communication = [tuple(one.communication) for one in calls[0]] if calls else []
+    return tuple(map(PlacedTensor, before, after, communication))
 
 
 class LocalPlacing:
@@ -65,10 +74,8 @@ class LocalPlacing:
         self._holder = holder
 
     @classmethod
-    def of(cls, placing: Placing, recorder: Recorder, holder: Any) -> LocalPlacing:
-        mesh = placing.runtime.mesh
-        leaves = [_Leaf.of(*one) for one in merged_boundaries(recorder.boundaries.get(placing, []), mesh) or ()]
-        return cls(placing.index, leaves, holder)
+    def of(cls, placing: Placing, placed: Sequence[PlacedTensor], holder: Any) -> LocalPlacing:
+        return cls(placing.index, [_Leaf.of(placing, one) for one in placed], holder)
 
     def __call__(self, value: Any, placed: Any = None) -> Any:
         if isinstance(value, torch.Tensor):

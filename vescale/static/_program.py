@@ -27,16 +27,18 @@ from vescale.errors import StaticGradientError
 from vescale.fsdp import ManagedParameter, state_of
 from vescale.runtime import Runtime, current_activation, resumed
 from vescale.static._actions import Action, Eager, ReadSizes, TakeSizes, name_of
-from vescale.static._analysis import FunctionPlan, ModulePlan, analyze, module_types
+from vescale.static._analysis import FunctionPlan, ModulePlan
+from vescale.static._compiling import Compiling, has_compiled_parts
 from vescale.static._guards import Guards
 from vescale.static._hidden import hidden_slots
 from vescale.static._local_parameter import LocalParameter
 from vescale.static._patch import REFUSE, SLICE, callee_of, make_function, patched_code, site_name
 from vescale.static._placing import LocalPlacing
-from vescale.static._record import Placements, Recorder, Value
+from vescale.static._recorded import Recorded
 from vescale.static._sites import EagerCall, map_in_order, read_sizes, take_sizes
-from vescale.static._state import checkpoint_of
-from vescale.static._tensor_type import TensorType, UnrecordedError, types_of
+from vescale.static._source import code_objects
+from vescale.static._state import checkpoint_of, own_forward
+from vescale.static._tensor_type import TensorType, UnrecordedError
 from vescale.static._units import ModelUnits, UnitForward
 
 __all__ = ["StaticProgram"]
@@ -55,29 +57,33 @@ class StaticProgram:
         draws: whether the step drew random numbers.
         steps: how many forwards ran.
         is_proven: whether a static step has come to its end.
+        originals: the code of functions that were changed, by that which runs.
     """
 
-    def __init__(self, runtime: Runtime, model: nn.Module, recorder: Recorder) -> None:
-        self.runtime = runtime
+    def __init__(
+        self, runtime: Runtime, model: nn.Module, recorded: Recorded, guards: Guards, compiles: bool = False
+    ) -> None:
+        self.runtime, self.recorded = runtime, recorded
         self._model = weakref.ref(model)
-        self.plans = analyze(recorder, runtime.mesh)
+        self.plans = recorded.plans
         self.units = ModelUnits(model)
-        self.guards = Guards(model.named_modules(), self.units.parameters)
+        self.guards = guards
+        self.compiling = Compiling(compiles)
         self._modules = dict(model.named_modules())
         self.eager_modules = {path: plan.problem for path, plan in self.plans.items() if plan.problem}
-        self.draws = any(call.is_random for call in recorder.calls)
+        self.draws = recorded.draws
         self.is_proven = False
         self.steps = 0
         self.shared: dict[Any, Any] = {}
-        mesh = runtime.mesh
-        self._inputs = types_of(recorder.inputs, mesh)
-        self._outputs = types_of(recorder.outputs, mesh)
-        self._hidden = types_of(recorder.hidden, mesh)
+        self.has_compiled_parts = has_compiled_parts(model)
+        self.originals: dict[types.CodeType, types.CodeType] = {}
+        self._inputs, self._outputs, self._hidden = recorded.inputs, recorded.outputs, recorded.hidden
         self._shown: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._own: list[tuple[dict[str, Any], dict[str, Any]]] = []  # what stands in their place outside of a forward
         self._parameters: list[LocalParameter] = []
         self._root: Callable[..., Any] | None = None
         if "" in self.plans and not self.plans[""].problem:
-            self._build(recorder)
+            self._build(model, recorded)
 
     def fail(self, reason: str) -> None:
         """Run the model in eager mode from now on."""
@@ -109,13 +115,17 @@ class StaticProgram:
             if forward is not None:
                 yield from of(forward)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward on local tensors; takes and returns DTensors. Raises UnrecordedError."""
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any = None) -> Any:
+        """The forward on local tensors; takes and returns DTensors. Raises UnrecordedError.
+
+        Args:
+            compiler: what compiles it, as ``suspend_compiling`` returns it; None: nothing.
+        """
         assert self._root is not None
         with no_torch_function():
             args, kwargs = map_in_order((args, kwargs), [t.to_local for t in self._inputs])
             with self._showing():
-                result = self._root(*args, **kwargs)
+                result = self.compiling.run(compiler, self._root, args, kwargs)
             slots = hidden_slots(result)
             if len(slots) != len(self._hidden):
                 raise UnrecordedError("objects in the output hold other tensors than recorded")
@@ -160,13 +170,15 @@ class StaticProgram:
             for held, shown in self._shown:
                 for name in shown:
                     held.pop(name, None)
+            for held, own in self._own:
+                held.update(own)
             for parameter in self._parameters:
                 parameter.hide()
             self.shared.clear()
 
     # Building
 
-    def _build(self, recorder: Recorder) -> None:
+    def _build(self, model: nn.Module, recorded: Recorded) -> None:
         parameters: dict[int, tuple[list[_Place], DTensor]] = {}
         of_units: dict[ManagedParameter, list[_Place]] = {}
         running: list[tuple[str, nn.Module, Callable[..., Any]]] = []
@@ -179,7 +191,7 @@ class StaticProgram:
                 self._show(held, CALL_OVERRIDE, _never_ran(path))
                 continue
             if plan.problem:
-                self._show(held, CALL_OVERRIDE, self._eager_module(path, module, recorder))
+                self._show(held, CALL_OVERRIDE, self._eager_module(path, module))
                 continue
             running.append((path, module, self._forward(module, plan)))
             for name, x in [*module._parameters.items(), *module._buffers.items()]:
@@ -188,30 +200,32 @@ class StaticProgram:
                     of_units.setdefault(of_unit, []).append((held, name))
                 elif isinstance(x, DTensor):
                     parameters.setdefault(id(x), ([], x))[0].append((held, name))
+        names = self.units.names_in(model)
         for places, x in parameters.values():
-            value = recorder.values_by_id.get(id(x))
-            self._parameters.append(LocalParameter(functools.partial(_itself, x), places, _grad(value, x)))
+            grad = recorded.grads.get(names[id(x)]) if x.requires_grad else None
+            self._parameters.append(LocalParameter(functools.partial(_itself, x), places, grad))
         for path, module, forward in running:
             state, shown = state_of(module), []
             for parameter in [p for group in state.groups for p in group.parameters] if state is not None else ():
-                grad = _grad(recorder.named.get(parameter.name), parameter.sharded)
+                grad = recorded.grads.get(parameter.name) if parameter.sharded.requires_grad else None
                 gathered = functools.partial(_gathered, parameter)
                 shown.append(LocalParameter(gathered, of_units.get(parameter, []), grad))
             if path == "":
-                self._root = forward
+                self._root = self.compiling.as_the_module(module, forward)
                 self._parameters += shown  # the hooks of its unit are around all of this
             else:
                 unit = None if state is None else UnitForward(state, module, shown)
-                call = self._placed(path, module, forward, recorder, unit)
+                call = self._placed(path, module, self.compiling.as_the_module(module, forward), unit)
                 self._show(module.__dict__, CALL_OVERRIDE, call)
 
     def _show(self, held: dict[str, Any], name: str, value: Any) -> None:
+        if name in held:
+            self._own.append((held, {name: held[name]}))
         self._shown.append((held, {name: value}))
 
     def _forward(self, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
         checkpoint = checkpoint_of(module)
-        forward = checkpoint.inner if checkpoint is not None else module.__dict__.get("forward") if plan.path else None
-        forward = forward if forward is not None else types.MethodType(type(module).forward, module)
+        forward = own_forward(module, plan.path)
         if plan.forward is not None:
             forward = self._patched(forward, plan.forward, module)
         return forward if checkpoint is None else checkpoint.around(forward)
@@ -222,11 +236,13 @@ class StaticProgram:
         code = patched_code(plan.source, plan.patch)
         if code is None or not isinstance(function, types.FunctionType) or function.__code__ is not plan.call.code:
             raise UnrecordedError(f"{function} is another function than was recorded")
+        self.originals.update(zip(code_objects(code), code_objects(plan.call.code), strict=False))
         cells: dict[str, Any] = {REFUSE: functools.partial(_refuse, plan.call.code.co_filename), SLICE: slice}
         for node, action in plan.actions.items():
             cells[site_name(node)] = self._site(action, callee_of(plan.source.nodes[node]), plan.call.module, module)
         for node, plans in plan.swaps.items():
-            cells[site_name(node)] = _Swap(plans, functools.partial(self._patched, module=module))
+            swap = _Swap(plans, functools.partial(self._patched, module=module))
+            cells[site_name(node)] = self.compiling.aside(swap)
         return make_function(function, code, cells)
 
     def _site(self, action: Action, callee: Any, path: str, module: nn.Module) -> Any:
@@ -234,20 +250,25 @@ class StaticProgram:
             return read_sizes(action.function, callee, action.factors)
         if isinstance(action, TakeSizes):
             return take_sizes(action.factors)
-        return EagerCall(_activation, lambda: module, path, action.function, action.inputs, action.outputs, callee)
+        call = EagerCall(_activation, lambda: module, path, action.function, action.inputs, action.outputs, callee)
+        return self.compiling.aside(call)
 
     def _placed(
-        self, path: str, module: nn.Module, forward: Callable[..., Any], recorder: Recorder, unit: UnitForward | None
+        self, path: str, module: nn.Module, forward: Callable[..., Any], unit: UnitForward | None
     ) -> Callable[..., Any]:
         """``forward`` between the entries of the plan at the module's boundary, and the hooks of its unit."""
-        instructions = self.runtime.instructions.get(path)
-        if instructions is None:  # of a copy of the model, which copies only what there is to do
-            return forward if unit is None else functools.partial(_in_unit, unit, forward)
-        inputs = [LocalPlacing.of(p, recorder, self) for p in instructions.inputs]
-        outputs = [LocalPlacing.of(p, recorder, self) for p in instructions.outputs]
+        instructions = self.runtime.instructions.get(
+            path
+        )  # None: of a copy of the model, which copies what there is to do
+        placed_at = self.recorded.boundaries
+        inputs = [LocalPlacing.of(p, placed_at.get(p.name, ()), self) for p in getattr(instructions, "inputs", ())]
+        outputs = [LocalPlacing.of(p, placed_at.get(p.name, ()), self) for p in getattr(instructions, "outputs", ())]
+        if unit is None and not inputs and not outputs:
+            return forward
+        forward = self.compiling.inside(forward)
         if not inputs and not outputs:
-            return forward if unit is None else functools.partial(_in_unit, unit, forward)
-        local = copy.copy(instructions)
+            return self.compiling.aside(functools.partial(_in_unit, unit, forward))
+        local: Any = copy.copy(instructions)
         local.inputs, local.outputs = inputs, outputs
 
         def placed(*args: Any, **kwargs: Any) -> Any:
@@ -259,12 +280,11 @@ class StaticProgram:
             result = forward(*args, **kwargs)
             return local.place_outputs(result) if outputs else result
 
-        return placed
+        return self.compiling.aside(placed)
 
-    def _eager_module(self, path: str, module: nn.Module, recorder: Recorder) -> Callable[..., Any]:
+    def _eager_module(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """The module's call in eager mode, between local tensors."""
-        types = module_types(recorder.module_calls[path], self.runtime.mesh)
-        assert types is not None
+        types = self.recorded.module_types[path]
         to_global = [functools.partial(kind.to_global, op=path) for kind in types[0]]
         to_local = [kind.to_local for kind in types[1]]
 
@@ -274,7 +294,7 @@ class StaticProgram:
                 result = call_module(module, args, kwargs)
             return map_in_order(result, to_local)
 
-        return call
+        return self.compiling.aside(call)
 
 
 class _Swap:
@@ -284,7 +304,7 @@ class _Swap:
         self, plans: Mapping[types.CodeType, FunctionPlan | None], make: Callable[[Any, FunctionPlan], Any]
     ) -> None:
         self.plans, self.make = plans, make
-        self.has_sites = any(plan is not None and plan.has_sites for plan in plans.values())
+        self.has_sites = _have_sites(plans)
         self.made: dict[types.FunctionType, Any] = {}
 
     def __call__(self, called: Any) -> Any:
@@ -308,6 +328,11 @@ class _Swap:
         return made if own is None else types.MethodType(made, own)
 
 
+def _have_sites(plans: Mapping[types.CodeType, FunctionPlan | None]) -> bool:
+    known: bool | None = getattr(plans, "has_sites", None)  # of functions that are looked up when they are called
+    return any(plan is not None and plan.has_sites for plan in plans.values()) if known is None else known
+
+
 def _itself(x: DTensor) -> DTensor:
     return x
 
@@ -320,12 +345,8 @@ def _gathered(parameter: ManagedParameter) -> DTensor:
     return x
 
 
-def _grad(value: Value | None, x: torch.Tensor) -> Placements | None:
-    """Placements of the gradient of a parameter; None: there is none."""
-    return next(iter(value.grads), None) if value is not None and x.requires_grad else None
-
-
-def _in_unit(unit: UnitForward, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_unit(unit: UnitForward | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    assert unit is not None
     return unit.run(forward, args, kwargs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
+from vescale.comm import Ledger, record_comms
 from vescale.compat import (
     call_module,
     local_of,
@@ -94,6 +95,7 @@ class Call:
         has_gaps: whether the elements of an argument are not next to each other in memory.
         is_random: whether it drew random numbers.
         writes: whether it wrote to one of its arguments.
+        communication: collectives that it started, as ``all_reduce over tp``.
     """
 
     site: Site | None
@@ -107,6 +109,7 @@ class Call:
     has_gaps: bool = False
     is_random: bool = False
     writes: bool = False
+    communication: Sequence[str] = ()
 
 
 ModuleCall = tuple[list[TensorRecord], list[TensorRecord]]
@@ -121,6 +124,7 @@ class Boundary:
     is_shared: bool
     input: TensorRecord
     output: TensorRecord
+    communication: Sequence[str] = ()
 
 
 class Recorder(TorchFunctionMode):
@@ -139,6 +143,8 @@ class Recorder(TorchFunctionMode):
         module_calls: tensors that the parts of the model got and returned in each call, by path.
         inputs, outputs: tensors of the forward; ``hidden``: those inside of objects in its output.
         problems: what rules a static forward out, by the path of the module.
+        recomputes: whether there are checkpoints, whose recomputations run the ops of recorded functions.
+        guards: what the step depended on; set by whoever records.
     """
 
     def __init__(
@@ -154,6 +160,7 @@ class Recorder(TorchFunctionMode):
         self.hidden: list[TensorRecord] = []
         self.values_by_id: dict[int, Value] = {}
         self.problems: dict[str, str] = {}
+        self.guards: Any = None
         self.named: dict[str, Value] = {}
         self._read_names = names
         self._names = names()
@@ -161,7 +168,8 @@ class Recorder(TorchFunctionMode):
         self._placed: list[tuple[DTensor, tuple[int, ...]]] = []  # by entries of the modules that run
         self._taken_over = ""
         self._is_unrecorded = False  # inside of a module that runs in eager mode, whatever its calls are
-        self._is_checkpointed = False  # there are recomputations, which run the ops of recorded functions
+        self.recomputes = False
+        self._known_ops: dict[Any, bool] = {}
 
     # Values
 
@@ -239,7 +247,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_unrecorded or ("" in self.problems and not self._is_checkpointed):
+        if self._is_unrecorded or ("" in self.problems and not self.recomputes):
             return func(*args, **kwargs)
         with no_torch_function():
             found = self.tree.site(sys._getframe(1))
@@ -251,9 +259,10 @@ class Recorder(TorchFunctionMode):
         self._taken_over = ""
         self.calls.append(call)
         before = random_state()
-        observer = ObservedOps()
-        with observer:
+        observer = ObservedOps(self._known_ops)
+        with observer, record_comms() as ledger:
             result = func(*args, **kwargs)
+        call.communication = _collectives(ledger)
         is_random = observer.draws and not all(map(torch.equal, random_state(), before))
         with no_torch_function():
             call.changed = observer.changed or self._taken_over
@@ -297,9 +306,9 @@ class Recorder(TorchFunctionMode):
         """What the recomputation of ``function`` runs: the ops as they run while they are recorded."""
         if is_reentrant:
             self.problems[""] = "it checkpoints activations with use_reentrant=True"
-        if self._is_unrecorded or ("" in self.problems and not self._is_checkpointed):
+        if self._is_unrecorded or ("" in self.problems and not self.recomputes):
             return function
-        self._is_checkpointed = True
+        self.recomputes = True
 
         @functools.wraps(function, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -315,13 +324,16 @@ class Recorder(TorchFunctionMode):
         record = self._record(x)
         edges = _edges([x], [record])
         convert = stages.convert_once if is_shared else stages.convert
-        made = convert(x, placing.requester, placing.outdated)
+        with no_torch_function(), record_comms() as ledger:
+            made = convert(x, placing.requester, placing.outdated)
         if getattr(made, "_vescale_value", None) is None:
             self._value_of_result(made)
             if torch.is_grad_enabled():
                 self._watch([made], edges, None)
-        self.boundaries[placing][-1].append(Boundary(placing, stages, is_shared, record, self._record(made)))
-        self._placed.append((made, versions(made)))
+        boundary = Boundary(placing, stages, is_shared, record, self._record(made), _collectives(ledger))
+        self.boundaries[placing][-1].append(boundary)
+        with no_torch_function():
+            self._placed.append((made, versions(made)))
         return made
 
     def begin_boundary(self, placing: Placing) -> None:
@@ -339,11 +351,16 @@ class Recorder(TorchFunctionMode):
             self._is_unrecorded = is_unrecorded
         with no_torch_function():
             outputs = [self._record(x) for x in tensors_in(result)]
-        if any(versions(x) != before for x, before in self._placed[num_placed:]):
+            is_written = any(versions(x) != before for x, before in self._placed[num_placed:])
+        if is_written:
             self.problems[""] = f"{path} writes to an input that the plan places"
         del self._placed[num_placed:]
         self.module_calls.setdefault(path, []).append((inputs, outputs))
         return result
+
+
+def _collectives(ledger: Ledger) -> list[str]:
+    return [f"{record.op} over {record.axes or f'{record.num_ranks} ranks'}" for record in ledger.records]
 
 
 def _edges(tensors: list[torch.Tensor], records: list[TensorRecord]) -> dict[Any, TensorRecord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,6 +11,8 @@ from vescale.static._install import static_forward
 
 __all__ = ["EagerFunction", "Fallback", "StaticReport", "report"]
 
+_PLACED = re.compile(r"(\S.*?\.\w+|<[^>]*>):(\d+):? (.*)", re.DOTALL)
+
 
 @dataclass(frozen=True)
 class Fallback:
@@ -17,17 +20,19 @@ class Fallback:
 
     Attributes:
         path: of the module; "" for the model.
-        where: file and line of the model's code; "" where no single line is the reason.
+        file, line: of the model's code; "" and 0 where no single line is the reason.
+        reason: why.
         steps: how many forwards of the model ran so.
     """
 
     path: str
-    where: str
+    file: str
+    line: int
     reason: str
     steps: int
 
     def __str__(self) -> str:
-        place = f" ({self.where})" if self.where else ""
+        place = f" ({self.file}:{self.line})" if self.file else ""
         return f"{self.path or 'the model'}{place}: {self.reason}; {self.steps} steps"
 
 
@@ -77,20 +82,21 @@ def report(model: nn.Module) -> StaticReport:
         model: what :func:`~vescale.parallelize` returned.
     """
     forward = static_forward(model)
-    programs = list(forward.programs.values())
     fallbacks = [Fallback("", *_split(reason), steps) for reason, steps in forward.fallbacks.items()]
     static: dict[str, None] = {}
     functions: dict[EagerFunction, None] = {}
-    for program in programs:
+    for key, program in forward.programs.items():
         if not program.is_static:
             continue
+        compiled = forward.compiled.get(key)
+        steps = program.steps + (compiled.steps if compiled is not None else 0)
         static.update(dict.fromkeys(program.static_modules()))
         functions.update({EagerFunction(*call): None for call in program.eager_calls()})
-        fallbacks += [Fallback(path, *_split(reason), program.steps) for path, reason in program.eager_modules.items()]
+        fallbacks += [Fallback(path, *_split(reason), steps) for path, reason in program.eager_modules.items()]
     return StaticReport(tuple(static), tuple(fallbacks), tuple(functions), forward.recordings, forward.static_steps)
 
 
-def _split(reason: str) -> tuple[str, str]:
-    """Place and reason of ``"file:line: reason"``."""
-    place, colon, rest = reason.partition(": ")
-    return (place, rest) if colon and place.rpartition(":")[2].isdigit() else ("", reason)
+def _split(reason: str) -> tuple[str, int, str]:
+    """File, line and reason of ``"file:line: reason"`` and ``"file:line reason"``."""
+    found = _PLACED.fullmatch(reason)
+    return (found[1], int(found[2]), found[3]) if found is not None else ("", 0, reason)

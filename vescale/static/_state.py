@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from vescale.compat import CALL_OVERRIDE, HOOKS_OF_MODULES, tensors_in
 from vescale.fsdp import state_of
 from vescale.runtime import CheckpointedForward
 
-__all__ = ["ModuleStates", "checkpoint_of", "problems_of_modules"]
+__all__ = ["ModuleStates", "checkpoint_of", "own_forward", "problems_of_modules"]
 
 _OURS = ("_parameters", "_buffers", "_modules", CALL_OVERRIDE, *HOOKS_OF_MODULES)
 
@@ -54,6 +55,13 @@ def checkpoint_of(module: nn.Module) -> CheckpointedForward | None:
     """What checkpoints the module by plan; None: nothing does."""
     owner = getattr(module.__dict__.get("forward"), "__self__", None)
     return owner if isinstance(owner, CheckpointedForward) else None
+
+
+def own_forward(module: nn.Module, path: str) -> Any:
+    """The forward inside of what entries of the plan have put around it."""
+    checkpoint = checkpoint_of(module)
+    forward = checkpoint.inner if checkpoint is not None else module.__dict__.get("forward") if path else None
+    return forward if forward is not None else types.MethodType(type(module).forward, module)
 
 
 def _num_ours(kind: str, module: nn.Module) -> int:

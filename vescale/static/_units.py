@@ -44,6 +44,11 @@ class ModelUnits:
             if form is not None
         }
 
+    def names_in(self, model: nn.Module) -> dict[int, str]:
+        """Names of all parameters and buffers of the model, by ``id``."""
+        named = [*model.named_parameters(), *model.named_buffers()]
+        return {id(x): name for name, x in named} | self.names()
+
     def mark(self) -> tuple[int, list[int]]:
         """What of the order of forwards is known so far, for :meth:`return_to`."""
         comm = self._states[0].tree.comm if self._states else None

@@ -1,0 +1,76 @@
+"""``Recorded``: what a static forward is made from; of a step that was recorded in this process, or of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.static._analysis import ModulePlan, analyze, module_types
+from vescale.static._placing import PlacedTensor, placed_tensors
+from vescale.static._record import Placements, Recorder
+from vescale.static._record_values import RecordedStep
+from vescale.static._tensor_type import TensorType, types_of
+
+__all__ = ["BoundaryName", "Recorded", "recorded"]
+
+BoundaryName = tuple[str, str]  # path of an instruction, and the rest of its text
+
+_Types = tuple[TensorType, ...]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded step.
+
+    Attributes:
+        plans: of the modules that ran, by path.
+        module_types: types of the inputs and outputs of modules that run in eager mode, by path.
+        inputs, outputs: of the model; ``hidden``: those inside of objects in its output.
+        grads: placements of the gradients of parameters and buffers, by name; a name without a gradient is missing.
+        boundaries: the tensors that entries of the plan place.
+        draws: whether the step drew random numbers.
+        recomputes: whether parts of it run again in backward.
+        functions: all Python functions that ran, with their globals; empty if it comes from a file.
+        step: what it comes from, if that is a file.
+    """
+
+    plans: Mapping[str, ModulePlan]
+    module_types: Mapping[str, tuple[_Types, _Types]]
+    inputs: _Types
+    outputs: _Types
+    hidden: _Types
+    grads: Mapping[str, Placements]
+    boundaries: Mapping[BoundaryName, tuple[PlacedTensor, ...]]
+    draws: bool
+    recomputes: bool
+    functions: Mapping[CodeType, dict[str, Any]] = field(default_factory=dict)
+    step: RecordedStep | None = None
+
+
+def recorded(recorder: Recorder, mesh: DeviceMesh) -> Recorded:
+    """What a recorder has seen."""
+    plans = analyze(recorder, mesh)
+    types = {}
+    for path, plan in plans.items():
+        found = module_types(recorder.module_calls[path], mesh) if path and plan.problem else None
+        if found is not None:
+            types[path] = (found[0], found[1])
+    boundaries = {}
+    for placing, calls in recorder.boundaries.items():
+        boundaries[placing.name] = placed_tensors(calls, mesh) or ()
+    return Recorded(
+        plans,
+        types,
+        types_of(recorder.inputs, mesh),
+        types_of(recorder.outputs, mesh),
+        types_of(recorder.hidden, mesh),
+        {name: next(iter(value.grads)) for name, value in recorder.named.items() if value.grads},
+        boundaries,
+        any(call.is_random for call in recorder.calls),
+        recorder.recomputes,
+        recorder.tree.functions,
+    )
