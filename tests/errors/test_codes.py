@@ -48,6 +48,7 @@ PLAIN = {
     "cli/_demo.py:_job": "becomes a UsageError",
     "cli/_pipeline_section.py:write_page": "becomes a UsageError",
     "static/_hidden.py:_slots": "caught by the recorder",
+    "static/_record_loading.py:__getitem__": "Python's protocol of mappings",
 }
 # Exceptions of vescale that are caught inside of it, and reach no user.
 INTERNAL = {

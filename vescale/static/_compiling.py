@@ -39,7 +39,8 @@ class Compiling:
         """It is not compiled, nor is what it calls, except :meth:`inside`."""
         if not self.is_on:
             return function
-        return torch.compiler.disable(function if isinstance(function, types.FunctionType) else function.__call__)
+        called: Any = function
+        return torch.compiler.disable(called if isinstance(function, types.FunctionType) else called.__call__)
 
     def inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """It is compiled, though it is called by what is not."""
