@@ -18,7 +18,7 @@ from vescale.ops._conversion import bring, bring_with_gradient
 from vescale.ops._links import share_version
 from vescale.ops._registration import replaces
 from vescale.ops._view_copies import remember_copy
-from vescale.placements import InterleavedShard, contiguous_stride, without_partials
+from vescale.placements import InterleavedShard, contiguous_stride, shard_dim, without_partials
 
 __all__ = ["split"]
 
