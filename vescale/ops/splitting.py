@@ -121,9 +121,7 @@ def _is_local(x: Any = None, *args: Any, **kwargs: Any) -> bool:
     if not isinstance(x, DTensor) or not all(type(p) is Shard or p.is_replicate() for p in x.placements):
         return False
     dim = kwargs.get("dim", args[-1] if len(args) > 1 else 0)
-    return (
-        isinstance(dim, int) and bool(x.ndim) and all(p.is_replicate() or p.dim != dim % x.ndim for p in x.placements)
-    )
+    return isinstance(dim, int) and bool(x.ndim) and all(shard_dim(p) != dim % x.ndim for p in x.placements)
 
 
 def _unbinds_locally(x: Any = None, dim: Any = 0) -> bool:
