@@ -179,12 +179,11 @@ def run_compiled(compiler: Any, function: Callable[..., Any], args: tuple[Any, .
 def compiled_like(compiled: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` with the backend and options of ``compiled``, a function that ``torch.compile`` returned; ``function``
     itself where these cannot be told."""
-    from torch._dynamo.eval_frame import OptimizeContext  # it is loaded since something was compiled
-
     names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
     cells = dict(zip(names, getattr(compiled, "__closure__", None) or ()))
     context = cells["self"].cell_contents if "self" in cells else None
-    return context(function) if isinstance(context, OptimizeContext) else function
+    # By its name: the module takes seconds to import, and without the class nothing is lost but the compilation.
+    return context(function) if type(context).__name__ == "OptimizeContext" else function
 
 
 _NOTHING = contextlib.nullcontext()
