@@ -115,9 +115,9 @@ def run_all(world_size: int) -> int:
     return run_cases(step, daily_sample(c for c in chosen if not (c[0] == "features" and c[3]["ep"] == 4)))
 
 
-@pytest.mark.parametrize(("world_size", "num_cases"), [(2, 21), (4, 36)])
-def test_step_equals_one_device(ranks: RankPools, world_size: int, num_cases: int) -> None:
-    assert set(ranks.run(run_all, world_size, world_size=world_size)) == {num_cases if NIGHTLY else num_cases // 3}
+@pytest.mark.parametrize(("world_size", "num_cases", "num_daily"), [(2, 21, 6), (4, 36, 9)])
+def test_step_equals_one_device(ranks: RankPools, world_size: int, num_cases: int, num_daily: int) -> None:
+    assert set(ranks.run(run_all, world_size, world_size=world_size)) == {num_cases if NIGHTLY else num_daily}
 
 
 class BiasedExperts(nn.Module):
