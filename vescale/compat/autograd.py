@@ -181,7 +181,7 @@ def compiled_like(compiled: Any, function: Callable[..., Any]) -> Callable[..., 
     itself where these cannot be told."""
     names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
     cells = dict(zip(names, getattr(compiled, "__closure__", None) or ()))
-    context = cells["self"].cell_contents if "self" in cells else None
+    context: Any = cells["self"].cell_contents if "self" in cells else None
     # By its name: the module takes seconds to import, and without the class nothing is lost but the compilation.
     return context(function) if type(context).__name__ == "OptimizeContext" else function
 
