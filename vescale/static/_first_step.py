@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -61,11 +62,14 @@ def only_recorded_functions(
         problems.append(f"{original.co_qualname} ({original.co_filename}:{original.co_firstlineno}) was not recorded")
         raise StaticRecordError(problems[0])
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # callbacks of the garbage collector are no functions of the model
     sys.settrace(called)
     try:
         yield
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
         if problems:  # also where the model has caught it
             raise StaticRecordError(problems[0])
