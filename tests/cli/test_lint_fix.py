@@ -43,6 +43,19 @@ class Net(nn.Module):
 class Reading(Net):
     def forward(self, x):
         return super().forward(x) if float(x.sum().detach().numpy()) > 0 else x
+
+
+class Asserting(Net):
+    def forward(self, x):
+        assert x.sum().detach().numpy() is None
+        return super().forward(x)
+
+
+class Wordless(Net):
+    def forward(self, x):
+        if not x.is_meta:
+            raise AssertionError
+        return super().forward(x)
 """
 GOOD = """version: 1
 mesh: {tp: 2}
@@ -124,6 +137,12 @@ def test_fix_writes_nothing_into_plans_that_need_nothing(run: Callable[..., tupl
     assert main(["lint", "llama", *INPUT, "--mesh", "dp=1,tp=2", "--fix"]) == 2
 
 
-def test_code_that_reads_values_is_told_of(run: Callable[..., tuple[int, str]]) -> None:
-    code, out = run(GOOD, "--model", "net.py:Reading", "--input", "x=4x8")
-    assert code == 0, out
+@pytest.mark.parametrize("fix", [(), ("--fix",)], ids=["", "fix"])
+@pytest.mark.parametrize("model", ["Reading", "Asserting", "Wordless"])
+def test_a_forward_that_cannot_be_followed_is_told_of(
+    run: Callable[..., tuple[int, str]], model: str, fix: tuple[str, ...]
+) -> None:
+    """Also an error without a message, and nothing is written."""
+    code, out = run(GOOD, "--model", f"net.py:{model}", "--input", "x=4x8", *fix)
+    assert code == 0 and "not looked for implicit communication" in out, out
+    assert Path("plan.yaml").read_text() == GOOD and not list(Path().glob("tmp*"))

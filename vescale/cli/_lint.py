@@ -72,16 +72,15 @@ def run(args: argparse.Namespace) -> int:
             found = check(plan, model, inputs)
             if inputs and not any(finding.severity == "error" for finding in found):
                 look = functools.partial(_implicit, model, inputs)
-                if args.fix:
-                    fixed = fix_plan(file, lambda path: load_plan(str(path), mesh), look)
-                    plan = load_plan(args.plan, mesh)
-                    found = check(plan, model, inputs)
                 try:
+                    if args.fix:
+                        fixed = fix_plan(file, lambda path: load_plan(str(path), mesh), look)
+                        plan = load_plan(args.plan, mesh)
+                        found = check(plan, model, inputs)
                     found = (*found, *(Finding("warning", "implicit", text, None, ()) for text in look(plan)))
                 except Exception as error:  # code that reads values, or that takes other inputs
-                    note = (
-                        f"not looked for implicit communication: {type(error).__name__}: {str(error).splitlines()[0]}"
-                    )
+                    message = (str(error).splitlines() or ["no message"])[0]
+                    note = f"not looked for implicit communication: {type(error).__name__}: {message}"
         if rule is not None and not any(finding.severity == "error" for finding in found):
             found = (*block_findings(plan, model, rule), *found)
     except PlanError as error:  # the plan cannot even be read
