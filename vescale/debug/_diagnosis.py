@@ -133,9 +133,12 @@ def diagnose(reports: Mapping[int, RankReport], silent: Sequence[int] = ()) -> s
         return texts + others
     if failed:
         return _about(min(failed), reports[min(failed)])
-    messages = [(report.rank, c) for report in answers for c in report.running if c.peer is not None]
+    # A message of a rank that runs a module is one that it has not waited for: on gloo, a send that has arrived counts
+    # as running until it is waited for. For the same reason a receive is the better witness of two ranks.
+    waiters = [report for report in answers if report.place.module is None] or answers
+    messages = [(report.rank, c) for report in waiters for c in report.running if c.peer is not None]
     if messages:
-        return _of_message(*max(messages, key=lambda found: found[1].seconds), reports)
+        return _of_message(*max(messages, key=lambda found: (found[1].op == "recv", found[1].seconds)), reports)
     peers = [c for report in answers for c in report.running]
     return f"a rank waits in {peers[0].text()}" if peers else "a rank has waited for too long, and does not any more"
 
@@ -191,7 +194,7 @@ def _of_message(waits: int, stuck: StartedCollective, reports: Mapping[int, Rank
         further = [c for c in further if c.peer is not None and c.peer not in visited]
         if not further:
             break
-        waits, stuck = stuck.peer, max(further, key=lambda c: c.seconds)
+        waits, stuck = stuck.peer, max(further, key=lambda c: (c.op == "recv", c.seconds))
     name = f"axis {stuck.axes!r}" if stuck.axes else f"ranks {list(stuck.ranks)}"
     return (
         f"rank {waits} has waited for rank {stuck.peer} for {stuck.seconds:.1f} s, in a {stuck.op} over {name} "
