@@ -56,10 +56,17 @@ NIGHTLY = [
         "test_measured.py",
         "test_bytes_of_a_step",
         ("dp", "tp", "zero3 uneven", "tp full", "zero3 full", "tp selective", "zero3 selective", "zero3 offload")
-        + ("experts dp", "experts tp", "experts full"),
+        + ("experts dp", "experts tp", "experts full", "stages selective"),
         "ZeRO-3 on two ranks; bytes at rest of every rank on a fake group",
     ),
     Family("test_estimate.py", "test_equal_modules_run_once", ("llama",), "the same with ZeRO-3"),
+    Family(
+        "test_estimate.py",
+        "test_stages_of_a_pipeline",
+        ("1F1B", "GPipe"),
+        "interleaved stages; 1F1B of equal layers that run once, against real ranks",
+    ),
+    Family("test_estimate.py", "test_halves_of_backwards_take_their_time", (), "bubbles of whole backwards"),
     Family(
         "test_composition.py",
         "test_units_in_stages",

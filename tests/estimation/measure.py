@@ -49,6 +49,7 @@ class Case:
     mesh: Mapping[str, int]
     policy: Any = None
     batch: tuple[int, int] = (8, 128)
+    stages: Mapping[str, Any] | None = None
 
     def build(self) -> nn.Module:
         import transformers
@@ -59,6 +60,8 @@ class Case:
 
     def make_plan(self, mesh: Any) -> Plan:
         plan = plan_zoo.load(self.plan, mesh)
+        if self.stages is not None:
+            plan.pipeline(mesh="pp", **self.stages)
         return plan if self.policy is None else plan.checkpoint(r"model.layers.\d+", self.policy)
 
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -69,6 +72,8 @@ class Case:
 
 _LLAMA = ("LlamaForCausalLM", _DECODER)
 _MIXTRAL = ("MixtralForCausalLM", _EXPERTS)
+_DEEP = ("LlamaForCausalLM", {**_DECODER, "num_hidden_layers": 10})
+_SPLIT = {"split_before": ["model.layers.5"], "schedule": "1F1B", "microbatches": 4}
 CASES = {
     "dp": Case(*_LLAMA, "llama", {"dp": 2, "tp": 1}),
     "tp": Case(*_LLAMA, "llama", {"dp": 1, "tp": 2}),
@@ -82,6 +87,8 @@ CASES = {
     "experts dp": Case(*_MIXTRAL, "mixtral", {"dp": 2, "tp": 1}),
     "experts tp": Case(*_MIXTRAL, "mixtral", {"dp": 1, "tp": 2}),
     "experts full": Case(*_MIXTRAL, "mixtral", {"dp": 1, "tp": 2}, "full"),
+    "stages": Case(*_DEEP, "llama", {"pp": 2, "dp": 1, "tp": 1}, stages=_SPLIT),
+    "stages selective": Case(*_DEEP, "llama", {"pp": 2, "dp": 1, "tp": 1}, "selective", stages=_SPLIT),
 }
 
 
@@ -110,7 +117,7 @@ def measured(case: Case) -> Measured:
     torch.manual_seed(0)
     gc.collect()
     # The profiler sees one thread: not those of gloo, which free tensors of collectives between modules.
-    counting = _Counting() if case.mesh["tp"] > 1 else contextlib.nullcontext()
+    counting = _Counting() if case.mesh["tp"] > 1 or case.stages else contextlib.nullcontext()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, counting:
         model = case.build()
         inputs = {name: value.clone() for name, value in case.inputs().items()}
@@ -124,12 +131,13 @@ def measured(case: Case) -> Measured:
             if isinstance(counting, _Counting):
                 counting.peak = counting.now
             with record_function(f"step {step}"):
-                loss = model(**inputs, use_cache=False).loss
-                loss.backward()
-                gradients = _bytes(p.grad for p in model.parameters())
+                if case.stages is None:
+                    model(**inputs, use_cache=False).loss.backward()
+                else:
+                    model.step(**inputs, use_cache=False)  # type: ignore[operator]
+                gradients = _bytes(p.grad for p in model.parameters() if p.grad is not None)
                 optimizer.step()
                 optimizer.zero_grad()
-                del loss
             gc.collect()
             counted = counting.peak if isinstance(counting, _Counting) else None
     states = (value for state in optimizer.state.values() for value in state.values())

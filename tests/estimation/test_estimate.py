@@ -23,7 +23,7 @@ from vescale import Plan, plan_zoo
 from vescale.cli import main
 from vescale.compat import local_of
 from vescale.compat.fake_worlds import fake_world
-from vescale.estimation import device_names, device_of, estimate
+from vescale.estimation import device_names, device_of, estimate, what_if
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
@@ -296,3 +296,54 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
             timeout=60,
         )
         assert "<title>fits</title>" in done.stdout and "times the batch" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers", "splits", "in_flight"),
+    [("1F1B", 8, (4,), (2, 1)), ("GPipe", 8, (4,), (4, 4)), ("Interleaved1F1B", 4, (1, 2, 3), (5, 3))],
+    ids=["1F1B", "GPipe", "Interleaved"],
+)
+def test_stages_of_a_pipeline(schedule: str, layers: int, splits: tuple[int, ...], in_flight: tuple[int, ...]) -> None:
+    """Every rank's own parameters, and activations of as many micro-batches as are in flight."""
+    plan = plan_zoo.load("llama", {"pp": 2, "dp": 2, "tp": 1})
+    plan.pipeline(split_before=[f"model.layers.{n}" for n in splits], schedule=schedule, microbatches=4, mesh="pp")
+    found = estimate(llama(layers), plan, batch={"input_ids": (16, 16)}, steps=2)
+    assert [one.coordinates["pp"] for one in found.ranks] == [0, 1]
+    assert sorted(rank for one in found.ranks for rank in one.ranks) == [0, 1, 2, 3]
+    assert lower(plan, llama(layers)).pipeline.schedule.peak == in_flight
+    owners = lower(plan, llama(layers)).pipeline.cut.owners
+    rank_of = lower(plan, llama(layers)).pipeline.schedule.rank_of
+    for one in found.ranks:
+        own = [n for n, stages in owners.items() if any(rank_of[s] == one.coordinates["pp"] for s in stages)]
+        total = sum(llama(layers).get_parameter(name).numel() * 4 for name in own)
+        assert total <= one.maximum["parameters"] <= total + 1024  # and the buffer of rotary frequencies
+    whole = estimate(llama(layers), plan, batch={"input_ids": (16, 16)}, steps=2, reduce_depth=False)
+    for one, other in zip(found.ranks, whole.ranks):
+        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.001)
+        assert one.maximum["activations"] == other.maximum["activations"]
+        assert one.maximum["optimizer"] == other.maximum["optimizer"]
+    assert found.time.terms()["bubble"]["seconds"] > 0
+    assert any(name.endswith(("send", "recv")) for name in found.time.collectives)
+
+
+def test_halves_of_backwards_take_their_time() -> None:
+    """A zero-bubble schedule waits less, and computes as much."""
+    found = []
+    for schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        plan = plan_zoo.load("llama", {"pp": 2, "dp": 1, "tp": 1})
+        splits = [f"model.layers.{n}" for n in (1, 2, 3)]
+        plan.pipeline(split_before=splits, schedule=schedule, microbatches=4, mesh="pp")
+        found.append(estimate(llama(4), plan, batch={"input_ids": (4, 16)}, steps=2, optimizer="sgd").time)
+    whole, halves = found
+    assert halves.compute == pytest.approx(whole.compute, rel=0.01) and 0 < halves.bubble < whole.bubble
+
+
+def test_other_choices_keep_the_stages() -> None:
+    """What-if of a plan with a pipeline is about the same stages; a mesh without their axis is refused."""
+    plan = plan_zoo.load("llama", {"pp": 2, "dp": 2, "tp": 1})
+    plan.pipeline(split_before=["model.layers.2"], schedule="GPipe", microbatches=2, mesh="pp")
+    found = estimate(llama(4), plan, batch={"input_ids": (8, 16)}, steps=2)
+    full, wider = what_if(found, "checkpoint=full"), what_if(found, "mesh=pp:2+dp:4+tp:1")
+    assert full["parameters"] == wider["parameters"] == found.peak.categories["parameters"]
+    assert full["activations"] < sum(found.peak.categories["activations"].values())
+    assert "pp" in what_if(found, "mesh=dp:4+tp:1")["error"]

@@ -4,13 +4,14 @@ from vescale.estimation._calibrate import calibrate
 from vescale.estimation._compare import Comparison, EstimateWarning, compare
 from vescale.estimation._depth import Repeats, first_and_last_of, repeats_of
 from vescale.estimation._devices import Device, Efficiency, device_names, device_of
-from vescale.estimation._estimate import Estimate, RankMemory, estimate, routing_of
+from vescale.estimation._estimate import Estimate, estimate, routing_of
 from vescale.estimation._html import page
 from vescale.estimation._implicit import implicit_reports
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._memory_timeline import CATEGORIES, MemoryTimeline, timeline_of
 from vescale.estimation._op_costs import OpCosts
 from vescale.estimation._optimizers import OPTIMIZERS, make_optimizer
+from vescale.estimation._rank_memory import RankMemory
 from vescale.estimation._received_tokens import balanced_tokens
 from vescale.estimation._rehearsal import Rehearsal, classify, rehearse
 from vescale.estimation._skeleton import loss_of, make_batch, skeleton_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +43,14 @@ class Repeats:
         return (f"{self.path}.{name}".lstrip(".") for name in self.names[:-1])
 
 
-def repeats_of(model: nn.Module, least: int = 4) -> tuple[Repeats, ...]:
-    """Runs of at least ``least`` equal modules in lists, those of a list in a list with the outer one alone."""
+def repeats_of(model: nn.Module, least: int = 4, apart: Collection[str] = ()) -> tuple[Repeats, ...]:
+    """Runs of at least ``least`` equal modules in lists, those of a list in a list with the outer one alone.
+
+    ``apart``: paths of modules with which a new run begins, as stages of a pipeline do.
+    """
 
     def visit(module: nn.Module, path: str) -> Iterator[Repeats]:
-        runs = list(_runs(module, path, least)) if isinstance(module, nn.ModuleList) else []
+        runs = list(_runs(module, path, least, apart)) if isinstance(module, nn.ModuleList) else []
         yield from runs
         repeated = {name for run in runs for name in run.names}
         for name, child in module.named_children():
@@ -57,12 +60,12 @@ def repeats_of(model: nn.Module, least: int = 4) -> tuple[Repeats, ...]:
     return tuple(visit(model, ""))
 
 
-def _runs(modules: nn.ModuleList, path: str, least: int) -> Iterator[Repeats]:
+def _runs(modules: nn.ModuleList, path: str, least: int, apart: Collection[str]) -> Iterator[Repeats]:
     run: list[str] = []
     kind: Any = None
     for name, child in modules.named_children():
         own = _kind(child)
-        if own != kind:
+        if own != kind or f"{path}.{name}".lstrip(".") in apart:
             if len(run) >= least:
                 yield Repeats(path, tuple(run))
             run, kind = [], own

@@ -2,56 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from vescale.errors import EstimateArgumentError, EstimateError
+from vescale.errors import EstimateArgumentError
 from vescale.estimation._compare import Comparison, compare
 from vescale.estimation._depth import Repeats, first_and_last_of, repeats_of
 from vescale.estimation._devices import Device, device_of
-from vescale.estimation._memory_timeline import MemoryTimeline, label_of, timeline_of
+from vescale.estimation._memory_timeline import timeline_of
 from vescale.estimation._optimizers import make_optimizer
-from vescale.estimation._rank_states import RankStates, rank_states
+from vescale.estimation._rank_memory import RankMemory, SeenRank, memory_of_ranks, uneven_axes
+from vescale.estimation._rank_states import rank_states
 from vescale.estimation._rehearsal import Rehearsal, rehearse
 from vescale.estimation._skeleton import loss_of, make_batch, skeleton_of
-from vescale.estimation._step_time import StepTime, step_time
+from vescale.estimation._stages import first_microbatch, one_rank_plan, plan_of_cut, step_of_stages
+from vescale.estimation._step_time import StepTime, seconds_of_stages, step_time
 from vescale.estimation._unknown_values import Routing
-from vescale.ir import Local, Program, Wrap, lower
-from vescale.placements import shard_dim
-from vescale.plans import Plan
+from vescale.ir import Local, Program, lower
+from vescale.pipeline import Schedule, program_of_stages
+from vescale.plans import MeshAxes, Plan
 
-__all__ = ["Estimate", "RankMemory", "estimate", "routing_of"]
+__all__ = ["Estimate", "estimate", "routing_of"]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Memory of ranks that need the same, in bytes.
-
-    Attributes:
-        ranks: these ranks; ``coordinates``: of the first of them, by axis.
-        peak_bytes: the most at one instant of a step in steady state; ``peak_at``: that instant.
-        first_step_bytes: the peak of the first step.
-        categories: what there is at the peak; ``activations`` by module. ``maximum``: of each category at any instant.
-        timeline: the step as moments: ``at``, ``bytes`` and categories.
-        saved_bytes: of activations when the forward ends.
-    """
-
-    ranks: tuple[int, ...]
-    coordinates: dict[str, int]
-    peak_bytes: int
-    peak_at: str
-    first_step_bytes: int
-    categories: dict[str, Any]
-    maximum: dict[str, int]
-    timeline: tuple[dict[str, Any], ...]
-    saved_bytes: int
 
 
 @dataclass
@@ -60,6 +39,7 @@ class Estimate:
 
     Attributes:
         program: the lowered program that was looked at.
+        axes: of the plan's mesh, that of a pipeline among them.
         device: what it would run on.
         ranks: memory, one entry for ranks that need the same.
         outside: bytes that the device needs beside PyTorch's allocator, by what they are for.
@@ -70,6 +50,7 @@ class Estimate:
     """
 
     program: Program
+    axes: MeshAxes
     device: Device
     ranks: tuple[RankMemory, ...]
     outside: dict[str, int]
@@ -112,7 +93,7 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """Plain data: numbers of bytes and seconds, names and lists."""
         return {
-            "mesh": dict(zip(self.program.axes.names, self.program.axes.sizes)),
+            "mesh": dict(zip(self.axes.names, self.axes.sizes)),
             "device": self.device.name,
             "memory_bytes": self.device.memory_bytes,
             "fits": self.fits,
@@ -189,11 +170,6 @@ def estimate(
     """
     if steps < 1:
         raise EstimateArgumentError(f"steps is {steps}; give at least 1 (3 shows the steady state)")
-    if plan.pipeline_entry is not None:
-        raise EstimateError(
-            "estimate does not run stages of a pipeline yet; estimate the plan of one stage, without its pipeline entry",
-            plan.pipeline_entry.source,
-        )
     table = device_of(device)
     maker = make_optimizer(optimizer)
     inputs = make_batch(model, batch)
@@ -201,46 +177,92 @@ def estimate(
     if plan.mesh is not None:
         plan = plan.without_mesh()
     program = lower(plan, skeleton)
-    states = rank_states(program, skeleton)
-    uneven = _uneven_axes(program, inputs)
-    notes = []
+    axes, entry, staged = plan.axes, plan.pipeline_entry, program.pipeline
+    places = np.unravel_index(rank, axes.sizes)
+    by_axis = {name: int(c) for name, c in zip(axes.names, places)}
+    inner = int(np.ravel_multi_index([by_axis.get(n, 0) for n in program.axes.names], program.axes.sizes))
+    uneven = uneven_axes(program, inputs)
+    run_plan, num_columns = plan, 1
+    headers: dict[int, Any] = {}
+    if entry is not None:
+        num_columns = axes.size(entry.mesh)
+        run_plan = plan_of_cut(plan, staged.cut.splits)
 
-    def run(repeats: tuple[Repeats, ...], rank: int = rank) -> Rehearsal:
-        copy = first_and_last_of(skeleton, repeats)
-        routing = routing_of(program, load, rank)
-        return rehearse(
-            copy, plan, program.axes, rank, inputs, maker, loss or loss_of, num_steps=steps, routing=routing
-        )
+    def global_rank(column: int, own: int) -> int:
+        if entry is None:
+            return own
+        found = dict(zip(program.axes.names, np.unravel_index(own, program.axes.sizes)))
+        return int(np.ravel_multi_index([column if n == entry.mesh else found[n] for n in axes.names], axes.sizes))
 
-    repeats = repeats_of(skeleton) if reduce_depth else ()
+    def run(repeats: tuple[Repeats, ...], own: int, column: int, into: dict[int, Any]) -> Rehearsal:
+        def once(plan: Plan, number: int, batch: Any, maker: Any, num_steps: int) -> Rehearsal:
+            return rehearse(
+                first_and_last_of(skeleton, repeats),
+                plan,
+                plan.axes,
+                number,
+                batch,
+                maker,
+                loss or loss_of,
+                num_steps=num_steps,
+                routing=routing_of(program, load, own),
+                headers=into if entry is not None else None,
+            )
+
+        if entry is not None and not into:
+            first = first_microbatch(inputs, entry.microbatches)
+            once(one_rank_plan(run_plan, staged.cut.num_stages), own, first, None, 1)
+        return once(run_plan, global_rank(column, own), inputs, maker, steps)
+
+    begins = staged.cut.splits if entry is not None else ()
+    repeats = repeats_of(skeleton, apart=begins) if reduce_depth else ()
     try:
-        rehearsal = run(repeats)
+        rehearsal = run(repeats, inner, 0, headers)
     except Exception:
         if not repeats:
             raise
-        repeats = ()  # the model's forward, or the plan, names modules by number
-        rehearsal = run(repeats)
+        repeats, headers = (), {}  # the model's forward, or the plan, names modules by number
+        rehearsal = run(repeats, inner, 0, headers)
+    notes = []
     if repeats:
         notes.append(
             "equal modules were run as the first and the last of "
             + ", ".join(f"{len(r.names)} in {r.path}" for r in repeats)
         )
-    seen = [_Seen(rank, rehearsal, timeline_of(rehearsal, repeats, table.rounding_bytes))]
-    if uneven:  # the last ranks have fewer rows
-        coordinate = np.unravel_index(rank, program.axes.sizes)
-        last = [
-            size - 1 if a in uneven else int(c)
-            for a, size, c in zip(program.axes.names, program.axes.sizes, coordinate)
-        ]
-        other = int(np.ravel_multi_index(last, program.axes.sizes))
-        if other != rank:
-            again_ = run(repeats, other)
-            seen.append(_Seen(other, again_, timeline_of(again_, repeats, table.rounding_bytes)))
-    ran = " and ".join(str(one.rank) for one in seen)
-    notes.insert(0, f"rank {ran} was run for {steps} steps without numbers, with the engine's own code")
-    ranks = _ranks(program, seen, uneven, repeats, states)
-    outside = table.outside(program.axes)
-    time = step_time(rehearsal, repeats, table, program.axes, skeleton, inputs)
+    memory: list[RankMemory] = []
+    times: list[StepTime] = []
+    passes: dict[tuple[int, str], float] = {}
+    ran: list[int] = []
+    for column in range(num_columns):
+        part = program
+        if entry is not None:
+            part = program_of_stages(skeleton, program, staged.cut, frozenset(staged.schedule.stages_of(column)))
+        rehearsal = rehearsal if column == 0 else run(repeats, inner, column, headers)
+        seen = [SeenRank(inner, rehearsal, timeline_of(rehearsal, repeats, table.rounding_bytes))]
+        if uneven:  # the last ranks have fewer rows
+            coordinate = np.unravel_index(inner, program.axes.sizes)
+            last = [
+                size - 1 if a in uneven else int(c)
+                for a, size, c in zip(program.axes.names, program.axes.sizes, coordinate)
+            ]
+            other = int(np.ravel_multi_index(last, program.axes.sizes))
+            if other != inner:
+                again_ = run(repeats, other, column, {})
+                seen.append(SeenRank(other, again_, timeline_of(again_, repeats, table.rounding_bytes)))
+        ran += [global_rank(column, one.rank) for one in seen]
+        for one in memory_of_ranks(part, seen, uneven, repeats, rank_states(part, skeleton)):
+            ranks = tuple(sorted(global_rank(column, own) for own in one.ranks))
+            where = dict(zip(axes.names, map(int, np.unravel_index(ranks[0], axes.sizes))))
+            memory.append(replace(one, ranks=ranks, coordinates=where))
+        times.append(step_time(rehearsal, repeats, table, axes, skeleton, inputs))
+        passes |= seconds_of_stages(rehearsal, repeats, table)
+    time = times[0]
+    if entry is not None:
+        time = _with_bubble(times, passes, staged.schedule)
+    numbers = " and ".join(map(str, ran))
+    notes.insert(0, f"rank {numbers} was run for {steps} steps without numbers, with the engine's own code")
+    ranks_found = tuple(memory)
+    outside = table.outside(axes)
 
     given = {
         "model": model,
@@ -254,7 +276,28 @@ def estimate(
         "rank": rank,
         "reduce_depth": reduce_depth,
     }
-    return Estimate(program, table, ranks, outside, time, tuple(notes), given)
+    return Estimate(program, axes, table, ranks_found, outside, time, tuple(notes), given)
+
+
+def _with_bubble(times: list[StepTime], passes: dict[tuple[int, str], float], schedule: Schedule) -> StepTime:
+    """The time of the rank that is busiest, with what it waits for other stages."""
+    slowest = max(range(len(times)), key=lambda n: times[n].device_seconds)
+    counts = Counter((action.stage, action.kind) for actions in schedule.actions for action in actions)
+
+    def seconds(stage: int, kind: str) -> float:
+        if kind == "F":
+            own = passes.get((stage, "F"), 0.0) / counts[stage, "F"]
+        else:
+            whole, halves = counts[stage, "B"], counts[stage, "W"]
+            weights = passes.get((stage, "W"), 0.0) / max(halves, 1)
+            inputs = (passes.get((stage, "B"), 0.0) - whole * weights) / max(whole + counts[stage, "I"], 1)
+            own = {"B": inputs + weights, "I": inputs, "W": weights}[kind]
+        return own if kind == "W" else own + exposed[schedule.rank_of[stage]]
+
+    waits = [sum(action.kind != "W" for action in actions) for actions in schedule.actions]
+    exposed = [time.exposed / number for time, number in zip(times, waits)]
+    busy = sum(seconds(action.stage, action.kind) for action in schedule.actions[slowest])
+    return replace(times[slowest], bubble=max(0.0, step_of_stages(schedule, seconds) - busy))
 
 
 def routing_of(program: Program, load: float | list[float], rank: int) -> Routing:
@@ -269,103 +312,3 @@ def routing_of(program: Program, load: float | list[float], rank: int) -> Routin
     if isinstance(load, int | float):
         return Routing(factor=float(load), share=(index, count))
     return Routing(histogram=tuple(load), share=(index, count))
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """A rank that was run."""
-
-    rank: int
-    rehearsal: Rehearsal
-    timeline: MemoryTimeline
-
-
-def _uneven_axes(program: Program, batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """Axes whose ranks do not get equal parts of the batch."""
-    found: dict[str, None] = {}
-    for i in program:
-        if i.path == "" and isinstance(i.op, Wrap):
-            given = [batch.get(str(i.index))] if i.index is not None else list(batch.values())
-            for axis, placement in zip(program.axes.names, i.op.placements):
-                dim = shard_dim(placement) if placement is not None else None
-                sizes = [
-                    x.shape[dim] for x in given if dim is not None and isinstance(x, torch.Tensor) and x.ndim > dim
-                ]
-                if any(size % program.axes.size(axis) for size in sizes):
-                    found[axis] = None
-    return tuple(found)
-
-
-def _ranks(
-    program: Program, seen: list[_Seen], uneven: tuple[str, ...], repeats: tuple[Repeats, ...], states: RankStates
-) -> tuple[RankMemory, ...]:
-    """The ranks that were run, and the others with their own parameters, gradients and optimizer states."""
-    sizes = program.axes.sizes
-    chosen = np.zeros(sizes, dtype=np.int64)
-    if len(seen) > 1:
-        chosen[tuple(size - 1 if axis in uneven else slice(None) for axis, size in zip(program.axes.names, sizes))] = 1
-    names = ("parameters", "gradients", "optimizer")
-    changes = []
-    for one in seen:
-        own = tuple(map(int, np.unravel_index(one.rank, sizes)))
-        optimizer = _optimizer_bytes(one.rehearsal, repeats, states, own)
-        changes.append(np.stack([a - a[own] for a in (states.parameters, states.gradients, optimizer)], axis=-1))
-    change = changes[0] if len(seen) == 1 else np.where(chosen[..., None] == 1, changes[1], changes[0])
-    stacked = np.concatenate([change, chosen[..., None]], axis=-1).reshape(-1, len(names) + 1)
-    rows, first, inverse = np.unique(stacked, axis=0, return_index=True, return_inverse=True)
-    order = np.argsort(inverse.reshape(-1), kind="stable")
-    groups = np.split(order, np.cumsum(np.bincount(inverse.reshape(-1)))[:-1])
-    found = []
-    for row in sorted(range(len(rows)), key=lambda n: first[n]):
-        one = seen[int(rows[row][-1])]
-        last = one.rehearsal.num_steps - 1
-        own_change = {name: int(value) for name, value in zip(names, rows[row])}
-        ranks = tuple(map(int, groups[row]))
-        found.append(_rank_memory(program, ranks, one.timeline, one.timeline.peak_of(last), last, own_change))
-    return tuple(found)
-
-
-def _rank_memory(
-    program: Program,
-    ranks: tuple[int, ...],
-    timeline: MemoryTimeline,
-    peak: int,
-    step: int,
-    change: dict[str, int],
-) -> RankMemory:
-    def changed(categories: dict[str, int]) -> dict[str, int]:
-        """Gradients that are not there do not change."""
-        return {
-            name: max(0, size + change.get(name, 0)) if size or name != "gradients" else 0
-            for name, size in categories.items()
-        }
-
-    categories: dict[str, Any] = changed(timeline.at(peak))
-    total = sum(categories.values())
-    moments = tuple(
-        {"at": m.at, "bytes": sum(changed(m.categories).values()), **changed(m.categories)}
-        for m in timeline.moments(step)
-    )
-    first = sum(changed(timeline.at(timeline.peak_of(0))).values())
-    categories["activations"] = timeline.activations(peak)
-    coordinates = {name: int(c) for name, c in zip(program.axes.names, np.unravel_index(ranks[0], program.axes.sizes))}
-    at = label_of(timeline.instants[peak])
-    saved = timeline.at(timeline.end_of_forward(step))["activations"]
-    return RankMemory(ranks, coordinates, total, at, first, categories, changed(timeline.largest(step)), moments, saved)
-
-
-def _optimizer_bytes(
-    rehearsal: Rehearsal, repeats: tuple[Repeats, ...], states: RankStates, own: tuple[int, ...]
-) -> np.ndarray:
-    """Of every rank: states that have as many elements as their parameter grow with it, others are alike."""
-    growing = fixed = 0
-    for state in rehearsal.states:
-        times = next((r.count for r in repeats if r.holds(state.module)), 1)
-        if state.numel == state.parameter_numel:
-            growing += state.num_bytes * times
-        else:
-            fixed += state.num_bytes * times
-    elements = states.elements
-    if not elements[own]:
-        return np.full_like(elements, fixed + growing)
-    return np.asarray(elements * growing // elements[own] + fixed, dtype=np.int64)

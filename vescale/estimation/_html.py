@@ -61,7 +61,7 @@ def page(estimate: Estimate, title: str) -> str:
     key = "".join(f"<span><i style='background:{c}'></i>{n}</span>" for n, c in zip(CATEGORIES, _COLORS))
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f"<p>{verdict}: {_size(estimate.needed_bytes)} on rank {estimate.peak_rank} of {escape(str(estimate.program.axes))} "
+        f"<p>{verdict}: {_size(estimate.needed_bytes)} on rank {estimate.peak_rank} of {escape(str(estimate.axes))} "
         f"({escape(estimate.device.name)}); the peak is at <b>{escape(peak.peak_at)}</b>. A step takes "
         f"{estimate.step_seconds:.4g} s: {estimate.time.mfu:.1%} of the device's peak.</p>",
         f"<h2>Memory during a step</h2><div class=key>{key}</div>{_areas(peak.timeline)}",

@@ -17,13 +17,22 @@ class Instant(NamedTuple):
 
     Attributes:
         step: number of the training step.
-        phase: ``start``, ``forward``, ``loss``, ``recompute``, ``backward`` or ``optimizer``.
+        phase: ``start``, ``forward``, ``loss``, ``recompute``, ``backward`` or ``optimizer``; of a pipeline also
+            ``communication``, between passes, and ``weights``, the second half of a backward that is split.
         module: the path of the module whose op runs; None: of none.
+        stage, microbatch: of a pipeline, whose forward or backward runs.
     """
 
     step: int
     phase: str
     module: str | None
+    stage: int | None = None
+    microbatch: int | None = None
+
+    @property
+    def run(self) -> tuple[int, int | None, int | None]:
+        """The same for a forward and its backward."""
+        return self.step, self.stage, self.microbatch
 
 
 @dataclass

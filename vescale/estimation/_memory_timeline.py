@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -70,8 +72,8 @@ class MemoryTimeline:
         return int(numbers[np.argmax(self.total[numbers])])
 
     def end_of_forward(self, step: int) -> int:
-        """The last instant before a step's backward."""
-        return _ends_of_forwards(self.instants, step + 1)[-1]
+        """The last instant of a step's forward; of a pipeline, of its last one."""
+        return max(n for n, i in enumerate(self.instants) if i.step == step and i.phase in _FORWARD)
 
     def at(self, instant: int) -> dict[str, int]:
         return {name: int(found[instant]) for name, found in self.categories.items()}
@@ -89,7 +91,8 @@ class MemoryTimeline:
                 continue
             own = one.module if one.module is not None else "loss"
             paths = [own]
-            if one.repeats is not None and not one.repeats.holds(self.instants[instant].module):
+            now, began = self.instants[instant], self.instants[one.block.begin]
+            if one.repeats is not None and not (one.repeats.holds(now.module) and now.run == began.run):
                 rest = own.removeprefix(one.repeats.stand_in)
                 paths = [path + rest for path in one.repeats.paths()]
             for path in paths:
@@ -122,20 +125,23 @@ class MemoryTimeline:
 
 def label_of(instant: Instant, depth: int = 99) -> str:
     module = ".".join((instant.module or "").split(".")[:depth])
-    return f"{instant.phase} {module}".rstrip()
+    where = f" of stage {instant.stage}, micro-batch {instant.microbatch}" if instant.stage is not None else ""
+    return f"{instant.phase}{where} {module}".rstrip()
 
 
 def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int = 1) -> MemoryTimeline:
     """``rounding``: the allocator's blocks are multiples of so many bytes."""
     log = rehearsal.log
     number = len(log.instants)
-    ends = _ends_of_forwards(log.instants, rehearsal.num_steps)
+    ends = _ends_of_forwards(log.instants)
+    inside = [_ranges_inside(r, log.instants) for r in repeats]
     changes = {name: np.zeros(number + 1, dtype=np.int64) for name in CATEGORIES}
-    more = [{name: np.zeros(number + 1, dtype=np.int64) for name in CATEGORIES} for _ in repeats]
     found = []
     for block in log.blocks:
         category, module = _category(block, rehearsal, ends)
-        stays = category in _AT_REST[:3] or any(_is_there(block, end) for end in ends)
+        is_message = category == "communication" and log.instants[block.begin].phase == "backward"
+        stays = category in _AT_REST[:3] or (_is_there_at_any(block, ends) and not is_message)
+        # A gradient that is sent to the stage before is of the first module alone, whatever forwards run until it has left.
         held = _held_bytes(block, category, module, rehearsal) if stays else []
         runs = [(n, sum(size for path, size in held if r.holds(path))) for n, r in enumerate(repeats)]
         own = next((repeats[n] for n, size in runs if size), None)
@@ -147,17 +153,15 @@ def timeline_of(rehearsal: Rehearsal, repeats: Sequence[Repeats], rounding: int 
             changes[name][end] -= size
         for n, held_bytes in runs:
             if held_bytes:
+                # While the module runs that stands for others, the same forward and backward has nothing in the others.
+                own_runs = () if category in _AT_REST else inside[n].get(log.instants[block.begin].run, ())
+                without = [(max(a, block.begin), min(b, end)) for a, b in own_runs if a < end and b > block.begin]
                 for name, size in ((category, held_bytes), ("rounding", padding)):
-                    more[n][name][block.begin] += size * (repeats[n].count - 1)
-                    more[n][name][end] -= size * (repeats[n].count - 1)
-    inside = [np.array([r.holds(i.module) and i.phase != "start" for i in log.instants], dtype=bool) for r in repeats]
-    categories = {}
-    for name in CATEGORIES:
-        total = np.cumsum(changes[name])[:-1]
-        for in_repeats, extra in zip(inside, more):
-            there = np.cumsum(extra[name])[:-1]
-            total = total + (there if name in _AT_REST else np.where(in_repeats, 0, there))
-        categories[name] = total
+                    for sign, ranges in ((1, [(block.begin, end)]), (-1, without)):
+                        for first, last in ranges:
+                            changes[name][first] += sign * size * (repeats[n].count - 1)
+                            changes[name][last] -= sign * size * (repeats[n].count - 1)
+    categories = {name: np.cumsum(changes[name])[:-1] for name in CATEGORIES}
     return MemoryTimeline(log.instants, categories, sum(categories.values()), found)  # type: ignore[arg-type]
 
 
@@ -174,7 +178,7 @@ def _category(block: Block, rehearsal: Rehearsal, ends: Sequence[int]) -> tuple[
     instant = rehearsal.log.instants[block.begin]
     if known is not None:
         return known
-    if instant.phase in _FORWARD and any(_is_there(block, end) for end in ends):
+    if instant.phase in _FORWARD and _is_there_at_any(block, ends):
         return "activations", instant.module
     if block.is_communicated:
         return "communication", instant.module
@@ -190,10 +194,28 @@ def _outlives_module(block: Block, instants: Sequence[Instant]) -> bool:
     return instants[block.end].phase != "recompute"
 
 
-def _ends_of_forwards(instants: Sequence[Instant], num_steps: int) -> list[int]:
-    """The last instant of each step's forward."""
-    found = {i.step: n for n, i in enumerate(instants) if i.phase in _FORWARD}
-    return [found[step] for step in range(num_steps) if step in found]
+def _ends_of_forwards(instants: Sequence[Instant]) -> list[int]:
+    """The last instant of each forward, in ascending order."""
+    return sorted({i.run: n for n, i in enumerate(instants) if i.phase in _FORWARD}.values())
+
+
+def _ranges_inside(repeats: Repeats, instants: Sequence[Instant]) -> dict[Any, list[tuple[int, int]]]:
+    """By forward and backward, the instants at which the module runs that stands for others, as ranges."""
+    found: dict[Any, list[tuple[int, int]]] = {}
+    for n, instant in enumerate(instants):
+        if instant.phase != "start" and repeats.holds(instant.module):
+            ranges = found.setdefault(instant.run, [])
+            if ranges and ranges[-1][1] == n:
+                ranges[-1] = (ranges[-1][0], n + 1)
+            else:
+                ranges.append((n, n + 1))
+    return found
+
+
+def _is_there_at_any(block: Block, instants: Sequence[int]) -> bool:
+    """``instants`` are in ascending order."""
+    next_one = bisect.bisect_left(instants, block.begin)
+    return next_one < len(instants) and _is_there(block, instants[next_one])
 
 
 def _is_there(block: Block, instant: int) -> bool:

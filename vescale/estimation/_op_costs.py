@@ -37,9 +37,9 @@ class OpCost:
 
 @dataclass
 class OpCosts:
-    """By (phase, module, op, dtype, flops, bytes)."""
+    """By (phase, module, stage, op, dtype, flops, bytes)."""
 
-    by_key: dict[tuple[str, str | None, str, torch.dtype, int, int], int] = field(default_factory=dict)
+    by_key: dict[tuple[str, str | None, int | None, str, torch.dtype, int, int], int] = field(default_factory=dict)
 
     def add(self, place: Instant, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         if op.namespace != "aten" or op.overloadpacket.__name__ in _MOVES_NOTHING:
@@ -54,12 +54,12 @@ class OpCosts:
         moved = sum(x.numel() * x.element_size() for x in tensors) + sum(
             x.numel() * x.element_size() for x in results if not any(x is y for y in tensors)
         )
-        key = (place.phase, place.module, op.overloadpacket.__name__, largest.dtype, flops, moved)
+        key = (place.phase, place.module, place.stage, op.overloadpacket.__name__, largest.dtype, flops, moved)
         self.by_key[key] = self.by_key.get(key, 0) + 1
 
-    def __iter__(self) -> Iterator[tuple[tuple[str, str | None, str, torch.dtype], OpCost]]:
-        for (phase, module, op, dtype, flops, moved), calls in self.by_key.items():
-            yield (phase, module, op, dtype), OpCost(flops, moved, calls)
+    def __iter__(self) -> Iterator[tuple[tuple[str, str | None, int | None, torch.dtype], OpCost]]:
+        for (phase, module, stage, _, dtype, flops, moved), calls in self.by_key.items():
+            yield (phase, module, stage, dtype), OpCost(flops, moved, calls)
 
 
 def _same(x: torch.Tensor, y: torch.Tensor) -> bool:

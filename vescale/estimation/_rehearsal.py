@@ -21,9 +21,11 @@ from vescale.compat.fake_worlds import fake_world
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._op_costs import OpCosts
 from vescale.estimation._received_tokens import balanced_tokens
+from vescale.estimation._stages import follow_stages
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
 from vescale.fsdp import state_of
+from vescale.pipeline import current_run
 from vescale.plans import MeshAxes, Plan
 from vescale.runtime import current_activation, locate, parallelize
 
@@ -74,20 +76,24 @@ class _Place:
 
     step: int = -1
     phase: str = "start"
+    stage: int | None = None
+    microbatch: int | None = None
 
     def __call__(self) -> Instant:
-        if self.phase == "backward":
+        phase, path = self.phase, None
+        if phase in ("backward", "weights"):
             activation = current_activation()
             if activation is not None:
-                return Instant(self.step, "recompute", _path(activation))
-            found = locate()
-            return Instant(self.step, "backward", found.path if found is not None else None)
-        if self.phase == "forward":
+                phase, path = "recompute", _path(activation)
+            else:
+                found = locate()
+                path = found.path if found is not None else None
+        elif phase == "forward":
             activation = current_activation()
-            if activation is not None:
-                return Instant(self.step, "forward", _path(activation))
-            return Instant(self.step, "loss", None)
-        return Instant(self.step, self.phase, None)
+            phase, path = ("forward", _path(activation)) if activation is not None else ("loss", None)
+        elif phase == "communication":  # before the first step of a pipeline, a trace of all modules
+            path = getattr(current_run(), "inside", None)
+        return Instant(self.step, phase, path, self.stage, self.microbatch)
 
 
 def _path(activation: Any) -> str:
@@ -106,8 +112,12 @@ def rehearse(
     *,
     num_steps: int = 3,
     routing: Routing | None = None,
+    headers: dict[int, Any] | None = None,
 ) -> Rehearsal:
-    """Run ``num_steps`` training steps of ``rank``. ``model`` is on the meta device, and is used up."""
+    """Run ``num_steps`` training steps of ``rank``. ``model`` is on the meta device, and is used up.
+
+    ``headers``: of a pipeline, of what enters each stage; empty: they are learned.
+    """
     place = _Place()
     log = MemoryLog(place)
     found = Rehearsal(log, num_steps)
@@ -122,9 +132,13 @@ def rehearse(
     for n in axes.sizes:
         size *= n
     with fake_world(size, rank), apart():  # the lock of worlds also serialises what apart changes in the process
-        parallelize(model, plan)
+        if headers is None:
+            parallelize(model, plan)
         with mode, observe_allocations(log.resized), balanced_tokens(routing):
             model.to_empty(device="cpu")
+            if headers is not None:  # a pipeline holds its parameters, which cannot be moved afterwards
+                parallelize(model, plan)
+                follow_stages(model, place, headers)
             inputs = {name: given(mode, value) for name, value in batch.items()}
             for value in inputs.values():
                 if isinstance(value, torch.Tensor):
@@ -155,13 +169,17 @@ def _step(
     place: _Place,
     found: Rehearsal,
 ) -> None:
-    place.phase = "forward"
-    output = model(**inputs)
-    value = loss(output, inputs)
-    del output
-    place.phase = "backward"
-    value.backward()
-    del value
+    if "_pipeline_runner" in model.__dict__:
+        place.phase = "communication"
+        model.step(**inputs)  # type: ignore[operator]
+    else:
+        place.phase = "forward"
+        output = model(**inputs)
+        value = loss(output, inputs)
+        del output
+        place.phase = "backward"
+        value.backward()
+        del value
     place.phase = "optimizer"
     found.log.mark()
     classify(model, optimizer, found)

@@ -25,6 +25,7 @@ __all__ = [
     "names_block",
     "op_seconds",
     "record_seconds",
+    "seconds_of_stages",
     "step_time",
     "trained_share",
 ]
@@ -106,7 +107,7 @@ def step_time(
     model: nn.Module,
     batch: Mapping[str, Any],
 ) -> StepTime:
-    """Of the last step of a rehearsal."""
+    """Of the last step of a rehearsal, without the bubbles of a pipeline."""
     ops = op_seconds(rehearsal.costs, repeats, device, trained=rehearsal.trained)
     compute, memory, flops = ops.compute, ops.memory, ops.flops
     seconds, num_bytes, hidden = collective_seconds(
@@ -199,6 +200,21 @@ def record_seconds(record: CommRecord, device: Device, axes: MeshAxes) -> float:
     return steps * latency + record.bytes / bandwidth
 
 
+def seconds_of_stages(rehearsal: Rehearsal, repeats: Sequence[Repeats], device: Device) -> dict[tuple[int, str], float]:
+    """Compute and memory of a step's forwards (``F``), backwards (``B``), and second halves of backwards (``W``)."""
+    found: dict[tuple[int, str], float] = {}
+    for (phase, module, stage, dtype), cost in rehearsal.costs:
+        if stage is None:
+            continue
+        seconds = cost.num_bytes / (device.bandwidth * device.bandwidth_efficiency)
+        if cost.flops:
+            seconds = max(seconds, cost.flops / (device.peak_flops(dtype) * device.efficiency.at(cost.flops)))
+        times = cost.num_calls * next((r.count for r in repeats if r.holds(module)), 1)
+        key = stage, "F" if phase in ("forward", "loss") else "W" if phase == "weights" else "B"
+        found[key] = found.get(key, 0.0) + times * seconds
+    return found
+
+
 def collective_seconds(
     records: Sequence[CommRecord], repeats: Sequence[Repeats], device: Device, axes: MeshAxes, trained: float = 1.0
 ) -> tuple[dict[str, float], dict[str, int], float]:
@@ -214,7 +230,7 @@ def collective_seconds(
         name = f"{record.axes or 'world'} {record.op.removesuffix('_v')}"
         seconds[name] = seconds.get(name, 0.0) + own
         num_bytes[name] = num_bytes.get(name, 0) + int(times * record.bytes)
-        if is_of_parameters(record.requester):
+        if record.op in ("send", "recv") or is_of_parameters(record.requester):
             hidden += own
     return dict(sorted(seconds.items())), dict(sorted(num_bytes.items())), hidden
 

@@ -24,6 +24,7 @@ from vescale.plans import (
     PrecisionEntry,
     ShardEntry,
     UnitEntry,
+    with_pipeline,
 )
 
 __all__ = ["WHAT_IF", "changed", "unit_paths", "what_if", "zero_plan", "zero_table"]
@@ -157,7 +158,7 @@ def zero_plan(plan: Plan, axes: tuple[str, ...], stage: int, units: tuple[str, .
         found.shard(".*", {axis: Replicate() for axis in own}, phase=RUN)
         for path in (*units, "") if stage < 3 else ():
             found.unit(path, reshard_after_forward=False, reshard_after_backward=None if stage == 2 else False)
-    return found
+    return with_pipeline(found, plan.pipeline_entry)
 
 
 def zero_table(estimate: Estimate) -> list[dict[str, Any]]:
@@ -202,7 +203,7 @@ def _hybrid(plan: Plan, axis: str, part: int, units: tuple[str, ...]) -> Plan:
             )
             entry = replace(entry, placements=placements)
         found.add(entry)
-    return zero_plan(found, (axis,), 3, units)
+    return zero_plan(with_pipeline(found, plan.pipeline_entry), (axis,), 3, units)
 
 
 def _unit_paths(estimate: Estimate) -> tuple[str, ...]:
@@ -244,7 +245,7 @@ def _on_mesh(plan: Plan, text: str) -> Plan:
     found = Plan(axes)
     for entry in plan.entries:
         found.add(entry)
-    return found
+    return with_pipeline(found, plan.pipeline_entry)
 
 
 def _without(plan: Plan, kind: type) -> Plan:
@@ -252,4 +253,4 @@ def _without(plan: Plan, kind: type) -> Plan:
     for entry in plan.entries:
         if not isinstance(entry, kind):
             found.add(entry)
-    return found
+    return with_pipeline(found, plan.pipeline_entry)

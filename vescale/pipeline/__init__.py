@@ -3,10 +3,12 @@
 
 from vescale.pipeline._balance import partition, state_bytes
 from vescale.pipeline._cut import Cut
+from vescale.pipeline._gates import current_run
 from vescale.pipeline._install import PipelineModule, parallelize
 from vescale.pipeline._runner import Runner
 from vescale.pipeline._schedule import Action, Schedule, make_schedule
 from vescale.pipeline._schedule_page import schedule_page
+from vescale.pipeline._stage_program import program_of_stages
 from vescale.pipeline._staged_program import StagedProgram
 
 __all__ = [
@@ -16,9 +18,11 @@ __all__ = [
     "Runner",
     "Schedule",
     "StagedProgram",
+    "current_run",
     "make_schedule",
     "parallelize",
     "partition",
+    "program_of_stages",
     "schedule_page",
     "state_bytes",
 ]

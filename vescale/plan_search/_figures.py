@@ -98,8 +98,8 @@ def scaled_ops(profile: Profile, rows: int, device: Device, only: str = "") -> O
     if key not in profile.ops:
         scale = rows / profile.rows
         costs = OpCosts()
-        for (phase, module, op, dtype, flops, moved), calls in profile.rehearsal.costs.by_key.items():
-            own = (phase, module, op, dtype, int(flops * scale), int(moved * scale))
+        for (phase, module, stage, op, dtype, flops, moved), calls in profile.rehearsal.costs.by_key.items():
+            own = (phase, module, stage, op, dtype, int(flops * scale), int(moved * scale))
             costs.by_key[own] = costs.by_key.get(own, 0) + calls
         chosen = {"blocks": profile.is_of_blocks, "outer": lambda m: not profile.is_of_blocks(m)}.get(only)
         profile.ops[key] = op_seconds(costs, profile.repeats, device, only=chosen)

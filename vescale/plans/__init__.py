@@ -22,7 +22,7 @@ from vescale.plans._hf_paths import expressions, merged_paths, wildcard
 from vescale.plans._mesh_axes import MeshAxes, axis_sizes
 from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, BWD, FWD, INIT, RUN, Phase, phase_text
-from vescale.plans._pipeline_entry import PIPELINE_SCHEDULES, PipelineEntry
+from vescale.plans._pipeline_entry import PIPELINE_SCHEDULES, PipelineEntry, with_pipeline
 from vescale.plans._placement_text import parse_placement, placement_text
 from vescale.plans._plan import Plan, VescalePlan
 from vescale.plans._unit_policies import dtype_name, float_dtype_of, mp_options, mp_policy_of
@@ -82,4 +82,5 @@ __all__ = [
     "plan_text",
     "split_selector",
     "wildcard",
+    "with_pipeline",
 ]

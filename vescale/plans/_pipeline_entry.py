@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from vescale.errors import PipelineEntryError, PlanError, Source, did_you_mean
 from vescale.plans._mesh_axes import MeshAxes
 from vescale.plans._path import Path, Target
 
-__all__ = ["PIPELINE_SCHEDULES", "PipelineEntry", "pipeline_entry"]
+__all__ = ["PIPELINE_SCHEDULES", "PipelineEntry", "pipeline_entry", "with_pipeline"]
 
 # The names of torch.distributed.pipelining, and short forms of theirs.
 PIPELINE_SCHEDULES = (
@@ -166,3 +167,13 @@ def _schedule(schedule: Any, refuse: Callable[[str], PlanError]) -> str:
             "or give the actions of each rank as CSV text, one rank a line"
         )
     return names[schedule.lower()]
+
+
+def with_pipeline(plan: Any, entry: PipelineEntry | None) -> Any:
+    """A plan of the entries of ``plan``, with the pipeline of ``entry`` or with none. Raises PlanError for an axis that
+    ``plan`` does not have."""
+    if entry is not None and entry.mesh not in plan.axes:
+        raise PipelineEntryError(f"pipeline names axis {entry.mesh!r}, but the axes are {plan.axes}", entry.source)
+    found = copy.copy(plan)
+    found._pipeline = entry
+    return found
