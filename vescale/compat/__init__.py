@@ -57,6 +57,7 @@ try:
         take_moves,
     )
     from vescale.compat.native_hooks import native_hooks
+    from vescale.compat.native_static import native_static
     from vescale.compat.op_info import *
     from vescale.compat.optimizers import note_writes
     from vescale.compat.patches import *
@@ -98,6 +99,7 @@ __all__ = [
     "native_conversions",
     "native_hooks",
     "native_require_current",
+    "native_static",
     "no_torch_function",
     "note_writes",
     "on_completion",

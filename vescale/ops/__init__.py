@@ -38,13 +38,13 @@ from vescale.ops._boundary_copies import LIVE_COPIES, read_arguments
 from vescale.ops._call import OpCall
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import (
+    PreparedConversion,
     bring,
     bring_with_gradient,
     convert,
     cut,
     enter_local,
     leave_local,
-    prepare_conversion,
     wrap_global,
 )
 from vescale.ops._decision import Decision, Rule
@@ -80,6 +80,7 @@ __all__ = [
     "OpFamily",
     "PlacementFallbackError",
     "PlacementFallbackWarning",
+    "PreparedConversion",
     "RingSchedule",
     "Rule",
     "Runs",
@@ -96,7 +97,6 @@ __all__ = [
     "leave_local",
     "meetings",
     "observe",
-    "prepare_conversion",
     "read_arguments",
     "register",
     "register_aten",
