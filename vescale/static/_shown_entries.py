@@ -38,8 +38,10 @@ class ShownEntries:
 
     def add(self, held: dict[str, Any], name: str, value: Any) -> None:
         if name in held:  # it stands there again after the forward
-            for entries, entry in zip(self._own, (held, name, held[name])):
-                entries.append(entry)
+            dicts, names, values = self._own
+            dicts.append(held)
+            names.append(name)
+            values.append(held[name])
         self._dicts.append(held)
         self._names.append(name)
         self._values.append(value)
