@@ -69,6 +69,7 @@ class ReducedParameter:
         self._policy = policy if rule.reduce_dtype is None else replace(policy, reduce_dtype=rule.reduce_dtype)
         self._contributions: dict[Arrival, Contribution] = {}
         self._usual: Arrival | None = None  # of the last gradient; the next one most likely arrives in the same way
+        self._usual_spec: DTensorSpec | None = None  # of that gradient, if it was a DTensor
         self._spec: DTensorSpec | None = None
         self._complete_spec: DTensorSpec | None = None  # of gradients that arrive complete, in the strides they keep
 
@@ -91,6 +92,7 @@ class ReducedParameter:
 
     def add_slot(self, slot: BucketSlot[Bucket]) -> None:
         self.slots.append(slot)
+        self._usual = None
         if slot.parameter is not None and self.plain_slot is None:
             self.plain_slot = slot
 
@@ -98,15 +100,20 @@ class ReducedParameter:
         """Called when all slots are assigned anew."""
         self.slots.clear()
         self.plain_slot, self.is_offered = None, False
-        self._complete_spec = None
+        self._complete_spec = self._usual = None
 
     # How gradients arrive
 
     def arrival_of(self, gradient: torch.Tensor) -> Arrival:
-        placements = self._placements_of(gradient)
+        spec = spec_of(gradient) if type(gradient) is DTensor else None
         usual = self._usual
+        if usual is not None and spec is not None and spec is self._usual_spec:
+            return usual
+        placements = self._placements_of(gradient)
         if usual is None or usual.placements != placements or usual.dtype != gradient.dtype:
-            self._usual = usual = Arrival(placements, gradient.dtype)
+            arrival = Arrival(placements, gradient.dtype)
+            self._usual = usual = next((slot.arrival for slot in self.slots if slot.arrival == arrival), arrival)
+        self._usual_spec = spec
         return usual
 
     def _placements_of(self, gradient: torch.Tensor) -> tuple[Placement, ...] | None:

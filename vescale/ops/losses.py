@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import all_reduce, axis_group, requested_by
@@ -206,10 +206,12 @@ def _nll_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[D
     if not isinstance(scores, DTensor):
         raise ValueError(_mixed_loss(scores, target))
     tell_read(scores, "the loss")
+    if reduction != _NONE and _has_whole_classes(scores):
+        return _loss_of_whole_rows(op, scores, target, weight, reduction, ignore_index)
     rows = _Rows.of(op, scores, target, weight, ignore_index)
     mesh, losses = rows.scores.device_mesh, rows.losses()
     if reduction == _NONE and rows.scores.ndim > 1:
-        _refuse_bad_labels(rows, int(rows.num_bad) if losses.device.type == "cpu" else 0)
+        _refuse_bad_labels(rows.scores, int(rows.num_bad) if losses.device.type == "cpu" else 0)
         losses = _sum_over(mesh, rows.class_axes, losses, "sum", "nll_loss")
         shape = [n for dim, n in enumerate(rows.scores.shape) if dim != rows.class_dim]
         spec = make_spec(mesh, rows.placements, shape, contiguous_stride(shape), losses.dtype)
@@ -218,14 +220,53 @@ def _nll_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[D
     numbers = torch.cat([losses.sum().view(1), counts if rows.counted_here else torch.zeros_like(counts)])
     numbers = _sum_over(mesh, sorted([*rows.row_axes, *rows.class_axes]), numbers, "sum", "nll_loss")
     total, weights, num_bad = numbers.unbind()
-    _refuse_bad_labels(rows, int(num_bad) if losses.device.type == "cpu" else 0)
+    _refuse_bad_labels(rows.scores, int(num_bad) if losses.device.type == "cpu" else 0)
     return _scalar(mesh, total / weights if reduction == _MEAN else total.clone()), _scalar(mesh, weights.clone())
 
 
-def _refuse_bad_labels(rows: _Rows, num_bad: int) -> None:
+def _has_whole_classes(scores: DTensor) -> bool:
+    """Whether ranks have whole rows, so that the kernel of local tensors gives a rank's part of the loss."""
+    return scores.ndim > 1 and all(
+        p.is_replicate() or (type(p) is Shard and p.dim not in (1, 1 - scores.ndim)) for p in scores.placements
+    )
+
+
+def _whole_rows(op: Any, scores: DTensor, target: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The local scores, labels and weights of classes."""
+    mesh = scores.device_mesh
+    placements = tuple(without_dim(placement, 1) for placement in scores.placements)
+    labels = local_part(target, mesh, placements, op, "target")
+    weights = None if weight is None else local_part(weight, mesh, (Replicate(),) * mesh.ndim, op, "weight")
+    return local_of(scores), labels, weights
+
+
+def _loss_of_whole_rows(
+    op: Any, scores: DTensor, target: Any, weight: Any, reduction: int, ignore_index: int
+) -> tuple[DTensor, DTensor]:
+    mesh = scores.device_mesh
+    local, labels, class_weights = _whole_rows(op, scores, target, weight)
+    num_bad = 0
+    try:
+        total, weights = op(local, labels, class_weights, _SUM, ignore_index)
+    except IndexError:  # raised below, on all ranks
+        outside = (labels < 0) | (labels >= local.shape[1])
+        num_bad = int((outside & (labels != ignore_index)).sum())
+        total = weights = local.new_zeros(())
+    numbers = torch.stack([total, weights, total.new_full((), num_bad)])
+    if local.element_size() < 4:  # a count of rows has more digits than half precision
+        numbers = numbers.float()
+    axes = [axis for axis, p in enumerate(scores.placements) if not p.is_replicate() and mesh.size(axis) > 1]
+    total, weights, bad = _sum_over(mesh, axes, numbers, "sum", "nll_loss").unbind()
+    _refuse_bad_labels(scores, int(bad) if total.is_cpu else 0)
+    result = total / weights if reduction == _MEAN else total.clone()
+    return _scalar(mesh, result.to(local.dtype)), _scalar(mesh, weights.to(local.dtype, copy=True))
+
+
+def _refuse_bad_labels(scores: DTensor, num_bad: int) -> None:
     if num_bad:
+        last = scores.shape[min(scores.ndim - 1, 1)] - 1
         raise LabelError(
-            f"nll_loss: {num_bad} labels are out of bounds; a label is a class 0..{rows.scores.shape[rows.class_dim] - 1} "
+            f"nll_loss: {num_bad} labels are out of bounds; a label is a class 0..{last} "
             "or ignore_index: check the labels, or the model's number of classes"
         )
 
@@ -240,6 +281,14 @@ def _mixed_loss(scores: torch.Tensor, target: Any) -> str:
 @handles(_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default, applies=is_spread, takes_plain=True)
 def _nll_loss_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     grad, scores, target, weight, reduction, ignore_index, total_weight = args
+    if reduction != _NONE and _has_whole_classes(scores):
+        replicated = (Replicate(),) * scores.device_mesh.ndim
+        local, labels, class_weights = _whole_rows(op, scores, target, weight)
+        share = local_part(grad, scores.device_mesh, replicated, op, "grad_output")
+        total = local_part(total_weight, scores.device_mesh, replicated, op, "total_weight")
+        share = share / total if reduction == _MEAN else share
+        found = op(share, local, labels, class_weights, _SUM, ignore_index, total)
+        return _like(scores, found, found.dtype)
     rows = _Rows.of(op, scores, target, weight, ignore_index)
     mesh = rows.scores.device_mesh
     replicated = (Replicate(),) * mesh.ndim
