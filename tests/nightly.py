@@ -36,6 +36,23 @@ _SIMULATED = "test_big_meshes and test_ops_simulated run on 64 simulated ranks"
 
 NIGHTLY = [
     Family(
+        "test_proposals.py",
+        "test_drawn_proposals_equal_one_device",
+        tuple(
+            f"{name}-{n}" for name in ("llama", "gpt2", "mixtral", "vit", "net") for n in range(6) if n or name != "net"
+        ),
+        "three drawn proposals for a network that no plan was written for; the plans of the zoo train in test_training.py",
+    ),
+    Family("test_proposals.py", "test_drawn_stages_equal_one_device", ("1", "2", "3"), "one drawn pipeline"),
+    Family("test_proposals.py", "test_other_axes", ("context",), "ranks of experts"),
+    Family(
+        "test_search.py",
+        "test_closed_form_is_the_estimate",
+        tuple(f"{kind}-{n}" for kind in ("Llama", "Mixtral") for n in range(4) if n or kind != "Llama"),
+        "two drawn choices of a Llama",
+    ),
+    Family("test_search.py", "test_more_memory_is_never_worse", (), "small and large memory, one each"),
+    Family(
         "test_measured.py",
         "test_bytes_of_a_step",
         ("dp", "tp", "zero3 uneven", "tp full", "zero3 full", "tp selective", "zero3 selective", "zero3 offload")

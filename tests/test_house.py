@@ -37,6 +37,7 @@ FLOORS = {
     "optim": 6,
     "estimation": 7,
     "debug": 7,
+    "plan_search": 8,
     "simulation": 8,
     "cli": 9,
 }

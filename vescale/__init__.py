@@ -19,6 +19,7 @@ _PUBLIC: dict[str, str] = {
     "checkpoint": "vescale.checkpoint",
     "debug": "vescale.debug",
     "estimate": "vescale.estimation",
+    "search": "vescale.plan_search",
     "Layout": "vescale.buffer",
     "ShardedBatchSampler": "vescale.rng",
     "deferred_init": "vescale.rng",

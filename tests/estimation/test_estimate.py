@@ -24,6 +24,9 @@ from vescale.cli import main
 from vescale.compat import local_of
 from vescale.compat.fake_worlds import fake_world
 from vescale.estimation import device_names, device_of, estimate
+from vescale.estimation._memory_log import Instant, MemoryLog
+from vescale.estimation._unfilled import UnfilledTensors
+from vescale.estimation._unknown_values import Routing
 from vescale.ir import lower
 from vescale.plans import PlanError
 from vescale.runtime import TokenExchange, parallelize
@@ -128,6 +131,20 @@ def test_equal_modules_run_once(plan: str) -> None:
     assert reduced.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.005)
     assert reduced.peak.saved_bytes == whole.peak.saved_bytes
     assert reduced.time.flops == whole.time.flops
+
+
+def test_numbers_that_nobody_computed_are_unknown() -> None:
+    """What is in memory by chance decides nothing: not for parameters, nor for what comes from ranks that do not exist."""
+    with torch.device("meta"):
+        layer = nn.Linear(4, 4)
+    mode = UnfilledTensors(MemoryLog(lambda: Instant(0, "forward", None)), Routing())
+    with fake_world(2, 0), mode:
+        layer.to_empty(device="cpu")
+        assert not mode.is_known(layer.weight) and mode.is_known(torch.ones(4))
+        received = torch.empty(4, dtype=torch.float32)
+        dist.all_to_all_single(received, torch.ones(0), [0, 4], [0, 0])
+        assert not mode.is_known(received)
+        assert layer(torch.ones(2, 4)).topk(2).indices.unique().numel() > 1, "experts are chosen as the load says"
 
 
 def test_nothing_changes_around() -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from vescale.estimation import Estimate
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "parse_dtype", "parse_input", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,10 +67,10 @@ def run(args: argparse.Namespace) -> int:
             "give PLAN, --model and --batch, as: llama --model hf:config.json --mesh dp=2 --batch input_ids=8x4096"
         )
     model, mesh = load_model(args.model), parse_mesh(args.mesh)
-    batch = dict(_input(text) for text in args.batch)
+    batch = dict(parse_input(text) for text in args.batch)
     try:
         if args.dtype is not None:
-            model = model.to(_dtype(args.dtype))
+            model = model.to(parse_dtype(args.dtype))
         plan = load_plan(args.plan, mesh)
         with working("running a rank without numbers"):
             found = estimate(
@@ -106,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def _input(text: str) -> tuple[str, Any]:
+def parse_input(text: str) -> tuple[str, Any]:
+    """An input of ``--batch``: its name, and a shape or a meta tensor."""
     import torch
 
     name, _, rest = text.partition("=")
@@ -115,10 +116,11 @@ def _input(text: str) -> tuple[str, Any]:
     if not name.isidentifier() or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise UsageError(f"--batch {text}: write NAME=SHAPE[:DTYPE], as input_ids=8x4096 or x=8x16:bfloat16")
     numbers = tuple(int(size) for size in sizes)
-    return name, torch.empty(numbers, dtype=_dtype(dtype_name), device="meta") if dtype_name else numbers
+    return name, torch.empty(numbers, dtype=parse_dtype(dtype_name), device="meta") if dtype_name else numbers
 
 
-def _dtype(name: str) -> Any:
+def parse_dtype(name: str) -> Any:
+    """A dtype by its name in torch."""
     import torch
 
     found = getattr(torch, name, None)

@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Show what a plan does to a model: instructions, hooks, predicted collectives.",
     ),
     "estimate": ("vescale.cli._estimate", "Estimate memory of every rank and seconds of a step, without ranks."),
+    "search": ("vescale.cli._search", "Find meshes and plans for a model on a number of devices, the fastest first."),
     "simulate": (
         "vescale.cli._simulate",
         "Run a script as some ranks of a job, without devices: memory, collectives, mismatches, deadlocks.",
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 # Commands that start no process: they may end without tearing down torch, which takes a third of a second.
-_ENDS_AT_ONCE = ("advise", "diff", "env", "estimate", "explain", "lint", "new", "plan", "zoo")
+_ENDS_AT_ONCE = ("advise", "diff", "env", "estimate", "explain", "lint", "new", "plan", "search", "zoo")
 
 
 def run_and_exit() -> NoReturn:

@@ -46,6 +46,7 @@ from vescale.errors._estimation import (
     DeviceTableError,
     EstimateArgumentError,
     EstimateError,
+    SearchError,
     SimulationError,
     WhatIfError,
 )
@@ -268,6 +269,7 @@ __all__ = [
     "SaveFailedError",
     "SavePretrainedError",
     "ScheduleError",
+    "SearchError",
     "SetDataError",
     "ShardBatchError",
     "ShardedStateError",

@@ -9,6 +9,7 @@ __all__ = [
     "DeviceTableError",
     "EstimateArgumentError",
     "EstimateError",
+    "SearchError",
     "SimulationError",
     "WhatIfError",
 ]
@@ -42,3 +43,9 @@ class WhatIfError(Coded, ValueError):
     """A change of `--what-if` cannot be read."""
 
     code = "VS1503"
+
+
+class SearchError(Coded, ValueError):
+    """A search cannot be made with this number of devices, batch or model."""
+
+    code = "VS1507"

@@ -2,20 +2,30 @@
 
 from vescale.estimation._calibrate import calibrate
 from vescale.estimation._compare import Comparison, EstimateWarning, compare
-from vescale.estimation._depth import Repeats, repeats_of
+from vescale.estimation._depth import Repeats, keep_first_and_last, repeats_of
 from vescale.estimation._devices import Device, Efficiency, device_names, device_of
-from vescale.estimation._estimate import Estimate, RankMemory, estimate
+from vescale.estimation._estimate import Estimate, RankMemory, estimate, routing_of
 from vescale.estimation._html import page
 from vescale.estimation._implicit import implicit_reports
 from vescale.estimation._memory_log import Instant, MemoryLog
-from vescale.estimation._memory_timeline import CATEGORIES, timeline_of
-from vescale.estimation._optimizers import OPTIMIZERS
+from vescale.estimation._memory_timeline import CATEGORIES, MemoryTimeline, timeline_of
+from vescale.estimation._op_costs import OpCosts
+from vescale.estimation._optimizers import OPTIMIZERS, make_optimizer
 from vescale.estimation._received_tokens import balanced_tokens
-from vescale.estimation._rehearsal import Rehearsal, classify
-from vescale.estimation._step_time import StepTime
+from vescale.estimation._rehearsal import Rehearsal, classify, rehearse
+from vescale.estimation._skeleton import loss_of, make_batch, skeleton_of
+from vescale.estimation._step_time import (
+    OpSeconds,
+    StepTime,
+    is_of_parameters,
+    names_block,
+    op_seconds,
+    record_seconds,
+    trained_share,
+)
 from vescale.estimation._unfilled import UnfilledTensors
 from vescale.estimation._unknown_values import Routing
-from vescale.estimation._variants import WHAT_IF, what_if, zero_plan, zero_table
+from vescale.estimation._variants import WHAT_IF, unit_paths, what_if, zero_plan, zero_table
 
 __all__ = [
     "CATEGORIES",
@@ -28,6 +38,9 @@ __all__ = [
     "EstimateWarning",
     "Instant",
     "MemoryLog",
+    "MemoryTimeline",
+    "OpCosts",
+    "OpSeconds",
     "RankMemory",
     "Rehearsal",
     "Repeats",
@@ -42,9 +55,22 @@ __all__ = [
     "device_of",
     "estimate",
     "implicit_reports",
+    "is_of_parameters",
+    "keep_first_and_last",
+    "loss_of",
+    "make_batch",
+    "make_optimizer",
+    "names_block",
+    "op_seconds",
     "page",
+    "record_seconds",
+    "rehearse",
     "repeats_of",
+    "routing_of",
+    "skeleton_of",
     "timeline_of",
+    "trained_share",
+    "unit_paths",
     "what_if",
     "zero_plan",
     "zero_table",

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vescale.compat import tree_leaves
+from vescale.compat import tree_leaves, tree_map
 
 __all__ = ["follow_collective"]
 
@@ -22,10 +22,11 @@ class _Values(Protocol):
 def follow_collective(values: _Values, op: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
     """Call a collective, which does nothing on the ``fake`` backend, and give its outputs what ranks with equal data would
     get; unknown values, where they are moved, stay unknown."""
-    result = op(*args, **kwargs)
     name = op.overloadpacket.__name__
     values.log.communicated(x.untyped_storage() for x in tensors if x.numel())
-    known = bool(tensors) and all(values.is_known(x) for x in _inputs(name, args))
+    given = _inputs(name, args)  # one without elements says nothing about what the others send
+    known = any(x.numel() for x in given) and all(values.is_known(x) for x in given)
+    result = op(*args, **kwargs) if known or op.namespace != "c10d" else _call_empty(op, args, kwargs)
     outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)] or _outputs(name, args)
     for x in outputs:
         if not known:
@@ -35,6 +36,25 @@ def follow_collective(values: _Values, op: Any, args: Any, kwargs: Any, tensors:
     if known:
         _fill(name, args, outputs)
     return result
+
+
+def _call_empty(op: Any, args: Any, kwargs: Any) -> Any:
+    """The call on tensors without elements, with the tensors in its result: the backend copies inputs to outputs, which
+    would write to memory that nothing else touches."""
+    stand_ins: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def empty(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        stand_ins.append((x.new_empty(0), x))
+        return stand_ins[-1][0]
+
+    def full(x: Any) -> Any:
+        return next((own for stand_in, own in stand_ins if stand_in is x), x)
+
+    # Numbers in lists are sizes of the ranks' parts.
+    args = [[] if isinstance(a, list) and a and all(type(n) is int for n in a) else tree_map(empty, a) for a in args]
+    return tree_map(full, op(*args, **{name: tree_map(empty, value) for name, value in kwargs.items()}))
 
 
 def _inputs(name: str, args: Any) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from vescale.ir import Local, Program, Wrap, lower
 from vescale.placements import shard_dim
 from vescale.plans import Plan
 
-__all__ = ["Estimate", "RankMemory", "estimate"]
+__all__ = ["Estimate", "RankMemory", "estimate", "routing_of"]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -208,7 +208,7 @@ def estimate(
     def run(repeats: tuple[Repeats, ...], rank: int = rank) -> Rehearsal:
         copy = skeleton_of(model)
         keep_first_and_last(copy, repeats)
-        routing = _routing(program, load, rank)
+        routing = routing_of(program, load, rank)
         return rehearse(
             copy, plan, program.axes, rank, inputs, maker, loss or loss_of, num_steps=steps, routing=routing
         )
@@ -258,7 +258,8 @@ def estimate(
     return Estimate(program, table, ranks, outside, time, tuple(notes), given)
 
 
-def _routing(program: Program, load: float | list[float], rank: int) -> Routing:
+def routing_of(program: Program, load: float | list[float], rank: int) -> Routing:
+    """How tokens choose among the experts of a rank; ``load`` as in :func:`estimate`."""
     sizes = dict(zip(program.axes.names, program.axes.sizes))
     experts = next((i.op.experts for i in program if isinstance(i.op, Local) and i.op.kind == "experts"), ())
     coordinate = np.unravel_index(rank, program.axes.sizes)

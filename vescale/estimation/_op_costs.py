@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from vescale.compat import tree_leaves
 from vescale.estimation._memory_log import Instant
+from vescale.estimation._tensors_in import tensors_in
 
 __all__ = ["OpCost", "OpCosts"]
+
+
+# Memory is reserved, or given to a tensor: nothing is read or written.
+_MOVES_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_")
 
 
 @dataclass
@@ -38,10 +42,10 @@ class OpCosts:
     by_key: dict[tuple[str, str | None, str, torch.dtype, int, int], int] = field(default_factory=dict)
 
     def add(self, place: Instant, op: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if op.namespace != "aten":
+        if op.namespace != "aten" or op.overloadpacket.__name__ in _MOVES_NOTHING:
             return
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        results = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        tensors = tensors_in(args, kwargs)
+        results = tensors_in(result)
         if not results or (all(any(_same(x, y) for y in tensors) for x in results) and not op._schema.is_mutable):
             return  # a view
         largest = max((*tensors, *results), key=torch.Tensor.numel)

@@ -54,6 +54,7 @@ class Rehearsal:
         costs: of the ops of the last step.
         collectives: of the last step.
         states: of the optimizer.
+        trained: elements that the optimizer gets, by the path of their module.
         num_steps: how many steps have run.
     """
 
@@ -64,6 +65,7 @@ class Rehearsal:
     costs: OpCosts = field(default_factory=OpCosts)
     collectives: list[CommRecord] = field(default_factory=list)
     states: list[StateTensor] = field(default_factory=list)
+    trained: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -77,15 +79,20 @@ class _Place:
         if self.phase == "backward":
             activation = current_activation()
             if activation is not None:
-                return Instant(self.step, "recompute", activation.frames[-1].path)
+                return Instant(self.step, "recompute", _path(activation))
             found = locate()
             return Instant(self.step, "backward", found.path if found is not None else None)
         if self.phase == "forward":
             activation = current_activation()
             if activation is not None:
-                return Instant(self.step, "forward", activation.frames[-1].path)
+                return Instant(self.step, "forward", _path(activation))
             return Instant(self.step, "loss", None)
         return Instant(self.step, self.phase, None)
+
+
+def _path(activation: Any) -> str:
+    """Of the module that runs; the model's own while it begins or ends."""
+    return str(activation.frames[-1].path) if activation.frames else ""
 
 
 def rehearse(
@@ -131,6 +138,11 @@ def rehearse(
                 found.collectives = ledger.records
             place.phase = "start"
             found.states = list(_states(model, optimizer))
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    local = local_of(parameter) if isinstance(parameter, DTensor) else parameter
+                    path = name.rpartition(".")[0]
+                    found.trained[path] = found.trained.get(path, 0) + local.numel()
             log.is_closed = True
     return found
 

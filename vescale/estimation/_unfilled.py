@@ -20,6 +20,7 @@ from torch import nn
 from vescale.compat import FakeTensor, TorchDispatchMode, tree_leaves, tree_map
 from vescale.estimation._collectives import follow_collective
 from vescale.estimation._memory_log import MemoryLog
+from vescale.estimation._tensors_in import tensors_in
 from vescale.estimation._unknown_values import Routing, unknown_scalar, unknown_values
 
 __all__ = ["UnfilledTensors"]
@@ -86,12 +87,16 @@ class UnfilledTensors(TorchDispatchMode):
         if any(t not in _PLAIN for t in types):
             # Shapes are propagated on fake tensors; other subclasses run ops on tensors that they hold, which come here.
             return func(*args, **kwargs) if any(issubclass(t, FakeTensor) for t in types) else NotImplemented
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors = tensors_in(args, kwargs)
         if any(x.is_meta for x in tensors) or str(kwargs.get("device", "")) == "meta":
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            for x in tensors_in(result):
+                if not x.is_meta and x.is_floating_point():  # memory for a parameter that had none
+                    self.forget(x)
+            return result
         result = self._run(func, args, kwargs, tensors)
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor):
+        for x in tensors_in(result):
+            if not isinstance(x, FakeTensor):
                 self.log.see(x.untyped_storage())
         if self._listener is not None:
             self._listener(func, args, kwargs, result)

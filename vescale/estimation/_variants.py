@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import Replicate
 
 from vescale.errors import EstimateError, WhatIfError
@@ -25,7 +26,7 @@ from vescale.plans import (
     UnitEntry,
 )
 
-__all__ = ["WHAT_IF", "changed", "what_if", "zero_plan", "zero_table"]
+__all__ = ["WHAT_IF", "changed", "unit_paths", "what_if", "zero_plan", "zero_table"]
 
 WHAT_IF = (
     "batch=16, sequence=4096, stage=2 (of ZeRO), offload=true, checkpoint=full (selective, offload, none), "
@@ -206,9 +207,11 @@ def _hybrid(plan: Plan, axis: str, part: int, units: tuple[str, ...]) -> Plan:
 
 def _unit_paths(estimate: Estimate) -> tuple[str, ...]:
     """Expressions for the repeated blocks of the model."""
-    from torch import nn
+    return unit_paths(estimate.given["model"])
 
-    model: nn.Module = estimate.given["model"]
+
+def unit_paths(model: nn.Module) -> tuple[str, ...]:
+    """Expressions for the repeated blocks of a model: the items of its outermost lists."""
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     return tuple(re.escape(path) + r"\.\d+" for path in outer)

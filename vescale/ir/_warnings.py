@@ -44,6 +44,7 @@ def _redundant_entries(plan: Plan, resolution: Resolution, index: ModelIndex, fi
     used = {id(choice.entry) for planned in _all_roles(resolution) for choice in planned.items().values()}
     used |= {id(entry) for methods in resolution.attention.values() for _, entry in methods.values()}
     used |= {id(entry) for entry in (*resolution.locals.values(), *resolution.units.values())}
+    used |= {id(entry) for entry in (*resolution.checkpoints.values(), *resolution.precisions.values())}
     for entry in plan.entries:
         states = [index.states.get(name) for name in resolution.matches.get(id(entry), ())]
         tied = any(state is not None and len(state.names) > 1 for state in states)  # it matters for untied models

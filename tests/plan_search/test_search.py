@@ -1,0 +1,231 @@
+"""Searches: figures against vescale.estimate, what is rejected and why, the command, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import vescale
+from tests.plan_search.models import MODELS, changed, staged_llama
+from vescale.cli import main
+from vescale.errors import SearchError
+from vescale.estimation import Device, device_of, estimate
+from vescale.ir import check
+from vescale.plan_search import Search, search
+from vescale.plan_search._search import Looked
+from vescale.plans import Plan
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
+MEMORY, SECONDS = 0.12, 0.10  # how far a closed form may be off
+
+
+def config(folder: Path, **changes: Any) -> str:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**CONFIG, **changes}))
+    return f"hf:{file}"
+
+
+def decoder(kind: str, **sizes: Any) -> torch.nn.Module:
+    import transformers
+
+    given = {name: value for name, value in CONFIG.items() if name not in ("model_type", "architectures")}
+    made = getattr(transformers, f"{kind}Config")(**{**given, **sizes})
+    with torch.device("meta"):
+        return getattr(transformers, f"{kind}ForCausalLM")(made)
+
+
+def small(memory: float) -> Device:
+    table = device_of("h100-80g")
+    return replace(table, name="small", memory_bytes=int(memory), outside_bytes={})
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
+def test_closed_form_is_the_estimate(kind: str, seed: int) -> None:
+    """Of drawn choices, with drawn policies, on a mesh of 16 ranks."""
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2} if kind == "Mixtral" else {}
+    model, batch = decoder(kind, **sizes), {"input_ids": (32, 128)}
+    found = search(model, devices=16, batch=batch, exact=0)
+    generator = random.Random(f"{kind} {seed}")
+    one_stage = [one for one in found.proposals if one.choice.pp == 1]
+    looked = Looked(model, 16, batch, found.device)
+    for proposal in generator.sample(one_stage, 2):
+        policy = generator.choice(("none", "selective", "full"))
+        choice, plan = changed(proposal, checkpoint=policy)
+        known = estimate(model, plan, batch=batch, device=found.device, steps=2)
+        own = looked.figures(choice)
+        assert own.peak_bytes == pytest.approx(known.peak_bytes, rel=MEMORY), choice
+        assert own.step_seconds == pytest.approx(known.step_seconds, rel=SECONDS), choice
+        assert own.terms["compute"] == pytest.approx(known.time.compute, rel=0.01), choice
+
+
+def test_every_choice_has_an_answer() -> None:
+    """What fits is ranked, what does not has a reason, and nothing is both. Every mesh has all devices."""
+    found = search(decoder("Llama"), devices=4, batch={"input_ids": (8, 64)}, device=small(20e6), exact=2)
+    seconds = [one.figures.step_seconds for one in found.proposals]
+    assert seconds == sorted(seconds)
+    known = next(one for one in found.proposals if one.figures.is_exact)
+    first = found.proposals[: found.proposals.index(known)]
+    assert all(one.choice.pp > 1 for one in first), (
+        "what is faster than the first estimate is estimated, too, but for stages"
+    )
+    assert all(math.prod(one.choice.axes.values()) == 4 for one in found.proposals)
+    assert all(one.figures.needed_bytes <= 20e6 for one in found.proposals)
+    rejected = [json.dumps(one.what, sort_keys=True) for one in found.rejected]
+    assert not set(rejected) & {json.dumps(one.choice.describe(), sort_keys=True) for one in found.proposals}
+    assert all(one.reason for one in found.rejected)
+    assert {"memory", "slower", "mesh"} <= {one.rule for one in found.rejected}
+    memory = [one for one in found.rejected if one.rule == "memory"]
+    assert all(one.needed_bytes is not None and one.needed_bytes > 20e6 for one in memory)
+    again = estimate(decoder("Llama"), known.plan(), batch={"input_ids": (8, 64)}, device=small(20e6), steps=2)
+    assert again.needed_bytes == known.figures.needed_bytes and again.step_seconds == known.figures.step_seconds
+
+
+def test_more_memory_is_never_worse() -> None:
+    """What fits a small device fits a larger one, and the best is at least as fast."""
+    given = {"devices": 4, "batch": {"input_ids": (8, 64)}, "exact": 0}
+    sizes = [search(decoder("Llama"), device=small(memory), **given) for memory in (20e6, 30e6, 200e6)]
+    best = [one.best.figures.step_seconds for one in sizes if one.best is not None]
+    assert best == sorted(best, reverse=True) and len(best) >= 2
+    policies = [{one.choice.checkpoint for one in found.proposals} for found in sizes]
+    assert policies[-1] == {"none"} and policies[0] != {"none"}
+
+
+def test_stages_have_as_much_as_their_blocks() -> None:
+    """A pipeline's memory: more micro-batches never need more, and two stages need less than the whole model."""
+    found = search(staged_llama().float(), devices=4, batch={"input_ids": (16, 32)}, exact=0)
+    staged = [one for one in found.proposals if one.choice.pp > 1]
+    assert {one.choice.pp for one in staged} == {2, 4}
+    whole = next(one for one in found.proposals if one.choice.axes == {"dp": 4} and one.choice.zero == 0)
+    two = [one for one in staged if one.choice.axes == {"pp": 2, "dp": 2} and one.choice.schedule == "1F1B"]
+    two = [one for one in two if one.choice.zero == 0]
+    peaks = [one.figures.peak_bytes for one in sorted(two, key=lambda one: one.choice.microbatches)]
+    assert peaks == sorted(peaks, reverse=True) and len(peaks) > 1
+    assert min(peaks) < whole.figures.peak_bytes
+    assert all(one.figures.terms["bubble"] > 0 for one in staged)
+
+
+def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = search(decoder("Llama"), devices=1, batch={"input_ids": (4, 24)}, device=small(1e6))
+    assert not found.fits and found.best is None
+    assert "GiB more than small has" in found.advice()[0] and "more devices" in found.advice()[1]
+    table = tmp_path / "tiny.yaml"
+    data = yaml.safe_load((Path(vescale.__file__).parent / "estimation/devices/h100-80g.yaml").read_text())
+    table.write_text(yaml.safe_dump({**data, "memory_bytes": 1_000_000}))
+    call = [
+        "search",
+        "--model",
+        config(tmp_path),
+        "--devices",
+        "2",
+        "--batch",
+        "input_ids=4x32",
+        "--device",
+        str(table),
+    ]
+    output = tmp_path / "plan.yaml"
+    assert main([*call, "--output", str(output), "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert data["proposals"] == [] and data["advice"] and not output.exists()
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.yaml"
+    call = ["search", "--model", config(tmp_path), "--devices", "4", "--batch", "input_ids=8x32", "--exact", "1"]
+    assert main([*call, "--output", str(output), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {"devices", "device", "memory_bytes", "rows", "seconds", "fits", "proposals", "rejected", "advice"} == set(
+        data
+    )
+    best = data["proposals"][0]
+    assert (
+        (best["exact"] or best["pipeline"]) and best["tokens_per_second"] > 0 and math.prod(best["mesh"].values()) == 4
+    )
+    assert {"mesh", "source", "sequence_parallel", "zero", "checkpoint", "pipeline", "step_seconds", "terms"} <= set(
+        best
+    )
+    assert all(one["rule"] and one["reason"] for one in data["rejected"])
+    plan = Plan.from_yaml(output)
+    assert plan.axes.sizes == tuple(best["mesh"].values()) and not check(plan, decoder("Llama"))
+    assert main([*call, "--rejected", "--top", "2"]) == 0
+    assert "plans fit 4 x h100-80g" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"devices": 0}, "devices is 0"),
+        ({"devices": -2}, "devices is -2"),
+        ({"devices": True}, "devices is True"),
+        ({"devices": 2, "exact": -1}, "exact is -1"),
+        ({"devices": 2, "device": "h10"}, "h10"),
+        ({"devices": 2, "optimizer": "adamv"}, "adamw"),
+        ({"devices": 2, "precision": "bf17"}, "bf17"),
+        ({"devices": 2, "batch": {"tokens": (4, 8)}}, "does not run"),
+        ({"devices": 2, "batch": {}}, "no tensor"),
+        ({"devices": 2, "batch": {"inputs_embeds": (4, 8, 3)}}, "does not run"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else "",
+)
+def test_bad_input(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=problem):
+        search(decoder("Llama"), **{"batch": {"input_ids": (4, 8)}, **given})
+
+
+def test_bad_input_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = config(tmp_path)
+    for arguments in (["--devices", "0"], ["--devices", "2", "--device", "h10"], ["--devices", "2", "--dtype", "x"]):
+        assert main(["search", "--model", model, "--batch", "input_ids=4x8", *arguments]) == 2
+    assert main(["search", "--model", "hf:none.json", "--devices", "2", "--batch", "input_ids=4x8"]) == 2
+    assert main(["search", "--model", model, "--devices", "2", "--batch", "input_ids"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_numbers_that_divide_nothing() -> None:
+    """A prime number of devices, and a batch that they do not divide: what is left, or why nothing is."""
+    found = search(decoder("Llama"), devices=7, batch={"input_ids": (8, 16)}, exact=0)
+    reasons = " ".join(one.reason for one in found.rejected)
+    assert "a batch of 8 rows is no multiple of 7 ranks of data" in reasons
+    assert all(one.choice.dp == 1 for one in found.proposals)
+    assert "no multiple of 7" in reasons and (found.fits or found.advice())
+
+
+def test_a_model_that_fails_says_so() -> None:
+    class Broken(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no such thing")
+
+    with pytest.raises(SearchError, match="no such thing"):
+        search(Broken(), devices=2, batch={"x": (4, 4)})
+
+
+def test_nothing_changes_around() -> None:
+    model = MODELS["net"].build()
+    before, state = dict(model.named_parameters()), torch.get_rng_state()
+    shapes = {"x": torch.empty(4, 6, 12), "wanted": torch.zeros(4, 6, dtype=torch.int64)}
+    found = search(model, devices=2, batch=shapes, exact=1)
+    assert isinstance(found, Search) and found.fits
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert torch.equal(torch.get_rng_state(), state) and not torch.distributed.is_initialized()

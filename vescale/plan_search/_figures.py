@@ -1,0 +1,182 @@
+"""Memory and seconds of a choice in closed form, from the profile of its ops.
+
+Sizes of activations grow with the rows of a rank; parameters, gradients and optimizer states are divided by the ranks that
+share them. ``tests/plan_search`` compares with :func:`vescale.estimate`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from vescale.comm import CommRecord
+from vescale.estimation import Device, OpCosts, OpSeconds, op_seconds, record_seconds
+from vescale.plan_search._choice import REPLICAS, Choice
+from vescale.plan_search._optimizer_cost import OptimizerCost
+from vescale.plan_search._profile import Arrays, Profile
+from vescale.plans import MeshAxes
+
+__all__ = ["Figures", "Setting", "communication", "figures_of", "scaled_ops", "states_of"]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a step, on the rank that needs most.
+
+    Attributes:
+        peak_bytes: of PyTorch's allocator; ``needed_bytes``: with what is outside of it.
+        terms: seconds of ``compute``, ``memory``, ``exposed``, ``bubble`` and ``host``.
+        step_seconds: what they come to.
+        is_exact: they are those of :func:`vescale.estimate` for this plan.
+    """
+
+    peak_bytes: int
+    needed_bytes: int
+    terms: Mapping[str, float]
+    step_seconds: float
+    is_exact: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all choices of a search have in common.
+
+    Attributes:
+        device: what they run on; ``optimizer``: what it keeps.
+        gathered, reduced: bytes of a gathered parameter, and of a gradient that is reduced, for each byte of a parameter.
+    """
+
+    device: Device
+    optimizer: OptimizerCost
+    gathered: float = 1.0
+    reduced: float = 1.0
+
+
+def figures_of(profile: Profile, choice: Choice, rows: int, setting: Setting) -> Figures:
+    """Of a choice without stages.
+
+    Args:
+        profile: of the choice's ops.
+        rows: of the batch, of each rank.
+        setting: device and optimizer.
+    """
+    arrays = profile.arrays(profile.num_blocks)
+    peak = _peak(arrays, choice, rows / profile.rows, max(profile.num_blocks, 1), setting)
+    ops = scaled_ops(profile, rows, setting.device)
+    waited, hidden = communication(profile, choice, rows, arrays, setting)
+    trained = arrays.trained / (choice.dp if choice.zero else 1)
+    device = setting.device
+    memory = ops.memory + trained * setting.optimizer.moved / (device.bandwidth * device.bandwidth_efficiency)
+    num_ops = ops.num_ops + profile.num_tensors * setting.optimizer.num_ops
+    terms = {
+        "compute": ops.compute,
+        "memory": memory,
+        "exposed": waited + max(0.0, hidden - ops.compute - memory),
+        "bubble": 0.0,
+        "host": host_seconds(num_ops, choice, device),
+    }
+    return make_figures(peak, choice, device, terms)
+
+
+def make_figures(peak: float, choice: Choice, device: Device, terms: Mapping[str, float]) -> Figures:
+    outside = sum(device.outside(MeshAxes.of(choice.axes)).values())
+    seconds = max(sum(value for name, value in terms.items() if name != "host"), terms["host"])
+    return Figures(math.ceil(peak), math.ceil(peak) + outside, terms, seconds)
+
+
+def host_seconds(num_ops: float, choice: Choice, device: Device) -> float:
+    is_distributed = math.prod(choice.axes.values()) > 1
+    return num_ops * (device.op_seconds + (device.dtensor_seconds if is_distributed else 0.0))
+
+
+def scaled_ops(profile: Profile, rows: int, device: Device, only: str = "") -> OpSeconds:
+    """Of all ops, those of blocks (``only="blocks"``), or the others (``"outer"``), with so many rows."""
+    key = (rows, only)
+    if key not in profile.ops:
+        scale = rows / profile.rows
+        costs = OpCosts()
+        for (phase, module, op, dtype, flops, moved), calls in profile.rehearsal.costs.by_key.items():
+            own = (phase, module, op, dtype, int(flops * scale), int(moved * scale))
+            costs.by_key[own] = costs.by_key.get(own, 0) + calls
+        chosen = {"blocks": profile.is_of_blocks, "outer": lambda m: not profile.is_of_blocks(m)}.get(only)
+        profile.ops[key] = op_seconds(costs, profile.repeats, device, only=chosen)
+    return profile.ops[key]
+
+
+def _peak(arrays: Arrays, choice: Choice, scale: float, num_blocks: int, setting: Setting) -> float:
+    """The most at any instant of a step."""
+    other = arrays.other * scale
+    if not choice.zero or choice.dp == 1:
+        return float((states_of(arrays.parameters, arrays.trained, choice, setting) + arrays.gradients + other).max())
+    trained = arrays.trained / max(arrays.parameters, 1)
+    outer = arrays.outer_parameters
+    block = (arrays.parameters - outer) / num_blocks
+    here = np.where(arrays.in_blocks, 1.0, 2.0)  # the next block is gathered between two
+    if choice.zero == 1:
+        here = np.full(other.shape, float(num_blocks))
+    elif choice.zero == 2:
+        here = np.where(arrays.in_backward & arrays.is_late, here, num_blocks)
+    gathered = setting.gathered * (outer + np.minimum(here, num_blocks) * block)
+    # Gradients are there whole until they are reduced, those of the outer modules until the backward ends; and each twice
+    # while it is reduced.
+    has_begun = np.cumsum(arrays.in_blocks & arrays.in_backward) > 0
+    whole = np.where(arrays.in_backward, arrays.late_parameters, 0) + np.where(has_begun, block, 0.0)
+    reduced = np.where(arrays.is_late, trained * (arrays.parameters - outer) / choice.dp, 0.0)
+    rest = states_of(arrays.parameters, arrays.trained, choice, setting)
+    running = rest + gathered + reduced + trained * setting.reduced * whole + other
+    last = rest + arrays.trained / choice.dp + outer * (setting.gathered + 2 * trained * setting.reduced)
+    return float(max(running.max(), last))
+
+
+def communication(profile: Profile, choice: Choice, rows: int, arrays: Arrays, setting: Setting) -> tuple[float, float]:
+    """(seconds of what a rank waits for, seconds of gathers and reductions of parameters, which run beside the ops)."""
+    axes, device = MeshAxes.of(choice.axes), setting.device
+    waited = 0.0
+    for record in profile.inner_records:
+        scaled = CommRecord(record.op, record.num_ranks, int(record.bytes * rows / profile.rows), axes=record.axes)
+        waited += profile.times_of(record) * record_seconds(scaled, device, axes)
+    return waited, parameter_seconds(profile, choice, arrays, axes, setting)
+
+
+def parameter_seconds(profile: Profile, choice: Choice, arrays: Arrays, axes: MeshAxes, setting: Setting) -> float:
+    """Of gathers of parameters, and reductions of gradients."""
+    ranks = choice.dp if choice.zero else 1
+    trained = arrays.trained
+    records = []
+    for record in profile.gradient_records:
+        names = record.axes.split(",")
+        if "dp" not in names:
+            records.append((profile.times_of(record), record))
+        elif ranks == 1 and record.num_ranks // profile.data_ranks * choice.dp * choice.replicas > 1:
+            own = record.num_ranks // profile.data_ranks * choice.dp * choice.replicas
+            share = (own - 1) / own / ((record.num_ranks - 1) / record.num_ranks)
+            records.append((profile.times_of(record), _record(record.op, own, record.bytes * share, record.axes)))
+    if ranks > 1:
+        num_blocks = max(profile.num_blocks, 1)
+        outer = arrays.outer_parameters
+        block = (arrays.parameters - outer) / num_blocks
+        part = (ranks - 1) / ranks
+        gathers = num_blocks * (2 if choice.zero == 3 and choice.pp == 1 else 1)
+        share = trained / max(arrays.parameters, 1)
+        records += [
+            (gathers, _record("all_gather_v", ranks, block * setting.gathered * part, "dp")),
+            (1, _record("all_gather_v", ranks, outer * setting.gathered * part, "dp")),
+            (num_blocks, _record("reduce_scatter_v", ranks, block * share * setting.reduced * part, "dp")),
+            (1, _record("reduce_scatter_v", ranks, outer * share * setting.reduced * part, "dp")),
+        ]
+        if choice.replicas > 1:
+            size, part = trained * setting.reduced / ranks, (choice.replicas - 1) / choice.replicas
+            records.append((1, _record("all_reduce", choice.replicas, 2 * size * part, REPLICAS)))
+    return sum(times * record_seconds(record, setting.device, axes) for times, record in records)
+
+
+def _record(op: str, num_ranks: int, num_bytes: float, axes: str) -> CommRecord:
+    return CommRecord(op, num_ranks, int(num_bytes), axes=axes)
+
+
+def states_of(parameters: float, gradients: float, choice: Choice, setting: Setting) -> float:
+    """Bytes of parameters and optimizer states at rest, of a rank that has so many without ZeRO."""
+    return (parameters + gradients * setting.optimizer.state) / (choice.dp if choice.zero else 1)

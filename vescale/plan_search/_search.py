@@ -1,0 +1,348 @@
+"""``search``: meshes and plans for a model on a number of devices, ranked by the seconds of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale.errors import ArgumentTypeError, SearchError
+from vescale.estimation import (
+    Device,
+    device_of,
+    estimate,
+    keep_first_and_last,
+    make_batch,
+    repeats_of,
+    skeleton_of,
+    unit_paths,
+)
+from vescale.ir import check
+from vescale.plan_search._candidates import CHECKPOINTS, Family, Rejected, families
+from vescale.plan_search._choice import Choice, Model, plan_of
+from vescale.plan_search._figures import Figures, Setting, figures_of
+from vescale.plan_search._optimizer_cost import optimizer_cost
+from vescale.plan_search._processes import each
+from vescale.plan_search._profile import Profile, profile_of
+from vescale.plan_search._result import Proposal, Search
+from vescale.plan_search._sources import plan_sources
+from vescale.plan_search._stages import staged_figures
+from vescale.plans import LocalEntry, PlanError
+
+__all__ = ["Looked", "search"]
+
+_NAMES = {"none": "without checkpointing", "selective": "with selective checkpointing"}
+
+
+def search(
+    model: nn.Module,
+    *,
+    devices: int,
+    batch: Mapping[str, Any],
+    device: str | Device = "h100-80g",
+    optimizer: Any = "adamw",
+    precision: str | None = None,
+    load: float | list[float] = 1.0,
+    loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
+    exact: int = 3,
+    progress: Callable[[str], None] | None = None,
+) -> Search:
+    """Meshes and plans for ``model`` on ``devices`` devices that fit their memory, the fastest step first.
+
+    Plans come from the zoo, from the model itself (``tp_plan``), or from :func:`vescale.new_plan`; with them go the stage
+    of ZeRO or hybrid sharding, activation checkpointing, parts of sequences between layers and in attention, ranks of
+    experts, and pipeline stages. One step is run without numbers for each way of cutting tensors, with the first and the
+    last of equal blocks; memory and seconds of the choices beyond are computed from it, and the fastest plans are
+    estimated by :func:`vescale.estimate`. No ranks, and no devices, are needed.
+
+    Args:
+        model: on the meta device, deferred or real; not parallelized, and not changed.
+        devices: how many; every mesh uses all of them.
+        batch: the global batch, by name of the forward's inputs: tensors, shapes, or other arguments.
+        device: a name of a table (``h100-80g``, ...), a YAML file, or a table.
+        optimizer: as for :func:`vescale.estimate`.
+        precision: a dtype to compute in, for all plans (``bfloat16``); gradients are reduced in float32. None: the model's.
+        load: of experts, as for :func:`vescale.estimate`.
+        loss: of the model's output and the batch; by default ``output.loss``, or the mean of the first output.
+        exact: how many of the fastest plans are estimated one by one.
+        progress: called with a line for each part of the work.
+
+    Raises:
+        SearchError: a number of devices that is none, or a forward that fails with this batch on one device.
+        TypeError, ValueError: a batch that does not fit, an unknown optimizer or device.
+    """
+    began = time.perf_counter()
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise SearchError(f"search: devices is {devices!r}; give a number of at least 1")
+    if exact < 0:
+        raise SearchError(f"search: exact is {exact}; give 0 or more")
+    table = device_of(device)
+    looked = Looked(model, devices, batch, table, optimizer, precision, load, loss, progress or _no_progress)
+    looked.evaluate()
+    looked.estimate_first(exact)
+    seconds = time.perf_counter() - began
+    proposals = tuple(Proposal(c, f, looked.facts, precision) for c, f in looked.ranked())
+    return Search(devices, table, looked.rows, looked.tokens, proposals, tuple(looked.rejected), seconds)
+
+
+def _no_progress(text: str) -> None:
+    """No progress is shown."""
+
+
+@dataclass
+class Looked:
+    """What has been looked at."""
+
+    model: nn.Module
+    devices: int
+    batch: Mapping[str, Any]
+    table: Device
+    optimizer: Any = "adamw"
+    precision: str | None = None
+    load: Any = 1.0
+    loss: Any = None
+    progress: Callable[[str], None] = _no_progress
+    found: dict[Choice, Figures] = field(default_factory=dict)
+    rejected: list[Rejected] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.skeleton = skeleton_of(self.model)
+        self.repeats = repeats_of(self.skeleton)
+        self.reduced = skeleton_of(self.skeleton)
+        keep_first_and_last(self.reduced, self.repeats)
+        self.inputs = make_batch(self.skeleton, self.batch)
+        self.rows, self.length, self.tokens = _sizes(self.inputs)
+        self.progress("reading the model")
+        self.sources = plan_sources(self.skeleton, self.reduced, self._resized(self.rows))
+        self.facts = self._facts()
+        dtype = next((p.dtype for p in self.skeleton.parameters()), torch.float32)
+        self.setting = Setting(self.table, optimizer_cost(self.optimizer, dtype))
+        if self.precision is not None:
+            gathered = _dtype(self.precision).itemsize / dtype.itemsize
+            self.setting = replace(self.setting, gathered=gathered, reduced=4 / dtype.itemsize)
+
+    def _facts(self) -> Model:
+        blocks = unit_paths(self.skeleton)
+        num_blocks = max((len(one.names) for one in self.repeats), default=0)
+        try:
+            plan = self.sources[0].make({"dp": 1, "tp": 1})
+        except PlanError as error:
+            raise SearchError(f"search: there is no plan to begin with: {error}") from error
+        paths = [e.path.text for e in plan.entries if isinstance(e, LocalEntry) and e.kind == "experts"]
+        sizes = {
+            f"{path}.{name}": parameter.shape[0]
+            for path, module in self.reduced.named_modules()
+            if paths and any(_matches(pattern, path) for pattern in paths)
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+        experts = tuple(rf"{path}\.\w+" for path in paths) if sizes else ()
+        return Model(blocks, num_blocks, experts, tuple(sizes), max(sizes.values(), default=0))
+
+    def _no_stages(self) -> str | None:
+        if len([one for one in self.repeats if len(one.names) > 1]) != 1 or len(self.facts.blocks) != 1:
+            return "pipeline stages are proposed for models with one list of equal blocks, four or more"
+        if getattr(self.model, "config", None) is None or "labels" not in self.inputs:
+            return "pipeline stages are proposed for models whose output has a loss"
+        return None
+
+    def _resized(self, rows: int) -> dict[str, Any]:
+        """The batch with another number of rows, without values."""
+        return {
+            name: torch.empty(
+                rows if x.shape[:1] == (self.rows,) else x.shape[0], *x.shape[1:], dtype=x.dtype, device="meta"
+            )
+            if isinstance(x, torch.Tensor) and x.ndim
+            else x
+            for name, x in self.inputs.items()
+        }
+
+    # Closed forms
+
+    def evaluate(self) -> None:
+        sizes = (self.devices, self.rows, self.length, self.facts, self.sources, self.table.ranks_per_node)
+        every = list(families(*sizes, self._no_stages()))
+        self.rejected += [one for one in every if isinstance(one, Rejected)]
+        own = [one for one in every if isinstance(one, Family)]
+        first = [one for one in own if one.cp == 1 and one.source is self.sources[0]]
+        self._evaluate_all(first)
+        whole = {(choice.tp, choice.ep) for choice in self.found}
+        second = [one for one in own if one.cp == 1 and one.source is not self.sources[0]]
+        reason = "with the sequence in parts between the layers the mesh fits, moves as many bytes, and keeps less"
+        self._reject([one for one in second if (one.tp, one.ep) in whole], reason)
+        self._evaluate_all([one for one in second if (one.tp, one.ep) not in whole])
+        context = [one for one in own if one.cp > 1]
+        if self.found:
+            self._reject(
+                context, "sequences fit without parts in attention, whose exchanges come on top of the same ops"
+            )
+        else:
+            self._evaluate_all(context)
+
+    def _reject(self, some: list[Family], reason: str) -> None:
+        self.rejected += [Rejected(choice.describe(), "slower", reason) for one in some for choice in one.choices]
+
+    def _evaluate_all(self, some: list[Family]) -> None:
+        for family, (found, rejected) in zip(some, each(self._evaluate, some)):
+            self.progress(f"ran steps of tp={family.tp}, cp={family.cp}, ep={family.ep} ({family.source.name})")
+            self.found.update({replace(family.choices[n], checkpoint=policy): f for n, policy, f in found})
+            self.rejected += rejected
+
+    def _evaluate(self, family: Family) -> tuple[list[tuple[int, str, Figures]], list[Rejected]]:
+        """What fits, by number of the choice and policy, and what does not."""
+        found: list[tuple[int, str, Figures]] = []
+        rejected: list[Rejected] = []
+        left = list(enumerate(family.choices))
+        for checkpoint in CHECKPOINTS if self.facts.blocks else CHECKPOINTS[:1]:
+            own = [(n, replace(choice, checkpoint=checkpoint)) for n, choice in left]
+            if not own:
+                break
+            try:
+                profile = self._profile(own[0][1])
+            except PlanError as error:
+                first = str(error).splitlines()
+                reason = first[1].strip() if len(first) > 1 else first[0]
+                rejected += [Rejected(choice.describe(), "plan", reason) for _, choice in own]
+                continue
+            left = []
+            for number, choice in own:
+                figures = self._figures(profile, choice)
+                if not self._fits(figures):
+                    rejected.append(self._too_large(choice, figures))
+                    left.append((number, choice))
+                    continue
+                found.append((number, checkpoint, figures))
+                reason = f"fits {_NAMES.get(checkpoint, '')}, which computes less"
+                for heavier in CHECKPOINTS[CHECKPOINTS.index(checkpoint) + 1 :]:
+                    rejected.append(Rejected(replace(choice, checkpoint=heavier).describe(), "slower", reason))
+        return found, rejected
+
+    def _profile(self, choice: Choice) -> Profile:
+        cell = choice.cell(self.rows)
+        rows = self.rows // (cell.dp * cell.ep)
+        if cell.cp > 1:  # decisions about sequences in pieces take longer with every rank of the mesh
+            cell = replace(cell, dp=min(cell.dp, 2))
+        plan = plan_of(cell, self.facts, self.precision)
+        findings = check(plan, self.reduced)
+        if any(one.severity == "error" for one in findings):
+            raise PlanError(str(findings[0]))
+        try:
+            return profile_of(
+                self.reduced,
+                plan,
+                self._resized(rows * cell.dp * cell.ep),
+                rows,
+                self.repeats,
+                rounding=self.table.rounding_bytes,
+                load=self.load,
+                loss=self.loss,
+            )
+        except PlanError:
+            raise
+        except Exception as error:
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            if cell.tp * cell.cp * cell.ep > 1:
+                raise PlanError(f"a step of this mesh cannot be run: {problem}") from error
+            raise SearchError(f"search: the model does not run with this batch: {problem}") from error
+
+    def figures(self, choice: Choice) -> Figures:
+        """In closed form. Raises PlanError where the choice's plan does not fit the model."""
+        return self._figures(self._profile(choice), choice)
+
+    def _figures(self, profile: Profile, choice: Choice) -> Figures:
+        rows = self.rows // choice.batch_ranks
+        if choice.pp > 1:
+            return staged_figures(profile, choice, rows // choice.microbatches, self.setting)
+        return figures_of(profile, choice, rows, self.setting)
+
+    def _fits(self, figures: Figures) -> bool:
+        return self.table.memory_bytes is None or figures.needed_bytes <= self.table.memory_bytes
+
+    def _too_large(self, choice: Choice, figures: Figures) -> Rejected:
+        more = (figures.needed_bytes - (self.table.memory_bytes or 0)) / 2**30
+        reason = f"needs {figures.needed_bytes / 2**30:.2f} GiB, {more:.2f} GiB more than the device has"
+        return Rejected(choice.describe(), "memory", reason, figures.needed_bytes)
+
+    # Estimates
+
+    def ranked(self) -> list[tuple[Choice, Figures]]:
+        """The fastest first; of equally fast ones the one that needs less memory, then the simpler one."""
+
+        def order(item: tuple[Choice, Figures]) -> Any:
+            choice, figures = item
+            return (round(figures.step_seconds, 6), choice.pp, choice.zero, figures.needed_bytes, str(choice))
+
+        return sorted(self.found.items(), key=order)
+
+    def estimate_first(self, count: int) -> None:
+        """The fastest plans, one by one, until so many of them stay the fastest with their estimates; and the fastest one
+        without stages."""
+        for _ in range(4 * count):
+            ranked = self.ranked()
+            first = [*ranked[:count], *[one for one in ranked if one[0].pp == 1][:1]]
+            choice = next((c for c, f in first if not f.is_exact and c not in self._tried), None)
+            if choice is None:
+                return
+            self._tried.add(choice)
+            self.progress(f"estimating {choice}")
+            plan = plan_of(choice, self.facts, self.precision)
+            findings = check(plan, self.skeleton)
+            if findings:
+                del self.found[choice]
+                self.rejected.append(Rejected(choice.describe(), "lint", str(findings[0])))
+                continue
+            if choice.pp > 1:
+                continue
+            known = estimate(
+                self.skeleton,
+                plan,
+                batch=self.inputs,
+                optimizer=self.optimizer,
+                device=self.table,
+                steps=2,
+                loss=self.loss,
+                load=self.load,
+            )
+            terms = {
+                name: float(getattr(known.time, name)) for name in ("compute", "memory", "exposed", "bubble", "host")
+            }
+            figures = Figures(known.peak_bytes, known.needed_bytes, terms, known.step_seconds, True)
+            self.found[choice] = figures
+            if not self._fits(figures):
+                del self.found[choice]
+                self.rejected.append(self._too_large(choice, figures))
+
+    _tried: set[Choice] = field(default_factory=set)
+
+
+def _matches(pattern: str, path: str) -> bool:
+    import regex
+
+    return regex.fullmatch(pattern, path) is not None
+
+
+def _sizes(inputs: Mapping[str, Any]) -> tuple[int, int | None, int]:
+    """Rows, length of a row where it is a sequence of tokens, and tokens of all (rows where there are none)."""
+    ids = inputs.get("input_ids")
+    first = (
+        ids
+        if isinstance(ids, torch.Tensor)
+        else next((x for x in inputs.values() if isinstance(x, torch.Tensor)), None)
+    )
+    if first is None or not first.ndim:
+        raise SearchError(
+            "search: the batch has no tensor whose dim 0 counts rows; give shapes, as input_ids=(8, 4096)"
+        )
+    if first.is_floating_point() or first.ndim < 2:
+        return first.shape[0], None, first.shape[0]
+    return first.shape[0], first.shape[1], first.numel()
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ArgumentTypeError(f"precision {name!r} is no dtype; write bfloat16, float16 or float32")
+    return found

@@ -1,0 +1,119 @@
+"""Figures of a choice with pipeline stages: from the profile of its ops, and the schedule that would run.
+
+The one model of pipelines in a search. A stage has an equal part of the blocks; what is before them counts for the first
+stage, what is after them for the last.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from vescale.comm import CommRecord
+from vescale.estimation import record_seconds
+from vescale.pipeline import Schedule, make_schedule
+from vescale.plan_search._choice import Choice
+from vescale.plan_search._figures import (
+    Figures,
+    Setting,
+    host_seconds,
+    make_figures,
+    parameter_seconds,
+    scaled_ops,
+    states_of,
+)
+from vescale.plan_search._profile import Arrays, Profile
+from vescale.plans import MeshAxes, Plan
+
+__all__ = ["schedule_of", "staged_figures"]
+
+
+@functools.lru_cache(maxsize=512)
+def schedule_of(name: str, num_ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
+    """The schedule of a pipeline. Raises PlanError for numbers that it does not take."""
+    plan = Plan({"pp": num_ranks}).pipeline(
+        balance="cost", schedule=name, microbatches=microbatches, stages_per_rank=stages_per_rank
+    )
+    assert plan.pipeline_entry is not None
+    return make_schedule(plan.pipeline_entry, num_ranks, num_ranks * stages_per_rank)
+
+
+def staged_figures(profile: Profile, choice: Choice, rows: int, setting: Setting) -> Figures:
+    """Memory of the rank that needs most, and seconds of a step.
+
+    Args:
+        profile: of the choice's ops.
+        rows: of a micro-batch, of each rank.
+        setting: device and optimizer.
+    """
+    device, axes = setting.device, MeshAxes.of(choice.axes)
+    schedule = schedule_of(choice.schedule, choice.pp, choice.stages_per_rank, choice.microbatches)
+    num_stages = choice.pp * choice.stages_per_rank
+    per_stage = math.ceil(profile.num_blocks / num_stages)
+    own_blocks = min(per_stage * choice.stages_per_rank, profile.num_blocks)
+    arrays = profile.arrays(max(per_stage, 2))
+    peak = _peak(profile, arrays, choice, schedule, per_stage, own_blocks, rows, setting)
+
+    blocks, outer = scaled_ops(profile, rows, device, "blocks"), scaled_ops(profile, rows, device, "outer")
+    share = own_blocks / profile.num_blocks
+    inner = outer_seconds = 0.0
+    for record in profile.inner_records:
+        scaled = CommRecord(record.op, record.num_ranks, int(record.bytes * rows / profile.rows), axes=record.axes)
+        seconds = profile.times_of(record) * record_seconds(scaled, device, axes)
+        if any(f"{one.path}." in record.requester for one in profile.repeats):
+            inner += seconds * share
+        else:
+            outer_seconds += seconds
+    # The last stage has the head and the loss; all others wait for it.
+    compute = blocks.compute * share + outer.compute
+    memory = blocks.memory * share + outer.memory
+    message = CommRecord("message", 2, int(profile.message_bytes * rows / profile.rows), axes="pp")
+    messages = 2 * choice.stages_per_rank * record_seconds(message, device, axes)
+    busy = choice.microbatches * (compute + memory + inner + outer_seconds + messages)
+    trained = arrays.trained / max(arrays.parameters, 1)
+    parameters = _parameters(arrays, own_blocks, max(per_stage, 2))[1]
+    updated = trained * parameters / (choice.dp if choice.zero else 1)
+    update = updated * setting.optimizer.moved / (device.bandwidth * device.bandwidth_efficiency)
+    hidden = parameter_seconds(profile, choice, profile.arrays(profile.num_blocks), axes, setting) * share
+    num_ops = choice.microbatches * (blocks.num_ops * share + outer.num_ops)
+    tensors = profile.num_tensors * share
+    terms = {
+        "compute": choice.microbatches * compute,
+        "memory": choice.microbatches * memory + update,
+        "exposed": choice.microbatches * (inner + outer_seconds + messages) + max(0.0, hidden - busy),
+        "bubble": busy * schedule.bubble / (1 - schedule.bubble),
+        "host": host_seconds(num_ops + tensors * setting.optimizer.num_ops, choice, device),
+    }
+    return make_figures(peak, choice, device, terms)
+
+
+def _parameters(arrays: Arrays, own_blocks: int, num_blocks: int) -> tuple[float, float]:
+    """Bytes of parameters, without ZeRO, of the first rank and of the last."""
+    block = (arrays.parameters - arrays.outer_parameters) / num_blocks
+    late = arrays.late_parameters
+    return own_blocks * block + arrays.outer_parameters - late, own_blocks * block + late
+
+
+def _peak(
+    profile: Profile,
+    arrays: Arrays,
+    choice: Choice,
+    schedule: Schedule,
+    per_stage: int,
+    own_blocks: int,
+    rows: int,
+    setting: Setting,
+) -> float:
+    scale = rows / profile.rows
+    trained = arrays.trained / max(arrays.parameters, 1)
+    more = profile.arrays(max(per_stage, 2) + 1) if profile.num_blocks > max(per_stage, 2) else profile.arrays(2)
+    blocks = abs(more.saved - arrays.saved) or arrays.saved / max(per_stage, 2)  # activations that a block keeps
+    first, last = (
+        states_of(parameters, trained * parameters, choice, setting)
+        + (setting.gathered * parameters if choice.zero and choice.dp > 1 else 0.0)
+        + trained * parameters * (setting.reduced if choice.zero else 1.0)
+        for parameters in _parameters(arrays, own_blocks, max(per_stage, 2))
+    )
+    kept = [max(count - 1, 0) * per_stage * blocks * scale for count in (schedule.peak[0], schedule.peak[-1])]
+    inside = arrays.other[arrays.in_blocks].max(initial=0) * scale
+    return float(max(first + kept[0] + inside, last + kept[1] + arrays.other.max(initial=0) * scale))
