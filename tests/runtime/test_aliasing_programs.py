@@ -1,7 +1,7 @@
 """Drawn modules in which tensors alias, against one device: values, gradients, errors, and who sees whose writes.
 
-``python -m tests.runtime.test_aliasing_programs 0 1000`` runs seeds, and prints those that fail. Ranks are threads, which takes a
-fifth of the processor time of processes.
+``python -m tests.runtime.test_aliasing_programs 0 1000`` runs seeds, and prints those that fail. Ranks are threads,
+which takes a fifth of the processor time of processes.
 """
 
 from __future__ import annotations
