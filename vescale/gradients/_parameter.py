@@ -50,6 +50,7 @@ class ReducedParameter:
         slots: its slots in buckets, one for each way in which its gradient arrives.
         plain_slot: the slot of plain gradients in the parameter's dtype.
         previous: a complete gradient from before this backward, kept aside until the new one is added to it.
+        complete_spec: of gradients that arrive complete, in the strides they keep; None: unknown.
         is_offered: whether the ranks have agreed on a slot, if one was known, although no gradient had arrived.
         hooks: while it is watched.
     """
@@ -71,7 +72,7 @@ class ReducedParameter:
         self._usual: Arrival | None = None  # of the last gradient; the next one most likely arrives in the same way
         self._usual_spec: DTensorSpec | None = None  # of that gradient, if it was a DTensor
         self._spec: DTensorSpec | None = None
-        self._complete_spec: DTensorSpec | None = None  # of gradients that arrive complete, in the strides they keep
+        self.complete_spec: DTensorSpec | None = None
 
     def notify(self, is_notified: bool) -> None:
         """Set whether a hook announces each gradient, if the parameter is watched."""
@@ -100,7 +101,7 @@ class ReducedParameter:
         """Called when all slots are assigned anew."""
         self.slots.clear()
         self.plain_slot, self.is_offered = None, False
-        self._complete_spec = self._usual = None
+        self.complete_spec = self._usual = None
 
     # How gradients arrive
 
@@ -177,14 +178,14 @@ class ReducedParameter:
         """A gradient with this spec was complete as it arrived, unless it was brought elsewhere or came in other strides."""
         now = self.parameter.grad
         if type(gradient) is DTensor and isinstance(now, DTensor) and spec_of(gradient) == spec_of(now):
-            self._complete_spec = spec_of(gradient)
+            self.complete_spec = spec_of(gradient)
 
     def is_complete_as_before(self) -> bool:
         """Whether the gradient that has been accumulated is complete, like one with the same spec before. It stays."""
         gradient = self.parameter.grad
-        if self._complete_spec is None or self.previous is not None or type(gradient) is not DTensor:
+        if self.complete_spec is None or self.previous is not None or type(gradient) is not DTensor:
             return False
-        if spec_of(gradient) is not self._complete_spec or type(local_of(gradient)) is not torch.Tensor:
+        if spec_of(gradient) is not self.complete_spec or type(local_of(gradient)) is not torch.Tensor:
             return False
         if gradient.requires_grad:  # of create_graph=True, which is detached
             return False
