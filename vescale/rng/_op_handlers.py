@@ -25,7 +25,16 @@ from vescale.compat.random_ops import (
 )
 from vescale.errors import RandomOpError, UnsupportedRandomOpError
 from vescale.placements import move_local
-from vescale.rng._dtensor_fill import count_write, empty, empty_like, fill, outside_mesh, part_of_whole, region_of, whole_of
+from vescale.rng._dtensor_fill import (
+    count_write,
+    empty,
+    empty_like,
+    fill,
+    outside_mesh,
+    part_of_whole,
+    region_of,
+    whole_of,
+)
 from vescale.rng._multinomial import multinomial
 from vescale.rng._random_ops import DROPOUT_MASK, RandomOp, inplace_overloads
 from vescale.rng._stream_spans import is_contiguous, stream_order
