@@ -42,6 +42,7 @@ try:
         tell_move,
         tell_plain_value,
         tell_read,
+        tell_write,
     )
     from vescale.compat.module_calls import *
     from vescale.compat.native_dispatch import (
@@ -113,6 +114,7 @@ __all__ = [
     "tell_move",
     "tell_plain_value",
     "tell_read",
+    "tell_write",
     "tree_leaves",
     "tree_map",
     "weak_node",
