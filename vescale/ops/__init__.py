@@ -67,6 +67,7 @@ from vescale.ops._registry import (
 from vescale.ops._ring_schedule import Meeting, RingSchedule, Runs, meetings
 from vescale.ops._view_copies import remember_copy, write_through
 from vescale.ops.elementwise import is_elementwise
+from vescale.ops.losses import cross_entropy_of_rows, without_dim
 
 __all__ = [
     "FAMILY_FILES",
@@ -88,6 +89,7 @@ __all__ = [
     "bring",
     "bring_with_gradient",
     "convert",
+    "cross_entropy_of_rows",
     "cut",
     "enter_local",
     "entries",
@@ -110,6 +112,7 @@ __all__ = [
     "settle",
     "strict_placements",
     "view_of_uneven_shards",
+    "without_dim",
     "wrap_global",
     "write_through",
 ]

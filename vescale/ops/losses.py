@@ -22,9 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -36,7 +37,7 @@ from vescale.ops._conversion import bring, cut
 from vescale.ops._registration import handles, is_spread
 from vescale.placements import RaggedShard, at_dim, contiguous_stride, local_region, shard_dim, without_partials
 
-__all__ = ["local_part", "without_dim"]
+__all__ = ["cross_entropy_of_rows", "local_part", "without_dim"]
 
 _aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -245,16 +246,7 @@ def _loss_of_whole_rows(
 ) -> tuple[DTensor, DTensor]:
     mesh = scores.device_mesh
     local, labels, class_weights = _whole_rows(op, scores, target, weight)
-    num_bad = 0
-    try:
-        total, weights = op(local, labels, class_weights, _SUM, ignore_index)
-    except IndexError:  # raised below, on all ranks
-        outside = (labels < 0) | (labels >= local.shape[1])
-        num_bad = int((outside & (labels != ignore_index)).sum())
-        total = weights = local.new_zeros(())
-    numbers = torch.stack([total, weights, total.new_full((), num_bad)])
-    if local.element_size() < 4:  # a count of rows has more digits than half precision
-        numbers = numbers.float()
+    numbers, _ = _sums_of_rows(op, local, labels, class_weights, ignore_index)
     axes = [axis for axis, p in enumerate(scores.placements) if not p.is_replicate() and mesh.size(axis) > 1]
     total, weights, bad = _sum_over(mesh, axes, numbers, "sum", "nll_loss").unbind()
     _refuse_bad_labels(scores, int(bad) if total.is_cpu else 0)
@@ -262,7 +254,53 @@ def _loss_of_whole_rows(
     return _scalar(mesh, result.to(local.dtype)), _scalar(mesh, weights.to(local.dtype, copy=True))
 
 
-def _refuse_bad_labels(scores: DTensor, num_bad: int) -> None:
+def cross_entropy_of_rows(
+    mesh: DeviceMesh, axes: Sequence[int], scores: torch.Tensor, labels: torch.Tensor, reduction: str, ignore_index: int
+) -> torch.Tensor:
+    """``F.cross_entropy`` of the rows of all ranks along ``axes``, from local scores of shape ``[rows, classes]`` and local
+    labels: the bits of the loss, and of the gradient, of DTensors. One all-reduce of three numbers.
+
+    Raises LabelError, on every rank, for a label that is neither a class nor ignored.
+    """
+    logarithms = F.log_softmax(scores, 1)
+    numbers, total = _sums_of_rows(_aten.nll_loss_forward.default, logarithms, labels, None, ignore_index)
+    whole, weights, bad = _sum_over(mesh, axes, numbers, "sum", "nll_loss").unbind()
+    _refuse_bad_labels(scores, int(bad) if scores.is_cpu else 0)
+    if reduction == "sum":
+        return cast(torch.Tensor, _OfAllRows.apply(total, whole.to(total.dtype, copy=True), None))
+    return cast(torch.Tensor, _OfAllRows.apply(total, (whole / weights).to(total.dtype), weights.to(total.dtype)))
+
+
+class _OfAllRows(torch.autograd.Function):
+    """``whole`` in place of this rank's ``total``; ``weights``: its gradient is divided by them."""
+
+    @staticmethod
+    def forward(ctx: Any, total: torch.Tensor, whole: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        ctx.weights = weights
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad if ctx.weights is None else grad / ctx.weights, None, None
+
+
+def _sums_of_rows(
+    op: Any, scores: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor | None, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a rank's rows: ``(sum of losses, sum of weights, bad labels)``, without gradient, and the sum of losses."""
+    num_bad = 0
+    try:
+        total, weights = op(scores, labels, class_weights, _SUM, ignore_index)
+    except IndexError:  # raised later, on all ranks
+        outside = (labels < 0) | (labels >= scores.shape[1])
+        num_bad = int((outside & (labels != ignore_index)).sum())
+        total = weights = scores.new_zeros(())
+    numbers = torch.stack([total.detach(), weights, weights.new_full((), num_bad)])
+    # A count of rows has more digits than half precision.
+    return numbers.float() if scores.element_size() < 4 else numbers, total
+
+
+def _refuse_bad_labels(scores: torch.Tensor, num_bad: int) -> None:
     if num_bad:
         last = scores.shape[min(scores.ndim - 1, 1)] - 1
         raise LabelError(

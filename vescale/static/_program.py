@@ -31,6 +31,7 @@ from vescale.static._analysis import FunctionPlan, ModulePlan
 from vescale.static._compiling import Compiling, has_compiled_parts
 from vescale.static._guards import Guards
 from vescale.static._hidden import hidden_slots
+from vescale.static._local_functions import local_function
 from vescale.static._local_parameter import LocalParameter
 from vescale.static._patch import REFUSE, SLICE, callee_of, make_function, patched_code, site_name
 from vescale.static._placing import LocalPlacing
@@ -104,7 +105,7 @@ class StaticProgram:
 
         def of(plan: FunctionPlan) -> Iterator[tuple[str, str, str]]:
             for action in plan.actions.values():
-                if isinstance(action, Eager):
+                if isinstance(action, Eager) and local_function(action.function, action.inputs, action.outputs) is None:
                     yield plan.call.module, name_of(action.function), action.reason
             for plans in plan.swaps.values():
                 for inner in filter(None, plans.values()):

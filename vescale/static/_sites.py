@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from vescale.compat import map_tensors, no_torch_function, with_torch_function
 from vescale.runtime import Activation, Frame
+from vescale.static._local_functions import local_function
 from vescale.static._size_functions import SIZE_READERS
 from vescale.static._tensor_type import TensorType, UnrecordedError
 
@@ -64,7 +65,8 @@ def take_sizes(factors: Sequence[int]) -> Callable[..., Any]:
 
 
 class EagerCall:
-    """A site that runs its function on DTensors, in the model's eager mode.
+    """A site that runs its function on DTensors, in the model's eager mode, or a function of local tensors with the same
+    collectives and results (:func:`local_function`).
 
     Args:
         function: the recorded torch function.
@@ -84,6 +86,7 @@ class EagerCall:
     ) -> None:
         self.activation, self.module, self.path, self.function = activation, module, path, function
         self.inputs, self.outputs, self.callee = tuple(inputs), tuple(outputs), callee
+        self.local = local_function(function, self.inputs, self.outputs)
 
     def __call__(self, f: Callee | None, *args: Any, **kwargs: Any) -> Any:
         activation = self.activation()
@@ -92,6 +95,10 @@ class EagerCall:
         activation.frames.append(Frame(self.module(), self.path, where=where))
         runtime.timeline.mark(where)
         try:
+            if f is self.function and self.local is not None:
+                found = self.local(*args, **kwargs)
+                if found is not None:
+                    return found
             with with_torch_function(), _Intercept(self) as mode:
                 result = (f if self.callee is None else self.callee)(*args, **kwargs)  # type: ignore[misc]
         finally:
