@@ -67,7 +67,7 @@ from vescale.ops._registry import (
 from vescale.ops._ring_schedule import Meeting, RingSchedule, Runs, meetings
 from vescale.ops._view_copies import remember_copy, write_through
 from vescale.ops.elementwise import is_elementwise
-from vescale.ops.losses import cross_entropy_of_rows, without_dim
+from vescale.ops.losses import cross_entropy_of_rows, has_whole_rows, without_dim
 
 __all__ = [
     "FAMILY_FILES",
@@ -94,6 +94,7 @@ __all__ = [
     "enter_local",
     "entries",
     "families",
+    "has_whole_rows",
     "install",
     "is_elementwise",
     "leave_local",

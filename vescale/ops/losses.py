@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.comm import all_reduce, axis_group, requested_by
@@ -37,7 +37,7 @@ from vescale.ops._conversion import bring, cut
 from vescale.ops._registration import handles, is_spread
 from vescale.placements import RaggedShard, at_dim, contiguous_stride, local_region, shard_dim, without_partials
 
-__all__ = ["cross_entropy_of_rows", "local_part", "without_dim"]
+__all__ = ["cross_entropy_of_rows", "has_whole_rows", "local_part", "without_dim"]
 
 _aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -207,7 +207,7 @@ def _nll_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[D
     if not isinstance(scores, DTensor):
         raise ValueError(_mixed_loss(scores, target))
     tell_read(scores, "the loss")
-    if reduction != _NONE and _has_whole_classes(scores):
+    if reduction != _NONE and has_whole_rows(scores.placements, scores.ndim):
         return _loss_of_whole_rows(op, scores, target, weight, reduction, ignore_index)
     rows = _Rows.of(op, scores, target, weight, ignore_index)
     mesh, losses = rows.scores.device_mesh, rows.losses()
@@ -225,10 +225,11 @@ def _nll_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[D
     return _scalar(mesh, total / weights if reduction == _MEAN else total.clone()), _scalar(mesh, weights.clone())
 
 
-def _has_whole_classes(scores: DTensor) -> bool:
-    """Whether ranks have whole rows, so that the kernel of local tensors gives a rank's part of the loss."""
-    return scores.ndim > 1 and all(
-        p.is_replicate() or (type(p) is Shard and p.dim not in (1, 1 - scores.ndim)) for p in scores.placements
+def has_whole_rows(placements: Sequence[Placement], ndim: int) -> bool:
+    """Whether ranks have all classes of their rows, so that the kernel of local tensors gives a rank's part of the loss."""
+    return ndim > 1 and all(
+        p.is_replicate() or not (p.is_partial() or isinstance(p, RaggedShard) or shard_dim(p) in (None, 1, 1 - ndim))
+        for p in placements
     )
 
 
@@ -319,7 +320,7 @@ def _mixed_loss(scores: torch.Tensor, target: Any) -> str:
 @handles(_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default, applies=is_spread, takes_plain=True)
 def _nll_loss_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     grad, scores, target, weight, reduction, ignore_index, total_weight = args
-    if reduction != _NONE and _has_whole_classes(scores):
+    if reduction != _NONE and has_whole_rows(scores.placements, scores.ndim):
         replicated = (Replicate(),) * scores.device_mesh.ndim
         local, labels, class_weights = _whole_rows(op, scores, target, weight)
         share = local_part(grad, scores.device_mesh, replicated, op, "grad_output")

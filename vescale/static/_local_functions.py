@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Shard
 
-from vescale.ops import cross_entropy_of_rows, without_dim
+from vescale.ops import cross_entropy_of_rows, has_whole_rows, without_dim
 from vescale.static._tensor_type import TensorType
 
 __all__ = ["local_function"]
@@ -30,7 +29,7 @@ def _cross_entropy(inputs: Sequence[TensorType], outputs: Sequence[TensorType]) 
     scores, labels, loss = *inputs, outputs[0]
     if scores.placements is None or loss.placements is None or len(scores.factors) != 2:
         return None
-    if not all(p.is_replicate() or (type(p) is Shard and p.dim == 0) for p in scores.placements):
+    if not has_whole_rows(scores.placements, 2):
         return None
     is_alike = labels.placements == tuple(without_dim(p, 1) for p in scores.placements)
     are_grads_known = scores.grad in (None, scores.placements) and loss.grad in (None, loss.placements)
