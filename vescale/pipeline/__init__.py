@@ -4,6 +4,7 @@
 from vescale.pipeline._balance import partition, state_bytes
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._install import PipelineModule, parallelize
+from vescale.pipeline._measured_costs import measure_costs
 from vescale.pipeline._runner import Runner
 from vescale.pipeline._schedule import Action, Schedule, make_schedule
 from vescale.pipeline._schedule_page import schedule_page
@@ -17,6 +18,7 @@ __all__ = [
     "Schedule",
     "StagedProgram",
     "make_schedule",
+    "measure_costs",
     "parallelize",
     "partition",
     "schedule_page",
