@@ -16,6 +16,7 @@ from torch._guards import detect_fake_mode
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from vescale.compat.patching import Changes
 
@@ -67,7 +68,7 @@ def run_on_meta(changes: Changes, hooks: Any) -> None:
     @functools.wraps(original)
     def propagate_tensor_meta(self: Any, op_schema: OpSchema) -> Any:
         if (
-            _len_torch_dispatch_stack()
+            _is_observed()
             or detect_fake_mode() is not None
             or not (has_meta_kernel(op_schema.op, op_schema.kwargs_schema))
         ):
@@ -75,6 +76,13 @@ def run_on_meta(changes: Changes, hooks: Any) -> None:
         return meta_of_result(op_schema.op, op_schema.args_schema, op_schema.kwargs_schema)
 
     changes.attribute(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_tensor_meta)
+
+
+def _is_observed() -> bool:
+    """Whether a mode sees the ops that is not known to leave those on the meta device alone (``leaves_meta_alone``)."""
+    return _len_torch_dispatch_stack() > 0 and not all(
+        getattr(mode, "leaves_meta_alone", False) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def has_meta_kernel(op: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -136,8 +136,8 @@ torch.distributed.tensor._utils: ExplicitRedistributionContext._local;
 torch.distributed.tensor.placement_types: _MaskPartial; _StridedShard; Partial._reduce_value(tensor, mesh, mesh_dim)
 torch.overrides: _get_current_function_mode_stack; TorchFunctionMode
 torch.utils._device: DeviceContext
-torch.utils._python_dispatch: TorchDispatchMode; _disable_current_modes; return_and_correct_aliasing(func, args,
-    kwargs, out)
+torch.utils._python_dispatch: TorchDispatchMode; _disable_current_modes; _get_current_dispatch_mode_stack;
+    return_and_correct_aliasing(func, args, kwargs, out)
 torch.utils._pytree: tree_flatten(tree); tree_leaves(tree); tree_map(func, tree); tree_map_only;
     tree_unflatten(leaves, treespec)
 torch.utils.checkpoint: _checkpoint_without_reentrant_generator(fn); CheckpointFunction.forward(ctx, run_function);

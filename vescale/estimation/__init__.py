@@ -2,7 +2,7 @@
 
 from vescale.estimation._calibrate import calibrate
 from vescale.estimation._compare import Comparison, EstimateWarning, compare
-from vescale.estimation._depth import Repeats, keep_first_and_last, repeats_of
+from vescale.estimation._depth import Repeats, first_and_last_of, repeats_of
 from vescale.estimation._devices import Device, Efficiency, device_names, device_of
 from vescale.estimation._estimate import Estimate, RankMemory, estimate, routing_of
 from vescale.estimation._html import page
@@ -54,9 +54,9 @@ __all__ = [
     "device_names",
     "device_of",
     "estimate",
+    "first_and_last_of",
     "implicit_reports",
     "is_of_parameters",
-    "keep_first_and_last",
     "loss_of",
     "make_batch",
     "make_optimizer",

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Repeats", "keep_first_and_last", "repeats_of"]
+from vescale.estimation._skeleton import skeleton_of
+
+__all__ = ["Repeats", "first_and_last_of", "repeats_of"]
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,11 @@ def _kind(module: nn.Module) -> Any:
     )
 
 
-def keep_first_and_last(model: nn.Module, repeats: tuple[Repeats, ...]) -> None:
-    """Take all other modules of the runs out of ``model``; the rest keep their names."""
-    for run in repeats:
-        container = model.get_submodule(run.path)
-        for name in run.names[1:-1]:
-            del container._modules[name]
+def first_and_last_of(model: nn.Module, repeats: tuple[Repeats, ...]) -> nn.Module:
+    """A copy of ``model`` without memory and without the modules of the runs between the first and the last; the rest keep
+    their names."""
+    left_out = [(run.path, name) for run in repeats for name in run.names[1:-1]]
+    found = skeleton_of(model, [getattr(model.get_submodule(path), name) for path, name in left_out])
+    for path, name in left_out:
+        del found.get_submodule(path)._modules[name]
+    return found

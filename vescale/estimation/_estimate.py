@@ -12,7 +12,7 @@ from torch import nn
 
 from vescale.errors import EstimateArgumentError, EstimateError
 from vescale.estimation._compare import Comparison, compare
-from vescale.estimation._depth import Repeats, keep_first_and_last, repeats_of
+from vescale.estimation._depth import Repeats, first_and_last_of, repeats_of
 from vescale.estimation._devices import Device, device_of
 from vescale.estimation._memory_timeline import MemoryTimeline, label_of, timeline_of
 from vescale.estimation._optimizers import make_optimizer
@@ -206,8 +206,7 @@ def estimate(
     notes = []
 
     def run(repeats: tuple[Repeats, ...], rank: int = rank) -> Rehearsal:
-        copy = skeleton_of(model)
-        keep_first_and_last(copy, repeats)
+        copy = first_and_last_of(skeleton, repeats)
         routing = routing_of(program, load, rank)
         return rehearse(
             copy, plan, program.axes, rank, inputs, maker, loss or loss_of, num_steps=steps, routing=routing

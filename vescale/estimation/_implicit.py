@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vescale.compat.fake_worlds import fake_world
-from vescale.estimation._depth import keep_first_and_last, repeats_of
+from vescale.estimation._depth import first_and_last_of, repeats_of
 from vescale.estimation._memory_log import Instant, MemoryLog
 from vescale.estimation._rehearsal import apart, given
 from vescale.estimation._skeleton import loss_of, skeleton_of
@@ -35,10 +35,8 @@ def implicit_reports(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], lo
     Raises what ``parallelize`` and the forward raise: code that branches on values may not run without them.
     """
     repeats = repeats_of(model)
-    left_out = [model.get_submodule(run.path)._modules[name] for run in repeats for name in run.names[1:-1]]
-    copied = skeleton_of(model, [module for module in left_out if module is not None])
+    copied = first_and_last_of(model, repeats)
     try:
-        keep_first_and_last(copied, repeats)
         return _reports(copied, plan, inputs, loss)
     except Exception:
         if not repeats:

@@ -34,6 +34,8 @@ _RESHAPES = ("set_", "resize_", "t_", "transpose_", "squeeze_", "unsqueeze_", "a
 _FILLS = ("zero_", "fill_", "copy_")
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _NORESERVE = 0x4000
+_RESULTS: dict[Any, Any] = {}  # of ops on the meta device, by op, arguments and what their tensors are
+_MOST_RESULTS = 4096
 
 Listener = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
@@ -76,6 +78,8 @@ class UnfilledTensors(TorchDispatchMode):
         routing: how tokens choose experts.
         listener: called with each op on plain tensors, its arguments and result.
     """
+
+    leaves_meta_alone = True  # so that shapes of DTensors' results are found without fake tensors
 
     def __init__(self, log: MemoryLog, routing: Routing, listener: Listener | None = None) -> None:
         super().__init__()
@@ -230,6 +234,10 @@ class UnfilledTensors(TorchDispatchMode):
 
     def _on_meta(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, dict[int, torch.Tensor]]:
         """The result on the meta device, and by storage the arguments that it may be."""
+        key = _described((func, args, kwargs))
+        known = _RESULTS.get(key) if _is_hashable(key) else None
+        if known is not None:
+            return known, {}
         sources: dict[int, torch.Tensor] = {}
 
         def to_meta(x: Any) -> Any:
@@ -243,6 +251,7 @@ class UnfilledTensors(TorchDispatchMode):
             return found
 
         keep: list[torch.Tensor] = []
+        depends_on_sizes = func.overloadpacket not in (_aten.index, _aten._unsafe_index)
         if func.overloadpacket in (_aten.index, _aten._unsafe_index):
             args = (args[0], list(self._numbered(args[1])), *args[2:])
         elif func.overloadpacket is _aten.masked_select:
@@ -253,7 +262,13 @@ class UnfilledTensors(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("meta")}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        return func(*args, **kwargs), sources
+        result = func(*args, **kwargs)
+        is_new = not any(x.untyped_storage()._cdata in sources for x in tensors_in(result))
+        if is_new and depends_on_sizes and _is_hashable(key):
+            if len(_RESULTS) >= _MOST_RESULTS:
+                _RESULTS.clear()
+            _RESULTS[key] = result
+        return result, sources
 
     def _numbered(self, indices: Any) -> Iterator[Any]:
         """Masks as the indices where they are true."""
@@ -262,6 +277,25 @@ class UnfilledTensors(TorchDispatchMode):
                 yield from x.nonzero().unbind(1)
             else:
                 yield x
+
+
+def _described(value: Any) -> Any:
+    """What the sizes of an op's results depend on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(map(_described, value))
+    if isinstance(value, dict):
+        return tuple((name, _described(x)) for name, x in value.items())
+    return (type(value), None if isinstance(value, torch.Generator) else value)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _reserved(like: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from vescale.estimation import (
     Device,
     device_of,
     estimate,
-    keep_first_and_last,
+    first_and_last_of,
     make_batch,
     repeats_of,
     skeleton_of,
@@ -112,8 +112,7 @@ class Looked:
     def __post_init__(self) -> None:
         self.skeleton = skeleton_of(self.model)
         self.repeats = repeats_of(self.skeleton)
-        self.reduced = skeleton_of(self.skeleton)
-        keep_first_and_last(self.reduced, self.repeats)
+        self.reduced = first_and_last_of(self.skeleton, self.repeats)
         self.inputs = make_batch(self.skeleton, self.batch)
         self.rows, self.length, self.tokens = _sizes(self.inputs)
         self.progress("reading the model")
@@ -278,44 +277,45 @@ class Looked:
         return sorted(self.found.items(), key=order)
 
     def estimate_first(self, count: int) -> None:
-        """The fastest plans, one by one, until so many of them stay the fastest with their estimates; and the fastest one
-        without stages."""
-        for _ in range(4 * count):
+        """The fastest plans, until so many of them stay the fastest with their estimates; and the fastest one without
+        stages."""
+        tried: set[Choice] = set()
+        while len(tried) < 4 * count:
             ranked = self.ranked()
             first = [*ranked[:count], *[one for one in ranked if one[0].pp == 1][:1]]
-            choice = next((c for c, f in first if not f.is_exact and c not in self._tried), None)
-            if choice is None:
+            left = [c for c, f in dict(first).items() if not f.is_exact and c not in tried]
+            if not left:
                 return
-            self._tried.add(choice)
-            self.progress(f"estimating {choice}")
-            plan = plan_of(choice, self.facts, self.precision)
-            findings = check(plan, self.skeleton)
-            if findings:
-                del self.found[choice]
-                self.rejected.append(Rejected(choice.describe(), "lint", str(findings[0])))
-                continue
-            if choice.pp > 1:
-                continue
-            known = estimate(
-                self.skeleton,
-                plan,
-                batch=self.inputs,
-                optimizer=self.optimizer,
-                device=self.table,
-                steps=2,
-                loss=self.loss,
-                load=self.load,
-            )
-            terms = {
-                name: float(getattr(known.time, name)) for name in ("compute", "memory", "exposed", "bubble", "host")
-            }
-            figures = Figures(known.peak_bytes, known.needed_bytes, terms, known.step_seconds, True)
-            self.found[choice] = figures
-            if not self._fits(figures):
-                del self.found[choice]
-                self.rejected.append(self._too_large(choice, figures))
+            tried.update(left)
+            self.progress(f"estimating {left[0]}" + (f" and {len(left) - 1} others" if len(left) > 1 else ""))
+            for choice, found in zip(left, each(self._estimate, left)):
+                if isinstance(found, Rejected):
+                    del self.found[choice]
+                    self.rejected.append(found)
+                elif found is not None:
+                    self.found[choice] = found
 
-    _tried: set[Choice] = field(default_factory=set)
+    def _estimate(self, choice: Choice) -> Figures | Rejected | None:
+        """None: of stages, whose figures stay those of the closed form."""
+        plan = plan_of(choice, self.facts, self.precision)
+        findings = check(plan, self.skeleton)
+        if findings:
+            return Rejected(choice.describe(), "lint", str(findings[0]))
+        if choice.pp > 1:
+            return None
+        known = estimate(
+            self.skeleton,
+            plan,
+            batch=self.inputs,
+            optimizer=self.optimizer,
+            device=self.table,
+            steps=2,
+            loss=self.loss,
+            load=self.load,
+        )
+        terms = {name: float(getattr(known.time, name)) for name in ("compute", "memory", "exposed", "bubble", "host")}
+        figures = Figures(known.peak_bytes, known.needed_bytes, terms, known.step_seconds, True)
+        return figures if self._fits(figures) else self._too_large(choice, figures)
 
 
 def _matches(pattern: str, path: str) -> bool:
