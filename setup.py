@@ -6,6 +6,7 @@ same answers, are used. The sources in ``USING_TORCH`` include torch's headers, 
 already (``pip install --no-build-isolation``): for that torch alone.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ USING_PYTHON = {"dispatch", "module_hooks", "random_fills"}  # Python modules; t
 # Arithmetic whose bits a Python fallback gives, too: no contraction of products and sums, vectors of square roots.
 EXACT = {"adamw8bit": ["-ffp-contract=off", "-fno-math-errno"]}
 SOURCES = sorted(Path("vescale/csrc").glob("*.cpp"))
-HEADERS = sorted(map(str, Path("vescale/csrc").glob("*.h")))
+
+
+def headers(source: Path) -> set[Path]:
+    """Our headers that a source includes, directly or by way of another one."""
+    direct = {source.parent / name for name in re.findall(r'^#include "(.*)"', source.read_text(), re.MULTILINE)}
+    return direct.union(*map(headers, direct))
 
 
 def torch_options() -> dict[str, Any] | None:
@@ -44,7 +50,7 @@ def extension(source: Path, options: dict[str, Any]) -> Extension:
     return Extension(
         f"vescale.csrc._{source.stem}",
         [str(source)],
-        depends=HEADERS,
+        depends=sorted(map(str, headers(source))),
         language="c++",
         extra_compile_args=["-O3", f"-std={standard}", "-fvisibility=hidden", *EXACT.get(source.stem, [])],
         optional=True,

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from tests.simulated_messages import Messages
 
-__all__ = ["SimulationError", "simulate"]
+__all__ = ["SimulationError", "on_other_thread", "simulate"]
 
 _ONE_AT_A_TIME = threading.Lock()  # the threaded world is a global of torch.distributed
 
@@ -81,3 +81,28 @@ def _simulate(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], ti
         parts = [f"--- simulated rank {rank} of {world_size}:\n{text}" for rank, text in sorted(failures.items())]
         raise SimulationError("\n".join(["", *parts]))
     return results
+
+
+def on_other_thread(fn: Callable[[], Any]) -> Any:
+    """``fn()`` on a new thread, which has the process groups of the calling rank if that is a simulated one."""
+    is_simulated = isinstance(dist.distributed_c10d._world, threaded.ThreadLocalWorld)
+    world = dist.distributed_c10d._world._get_world() if is_simulated else None
+    failed: list[BaseException] = []
+    found: list[Any] = []
+
+    def run() -> None:
+        if world is not None:
+            threaded.ThreadLocalWorld._world.world = world
+            for group, name in world.pg_names.items():
+                torch._C._distributed_c10d._register_process_group(name, group)
+        try:
+            found.append(fn())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import fnmatch
 import hashlib
 import itertools
 import json
@@ -187,11 +188,14 @@ def planted(text: str, mutant: Mutant) -> str:
     return text[: mutant.start] + mutant.after + text[mutant.end :]
 
 
-def draw(count: int, seed: int, packages: Sequence[str]) -> list[Mutant]:
-    """``count`` mutants, at most one for each line; each package has a share by the root of its size."""
+def draw(count: int, seed: int, packages: Sequence[str], files: Sequence[str] = ()) -> list[Mutant]:
+    """``count`` mutants, at most one for each line; each package has a share by the root of its size. ``files``: patterns
+    of paths below the root, of which one has to match."""
     by_package: dict[str, list[Mutant]] = defaultdict(list)
     for path in sorted((ROOT / "vescale").rglob("*.py")):
         file = str(path.relative_to(ROOT))
+        if files and not any(fnmatch.fnmatch(file, pattern) for pattern in files):
+            continue
         lines: dict[int, list[Mutant]] = defaultdict(list)
         text = path.read_text()
         for mutant in mutants_of(file, text):
@@ -464,6 +468,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=150, help="how many mutants (default: 150)")
     parser.add_argument("--seed", type=int, default=0, help="decides which mutants (default: 0)")
     parser.add_argument("--package", action="append", default=[], help="only of this package; may be repeated")
+    parser.add_argument("--files", nargs="+", default=[], help="only of files whose path matches one of these patterns")
     parser.add_argument("--tests", nargs="+", default=[], help="run these tests instead of those that the map gives")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default: 1; each uses up to two cores)")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds of tests for a mutant (default: 240)")
@@ -473,7 +478,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     console = Console()
-    mutants = draw(arguments.count, arguments.seed, arguments.package)
+    mutants = draw(arguments.count, arguments.seed, arguments.package, arguments.files)
     seconds, tests_of = seconds_of_files(), map_of_tests()
     plan = {
         mutant: list(arguments.tests) or select(tests_of[mutant.file], seconds, arguments.budget) for mutant in mutants

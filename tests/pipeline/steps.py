@@ -83,7 +83,8 @@ def token_batch(
 
 
 def rel(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-300))
+    found = float((a - b).abs().max() / b.abs().max().clamp_min(1e-300))
+    return found if found == found else float("inf")  # max() would leave out a nan
 
 
 def same_steps(

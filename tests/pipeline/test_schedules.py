@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from tests.pipeline.steps import Net, token_batch
 from tests.pipeline.test_composition import make_mixtral
 from tests.runtime.llama import make_llama
 from vescale.ir import lower
-from vescale.pipeline import Action, make_schedule, partition, schedule_page
+from vescale.pipeline import Action, make_schedule, measure_costs, partition, schedule_page, state_bytes
+from vescale.pipeline._block_memory import block_memory
 from vescale.pipeline._block_work import block_work
 from vescale.pipeline._residency import releases
 from vescale.plans import PIPELINE_SCHEDULES, Plan, PlanError
@@ -203,6 +205,88 @@ def test_cost_is_the_work_of_a_forward() -> None:
     ]  # type: ignore[union-attr]
     head = mixtral.lm_head.weight.numel()  # type: ignore[union-attr]
     assert block_work(mixtral, "model.layers", 2) == [counts[0], counts[1] + head]
+
+
+def cut_of(model: nn.Module, entries: Any = None, **options: Any) -> Any:
+    plan = Plan({"pp": 2})
+    if entries is not None:
+        entries(plan)
+    return lower(plan.pipeline(balance="cost", microbatches=4, **options), model).pipeline
+
+
+def test_cost_is_a_table() -> None:
+    costs = {r"blocks.[0-6]": 1, "blocks.7": 9.5, "head": 2}
+    assert cut_of(uneven(), costs=costs).cut.splits == ("blocks.7",)
+    written = Plan({"pp": 2}).pipeline(balance="cost", microbatches=4, costs=costs)
+    assert Plan.from_yaml(written.to_yaml()).pipeline_entry == written.pipeline_entry
+    with pytest.raises(PlanError, match=r"costs has no cost for 'blocks.7'; give each block of 'blocks' a cost"):
+        cut_of(uneven(), costs={r"blocks.[0-6]": 1})
+    with pytest.raises(PlanError, match=r"costs 'layers' matches no module of the model"):
+        cut_of(uneven(), costs={r"blocks.\d": 1, "layers": 2})
+    with pytest.raises(PlanError, match=r"costs: 'blocks.0' costs -1; use a number that is not negative"):
+        cut_of(uneven(), costs={"blocks.0": -1})
+    with pytest.raises(PlanError, match=r'costs= is beside balance="cost"'):
+        Plan({"pp": 2}).pipeline(split_before=["blocks.1"], costs=costs)
+    with pytest.raises(PlanError, match=r"microbatch_shape=\[4\]; it is \[rows, tokens\], beside memory_gib="):
+        cut_of(uneven(), memory_gib=1, microbatch_shape=[4])
+
+
+class Slow(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return super().forward(x)
+
+
+def test_measured_costs() -> None:
+    """One block sleeps, which no count of operations knows."""
+    net = Net(dropout=0.0)
+    net.blocks[3].up = Slow(16, 32)
+    net.head.weight.grad = torch.ones(32, 16)
+    costs = measure_costs(net, token_batch(0, names=("ids", "labels")), repeat=2)
+    assert set(costs) == {f"blocks.{n}" for n in range(4)} | {"embed", "position", "norm", "head"}
+    assert costs["blocks.3"] >= 0.02 > 5 * costs["blocks.1"]
+    assert net.embed.weight.grad is net.head.weight.grad and bool((net.head.weight.grad == 1).all())
+    assert all(parameter.grad is None for parameter in net.blocks.parameters())
+    assert cut_of(net, costs=costs).cut.splits == ("blocks.3",)
+    assert cut_of(net).cut.splits == ("blocks.2",)
+
+
+def saved_by(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
+    """Bytes that autograd saves, each memory once, beside parameters and inputs."""
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *batch.values())}
+    found: dict[int, int] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        output = model(**batch)
+    del output
+    return sum(found.values())
+
+
+def test_memory_counts_what_forwards_hold() -> None:
+    """1F1B: the first stage holds two micro-batches, the second one."""
+    net = Net(depth=8, dropout=0.0)
+    saved = block_memory(net, "blocks", 8, None, 4, 8)
+    assert sum(saved) == pytest.approx(saved_by(net, token_batch(0, 4, 8, names=("ids", "labels"))), rel=0.1)
+    states = sum(state_bytes(p) for p in net.parameters())
+    shape = [4096, 8]
+    large = sum(saved) * 4096 / 4
+    assert large > 20 * states
+    gib = 2**30
+    assert cut_of(net, memory_gib=4 * large / gib, microbatch_shape=shape).cut.splits == ("blocks.4",)
+    assert cut_of(net, memory_gib=0.8 * large / gib, microbatch_shape=shape).cut.splits[0] in ("blocks.2", "blocks.3")
+    with pytest.raises(PlanError, match="what forwards hold take"):
+        cut_of(net, memory_gib=0.3 * large / gib, microbatch_shape=shape)
+    cut_of(net, lambda plan: plan.checkpoint(r"blocks.\d+"), memory_gib=0.5 * large / gib, microbatch_shape=shape)
+    full, half = (
+        sum(block_memory(net, "blocks", 8, lower(Plan({"dp": 1}).checkpoint(r"blocks.\d+", policy), net), 4, 8))
+        for policy in ("full", {"save": ["aten.addmm"]})
+    )
+    assert full < half < sum(saved)
 
 
 def test_page_stands_alone() -> None:

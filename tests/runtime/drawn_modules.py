@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale.compat import tensors_in
 from vescale.plans import Plan
 
-__all__ = ["ROWS", "WIDTH", "Block", "draw_model", "draw_plan"]
+__all__ = ["ROWS", "WIDTH", "Block", "UndefinedOnOneDeviceError", "draw_model", "draw_plan"]
 
 ROWS, WIDTH = 4, 6
 Shape = tuple[int, ...]
@@ -70,6 +70,24 @@ def write_local(x: Any) -> None:
         (x.to_local() if isinstance(x, DTensor) else x).mul_(1.25)
 
 
+class UndefinedOnOneDeviceError(RuntimeError):
+    """``x.mul_(x.t())``: what PyTorch computes depends on the order in which it visits the elements."""
+
+
+def require_defined(x: Any, y: Any) -> None:
+    """Raises where ``y`` has the memory of ``x`` in another order; on one device only, where this can be seen."""
+    if (
+        isinstance(x, DTensor)
+        or isinstance(y, DTensor)
+        or x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
+    ):
+        return
+    elements = torch.arange(x.untyped_storage().nbytes() // x.element_size())
+    one, other = (elements.as_strided(t.shape, t.stride(), t.storage_offset()).flatten().tolist() for t in (x, y))
+    if one != other and {*one} & {*other}:
+        raise UndefinedOnOneDeviceError
+
+
 class Block(nn.Module):
     """See the module's description. ``statements`` can be read, and say all that happens."""
 
@@ -77,7 +95,7 @@ class Block(nn.Module):
         self, draw: random.Random, shapes: list[Shape], depth: int, *, writes: bool, clones: bool, by_local: bool
     ) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=draw.random() < 0.5)
+        self.linear = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=draw.random() < 0.5, dtype=torch.float64)
         self.blocks = nn.ModuleList()
         self.inputs, self.statements = list(shapes), []
         self.shapes = list(shapes)
@@ -155,6 +173,7 @@ class Block(nn.Module):
             elif kind == "write":
                 WRITES[rest[0]](x[rest[1]])
             elif kind == "write of":
+                require_defined(x[rest[1]], x[rest[2]])
                 WRITES_OF[rest[0]](x[rest[1]], x[rest[2]])
             elif kind == "binary":
                 x.append(BINARY[rest[0]](x[rest[1]], x[rest[2]]))
@@ -187,7 +206,13 @@ def draw_model(draw: random.Random) -> Block:
     while True:
         model = Block(draw, shapes, 2, writes=draw.random() < 0.3, clones=False, by_local=by_local)
         if len(model.blocks):
-            return model
+            break
+    # Ranks that are threads share the default generator, which `parallelize` compares: it draws nothing here.
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.4, 0.4, generator=generator)
+    return model
 
 
 def draw_plan(model: Block, draw: random.Random, mesh: Any) -> tuple[Plan, list[str]]:

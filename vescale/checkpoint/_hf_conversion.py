@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.checkpoint._index_map import MappedTensor, NotAnIndexMapError
+from vescale.checkpoint._index_map import IndexMap, MappedTensor, NotAnIndexMapError
 from vescale.errors import HfConversionError
 
 __all__ = ["Computed", "Conversion", "is_transformers_model", "to_files", "to_model"]
@@ -49,7 +49,7 @@ class Conversion:
         used: transformers' own record of the transforms that matched, which its ``save_pretrained`` reverts.
     """
 
-    mapped: dict[str, MappedTensor] = field(default_factory=dict)
+    mapped: dict[str, IndexMap] = field(default_factory=dict)
     computed: list[Computed] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     used: list[Any] | None = None
@@ -57,7 +57,7 @@ class Conversion:
     def form(self, name: str) -> Form | None:
         """Shape and dtype of a result; None for none of this name."""
         if name in self.mapped:
-            return tuple(self.mapped[name].shape), self.mapped[name].dtype
+            return self.mapped[name].shape, self.mapped[name].dtype
         return next((found.results[name] for found in self.computed if name in found.results), None)
 
 
@@ -83,7 +83,7 @@ def to_model(model: nn.Module, files: Mapping[str, Form], wanted: Mapping[str, A
     the same names in files."""
     found = Conversion()
     if not is_transformers_model(model):
-        found.mapped = {name: MappedTensor.of(name, *files[name]) for name in files if name in wanted}
+        found.mapped = {name: IndexMap.of(name, *files[name]) for name in files if name in wanted}
         found.unused = [name for name in files if name not in wanted]
         return found
     from transformers import core_model_loading as loading
@@ -103,7 +103,7 @@ def to_model(model: nn.Module, files: Mapping[str, Form], wanted: Mapping[str, A
         if target not in present:
             found.unused.append(name)
         elif pattern is None:
-            found.mapped[target] = MappedTensor.of(name, *files[name])
+            found.mapped[target] = IndexMap.of(name, *files[name])
         else:
             groups.setdefault(target, _Group(by_pattern[pattern])).sources.append((pattern, name))
     for target, group in groups.items():
@@ -119,7 +119,7 @@ def to_files(model: nn.Module, tensors: Mapping[str, Form]) -> Conversion:
     found = Conversion()
     transforms = _transforms_to_revert(model) if is_transformers_model(model) else []
     if not transforms:
-        found.mapped = {name: MappedTensor.of(name, *form) for name, form in tensors.items()}
+        found.mapped = {name: IndexMap.of(name, *form) for name, form in tensors.items()}
         return found
     from transformers import core_model_loading as loading
 
@@ -134,7 +134,7 @@ def to_files(model: nn.Module, tensors: Mapping[str, Form]) -> Conversion:
             target = loading.apply_renamings(name, renamings)
             if target in found.mapped:
                 raise HfConversionError(f"{name}: transformers gives the name {target} to two tensors of the model")
-            found.mapped[target] = MappedTensor.of(name, *tensors[name])
+            found.mapped[target] = IndexMap.of(name, *tensors[name])
         else:
             groups.setdefault(target, _Group(by_pattern[pattern])).sources.append((pattern, name))
     for target, group in groups.items():
@@ -174,7 +174,7 @@ def _convert(
     names = tuple(name for _, name in group.sources)
     try:
         mapped: dict[str, Any] = run(lambda name: MappedTensor.of(name, *forms[name]))
-        found.mapped.update(mapped)
+        found.mapped.update({name: tensor.index_map for name, tensor in mapped.items()})
     except NotAnIndexMapError:
         shapes = _run_on_meta(run, forms, target)
         results = {name: (tuple(value.shape), value.dtype) for name, value in shapes.items()}

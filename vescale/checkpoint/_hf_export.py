@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from vescale.checkpoint._hf_conversion import Computed, Conversion, Form, to_files
 from vescale.checkpoint._hf_files import file_base, write_beside
 from vescale.checkpoint._hf_load import origin_of
-from vescale.checkpoint._index_map import Part, source_axes
+from vescale.checkpoint._index_map import IndexMap, Part, source_axes
 from vescale.checkpoint._local_blocks import LocalBlocks, local_blocks
 from vescale.checkpoint._model_state import check_model
 from vescale.checkpoint._model_tensors import model_tensors, tied_groups
@@ -134,7 +134,7 @@ def _file_forms(
         return wanted if found.is_floating_point and wanted.is_floating_point else found
 
     result = {
-        name: (tuple(mapped.shape), chosen(mapped.dtype, {part.source for part in mapped.parts}))
+        name: (mapped.shape, chosen(mapped.dtype, {part.source for part in mapped.parts}))
         for name, mapped in conversion.mapped.items()
     }
     for computed in conversion.computed:
@@ -188,7 +188,7 @@ class Export:
         for name in self.skipped:
             mapped = self.conversion.mapped[name]
             sources = tuple(sorted({part.source for part in mapped.parts}))
-            made.append(Computed(sources, {name: (tuple(mapped.shape), mapped.dtype)}, _copier(name, mapped)))
+            made.append(Computed(sources, {name: (mapped.shape, mapped.dtype)}, _copier(name, mapped)))
         return made
 
     def write(self) -> int:
@@ -251,10 +251,10 @@ class Export:
         return 0
 
 
-def _copier(name: str, mapped: torch.Tensor) -> Callable[[Callable[[str], torch.Tensor]], dict[str, torch.Tensor]]:
+def _copier(name: str, mapped: IndexMap) -> Callable[[Callable[[str], torch.Tensor]], dict[str, torch.Tensor]]:
     def run(tensor_of: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        made = torch.empty(tuple(mapped.shape), dtype=mapped.dtype)
-        for part in mapped.parts:  # type: ignore[attr-defined]
+        made = torch.empty(mapped.shape, dtype=mapped.dtype)
+        for part in mapped.parts:
             block = tuple(slice(at, at + size) for at, size in zip(part.offset, part.sizes))
             made[block] = tensor_of(part.source).as_strided(part.sizes, part.strides, part.start)
         return {name: made}

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from vescale.checkpoint._adapters import base_of, base_tensors
 from vescale.checkpoint._hf_conversion import Conversion, is_transformers_model, to_model
 from vescale.checkpoint._hf_memory import fill_the_rest, give_memory
-from vescale.checkpoint._index_map import MappedTensor, Part, row_major, source_axes
+from vescale.checkpoint._index_map import IndexMap, Part, row_major, source_axes
 from vescale.checkpoint._local_blocks import local_blocks
 from vescale.checkpoint._model_state import check_model
 from vescale.checkpoint._model_tensors import model_tensors, tied_groups
@@ -88,7 +88,7 @@ def load_hf(
     wanted = base_tensors(model, model_tensors(model))
     groups = tied_groups(wanted)
     conversion = to_model(model, files, wanted)
-    _transpose(conversion, quantized, wanted)
+    _transpose(conversion, quantized)
     chosen = _choose(model, conversion, groups, wanted)
     found = _differences(model, conversion, groups, wanted, chosen)
     if strict:
@@ -133,11 +133,11 @@ def _forms(stored: Stored, quantized: Mapping[str, Quantized]) -> dict[str, tupl
     return forms
 
 
-def _transpose(conversion: Conversion, quantized: Mapping[str, Quantized], wanted: Mapping[str, torch.Tensor]) -> None:
-    for name, mapped in conversion.mapped.items():
-        sources = {part.source for part in mapped.parts}
-        if any(source in quantized and quantized[source].transposed for source in sources):
-            conversion.mapped[name] = mapped.transpose(-2, -1)  # type: ignore[assignment]
+def _transpose(conversion: Conversion, quantized: Mapping[str, Quantized]) -> None:
+    turned = {name for name, entry in quantized.items() if entry.transposed}
+    for name, mapped in conversion.mapped.items() if turned else ():
+        if any(part.source in turned for part in mapped.parts):
+            conversion.mapped[name] = mapped.swap_last_dims()
 
 
 def _choose(
@@ -219,7 +219,7 @@ def _fill(
     sources: Mapping[str, str],
 ) -> None:
     tensors: dict[str, StoredTensor] = {}
-    sliced: dict[str, MappedTensor] = {}
+    sliced: dict[str, IndexMap] = {}
     for name, source in sources.items():
         mapped = conversion.mapped.get(source)
         if mapped is None:
@@ -228,7 +228,7 @@ def _fill(
             sliced[name] = mapped
         else:
             boxes = tuple(_box(stored, part) for part in mapped.parts)
-            tensors[name] = StoredTensor(tuple(mapped.shape), mapped.dtype, boxes)
+            tensors[name] = StoredTensor(mapped.shape, mapped.dtype, boxes)
     share = any(isinstance(tensor, DTensor) for tensor in targets.values())
     plain = {name: targets[name] for name in tensors}
     read_tensors(Stored(stored.folder, tensors, "safetensors"), plain, cast=True, share=share)
@@ -247,7 +247,7 @@ def _box(stored: Stored, part: Part) -> StoredBox:
 
 @torch.no_grad()
 def _fill_sliced(
-    stored: Stored, quantized: Mapping[str, Quantized], name: str, target: torch.Tensor, mapped: MappedTensor
+    stored: Stored, quantized: Mapping[str, Quantized], name: str, target: torch.Tensor, mapped: IndexMap
 ) -> None:
     blocks = local_blocks(name, target)
     for box in blocks.boxes:

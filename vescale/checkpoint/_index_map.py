@@ -19,7 +19,7 @@ import torch
 
 from vescale.compat.tensor_subclasses import WrapperTensor
 
-__all__ = ["MappedTensor", "NotAnIndexMapError", "Part", "row_major", "source_axes"]
+__all__ = ["IndexMap", "MappedTensor", "NotAnIndexMapError", "Part", "row_major", "source_axes"]
 
 _MAX_PARTS = 1 << 17
 
@@ -82,6 +82,40 @@ def source_axes(part: Part, shape: Sequence[int]) -> tuple[tuple[int, ...], tupl
     return tuple(origin), tuple(axes)
 
 
+@dataclass(frozen=True, slots=True)
+class IndexMap:
+    """Where the elements of a tensor come from.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: of its elements.
+        parts: disjoint blocks that cover it; none if it is empty.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, source: str, shape: Sequence[int], dtype: torch.dtype) -> IndexMap:
+        """The source itself."""
+        sizes = tuple(shape)
+        whole = Part((0,) * len(sizes), sizes, source, 0, row_major(sizes))
+        return cls(sizes, dtype, (whole,) if math.prod(sizes) else ())
+
+    def swap_last_dims(self) -> IndexMap:
+        """The map of the tensor whose last two dims are exchanged."""
+
+        def swap(values: tuple[int, ...]) -> tuple[int, ...]:
+            return (*values[:-2], values[-1], values[-2])
+
+        parts = (
+            Part(swap(part.offset), swap(part.sizes), part.source, part.start, swap(part.strides))
+            for part in self.parts
+        )
+        return IndexMap(swap(self.shape), self.dtype, tuple(parts))
+
+
 class MappedTensor(WrapperTensor):
     """A tensor of known origin, for programs of shape operations; every result is contiguous.
 
@@ -102,8 +136,11 @@ class MappedTensor(WrapperTensor):
     @classmethod
     def of(cls, source: str, shape: Sequence[int], dtype: torch.dtype) -> MappedTensor:
         """The source itself."""
-        whole = Part((0,) * len(shape), tuple(shape), source, 0, row_major(shape))
-        return cls.made_of(shape, dtype, [whole] if math.prod(shape) else [])
+        return cls.made_of(shape, dtype, IndexMap.of(source, shape, dtype).parts)
+
+    @property
+    def index_map(self) -> IndexMap:
+        return IndexMap(tuple(self.shape), self.dtype, self.parts)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"MappedTensor({tuple(self.shape)}, {self.dtype}, {len(self.parts)} parts)"

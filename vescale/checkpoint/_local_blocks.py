@@ -55,11 +55,11 @@ def local_blocks(name: str, tensor: torch.Tensor) -> LocalBlocks:
     Raises CheckpointError for pending reductions, tensors without memory, sparse and quantized ones and other tensor
     subclasses, and local tensors that their placements do not describe.
     """
-    tensor = tensor.detach()
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.wait()
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
+        tensor = tensor.detach()
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.wait()
         _check_memory(name, tensor)
         whole = Box((0,) * len(shape), shape, (0,) * len(shape), None)
         return LocalBlocks(tensor, shape, (whole,) if tensor.numel() else (), tensor)
@@ -76,6 +76,7 @@ def local_blocks(name: str, tensor: torch.Tensor) -> LocalBlocks:
     local = local_of(tensor)
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
+    local = local.detach()
     _check_memory(name, local)
     if tuple(local.shape) != region.local_shape:
         raise UnsavableTensorError(

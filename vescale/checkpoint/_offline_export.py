@@ -55,7 +55,7 @@ def export_stored(
     }
     forms = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     conversion = to_files(model, forms)
-    results = {name: (tuple(mapped.shape), mapped.dtype) for name, mapped in conversion.mapped.items()}
+    results = {name: (mapped.shape, mapped.dtype) for name, mapped in conversion.mapped.items()}
     for computed in conversion.computed:
         results |= computed.results
     files = plan_files(results, max_shard_size, file_base(model))

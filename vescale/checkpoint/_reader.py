@@ -84,15 +84,21 @@ def _fill(stored: Stored, blocks: Mapping[str, LocalBlocks]) -> None:
     for name, entry in blocks.items():
         reads += plan_reads(BoxIndex(name, stored.tensors[name]), entry)
     reads.sort(key=lambda read: (read.file, read.start))
-    with _Files(stored.folder) as files:
-        batches = list(_batches(reads))
-        if len(batches) < 2:
-            for batch in batches:
-                _fetch(files, batch)
-            return
-        with ThreadPoolExecutor(min(_num_threads(), len(batches))) as threads:
-            for done in [threads.submit(_fetch, files, batch) for batch in batches]:
-                done.result()
+    batches = list(_batches(reads))
+    helpers = min(_num_threads(), len(batches)) - 1
+    if helpers < 1:
+        with _Files(stored.folder) as files:
+            _fetch_all(files, batches)
+        return
+    with _Files(stored.folder) as files, ThreadPoolExecutor(helpers) as threads:
+        pending = _Pending(batches)
+        others = [threads.submit(_fetch_all, files, pending) for _ in range(helpers)]
+        try:
+            _fetch_all(files, pending)  # the calling thread is one of them: fewer switches than waiting for all of them
+        finally:
+            pending.stop()
+        for other in others:
+            other.result()
 
 
 def _num_threads() -> int:
@@ -122,6 +128,26 @@ def _batches(reads: Iterable[ByteRead]) -> Iterator[list[ByteRead]]:
         stop = read.start + read.nbytes
     if batch:
         yield batch
+
+
+class _Pending:
+    """Batches that several threads take, each one once, until one of them fails."""
+
+    def __init__(self, batches: Iterable[list[ByteRead]]) -> None:
+        self._batches: Iterator[list[ByteRead]] = iter(batches)
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[list[ByteRead]]:
+        while True:
+            with self._lock:
+                batch = next(self._batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def stop(self) -> None:
+        with self._lock:
+            self._batches = iter(())
 
 
 class _Stages:
@@ -190,6 +216,11 @@ class _Files:
                 count -= len(waiting.pop(0))
             if waiting:
                 waiting[0] = waiting[0][count:]
+
+
+def _fetch_all(files: _Files, batches: Iterable[list[ByteRead]]) -> None:
+    for batch in batches:
+        _fetch(files, batch)
 
 
 @torch.no_grad()

@@ -42,6 +42,7 @@ try:
         tell_move,
         tell_plain_value,
         tell_read,
+        tell_write,
     )
     from vescale.compat.module_calls import *
     from vescale.compat.native_dispatch import (
@@ -57,6 +58,7 @@ try:
         take_moves,
     )
     from vescale.compat.native_hooks import native_hooks
+    from vescale.compat.native_static import native_static
     from vescale.compat.op_info import *
     from vescale.compat.optimizers import note_writes
     from vescale.compat.patches import *
@@ -98,6 +100,7 @@ __all__ = [
     "native_conversions",
     "native_hooks",
     "native_require_current",
+    "native_static",
     "no_torch_function",
     "note_writes",
     "on_completion",
@@ -111,6 +114,7 @@ __all__ = [
     "tell_move",
     "tell_plain_value",
     "tell_read",
+    "tell_write",
     "tree_leaves",
     "tree_map",
     "weak_node",

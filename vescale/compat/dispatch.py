@@ -264,7 +264,21 @@ def _decided(
         result = listener.no_strategy(op_call, args, kwargs)
         # A decision that is returned is cached, and the listener not asked again, where it may answer otherwise.
         return _follow(op_call, args, kwargs, op_info, sharding) if result is NotImplemented else result
+    if getattr(sharding, "needs_redistribute", False) and _has_number(op_call, args):
+        return _follow(op_call, args, kwargs, op_info, sharding)
     return sharding
+
+
+_OF_NUMBERS = frozenset((torch.float64, torch.int64, torch.bool, torch.complex128))
+
+
+def _has_number(op: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operand is a number, or a tensor for which PyTorch's cache takes one: a decision for the other would be
+    found there. To a pending sum one rank adds a tensor, and every rank would add a number."""
+    return any(
+        str(argument.type) == "Tensor" and (not isinstance(x, torch.Tensor) or (not x.ndim and x.dtype in _OF_NUMBERS))
+        for argument, x in zip(op._schema.arguments, args)
+    )
 
 
 def _follow(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op_info: Any, sharding: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from vescale.compat.dtensor import DTensorSpec
 from vescale.compat.patching import HOOKS
 
-__all__ = ["DispatchListener", "ModelHooks", "OpHandler", "model_hooks", "tell_move", "telling"]
+__all__ = ["DispatchListener", "ModelHooks", "OpHandler", "model_hooks", "tell_move", "tell_write", "telling"]
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,18 @@ def telling(op: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(handler)
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = handler(op, args, kwargs)
-        models = model_hooks()
-        if models is not None and args and isinstance(args[0], DTensor):
-            models.listener.wrote(args[0])
+        if args and isinstance(args[0], DTensor):
+            tell_write(args[0])
         return result
 
     return handle
+
+
+def tell_write(tensor: DTensor) -> None:
+    """After a write to ``tensor``, which may be a view of a copy."""
+    models = model_hooks()
+    if models is not None:
+        models.listener.wrote(tensor)
 
 
 def tell_read(tensor: DTensor, how: str, *, for_python: bool = False) -> None:

@@ -121,39 +121,43 @@ inline at::Tensor moved(const at::Tensor& local, const Move& move) {
     return move.program->run(local);
 }
 
-// Brings the gradient through the stages, one after the other. Holds the stages (placements; None on an axis keeps what is
-// there) and the requester.
+// A gradient brought through the stages, one after the other: placements; None on an axis keeps what is there. The lock is
+// held.
+inline at::Tensor through_stages(at::Tensor gradient, const py::object& stages, const py::object& requester) {
+    const auto& our = conversions();
+    if (at::GradMode::is_enabled()) {  // derivatives of gradients have nodes of their own
+        return to_tensor(our.differentiate(to_object(gradient), stages, gradient_of(requester)));
+    }
+    for (const auto& stage : py::reinterpret_borrow<py::tuple>(stages)) {
+        PyObject* dtensor = dtensor_class().type == nullptr ? nullptr : dtensor_of(gradient);
+        const Spec* spec = dtensor == nullptr ? nullptr : spec_of(dtensor);
+        if (spec != nullptr) {
+            const Running running;  // specs stay while the lock is given up
+            const auto move = move_between(spec, stage.ptr());
+            at::Tensor local = moved(local_of(dtensor), *move);
+            if (local.defined()) {
+                if (move->program) {
+                    gradient = wrap(std::move(local), *move->target);
+                }
+                continue;
+            }
+        }
+        gradient = to_tensor(our.move(to_object(gradient), stage, gradient_of(requester)));
+    }
+    return gradient;
+}
+
+// Brings the gradient through stages. Holds the stages and the requester.
 class ConvertBackward final : public PythonNode {
   public:
     using PythonNode::PythonNode;
 
     torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-        at::Tensor gradient = std::move(gradients[0]);
-        if (!gradient.defined()) {
+        if (!gradients[0].defined()) {
             return {at::Tensor()};
         }
         const Gil gil;
-        const auto& our = conversions();
-        if (at::GradMode::is_enabled()) {  // derivatives of gradients have nodes of their own
-            return {to_tensor(our.differentiate(to_object(gradient), held(0), gradient_of(held(1))))};
-        }
-        for (const auto& stage : py::reinterpret_borrow<py::tuple>(held(0))) {
-            PyObject* dtensor = dtensor_class().type == nullptr ? nullptr : dtensor_of(gradient);
-            const Spec* spec = dtensor == nullptr ? nullptr : spec_of(dtensor);
-            if (spec != nullptr) {
-                const Running running;  // specs stay while the lock is given up
-                const auto move = move_between(spec, stage.ptr());
-                at::Tensor local = moved(local_of(dtensor), *move);
-                if (local.defined()) {
-                    if (move->program) {
-                        gradient = wrap(std::move(local), *move->target);
-                    }
-                    continue;
-                }
-            }
-            gradient = to_tensor(our.move(to_object(gradient), stage, gradient_of(held(1))));
-        }
-        return {std::move(gradient)};
+        return {through_stages(std::move(gradients[0]), held(0), held(1))};
     }
 
     std::string name() const override { return "ConvertBackward"; }

@@ -16,7 +16,9 @@
 #include "layer_norm.h"
 #include "linear.h"
 #include "links.h"
+#include "local_conversion.h"
 #include "local_regions.h"
+#include "module_entries.h"
 #include "rms_norm.h"
 
 #include <algorithm>
@@ -209,6 +211,16 @@ PYBIND11_MODULE(_dispatch, module) {
         "set_local_regions", &vescale::set_local_regions, py::arg("gradient_spec"), py::arg("leaving"), py::arg("wrapping"),
         py::arg("enter_gradient"), py::arg("leave_gradient"), py::arg("wrap_gradient"));
     module.def("set_conversions", &vescale::set_conversions);
+    py::class_<vescale::LocalConversion>(module, "LocalConversion")
+        .def(py::init<
+             py::object, const py::object&, const py::tuple&, const py::tuple&, const py::object&, py::object, py::object,
+             py::object, const py::object&, py::object>())
+        .def("__call__", torch::wrap_pybind_function(&vescale::convert_local));
+    module.def("first_resized", torch::wrap_pybind_function(&vescale::first_resized));
+    module.def("first_changed", torch::wrap_pybind_function(&vescale::first_changed));
+    module.def("set_entries", torch::wrap_pybind_function(&vescale::set_entries));
+    module.def("delete_entries", torch::wrap_pybind_function(&vescale::delete_entries));
+    module.def("have_locals", torch::wrap_pybind_function(&vescale::have_locals));
     module.def("link_view", torch::wrap_pybind_function(&vescale::link_view));
     module.def("require_current", torch::wrap_pybind_function(&vescale::require_current_dtensor));
     module.def("share_version", torch::wrap_pybind_function(&vescale::share_version));

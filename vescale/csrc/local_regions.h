@@ -194,26 +194,31 @@ inline std::pair<PyObject*, const Spec*> movable(const at::Tensor& gradient) {
     return {dtensor, dtensor == nullptr ? nullptr : spec_of(dtensor)};
 }
 
+// The local gradient of a tensor that has become a DTensor with `spec`. The lock is held.
+inline at::Tensor left_gradient(
+    const at::Tensor& gradient, const py::object& spec, const py::object& placements, const py::object& op) {
+    const auto [dtensor, found] = movable(gradient);
+    if (found != nullptr) {
+        const Running running;
+        const auto move = move_between(found, placements.ptr());
+        if (move->target != nullptr && !move->program) {
+            return local_of(dtensor);
+        }
+    }
+    return to_tensor(local_regions().leave_gradient(to_object(gradient), spec, placements, op));
+}
+
 // Holds the spec, the gradient's placements, and the name of the op.
 class LeaveLocalBackward final : public PythonNode {
   public:
     using PythonNode::PythonNode;
 
     torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-        const at::Tensor& gradient = gradients[0];
-        if (!gradient.defined()) {
+        if (!gradients[0].defined()) {
             return {at::Tensor()};
         }
         const Gil gil;
-        const auto [dtensor, spec] = movable(gradient);
-        if (spec != nullptr) {
-            const Running running;
-            const auto move = move_between(spec, held(1).ptr());
-            if (move->target != nullptr && !move->program) {
-                return {local_of(dtensor)};
-            }
-        }
-        return {to_tensor(local_regions().leave_gradient(to_object(gradient), held(0), held(1), held(2)))};
+        return {left_gradient(gradients[0], held(0), held(1), held(2))};
     }
 
     std::string name() const override { return "LeaveLocalBackward"; }

@@ -50,6 +50,7 @@ class ReducedParameter:
         slots: its slots in buckets, one for each way in which its gradient arrives.
         plain_slot: the slot of plain gradients in the parameter's dtype.
         previous: a complete gradient from before this backward, kept aside until the new one is added to it.
+        complete_spec: of gradients that arrive complete, in the strides they keep; None: unknown.
         is_offered: whether the ranks have agreed on a slot, if one was known, although no gradient had arrived.
         hooks: while it is watched.
     """
@@ -69,8 +70,9 @@ class ReducedParameter:
         self._policy = policy if rule.reduce_dtype is None else replace(policy, reduce_dtype=rule.reduce_dtype)
         self._contributions: dict[Arrival, Contribution] = {}
         self._usual: Arrival | None = None  # of the last gradient; the next one most likely arrives in the same way
+        self._usual_spec: DTensorSpec | None = None  # of that gradient, if it was a DTensor
         self._spec: DTensorSpec | None = None
-        self._complete_spec: DTensorSpec | None = None  # of gradients that arrive complete, in the strides they keep
+        self.complete_spec: DTensorSpec | None = None
 
     def notify(self, is_notified: bool) -> None:
         """Set whether a hook announces each gradient, if the parameter is watched."""
@@ -91,6 +93,7 @@ class ReducedParameter:
 
     def add_slot(self, slot: BucketSlot[Bucket]) -> None:
         self.slots.append(slot)
+        self._usual = None
         if slot.parameter is not None and self.plain_slot is None:
             self.plain_slot = slot
 
@@ -98,15 +101,20 @@ class ReducedParameter:
         """Called when all slots are assigned anew."""
         self.slots.clear()
         self.plain_slot, self.is_offered = None, False
-        self._complete_spec = None
+        self.complete_spec = self._usual = None
 
     # How gradients arrive
 
     def arrival_of(self, gradient: torch.Tensor) -> Arrival:
-        placements = self._placements_of(gradient)
+        spec = spec_of(gradient) if type(gradient) is DTensor else None
         usual = self._usual
+        if usual is not None and spec is not None and spec is self._usual_spec:
+            return usual
+        placements = self._placements_of(gradient)
         if usual is None or usual.placements != placements or usual.dtype != gradient.dtype:
-            self._usual = usual = Arrival(placements, gradient.dtype)
+            arrival = Arrival(placements, gradient.dtype)
+            self._usual = usual = next((slot.arrival for slot in self.slots if slot.arrival == arrival), arrival)
+        self._usual_spec = spec
         return usual
 
     def _placements_of(self, gradient: torch.Tensor) -> tuple[Placement, ...] | None:
@@ -170,14 +178,14 @@ class ReducedParameter:
         """A gradient with this spec was complete as it arrived, unless it was brought elsewhere or came in other strides."""
         now = self.parameter.grad
         if type(gradient) is DTensor and isinstance(now, DTensor) and spec_of(gradient) == spec_of(now):
-            self._complete_spec = spec_of(gradient)
+            self.complete_spec = spec_of(gradient)
 
     def is_complete_as_before(self) -> bool:
         """Whether the gradient that has been accumulated is complete, like one with the same spec before. It stays."""
         gradient = self.parameter.grad
-        if self._complete_spec is None or self.previous is not None or type(gradient) is not DTensor:
+        if self.complete_spec is None or self.previous is not None or type(gradient) is not DTensor:
             return False
-        if spec_of(gradient) is not self._complete_spec or type(local_of(gradient)) is not torch.Tensor:
+        if spec_of(gradient) is not self.complete_spec or type(local_of(gradient)) is not torch.Tensor:
             return False
         if gradient.requires_grad:  # of create_graph=True, which is detached
             return False

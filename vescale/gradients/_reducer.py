@@ -20,6 +20,7 @@ from vescale.gradients._backward_tracker import BackwardTracker
 from vescale.gradients._bucket import Bucket
 from vescale.gradients._bucket_slot import BucketSlot
 from vescale.gradients._comm_hook import CommHook
+from vescale.gradients._complete_arrivals import CompleteArrivals
 from vescale.gradients._complete_gradient import local_part
 from vescale.gradients._hooked_parameters import HookedParameters
 from vescale.gradients._parameter import GradientRule, ReducedParameter
@@ -98,9 +99,10 @@ class GradientReducer:
         self._syncs = True
         self.around_no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """A context that :meth:`no_sync` enters as well."""
-        self.before_finish: Callable[[], None] = _nothing
+        self.before_finish: Callable[[], None] = lambda: None
         """What :meth:`finish` calls first."""
         self._backward = BackwardTracker(self._end)
+        self._complete = CompleteArrivals()
         self._is_begun = False  # a backward has begun, and its end has not been handled
         self._is_synced = False
         self._arrived = False
@@ -187,7 +189,6 @@ class GradientReducer:
 
         Raises RuntimeError inside a backward. ``backward()`` raises what the hook raises, and TypeError or ValueError for an
         invalid result.
-
         """
         if self._backward.current() is not None:
             raise CommHookError("register_comm_hook in a backward; some of its gradients are on their way already")
@@ -240,6 +241,7 @@ class GradientReducer:
                 versions[id(reduced.parameter)] = reduced.parameter.grad._version
             self._has_previous |= reduced.previous is not None
         self._has_older = bool(versions)
+        self._complete.begin(self._syncs)
 
     def _check_changes(self) -> None:
         self._schedule.release_works()
@@ -255,6 +257,7 @@ class GradientReducer:
                 self._take(reduced, parameter)
             return
         if reduced.is_complete_as_before():
+            self._complete.note(reduced)
             return
         slot = reduced.plain_slot
         if slot is None or not slot.bucket.accept(slot):
@@ -296,7 +299,7 @@ class GradientReducer:
     def _end(self) -> None:
         """The outermost backward has ended."""
         with torch.no_grad(), no_torch_function():
-            self._arrived = self._arrived or self._schedule.has_unannounced()
+            self._arrived |= self._complete.end(self._take) or self._schedule.has_unannounced()
             if self._arrived and self._syncs:
                 self._reduce()
                 self._has_reduced = True
@@ -395,6 +398,3 @@ class GradientReducer:
             for reduced, arrival, count in found
             if reduced.contribution(arrival).reduction is not None
         ]
-
-
-def _nothing() -> None: ...

@@ -38,13 +38,13 @@ from vescale.ops._boundary_copies import LIVE_COPIES, read_arguments
 from vescale.ops._call import OpCall
 from vescale.ops._context import OpContext
 from vescale.ops._conversion import (
+    PreparedConversion,
     bring,
     bring_with_gradient,
     convert,
     cut,
     enter_local,
     leave_local,
-    prepare_conversion,
     wrap_global,
 )
 from vescale.ops._decision import Decision, Rule
@@ -67,6 +67,7 @@ from vescale.ops._registry import (
 from vescale.ops._ring_schedule import Meeting, RingSchedule, Runs, meetings
 from vescale.ops._view_copies import remember_copy, write_through
 from vescale.ops.elementwise import is_elementwise
+from vescale.ops.losses import cross_entropy_of_rows, has_whole_rows, without_dim
 
 __all__ = [
     "FAMILY_FILES",
@@ -80,6 +81,7 @@ __all__ = [
     "OpFamily",
     "PlacementFallbackError",
     "PlacementFallbackWarning",
+    "PreparedConversion",
     "RingSchedule",
     "Rule",
     "Runs",
@@ -87,16 +89,17 @@ __all__ = [
     "bring",
     "bring_with_gradient",
     "convert",
+    "cross_entropy_of_rows",
     "cut",
     "enter_local",
     "entries",
     "families",
+    "has_whole_rows",
     "install",
     "is_elementwise",
     "leave_local",
     "meetings",
     "observe",
-    "prepare_conversion",
     "read_arguments",
     "register",
     "register_aten",
@@ -110,6 +113,7 @@ __all__ = [
     "settle",
     "strict_placements",
     "view_of_uneven_shards",
+    "without_dim",
     "wrap_global",
     "write_through",
 ]

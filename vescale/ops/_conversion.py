@@ -57,6 +57,7 @@ from vescale.placements import contiguous_stride, move_local, stride_like, witho
 
 __all__ = [
     "NATIVE",
+    "PreparedConversion",
     "bring",
     "bring_with_gradient",
     "convert",
@@ -64,7 +65,6 @@ __all__ = [
     "enter_local",
     "enter_together",
     "leave_local",
-    "prepare_conversion",
     "wrap_global",
 ]
 
@@ -175,18 +175,20 @@ def convert(
     return pass_boundary(x, made, outdated)
 
 
-def prepare_conversion(
-    placements: Placements, target: Stage, grads: tuple[Stage | None, Stage | None], requester: str
-) -> Callable[[DTensor], DTensor]:
-    """:func:`convert` of tensors with these placements, for many calls, outside of torch function modes."""
-    stage, stages = _stages(placements, target, *grads, False)
-    complete = tuple(f if t is None else t for f, t in zip(placements, stage))
+class PreparedConversion:
+    """:func:`convert` of tensors with these placements, for many calls, outside of torch function modes. ``target`` and
+    ``stages`` say where it brings tensors and gradients; None on an axis keeps what is there."""
 
-    def run(x: DTensor) -> DTensor:
-        made: DTensor | None = _native.convert(x, stage, stages, requester, None)
-        return made if made is not None else _Convert.apply(x, complete, stages, requester)
+    def __init__(
+        self, placements: Placements, target: Stage, grads: tuple[Stage | None, Stage | None], who: str
+    ) -> None:
+        self.target, self.stages = _stages(placements, target, *grads, False)
+        complete = tuple(f if t is None else t for f, t in zip(placements, self.target))
+        self._native, self._others = (self.target, self.stages, who, None), (complete, self.stages, who)
 
-    return run
+    def __call__(self, x: DTensor) -> DTensor:
+        made: DTensor | None = _native.convert(x, *self._native)
+        return made if made is not None else _Convert.apply(x, *self._others)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -36,7 +37,7 @@ from vescale.ops._conversion import bring, cut
 from vescale.ops._registration import handles, is_spread
 from vescale.placements import RaggedShard, at_dim, contiguous_stride, local_region, shard_dim, without_partials
 
-__all__ = ["local_part", "without_dim"]
+__all__ = ["cross_entropy_of_rows", "has_whole_rows", "local_part", "without_dim"]
 
 _aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -206,10 +207,12 @@ def _nll_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[D
     if not isinstance(scores, DTensor):
         raise ValueError(_mixed_loss(scores, target))
     tell_read(scores, "the loss")
+    if reduction != _NONE and has_whole_rows(scores.placements, scores.ndim):
+        return _loss_of_whole_rows(op, scores, target, weight, reduction, ignore_index)
     rows = _Rows.of(op, scores, target, weight, ignore_index)
     mesh, losses = rows.scores.device_mesh, rows.losses()
     if reduction == _NONE and rows.scores.ndim > 1:
-        _refuse_bad_labels(rows, int(rows.num_bad) if losses.device.type == "cpu" else 0)
+        _refuse_bad_labels(rows.scores, int(rows.num_bad) if losses.device.type == "cpu" else 0)
         losses = _sum_over(mesh, rows.class_axes, losses, "sum", "nll_loss")
         shape = [n for dim, n in enumerate(rows.scores.shape) if dim != rows.class_dim]
         spec = make_spec(mesh, rows.placements, shape, contiguous_stride(shape), losses.dtype)
@@ -218,14 +221,91 @@ def _nll_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[D
     numbers = torch.cat([losses.sum().view(1), counts if rows.counted_here else torch.zeros_like(counts)])
     numbers = _sum_over(mesh, sorted([*rows.row_axes, *rows.class_axes]), numbers, "sum", "nll_loss")
     total, weights, num_bad = numbers.unbind()
-    _refuse_bad_labels(rows, int(num_bad) if losses.device.type == "cpu" else 0)
+    _refuse_bad_labels(rows.scores, int(num_bad) if losses.device.type == "cpu" else 0)
     return _scalar(mesh, total / weights if reduction == _MEAN else total.clone()), _scalar(mesh, weights.clone())
 
 
-def _refuse_bad_labels(rows: _Rows, num_bad: int) -> None:
+def has_whole_rows(placements: Sequence[Placement], ndim: int) -> bool:
+    """Whether ranks have all classes of their rows, so that the kernel of local tensors gives a rank's part of the loss."""
+    return ndim > 1 and all(
+        p.is_replicate() or not (p.is_partial() or isinstance(p, RaggedShard) or shard_dim(p) in (None, 1, 1 - ndim))
+        for p in placements
+    )
+
+
+def _whole_rows(op: Any, scores: DTensor, target: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The local scores, labels and weights of classes."""
+    mesh = scores.device_mesh
+    placements = tuple(without_dim(placement, 1) for placement in scores.placements)
+    labels = local_part(target, mesh, placements, op, "target")
+    weights = None if weight is None else local_part(weight, mesh, (Replicate(),) * mesh.ndim, op, "weight")
+    return local_of(scores), labels, weights
+
+
+def _loss_of_whole_rows(
+    op: Any, scores: DTensor, target: Any, weight: Any, reduction: int, ignore_index: int
+) -> tuple[DTensor, DTensor]:
+    mesh = scores.device_mesh
+    local, labels, class_weights = _whole_rows(op, scores, target, weight)
+    numbers, _ = _sums_of_rows(op, local, labels, class_weights, ignore_index)
+    axes = [axis for axis, p in enumerate(scores.placements) if not p.is_replicate() and mesh.size(axis) > 1]
+    total, weights, bad = _sum_over(mesh, axes, numbers, "sum", "nll_loss").unbind()
+    _refuse_bad_labels(scores, int(bad) if total.is_cpu else 0)
+    result = total / weights if reduction == _MEAN else total.clone()
+    return _scalar(mesh, result.to(local.dtype)), _scalar(mesh, weights.to(local.dtype, copy=True))
+
+
+def cross_entropy_of_rows(
+    mesh: DeviceMesh, axes: Sequence[int], scores: torch.Tensor, labels: torch.Tensor, reduction: str, ignore_index: int
+) -> torch.Tensor:
+    """``F.cross_entropy`` of the rows of all ranks along ``axes``, from local scores of shape ``[rows, classes]`` and local
+    labels: the bits of the loss, and of the gradient, of DTensors. One all-reduce of three numbers.
+
+    Raises LabelError, on every rank, for a label that is neither a class nor ignored.
+    """
+    logarithms = F.log_softmax(scores, 1)
+    numbers, total = _sums_of_rows(_aten.nll_loss_forward.default, logarithms, labels, None, ignore_index)
+    whole, weights, bad = _sum_over(mesh, axes, numbers, "sum", "nll_loss").unbind()
+    _refuse_bad_labels(scores, int(bad) if scores.is_cpu else 0)
+    if reduction == "sum":
+        return cast(torch.Tensor, _OfAllRows.apply(total, whole.to(total.dtype, copy=True), None))
+    return cast(torch.Tensor, _OfAllRows.apply(total, (whole / weights).to(total.dtype), weights.to(total.dtype)))
+
+
+class _OfAllRows(torch.autograd.Function):
+    """``whole`` in place of this rank's ``total``; ``weights``: its gradient is divided by them."""
+
+    @staticmethod
+    def forward(ctx: Any, total: torch.Tensor, whole: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        ctx.weights = weights
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad if ctx.weights is None else grad / ctx.weights, None, None
+
+
+def _sums_of_rows(
+    op: Any, scores: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor | None, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a rank's rows: ``(sum of losses, sum of weights, bad labels)``, without gradient, and the sum of losses."""
+    num_bad = 0
+    try:
+        total, weights = op(scores, labels, class_weights, _SUM, ignore_index)
+    except IndexError:  # raised later, on all ranks
+        outside = (labels < 0) | (labels >= scores.shape[1])
+        num_bad = int((outside & (labels != ignore_index)).sum())
+        total = weights = scores.new_zeros(())
+    numbers = torch.stack([total.detach(), weights, weights.new_full((), num_bad)])
+    # A count of rows has more digits than half precision.
+    return numbers.float() if scores.element_size() < 4 else numbers, total
+
+
+def _refuse_bad_labels(scores: torch.Tensor, num_bad: int) -> None:
     if num_bad:
+        last = scores.shape[min(scores.ndim - 1, 1)] - 1
         raise LabelError(
-            f"nll_loss: {num_bad} labels are out of bounds; a label is a class 0..{rows.scores.shape[rows.class_dim] - 1} "
+            f"nll_loss: {num_bad} labels are out of bounds; a label is a class 0..{last} "
             "or ignore_index: check the labels, or the model's number of classes"
         )
 
@@ -240,6 +320,14 @@ def _mixed_loss(scores: torch.Tensor, target: Any) -> str:
 @handles(_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default, applies=is_spread, takes_plain=True)
 def _nll_loss_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     grad, scores, target, weight, reduction, ignore_index, total_weight = args
+    if reduction != _NONE and has_whole_rows(scores.placements, scores.ndim):
+        replicated = (Replicate(),) * scores.device_mesh.ndim
+        local, labels, class_weights = _whole_rows(op, scores, target, weight)
+        share = local_part(grad, scores.device_mesh, replicated, op, "grad_output")
+        total = local_part(total_weight, scores.device_mesh, replicated, op, "total_weight")
+        share = share / total if reduction == _MEAN else share
+        found = op(share, local, labels, class_weights, _SUM, ignore_index, total)
+        return _like(scores, found, found.dtype)
     rows = _Rows.of(op, scores, target, weight, ignore_index)
     mesh = rows.scores.device_mesh
     replicated = (Replicate(),) * mesh.ndim

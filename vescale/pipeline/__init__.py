@@ -5,6 +5,7 @@ from vescale.pipeline._balance import partition, state_bytes
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import current_run
 from vescale.pipeline._install import PipelineModule, parallelize
+from vescale.pipeline._measured_costs import measure_costs
 from vescale.pipeline._runner import Runner
 from vescale.pipeline._schedule import Action, Schedule, make_schedule
 from vescale.pipeline._schedule_page import schedule_page
@@ -20,6 +21,7 @@ __all__ = [
     "StagedProgram",
     "current_run",
     "make_schedule",
+    "measure_costs",
     "parallelize",
     "partition",
     "program_of_stages",

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from vescale.errors import PipelineBatchError
+from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
+from vescale.errors import PipelineBatchError, PipelineLossError
 from vescale.pipeline._headers import HeaderExchange
+from vescale.pipeline._loss_path import output_at
+from vescale.pipeline._loss_sums import LossShare, share_of_microbatches
 from vescale.pipeline._trace import Trace
 from vescale.plans import PipelineEntry
 
@@ -16,26 +19,29 @@ __all__ = ["Signature", "like", "microbatches_of"]
 
 
 class Signature:
-    """What is known of batches of one signature: traces, headers and the rows of random numbers."""
+    """What is known of batches of one signature: traces, headers, the rows of random numbers, and how losses add up."""
 
     def __init__(self, whole: Trace, part: Trace, headers: HeaderExchange, entry: PipelineEntry) -> None:
         self.whole, self.part, self.headers = whole, part, headers
         self.dims = _batch_dims(whole, part, entry)
+        self.share = _share(whole, part, entry)
 
 
 def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry) -> list[dict[str, Any]]:
-    """The micro-batches of a batch: equal parts of each tensor along dim 0.
+    """The micro-batches of a batch: equal parts of each tensor along dim 0, also of those in lists, tuples and dicts.
 
     Tensors without dims, tensors of one row beside others of several, and other values go to every micro-batch as they
     are. Raises PlanError for sizes that cannot be cut.
     """
     m = entry.microbatches
-    rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
-    size = max(rows.values(), default=0)
-    other = {name: n for name, n in rows.items() if n not in (1, size)}
-    if not rows or other:
+    leaves, tree = tree_flatten(dict(batch))
+    rows = [value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else None for value in leaves]
+    size = max((n for n in rows if n is not None), default=0)
+    if not size or any(n not in (None, 1, size) for n in rows):
+        names = [name for name, value in batch.items() for _ in tree_flatten(value)[0]]
+        shown = {name: n for name, n in zip(names, rows) if n is not None}
         raise PipelineBatchError(
-            f"pipeline: the batch has {'no tensors' if not rows else f'tensors of different sizes in dim 0: {rows}'}; give "
+            f"pipeline: the batch has {'no rows' if not size else f'tensors of different sizes in dim 0: {shown}'}; give "
             ".step() tensors that all have the batch in dim 0",
             entry.source,
         )
@@ -47,10 +53,12 @@ def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry) -> list[dict
         )
     part = size // m
 
-    def cut(name: str, value: Any, index: int) -> Any:
-        return value[index * part : (index + 1) * part] if name in rows and rows[name] == size else value
+    def of(index: int) -> dict[str, Any]:
+        cut = [v[index * part : (index + 1) * part] if n == size else v for v, n in zip(leaves, rows)]
+        found: dict[str, Any] = tree_unflatten(cut, tree)
+        return found
 
-    return [{name: cut(name, value, index) for name, value in batch.items()} for index in range(m)]
+    return [of(index) for index in range(m)]
 
 
 def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[int, ...], int | None]:
@@ -83,7 +91,28 @@ def _batch_dims(whole: Trace, part: Trace, entry: PipelineEntry) -> dict[tuple[i
     return found
 
 
+def _share(whole: Trace, part: Trace, entry: PipelineEntry) -> LossShare:
+    """Raises PlanError for a loss that is no sum over rows."""
+    if callable(entry.loss):
+        return LossShare(1.0, {})
+
+    def refuse(problem: str) -> PipelineLossError:
+        return PipelineLossError(
+            f"pipeline: loss={entry.loss!r} {problem}, so that the losses of {entry.microbatches} micro-batches do not add "
+            "up to that of the batch in a way that is known; give a callable loss=f(out, batch) -> (sum, count), or "
+            "microbatches=1 (with GPipe)",
+            entry.source,
+        )
+
+    losses = output_at(whole.output, entry.loss, entry.source), output_at(part.output, entry.loss, entry.source)
+    return share_of_microbatches(whole.nodes, part.nodes, losses, entry.microbatches, whole.replay, refuse)
+
+
 def like(value: Any) -> str:
+    """A text that is the same for values that a trace does not tell apart."""
+    if isinstance(value, list | tuple | dict):
+        leaves, tree = tree_flatten(value)
+        return f"{tree} {[like(leaf) for leaf in leaves]}"
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {value.dtype}"
     return f"{type(value).__name__} {value!r}"[:200]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from vescale.errors import PlanError
 from vescale.ir import FlowMode, example_inputs
 from vescale.pipeline._skeleton import skeleton_of
 
-__all__ = ["block_work"]
+__all__ = ["block_work", "guessed_inputs"]
 
 _LENGTH = 4096
 
@@ -34,7 +35,7 @@ def block_work(model: nn.Module, blocks: str, num_blocks: int) -> list[float]:
     """
     skeleton = skeleton_of(model).to("meta")
     inside = list(skeleton.get_submodule(blocks).children())[:num_blocks]
-    for inputs in _inputs(skeleton):
+    for inputs in guessed_inputs(skeleton):
         counter = _Counter(inside)
         with contextlib.suppress(Exception), torch.no_grad(), FlowMode(counter), counter:
             skeleton(**inputs)
@@ -43,14 +44,31 @@ def block_work(model: nn.Module, blocks: str, num_blocks: int) -> list[float]:
     return _by_parameters(model, model.get_submodule(blocks))
 
 
-def _inputs(skeleton: nn.Module) -> Iterator[dict[str, Any]]:
-    with contextlib.suppress(PlanError):
-        yield example_inputs(skeleton, 1, _LENGTH)
+def guessed_inputs(skeleton: nn.Module, rows: int = 1, length: int | None = None) -> Iterator[dict[str, Any]]:
+    """Inputs on the meta device that the forward of a model on it may run with.
+
+    Args:
+        length: of tokens; None: 4,096, or as many as the model takes.
+    """
+    found = None
+    with contextlib.suppress(PlanError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about guesses
+        found = example_inputs(skeleton, rows, length or _LENGTH)
+    if found is not None:
+        yield found
     parameters = inspect.signature(skeleton.forward).parameters.items()
     required = [n for n, p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    for length in (_LENGTH, 8):  # of ids, and labels
-        tokens = torch.empty(1, length, dtype=torch.int64, device="meta")
+    for most in (length or _LENGTH, *_sizes_of_tables(skeleton), 8):  # of ids, and labels
+        tokens = torch.empty(rows, most, dtype=torch.int64, device="meta")
         yield dict.fromkeys(required, tokens)
+
+
+def _sizes_of_tables(skeleton: nn.Module) -> list[int]:
+    """Numbers of rows of embeddings, and of parameters around modules: one may be that of positions. The largest first."""
+    tables = [m.weight for m in skeleton.modules() if isinstance(m, nn.Embedding)]
+    around = [m for m in skeleton.modules() if next(m.children(), None) is not None]
+    tables += [p for m in around for p in m.parameters(recurse=False) if p.ndim > 1]
+    return sorted({n for table in tables for n in table.shape[:-1] if 8 < n < _LENGTH or 1 < n < 8}, reverse=True)[:6]
 
 
 class _Counter(TorchDispatchMode):

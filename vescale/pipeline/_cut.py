@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from vescale.errors import PipelineCutError
+from vescale.ir import Program
 from vescale.pipeline._balance import balanced_splits
+from vescale.pipeline._parameter_reads import stages_that_read
 from vescale.plans import Path, PipelineEntry
 
 __all__ = ["Cut"]
@@ -40,34 +42,53 @@ class Cut:
         return frozenset({""} | {".".join(parts[:n]) for parts in around for n in range(1, len(parts) + 1)})
 
     @classmethod
-    def of(cls, model: nn.Module, entry: PipelineEntry, num_ranks: int) -> Cut:
+    def of(cls, model: nn.Module, entry: PipelineEntry, num_ranks: int, program: Program | None = None) -> Cut:
         """The cut of an entry. Raises PlanError for paths that match nothing, or that cannot begin a stage.
 
         Args:
             model: the whole model.
             entry: what ``Plan.pipeline`` has added.
             num_ranks: of the axis that runs the stages.
+            program: whose checkpoint entries say what stages hold.
         """
         order = {name: number for number, (name, _) in enumerate(model.named_modules())}
         explicit: dict[str, int] = {}
+        parameters: dict[str, set[int]] = {}
         if entry.stages:
-            listed = [[n for path in stage for n in _matching(path, order, entry)] for stage in entry.stages]
+            listed: list[list[str]] = []
+            for stage, paths in enumerate(entry.stages):
+                listed.append([])
+                for path in paths:
+                    named = [name for name, _ in model.named_parameters() if path.matches(name, timeout=1.0)]
+                    for name in named:
+                        parameters.setdefault(name, set()).add(stage)
+                    listed[-1] += _matching(path, order, entry) if not named else ()
             for stage, names in enumerate(listed):
                 for name in names:
                     if explicit.setdefault(name, stage) != stage:
                         raise PipelineCutError(
                             f"pipeline: {name!r} is listed in stages {explicit[name]} and {stage}", entry.source
                         )
+                if not names:
+                    raise PipelineCutError(
+                        f"pipeline: stages= names no module of stage {stage}; name the one before which it begins",
+                        entry.source,
+                    )
             splits = [min(names, key=order.__getitem__) for names in listed[1:]]
         elif entry.split_before:
             splits = sorted({n for path in entry.split_before for n in _matching(path, order, entry)}, key=order.get)  # type: ignore[arg-type]
         else:
-            splits = balanced_splits(model, entry, num_ranks)
-        return cls._of_splits(model, entry, tuple(splits), explicit)
+            splits = balanced_splits(model, entry, num_ranks, program)
+        return cls._of_splits(model, entry, tuple(splits), explicit, parameters)
 
     @classmethod
     def _of_splits(
-        cls, model: nn.Module, entry: PipelineEntry, splits: tuple[str, ...], explicit: Mapping[str, int]
+        cls,
+        model: nn.Module,
+        entry: PipelineEntry,
+        splits: tuple[str, ...],
+        explicit: Mapping[str, int],
+        parameters: Mapping[str, set[int]],
     ) -> Cut:
         for outer in ("", *splits):
             inside = [name for name in splits if name != outer and name.startswith(f"{outer}.")] if outer else []
@@ -121,9 +142,17 @@ class Cut:
         visit("", model)
         for split in splits:
             bound.setdefault(split, stage_of[split])
+        read = stages_that_read(model, splits)
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), name)
-            owners.setdefault(id(parameter), set()).add(stage_of[name.rpartition(".")[0]])
+            first = names.setdefault(id(parameter), name)
+            around = name.rpartition(".")[0]
+            found = set(parameters.get(name, ())) | read.get(first, frozenset())
+            is_called = around not in containers and not isinstance(
+                model.get_submodule(around), nn.ParameterList | nn.ParameterDict
+            )
+            if is_called or not found:
+                found.add(stage_of[around])
+            owners.setdefault(id(parameter), set()).update(found)
         empty = set(range(len(splits) + 1)) - {stage for stages in owners.values() for stage in stages}
         if empty:
             begins = ["the model's beginning", *(f"before {split!r}" for split in splits)]

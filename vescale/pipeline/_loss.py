@@ -6,78 +6,37 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from vescale.errors import PipelineCallError, PipelineLossError
-from vescale.pipeline._trace import LossTerm
+from vescale.pipeline._batches import Signature
+from vescale.pipeline._loss_path import output_at
+from vescale.pipeline._loss_sums import is_mean_of_labels, two_scalars
 from vescale.plans import PipelineEntry
 
-__all__ = ["BatchLoss", "check_loss", "output_at"]
+__all__ = ["BatchLoss"]
 
-_SUM, _MEAN = 2, 1
-
-
-def output_at(out: Any, path: str, source: Any = None) -> Any:
-    """The part of a model's output that a path such as ``out.loss`` or ``out.0`` names."""
-    found = out
-    for name in path.split(".")[1:]:
-        if isinstance(found, Mapping) and name in found:
-            found = found[name]
-        elif name.isdigit() and isinstance(found, tuple | list) and int(name) < len(found):
-            found = found[int(name)]
-        elif not isinstance(found, torch.Tensor) and hasattr(found, name):
-            found = getattr(found, name)
-        else:
-            raise PipelineLossError(
-                f"pipeline: loss={path!r}: the model's output, a {type(found).__name__}, has no {name!r}; pass labels to "
-                ".step() if the model needs them for its loss, or give another path or a callable f(out, batch)",
-                source,
-            )
-    return found
-
-
-def check_loss(output: Any, entry: PipelineEntry) -> None:
-    """Raises PlanError if the model's output has no loss where the entry says."""
-    if not isinstance(entry.loss, str):
-        return
-    loss = output_at(output, entry.loss, entry.source)
-    if not isinstance(loss, torch.Tensor) or loss.ndim:
-        found = (
-            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        )
-        raise PipelineLossError(
-            f"pipeline: loss={entry.loss!r} is {found}, and no tensor without dims; pass labels to .step() if the model "
-            "needs them for its loss, or give another path or a callable f(out, batch) -> (sum, count)",
-            entry.source,
-        )
+_MEAN = 1
 
 
 class BatchLoss:
     """How micro-batches' losses add up to that of the whole batch.
 
     A mean over labels is computed as the sum over a micro-batch's labels, divided by the average number of valid labels in
-    a micro-batch; a mean over anything else is left as it is; and each micro-batch counts ``1 / microbatches``. Where the
-    model adds up instead of taking a mean, micro-batches are added up.
+    a micro-batch; where a sum or mean is divided by a number that the forward counts in the batch (``mask.sum()``), it is
+    divided by that of the whole batch; and each micro-batch counts by the weight of its :class:`LossShare`.
     """
 
-    def __init__(self, entry: PipelineEntry, terms: Sequence[LossTerm], batch: Mapping[str, Any]) -> None:
+    def __init__(self, entry: PipelineEntry, known: Signature, batch: Mapping[str, Any]) -> None:
         self.entry, self.counts = entry, []
-        self.weight = 1.0 / entry.microbatches
-        means = [term for term in terms if term.reduction == _MEAN]
-        sums = [term for term in terms if term.reduction == _SUM]
-        if callable(entry.loss):
-            self.weight = 1.0
+        self.weight = known.share.weight
+        if callable(entry.loss) or entry.microbatches == 1:
+            self.scalars: dict[int, tuple[int, float]] = {}
             return
-        if sums and means:
-            raise PipelineLossError(
-                f"pipeline: loss={entry.loss!r} has {len(means)} means over labels and {len(sums)} sums; how micro-batches "
-                "add up is not known: give a callable loss=f(out, batch) -> (sum, count)",
-                entry.source,
-            )
-        if sums:
-            self.weight = 1.0
-        for term in means:
+        self.scalars = {call: (n, compute(batch).item()) for call, (n, compute) in known.share.scalars.items()}
+        for term in known.whole.losses:
+            if term.reduction != _MEAN:
+                continue
             if term.target is None or term.has_weight:
                 what = "weights of classes" if term.has_weight else "labels that the model computes from its parameters"
                 raise PipelineLossError(
@@ -87,9 +46,11 @@ class BatchLoss:
                 )
             self.counts.append(int((term.target(batch) != term.ignore_index).sum()))
 
-    def around_forward(self) -> TorchFunctionMode | None:
+    def around_forward(self) -> _Shares | None:
         """A mode for the last stage's forward of one micro-batch."""
-        return _Means([count / self.entry.microbatches for count in self.counts]) if self.counts else None
+        if not self.counts and not self.scalars:
+            return None
+        return _Shares([count / self.entry.microbatches for count in self.counts], self.scalars)
 
     def share(self, out: Any, batch: Mapping[str, Any]) -> torch.Tensor:
         """The micro-batch's part of the loss of the whole batch; of a callable, the sum, to be divided by the count."""
@@ -98,20 +59,25 @@ class BatchLoss:
         return loss if self.weight == 1.0 else loss * self.weight
 
 
-class _Means(TorchFunctionMode):
-    """``cross_entropy`` and ``nll_loss`` that take a mean divide by the given numbers, call by call."""
+class _Shares(TorchFunctionMode):
+    """``cross_entropy`` and ``nll_loss`` that take a mean divide by the given numbers, call by call; multiplications of
+    scalars are by ``scalars``, by number from :meth:`restart` on."""
 
-    def __init__(self, counts: Sequence[float]) -> None:
+    def __init__(self, counts: Sequence[float], scalars: Mapping[int, tuple[int, float]]) -> None:
         super().__init__()
-        self._counts = list(counts)
+        self._counts, self._scalars, self._next = list(counts), scalars, 0
+
+    def restart(self) -> None:
+        self._next = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in (F.cross_entropy, F.nll_loss):
-            return func(*args, **kwargs)
-        names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-        given = {**dict(zip(names, args)), **kwargs}
-        if given.get("reduction", "mean") != "mean" or given["target"].is_floating_point():
+        if self._scalars and two_scalars(func, args, kwargs):
+            self._next += 1
+            scalar = self._scalars.get(self._next - 1)
+            return func(*args, **kwargs) if scalar is None else _scaled(func, args, kwargs, *scalar)
+        given = is_mean_of_labels(func, args, kwargs)
+        if given is None:
             return func(*args, **kwargs)
         if not self._counts:
             raise PipelineCallError(
@@ -121,3 +87,11 @@ class _Means(TorchFunctionMode):
         total = func(**{**given, "reduction": "sum"})
         # Without any valid label one device's mean is nan, and so is this.
         return total * (1.0 / count if count else float("nan"))
+
+
+def _scaled(func: Any, args: Any, kwargs: Mapping[str, Any], position: int, scalar: float) -> Any:
+    """The call with a number in place of the operand at a position."""
+    operands = (*args, *kwargs.values())
+    kept = operands[1 - position]
+    dtype = torch.promote_types(operands[0].dtype, operands[1].dtype)
+    return func(kept if kept.dtype == dtype else kept.to(dtype), scalar)

@@ -24,7 +24,8 @@ from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import running
 from vescale.pipeline._headers import Header, HeaderExchange
 from vescale.pipeline._local_inputs import LocalInputs
-from vescale.pipeline._loss import BatchLoss, check_loss
+from vescale.pipeline._loss import BatchLoss
+from vescale.pipeline._loss_path import check_loss
 from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Action, Schedule, build
 from vescale.pipeline._stage import ModelStage
@@ -199,7 +200,7 @@ class Runner:
         self._compare(batch)
         self._batches = microbatches_of(batch, self.entry)
         known = self._known = self._signature(batch, self.model.training)
-        self._loss = BatchLoss(self.entry, known.whole.losses, batch)
+        self._loss = BatchLoss(self.entry, known, batch)
         self._totals, self._counts, self.states = [], [], {}
         generator = default_generator(self.device)
         before = generator.get_state()

@@ -88,6 +88,15 @@ class Schedule:
             found.append(most)
         return tuple(found)
 
+    def held_forwards(self, stage: int) -> int:
+        """The most forwards of the stage whose backward has not ended."""
+        alive = most = 0
+        for action in self.actions[self.rank_of[stage]]:
+            if action.stage == stage:
+                alive += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+                most = max(most, alive)
+        return most
+
     def messages(self) -> dict[int, Counter[str]]:
         """For each stage, the messages of a step: ``sends`` and ``receives`` of one tensor each, to another rank."""
         counts: dict[int, Counter[str]] = {stage: Counter() for stage in range(self.num_stages)}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
 
-from vescale.compat import make_dtensor, make_spec, no_torch_function
+from vescale.compat import local_of, make_dtensor, make_spec, no_torch_function, spec_of
 from vescale.compat.tensor_subclasses import tree_flatten, tree_unflatten
 from vescale.errors import PipelineCallError, PipelineTraceError
 from vescale.pipeline._batches import Signature
@@ -44,6 +45,19 @@ class StageRun:
         self.made: list[DTensor] | None = None
         self.depth = 0
         self.loss_mode: Callable[[], Any] | None = None
+        self.at_begin: Callable[[], None] | None = None
+
+    @contextlib.contextmanager
+    def around_forward(self) -> Iterator[None]:
+        """Around the forward of the model itself."""
+        with contextlib.ExitStack() as stack:
+            if self.stage in self.known.part.outside:
+                stack.enter_context(_Arrived(self._replace))
+            mode = self.loss_mode() if self.loss_mode is not None else None
+            if mode is not None:
+                self.at_begin = mode.restart
+                stack.enter_context(mode)
+            yield
 
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.depth:
@@ -65,6 +79,8 @@ class StageRun:
             raise StageEnd
         if gate.begins == self.stage and not self.begun:
             self.begun = True
+            if self.at_begin is not None:
+                self.at_begin()
             args, kwargs = self._receive(args, kwargs)
         elif self.replaced:
             args, kwargs = self._replace(args, kwargs)
@@ -85,7 +101,7 @@ class StageRun:
 
     def _leaves(self, gate: Gate, args: Any, kwargs: Any) -> list[DTensor]:
         boundary = self.known.part.boundaries[self.stage + 1]
-        leaves, _ = tree_flatten((args, kwargs))
+        leaves, _ = tree_flatten(self._replace(args, kwargs) if self.replaced else (args, kwargs))
         if len(leaves) != boundary.num_leaves:
             raise PipelineTraceError(
                 f"pipeline: {gate.path!r} is called with {len(leaves)} values, and with {boundary.num_leaves} in the trace",
@@ -101,6 +117,8 @@ class StageRun:
     def _receive(self, args: Any, kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
         for n, received in zip(self.known.part.boundaries[self.stage].leaves, self.received, strict=True):
+            if received.requires_grad and self.stage in self.known.part.writes:
+                received = _Written.apply(received)
             self.replaced[id(leaves[n])] = (leaves[n], received)
             leaves[n] = received
         return tree_unflatten(leaves, tree)
@@ -133,6 +151,30 @@ class StageRun:
         return make_dtensor(local, spec)
 
 
+class _Arrived(TorchFunctionMode):
+    """Gives functions what a stage has received in place of what stands for it in the forward around its modules."""
+
+    def __init__(self, replace: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self._replace = replace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self._replace(args, kwargs or {})
+        return func(*args, **kwargs)
+
+
+class _Written(torch.autograd.Function):
+    """What was received, as a tensor that ops may write to in place: it is no leaf, and no view of one."""
+
+    @staticmethod
+    def forward(ctx: Any, received: DTensor) -> DTensor:
+        return make_dtensor(local_of(received), spec_of(received))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 def end_forward(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of the model itself: it ends with the stage that runs."""
 
@@ -143,9 +185,8 @@ def end_forward(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
                 f"this {type(model).__name__} runs in stages, none of which is the model; call .step(**batch) or "
                 ".evaluate(**batch) in place of its forward"
             )
-        mode = run.loss_mode() if run.loss_mode is not None else None
         try:
-            with mode if mode is not None else contextlib.nullcontext():
+            with run.around_forward():
                 return forward(*args, **kwargs)
         except StageEnd:
             return tuple(run.made or ())

@@ -13,7 +13,7 @@ from vescale.ir import Local, Program, Unit, UnitBucket, predict, predict_bucket
 from vescale.pipeline._batches import microbatches_of
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import add_gates
-from vescale.pipeline._loss import check_loss
+from vescale.pipeline._loss_path import check_loss
 from vescale.pipeline._residency import releases
 from vescale.pipeline._schedule import Schedule, make_schedule
 from vescale.pipeline._skeleton import skeleton_of
@@ -49,7 +49,7 @@ class StagedProgram:
         entry = plan.pipeline_entry
         assert entry is not None
         num_ranks = plan.axes.size(entry.mesh)
-        cut = Cut.of(model, entry, num_ranks)
+        cut = Cut.of(model, entry, num_ranks, program)
         schedule = make_schedule(entry, num_ranks, cut.num_stages)
         refuse_torn(program, cut)
         skeleton = skeleton_of(model)

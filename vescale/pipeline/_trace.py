@@ -19,25 +19,15 @@ from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_flatten, tr
 from vescale.errors import PipelineTraceError
 from vescale.pipeline._cut import Cut
 from vescale.pipeline._gates import Gate, running
+from vescale.pipeline._loss_sums import LossCalls, LossNodes
+from vescale.pipeline._parameter_reads import SHAPE_ONLY
 from vescale.rng import Draw
 
 __all__ = ["Boundary", "LossTerm", "TensorLike", "Trace", "TracedCall", "trace"]
 
 aten = torch.ops.aten
-# Ops that read the shape of their operand, and no value.
-_SHAPE_ONLY = {
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-    aten.new_full.default,
-}
+# Ops whose result's shape depends on the values of masks among their operands.
+_WITH_MASKS = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 
 
@@ -85,11 +75,23 @@ class LossTerm:
 
 @dataclass
 class Trace:
+    """What is known of a forward.
+
+    Attributes:
+        outside: stages in which the forward around the stages' modules reads what the stage has received.
+        writes: stages whose ops write in place to what the stage has received.
+        replay: for a tensor, what computes it from another batch of the same shapes; None where it depends on parameters.
+    """
+
     boundaries: dict[int, Boundary]
     calls: list[TracedCall]
     draws: list[Draw]
     losses: list[LossTerm]
     output: Any
+    outside: set[int]
+    writes: set[int]
+    nodes: LossNodes
+    replay: Callable[[torch.Tensor], Callable[[Mapping[str, Any]], torch.Tensor] | None]
 
 
 def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source: Any = None, *, grad: bool) -> Trace:
@@ -98,6 +100,7 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
     Raises PlanError for a forward that the cut does not fit: a module that runs in another stage than it belongs to, or a
     value that a stage would need from an earlier one and does not get.
     """
+    batch = dict(sorted(batch.items()))
     buffers = [(b, b.detach().clone()) for b in skeleton.buffers() if not b.is_meta]
     with contextlib.ExitStack() as stack:
         dtypes = skeleton.__dict__.get("_pipeline_dtypes")
@@ -108,6 +111,7 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(running(recorder))
+        stack.enter_context(recorder.loss_calls)
         stack.enter_context(recorder)
         try:
             output = skeleton(**batch)
@@ -128,7 +132,29 @@ def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source:
         raise PipelineTraceError(
             f"pipeline: the forward does not call {missing[0]!r}, before which a stage begins", entry_source
         )
-    return Trace(recorder.boundaries, recorder.calls, recorder.draws, recorder.losses, output)
+    return Trace(
+        recorder.boundaries,
+        recorder.calls,
+        recorder.draws,
+        recorder.losses,
+        output,
+        recorder.outside,
+        recorder.writes,
+        recorder.nodes,
+        recorder.replay_of,
+    )
+
+
+def _with_positions(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    """The leaves of an indexing's arguments, with the positions of what masks choose in place of masks whose values are
+    known."""
+    indices: list[Any] = []
+    for index in args[1]:
+        if isinstance(index, torch.Tensor) and not index.is_meta and index.dtype in (torch.bool, torch.uint8):
+            indices += index.nonzero().unbind(-1)
+        else:
+            indices.append(index)
+    return tree_flatten(((args[0], indices, *args[2:]), kwargs))
 
 
 class _Recorder(TorchDispatchMode):
@@ -145,9 +171,17 @@ class _Recorder(TorchDispatchMode):
         self.stage, self.inside = 0, None
         self.made: dict[int, int] = {}
         self.values: set[int] = set()  # of tensors that depend on parameters
-        self.keep: list[Any] = list(batch.values())
+        self.keep: list[Any] = [batch]
         self.carried: set[int] = set()
-        self.recipes: dict[int, Any] = {id(v): ("batch", k) for k, v in batch.items() if isinstance(v, torch.Tensor)}
+        self.aliases: set[int] = set()  # of what is carried, and its views
+        self.outside: set[int] = set()
+        self.writes: set[int] = set()
+        self.recipes: dict[int, Any] = {}
+        for n, value in enumerate(tree_flatten(batch)[0]):
+            if isinstance(value, torch.Tensor):
+                self.recipes[id(value)] = ("batch", n)
+        self.nodes = LossNodes(batch=set(self.recipes))
+        self.loss_calls = LossCalls(self.nodes)
         self.boundaries: dict[int, Boundary] = {}
         self.calls: list[TracedCall] = []
         self.draws: list[Draw] = []
@@ -187,9 +221,11 @@ class _Recorder(TorchDispatchMode):
                 self.source,
             )
         self.stage = gate.begins
+        self.loss_calls.restart()
         leaves, _ = tree_flatten(arguments)
         found = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and id(leaf) in self.made]
         self.carried = {id(leaves[n]) for n in found}
+        self.aliases = set(self.carried)
         shapes = tuple(tuple(leaves[n].shape) for n in found)
         dtypes, graph = (tuple(getattr(leaves[n], of) for n in found) for of in ("dtype", "requires_grad"))
         self.boundaries[self.stage] = Boundary(tuple(found), shapes, dtypes, graph, len(leaves))
@@ -200,7 +236,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         flat, tree = tree_flatten((args, kwargs))
         tensors = [v for v in flat if isinstance(v, torch.Tensor)]
-        reads_values = func not in _SHAPE_ONLY
+        reads_values = func not in SHAPE_ONLY
         depends = reads_values and any(id(t) in self.owners or id(t) in self.values for t in tensors)
         only_here = reads_values and any(id(t) in self.owners or id(t) in self.made for t in tensors)
         if reads_values:
@@ -210,6 +246,10 @@ class _Recorder(TorchDispatchMode):
         self._note_loss(func, args, kwargs, depends)
         outs = [v for v in tree_flatten(out)[0] if isinstance(v, torch.Tensor)]
         self.keep.extend(outs)
+        if reads_values:
+            self.nodes.note(func, args, kwargs, outs, self._depends, self.loss_calls.current)
+        if self.aliases and any(id(t) in self.aliases for t in tensors):
+            self._note_views(func, args, outs)
         for number, result in enumerate(outs):
             if depends:
                 self.values.add(id(result))
@@ -221,6 +261,16 @@ class _Recorder(TorchDispatchMode):
                 self.made[id(result)] = self.stage
         return out
 
+    def _depends(self, tensor: int) -> bool:
+        return tensor in self.values or tensor in self.owners
+
+    def _note_views(self, func: Any, args: Any, outs: list[torch.Tensor]) -> None:
+        if func._schema.is_mutable:
+            if any(isinstance(value, torch.Tensor) and id(value) in self.aliases for value in args[:1]):
+                self.writes.add(self.stage)
+        elif any(returned.alias_info is not None for returned in func._schema.returns):
+            self.aliases.update(map(id, outs))
+
     def _run(
         self, func: Any, flat: list[Any], tree: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]
     ) -> tuple[Any, bool]:
@@ -229,6 +279,8 @@ class _Recorder(TorchDispatchMode):
             if is_mutation and not tensors[0].is_meta and isinstance(args[0], torch.Tensor):
                 self.values.add(id(args[0]))  # a computed tensor gets values that are not known
                 return args[0], False
+            if func in _WITH_MASKS:
+                flat, tree = _with_positions(args, kwargs)
             # Computed values beside unknown ones.
             moved = [v.to("meta") if isinstance(v, torch.Tensor) and not v.is_meta else v for v in flat]
             args, kwargs = tree_unflatten(moved, tree)
@@ -242,7 +294,10 @@ class _Recorder(TorchDispatchMode):
     def _check(self, func: Any, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
             made = self.made.get(id(tensor))
-            if made is not None and made < self.stage and not (id(tensor) in self.carried and self.inside is not None):
+            if id(tensor) in self.carried:
+                if self.inside is None:
+                    self.outside.add(self.stage)
+            elif made is not None and made < self.stage:
                 where = self.inside or "the forward around the stages' modules"
                 raise PipelineTraceError(
                     f"pipeline: {func} in {where}, in stage {self.stage}, reads a tensor of shape {tuple(tensor.shape)} "
@@ -254,8 +309,8 @@ class _Recorder(TorchDispatchMode):
             if owner is not None and self.stage not in owner[1]:
                 raise PipelineTraceError(
                     f"pipeline: stage {self.stage} reads the parameter {owner[0]!r}, which belongs to stage "
-                    f"{min(owner[1])} by the order of the model's modules; give stages=[[paths], ...], with the module of "
-                    f"{owner[0]!r} in that of stage {self.stage}",
+                    f"{min(owner[1])} by the order of the model's modules; give stages=[[paths], ...], with {owner[0]!r} in "
+                    f"that of stage {self.stage}; it may be in several",
                     self.source,
                 )
 
@@ -280,10 +335,10 @@ class _Recorder(TorchDispatchMode):
         if func not in _LOSSES:
             return
         _, target, weight, reduction, ignore_index = args
-        recipe = self._replay_of(target) if depends else None
+        recipe = self.replay_of(target) if depends else None
         self.losses.append(LossTerm(reduction, ignore_index, weight is not None, recipe))
 
-    def _replay_of(self, tensor: torch.Tensor) -> Callable[[Mapping[str, Any]], torch.Tensor] | None:
+    def replay_of(self, tensor: torch.Tensor) -> Callable[[Mapping[str, Any]], torch.Tensor] | None:
         """What computes the tensor from another batch of the same shapes; None for one that depends on parameters."""
         if id(tensor) in self.values or id(tensor) not in self.recipes:
             return None
@@ -291,6 +346,7 @@ class _Recorder(TorchDispatchMode):
 
         def compute(batch: Mapping[str, Any]) -> torch.Tensor:
             done: dict[int, Any] = {}
+            given = tree_flatten(dict(sorted(batch.items())))[0]
 
             def value(x: Any) -> Any:
                 if not isinstance(x, torch.Tensor) or id(x) not in recipes:
@@ -298,7 +354,7 @@ class _Recorder(TorchDispatchMode):
                 if id(x) not in done:
                     recipe = recipes[id(x)]
                     if recipe[0] == "batch":
-                        done[id(x)] = batch[recipe[1]]
+                        done[id(x)] = given[recipe[1]]
                     else:
                         func, args, kwargs, number = recipe
                         flat, tree = tree_flatten((args, kwargs))

@@ -41,8 +41,10 @@ class PipelineEntry:
         loss: a path into the model's output, ``"out.loss"``, or ``f(out, batch) -> (sum, count)``.
         reduce: gradients are reduced once a step, or after every micro-batch's backward.
         stages_per_rank: with ``balance``; None: what the schedule needs.
-        memory_gib: with ``balance``: the most that parameters, gradients and two states of an optimizer of a rank's stages
-            may take, before other axes cut them.
+        costs: with ``balance``: (module path, cost) of blocks, and of what is around them; None: costs are estimated.
+        memory_gib: with ``balance``: the most that parameters, gradients and two states of an optimizer may take on a rank,
+            before other axes cut them.
+        microbatch_shape: with ``memory_gib``: rows and tokens of a micro-batch; what forwards hold for backward counts, too.
     """
 
     mesh: str
@@ -54,7 +56,9 @@ class PipelineEntry:
     loss: str | Callable[[Any, Mapping[str, Any]], tuple[Any, Any]] = "out.loss"
     reduce: str = "step"
     stages_per_rank: int | None = None
+    costs: tuple[tuple[Path, float], ...] | None = None
     memory_gib: float | None = None
+    microbatch_shape: tuple[int, int] | None = None
     source: Source | None = field(default=None, compare=False)
 
     @property
@@ -70,7 +74,8 @@ class PipelineEntry:
         return (
             f"mesh={self.mesh}, cut={cut}, schedule={self.schedule}, microbatches={self.microbatches}, loss={loss}, "
             f"reduce={self.reduce}, stages_per_rank={self.stages_per_rank}, "
-            f"memory_gib={self.memory_gib}"
+            f"costs={None if self.costs is None else [(str(path), cost) for path, cost in self.costs]}, "
+            f"memory_gib={self.memory_gib}, microbatch_shape={self.microbatch_shape}"
         )
 
 
@@ -90,7 +95,9 @@ def pipeline_entry(
     loss: Any,
     reduce: str,
     stages_per_rank: int | None,
+    costs: Mapping[str, float] | None,
     memory_gib: float | None,
+    microbatch_shape: Sequence[int] | None,
     source: Source | None,
 ) -> PipelineEntry:
     """A checked entry. Raises PlanError."""
@@ -118,6 +125,15 @@ def pipeline_entry(
         isinstance(memory_gib, bool) or not isinstance(memory_gib, int | float) or not memory_gib > 0 or balance is None
     ):
         raise refuse(f"memory_gib={memory_gib!r}; it is a positive number, beside balance=")
+    if microbatch_shape is not None and (
+        isinstance(microbatch_shape, str)
+        or len(microbatch_shape) != 2
+        or not all(isinstance(n, int) and n > 0 for n in microbatch_shape)
+        or memory_gib is None
+    ):
+        raise refuse(f"microbatch_shape={microbatch_shape!r}; it is [rows, tokens], beside memory_gib=")
+    if costs is not None and balance is None:
+        raise refuse('costs= is beside balance="cost"; give one, or leave out costs=')
     if not callable(loss) and not (isinstance(loss, str) and loss.split(".")[0] == "out"):
         raise refuse(
             f"loss={loss!r}; use a path that begins with the output, such as 'out.loss' or 'out', or a callable"
@@ -132,9 +148,20 @@ def pipeline_entry(
         loss,
         reduce,
         stages_per_rank,
+        None if costs is None else _costs(costs, refuse),
         memory_gib,
+        None if microbatch_shape is None else (microbatch_shape[0], microbatch_shape[1]),
         source,
     )
+
+
+def _costs(costs: Any, refuse: Callable[[str], PlanError]) -> tuple[tuple[Path, float], ...]:
+    if not isinstance(costs, Mapping) or not costs:
+        raise refuse(f"costs={costs!r}; use {{module path: cost}}, such as what vescale.pipeline.measure_costs returns")
+    for path, cost in costs.items():
+        if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost < float("inf"):
+            raise refuse(f"costs: {path!r} costs {cost!r}; use a number that is not negative, in any unit")
+    return tuple((_module(path, refuse), float(costs[path])) for path in _texts(list(costs), "costs", refuse))
 
 
 def _texts(paths: Any, name: str, refuse: Callable[[str], PlanError]) -> Sequence[str]:

@@ -78,7 +78,9 @@ class Plan(ModuleEntries):
         loss: str | Callable[[Any, Mapping[str, Any]], tuple[Any, Any]] = "out.loss",
         reduce: Literal["step", "microbatch"] = "step",
         stages_per_rank: int | None = None,
+        costs: Mapping[str, float] | None = None,
         memory_gib: float | None = None,
+        microbatch_shape: Sequence[int] | None = None,
         source: Source | None = None,
     ) -> Self:
         """Cut the model into stages, which ranks along the axis ``mesh`` run; once in a plan. No other entry names it.
@@ -93,8 +95,12 @@ class Plan(ModuleEntries):
             reduce: gradients of units (ZeRO) are reduced once a step, which keeps unreduced ones for all micro-batches, or
                 after each micro-batch's backward. All others are reduced once a step.
             stages_per_rank: beside ``balance``.
+            costs: beside ``balance``: the cost of each block, and of modules around the blocks, by path, in any unit; what
+                :func:`vescale.pipeline.measure_costs` returns. Without, the operations of a forward are counted.
             memory_gib: beside ``balance``: the most that parameters, their gradients and two states of an optimizer take
                 on a rank, before other axes cut them.
+            microbatch_shape: beside ``memory_gib``: rows and tokens of a micro-batch; with it, the limit is also for what
+                forwards hold for backward.
 
         See docs/pipeline.md. Returns the plan.
         """
@@ -112,7 +118,9 @@ class Plan(ModuleEntries):
             loss=loss,
             reduce=reduce,
             stages_per_rank=stages_per_rank,
+            costs=costs,
             memory_gib=memory_gib,
+            microbatch_shape=microbatch_shape,
             source=source,
         )
         return self

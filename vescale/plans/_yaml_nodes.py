@@ -204,7 +204,8 @@ def _build(node: yaml.Node, place: Place, document: Document, loader: yaml.SafeL
                 document.at(place),
             )
         return int(node.value)
-    if place[-1:] in (("budget_gib",), ("memory_gib",)) and _FRACTION.fullmatch(node.value) is not None:
+    is_cost = place[:-1] == ("pipeline", "costs")
+    if (is_cost or place[-1:] in (("budget_gib",), ("memory_gib",))) and _FRACTION.fullmatch(node.value) is not None:
         return float(node.value)
     if node.tag in _SCALARS:
         return loader.construct_object(node)

@@ -210,6 +210,8 @@ class _Reader:
             options["split_before"] = [self.expand(path, place) for path in options["split_before"]]
         if "stages" in options:
             options["stages"] = [[self.expand(path, place) for path in stage] for stage in options["stages"]]
+        if "costs" in options:
+            options["costs"] = {self.expand(path, place): cost for path, cost in options["costs"].items()}
         self.plan.pipeline(**options, source=self.document.at(place))  # type: ignore[attr-defined]  # of Plan
 
     def redistribute(self, path: str, value: Any) -> None:

@@ -164,6 +164,11 @@ def _pipeline(entry: PipelineEntry) -> str:
     parts = [f"{name}: {json.dumps(value)}" for name, value in named.items()]
     if entry.memory_gib is not None:
         parts.append(f"memory_gib: {Decimal(repr(entry.memory_gib)):f}")  # without an exponent
+    if entry.microbatch_shape is not None:
+        parts.append(f"microbatch_shape: {list(entry.microbatch_shape)}")
+    if entry.costs is not None:
+        costs = (f"{_scalar(path.text)}: {Decimal(repr(cost)):f}" for path, cost in entry.costs)
+        parts.append(f"costs: {_braces(costs)}")
     return _braces(parts)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -21,6 +22,7 @@ from vescale.rng._random_ops import RandomOp
 from vescale.rng._stream_spans import stream_order
 
 __all__ = [
+    "count_write",
     "empty",
     "empty_like",
     "fill",
@@ -87,8 +89,17 @@ def fill(
         region, strides = of_batch
     if local.numel() == math.prod(region.global_shape) and region.flat is None and local.stride() == strides:
         op.fill(local, generator, terms)  # this rank holds everything, laid out as on one device
-        return
-    fill_region(local, Fill(op, region, strides), generator, terms)
+    else:
+        fill_region(local, Fill(op, region, strides), generator, terms)
+    count_write(dtensor)
+
+
+def count_write(dtensor: DTensor) -> None:
+    """In the version of the local tensor, which is that of its storage for backward and for boundaries of modules: what runs
+    in place of a random op does not count there by itself."""
+    local = local_of(dtensor)
+    if not local.is_inference():
+        increment_version(local)
 
 
 def empty(

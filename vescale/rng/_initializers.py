@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, local_of, spec_of
+from vescale.compat import DTensorSpec, local_of, spec_of, tell_write
 from vescale.compat.random_ops import is_symbolic
 from vescale.rng._deferred_tensor import is_deferred, record_initializer
-from vescale.rng._dtensor_fill import empty, fill, part_of_whole, region_of
+from vescale.rng._dtensor_fill import count_write, empty, fill, part_of_whole, region_of
 from vescale.rng._engine import default_generator
 from vescale.rng._random_ops import RandomOp
 from vescale.rng._rejection_initializers import fill_part, replay_draws
@@ -52,6 +52,8 @@ def _trunc_normal_(
     else:
         local = local_of(tensor).detach()
         fill_part(original, arguments, local, region, strides, generator, lambda flag: _anywhere(flag, spec))
+    count_write(tensor)
+    tell_write(tensor)
     return tensor
 
 
@@ -98,6 +100,7 @@ def _whole_on_every_rank(tensor: DTensor, what: str, initialize: Callable[[torch
     initialize(whole)
     if region is not None:
         local_of(tensor).detach().copy_(part_of_whole(whole, region))
+    tell_write(tensor)
     return tensor
 
 

@@ -25,7 +25,16 @@ from vescale.compat.random_ops import (
 )
 from vescale.errors import RandomOpError, UnsupportedRandomOpError
 from vescale.placements import move_local
-from vescale.rng._dtensor_fill import empty, empty_like, fill, outside_mesh, part_of_whole, region_of, whole_of
+from vescale.rng._dtensor_fill import (
+    count_write,
+    empty,
+    empty_like,
+    fill,
+    outside_mesh,
+    part_of_whole,
+    region_of,
+    whole_of,
+)
 from vescale.rng._multinomial import multinomial
 from vescale.rng._random_ops import DROPOUT_MASK, RandomOp, inplace_overloads
 from vescale.rng._stream_spans import is_contiguous, stream_order
@@ -205,7 +214,10 @@ def _rrelu_with_noise(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if not given.get("training", False):
-        return stock_dispatch(op, args, kwargs)
+        result = stock_dispatch(op, args, kwargs)
+        if op is aten.rrelu_with_noise_.default:
+            count_write(given["self"])
+        return result
     source, noise = given["self"], given["noise"]
     source_region, noise_region = region_of(spec_of(source), str(op)), region_of(spec_of(noise), str(op))
     if source_region is None or noise_region is None:
@@ -214,8 +226,10 @@ def _rrelu_with_noise(op: Any, args: _Args, kwargs: _Kwargs) -> Any:
     rest = {key: value for key, value in given.items() if key not in ("self", "noise")}
     out = aten.rrelu_with_noise.default(whole, whole_noise, **rest)
     local_of(noise).copy_(part_of_whole(whole_noise, noise_region))
+    count_write(noise)
     if op is aten.rrelu_with_noise_.default:
         local_of(source).copy_(part_of_whole(out, source_region))
+        count_write(source)
         return source
     spec = make_spec(source.device_mesh, source.placements, out.shape, out.stride(), out.dtype)
     return make_dtensor(part_of_whole(out, source_region), spec)

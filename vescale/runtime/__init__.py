@@ -8,6 +8,7 @@ from vescale.runtime._init_mesh import init_mesh
 from vescale.runtime._missing_values import MissingValuesWarning
 from vescale.runtime._modes import register_mode
 from vescale.runtime._module_calls import resumed
+from vescale.runtime._op_saving import SavingRule
 from vescale.runtime._parallelize import (
     finish_gradients,
     gradient_reducer,
@@ -36,6 +37,7 @@ __all__ = [
     "Placing",
     "Runtime",
     "SavedReport",
+    "SavingRule",
     "Stages",
     "TokenExchange",
     "current_activation",

@@ -15,7 +15,7 @@ from vescale.compat import TorchDispatchMode, detached_below_autograd, tree_leav
 from vescale.plans import CheckpointPolicy, split_selector
 from vescale.runtime._generator_states import GeneratorStates
 
-__all__ = ["PRODUCTS", "is_heavy", "op_name", "saving_contexts"]
+__all__ = ["PRODUCTS", "SavingRule", "is_heavy", "op_name", "saving_contexts"]
 
 PRODUCTS = frozenset(
     [
@@ -61,10 +61,10 @@ def saving_contexts(
         on_saved: gets the name of an op, and its result.
     """
     results: dict[tuple[Any, int], _Saved] = {}
-    return _Saving(_Rule(policy, path), kept, results, running, on_saved, device_type), _Restoring(kept, results)
+    return _Saving(SavingRule(policy, path), kept, results, running, on_saved, device_type), _Restoring(kept, results)
 
 
-class _Rule:
+class SavingRule:
     """Says which calls of ops are saved. It is asked in the forward only: the recomputation looks up what was saved."""
 
     def __init__(self, policy: CheckpointPolicy, path: str) -> None:
@@ -158,7 +158,7 @@ _UNCOUNTED = frozenset((torch.ops.aten.detach.default,))
 class _Saving(_Counting):
     def __init__(
         self,
-        rule: _Rule,
+        rule: SavingRule,
         kept: KeptResults,
         results: dict[tuple[Any, int], _Saved],
         running: Callable[[], str],

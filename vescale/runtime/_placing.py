@@ -47,6 +47,7 @@ class Placing:
         self._is_shared = target == "<in>"
         self._is_handed_out = path == "" and target == "<out>"
         self._known: dict[int, tuple[Any, Stages]] = {}  # by id of a spec, which the value keeps alive
+        self._planned: dict[int, tuple[Placement, ...]] = {}  # of plain inputs, by their number of dims
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placing:
         return Placing(copy.deepcopy(self.runtime, memo), self.instruction)
@@ -115,10 +116,14 @@ class Placing:
 
     def planned(self, x: torch.Tensor) -> tuple[Placement, ...]:
         """The placements of a plain input."""
-        assert isinstance(self._op, Wrap | Annotate), self._op
-        planned = tuple(r if p is None else p for p, r in zip(self._op.placements, self.runtime.replicated))
-        self._check(x, planned)
-        return cast(tuple[Placement, ...], _front(planned, x.ndim))
+        ndim = x.ndim
+        known = self._planned.get(ndim)
+        if known is None:
+            assert isinstance(self._op, Wrap | Annotate), self._op
+            planned = tuple(r if p is None else p for p, r in zip(self._op.placements, self.runtime.replicated))
+            self._check(x, planned)
+            known = self._planned[ndim] = cast(tuple[Placement, ...], _front(planned, ndim))
+        return known
 
     def _stages(self, x: DTensor) -> Stages:
         """The conversion of a tensor with this spec, after checks that depend on nothing else."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.compat import local_of, versions
-from vescale.ops import convert, prepare_conversion
+from vescale.ops import PreparedConversion, convert
 from vescale.runtime._activation import current_activation
 
 __all__ = ["Stages", "stages_of"]
@@ -41,13 +41,13 @@ class Stages:
             outdated=outdated,
         )
 
-    def prepared(self, placements: tuple[Placement, ...], requester: str) -> Callable[[DTensor], DTensor]:
+    def prepared(self, placements: tuple[Placement, ...], requester: str) -> PreparedConversion:
         """:meth:`convert` of tensors with these placements, to which nobody writes, for many calls."""
         target, grad_source, grad_target = (
             None if stage is None else tuple(stage) for stage in (self._target, self._grad_source, self._grad_target)
         )
         assert target is not None
-        return prepare_conversion(placements, target, (grad_source, grad_target), requester)
+        return PreparedConversion(placements, target, (grad_source, grad_target), requester)
 
     def convert_once(self, x: DTensor, requester: str, outdated: Callable[[], None]) -> DTensor:
         """:meth:`convert`, or its earlier result within the forward of the module that passes ``x`` on.

@@ -53,7 +53,7 @@ class Placed:
     def is_written(self) -> bool:
         """Whether there was a write to ``result`` itself: both tensors may have one version for autograd."""
         before, now = self.before[1], versions(self.result)
-        return before[1:] != now[1:] if counts_local_writes() else before != now
+        return before != now and (not counts_local_writes() or before[1:] != now[1:])
 
 
 def write_back(placed: Sequence[Placed]) -> None:

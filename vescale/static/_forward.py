@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import CALL_OVERRIDE, hides_tensors, is_native, tensors_in
+from vescale.compat import CALL_OVERRIDE, hides_tensors, is_native, spec_of, tensors_in
 from vescale.errors import StaticRecordError
 from vescale.ir import Precision
 from vescale.runtime import Activation, Runtime, current_activation
@@ -35,6 +35,7 @@ __all__ = ["StaticForward"]
 
 _UNCHECKED = contextlib.nullcontext()
 _MAX_PROGRAMS = 8
+_MAX_KEYS = 64
 _MAX_WAITING = 3  # forwards without a backward, after which a recording is given up
 
 
@@ -60,15 +61,18 @@ class StaticForward:
         record: Iterable[RecordedStep] = (),
     ) -> None:
         self.runtime, self.inner = runtime, inner
+        self._casts = any(isinstance(instruction.op, Precision) for instruction in runtime.program)
         self.model = weakref.ref(model)
-        self.programs: dict[Any, StaticProgram] = {}
-        self.compiled: dict[Any, StaticProgram] = {}
+        self.programs: dict[str, StaticProgram] = {}
+        self.compiled: dict[str, StaticProgram] = {}
         self.recordings = 0
         self.static_steps = 0
         self.fallbacks: Counter[str] = Counter()
         self._record_steps = {step.call: step for step in record}
-        self._recorders: dict[Any, Recorder] = {}
-        self._waiting: Counter[Any] = Counter()
+        self._recorders: dict[str, Recorder] = {}
+        self._waiting: Counter[str] = Counter()
+        # Keys by what takes less time to find out, with the specs whose addresses that has.
+        self._keys: dict[Any, tuple[str, list[Any]]] = {}
         self._lock = threading.RLock()
         functools.update_wrapper(self, type(model).forward)
 
@@ -120,7 +124,7 @@ class StaticForward:
         self.static_steps += 1
         return result
 
-    def _compiled(self, model: nn.Module, key: Any, program: StaticProgram) -> StaticProgram:
+    def _compiled(self, model: nn.Module, key: str, program: StaticProgram) -> StaticProgram:
         """The same with functions of which compilers see what they can compile. Itself where that has failed, where parts
         run again in backward, and in the first step of a record that was read, which is compared with it."""
         if program.recorded.recomputes or (program.recorded.step is not None and not program.is_proven):
@@ -146,7 +150,7 @@ class StaticForward:
             return "an entry of the plan, for the model itself, is around its forward"
         if not is_native():
             return "the C++ helpers are not built"
-        if any(isinstance(instruction.op, Precision) for instruction in self.runtime.program):
+        if self._casts:
             return "the plan casts parameters, inputs or outputs of modules"
         hidden = next((x for x in (*args, *kwargs.values()) if hides_tensors(x)), None)
         return f"an input is a {type(hidden).__name__}, which may hold tensors" if hidden is not None else ""
@@ -157,11 +161,19 @@ class StaticForward:
             return self.inner(*args, **kwargs)
         return type(model).forward(model, *args, **kwargs)
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What distinguishes calls that are recorded separately."""
-        return settings(), _shape_of(args), tuple((name, _shape_of(value)) for name, value in kwargs.items())
+        specs: list[Any] = []
+        quick = settings(), _quick_shape(args, specs), tuple(kwargs), _quick_shape(tuple(kwargs.values()), specs)
+        known = self._keys.get(quick)
+        if known is None:
+            if len(self._keys) >= _MAX_KEYS:
+                self._keys.clear()
+            shapes = tuple((name, _shape_of(value)) for name, value in kwargs.items())
+            known = self._keys[quick] = repr((quick[0], _shape_of(args), shapes)), specs
+        return known[0]
 
-    def _record(self, model: nn.Module, activation: Activation, key: Any, args: Any, kwargs: Any) -> Any:
+    def _record(self, model: nn.Module, activation: Activation, key: str, args: Any, kwargs: Any) -> Any:
         waiting = self._recorders.get(key)
         if waiting is not None and self._waiting[key] < _MAX_WAITING:
             self._waiting[key] += 1
@@ -202,7 +214,7 @@ class StaticForward:
                     held[CALL_OVERRIDE] = compiled
             recorder.guards = Guards(model.named_modules(), units.parameters)
 
-    def _finish(self, model: nn.Module, key: Any) -> StaticProgram | None:
+    def _finish(self, model: nn.Module, key: str) -> StaticProgram | None:
         recorder = self._recorders.get(key)
         if recorder is None or not recorder.is_complete:
             return None
@@ -223,9 +235,9 @@ class StaticForward:
         """Steps of the record that have not been run yet."""
         return list(self._record_steps.values())
 
-    def _loaded(self, model: nn.Module, key: Any) -> StaticProgram | None:
+    def _loaded(self, model: nn.Module, key: str) -> StaticProgram | None:
         """The program of the record's step of this kind; None: there is none, or it does not fit."""
-        step = self._record_steps.pop(repr(key), None) if self._record_steps else None
+        step = self._record_steps.pop(key, None) if self._record_steps else None
         if step is None:
             return None
         try:
@@ -244,6 +256,18 @@ class StaticForward:
 
 def _call(recorder: Recorder, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return recorder.call_module(path, module, args, kwargs)
+
+
+def _quick_shape(value: Any, specs: list[Any]) -> Any:
+    """What decides about :func:`_shape_of`; DTensors by the addresses of their specs, which are added to ``specs``."""
+    kind = type(value)
+    if kind is DTensor:
+        spec = spec_of(value)
+        specs.append(spec)
+        return id(spec), value.requires_grad
+    if kind is tuple or kind is list:
+        return kind, *[_quick_shape(item, specs) for item in value]
+    return _shape_of(value)
 
 
 def _shape_of(value: Any) -> Any:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from vescale.compat import GLOBAL_HOOKS, HOOKS_OF_MODULES
+from vescale.compat import GLOBAL_HOOKS, HOOKS_OF_MODULES, native_static
 from vescale.fsdp import ManagedParameter
 
 __all__ = ["Guards", "settings"]
@@ -41,39 +39,38 @@ class Guards:
         self, modules: Iterable[tuple[str, nn.Module]], managed: Mapping[tuple[int, str], ManagedParameter]
     ) -> None:
         self._hooks: list[dict[Any, Any]] = list(GLOBAL_HOOKS)
-        self._sized: list[tuple[str, dict[str, Any]]] = []
+        self._containers = _Entries()
         self._attributes = _Entries()
         self._objects = _Entries()
         for path, module in modules:
             held = module.__dict__
             self._hooks += [held[name] for name in HOOKS_OF_MODULES]
-            self._sized.append((path, held))
+            self._containers.add_dict(path, held)
             self._attributes.add(path, held, [name for name, value in held.items() if type(value) in _COMPARED])
             for kind in _CONTAINERS:
-                self._sized.append((path, held[kind]))
+                self._containers.add_dict(path, held[kind])
                 self._objects.add(path, held[kind], [name for name in held[kind] if (id(module), name) not in managed])
-        self._at_rest = _Entries()
         for parameter in dict.fromkeys(managed.values()):
-            self._at_rest.add(parameter.name, parameter.__dict__, ["sharded"])
-        kept = chain(self._objects.flat, self._at_rest.flat)
-        self._tensors = [x for x in kept if isinstance(x, torch.Tensor)]
+            self._objects.add(parameter.name, parameter.__dict__, ["sharded"])
+        self._tensors = [x for x in self._objects.values if isinstance(x, torch.Tensor)]
         self._requires_grad = [x.requires_grad for x in self._tensors]
-        self._num_entries = [len(held) for _, held in self._sized]
         self._num_hooks = list(map(len, self._hooks))
+        self._native = native_static()
 
     def broken(self) -> str:
         """What has changed; "" if nothing has. It is called before each step."""
-        if list(map(len, self._hooks)) != self._num_hooks:
+        native, containers, attributes, objects = self._native, self._containers, self._attributes, self._objects
+        if native.first_resized(self._hooks, self._num_hooks) >= 0:
             return "hooks of modules were added or removed"
-        sizes = [len(held) for _, held in self._sized]
-        if sizes != self._num_entries:
-            path = next(path for (path, _), new, old in zip(self._sized, sizes, self._num_entries) if new != old)
-            return f"attributes or parts of {path or 'the model'} were added or deleted"
-        if (found := self._attributes.read()) != self._attributes.values:
-            return f"attributes of {self._attributes.differing(found) or 'the model'} have changed"
+        changed = native.first_resized(containers.dicts, containers.values)
+        if changed >= 0:
+            return f"attributes or parts of {containers.paths[changed] or 'the model'} were added or deleted"
+        changed = native.first_changed(attributes.dicts, attributes.names, attributes.values, False)
+        if changed >= 0:
+            return f"attributes of {attributes.paths[changed] or 'the model'} have changed"
         if [x.requires_grad for x in self._tensors] != self._requires_grad:
             return "requires_grad of parameters has changed"
-        if not (self._objects.is_unchanged() and self._at_rest.is_unchanged()):
+        if native.first_changed(objects.dicts, objects.names, objects.values, True) >= 0:
             return "parameters, buffers or parts of modules were replaced"
         return ""
 
@@ -82,32 +79,20 @@ class _Entries:
     """Entries of dictionaries, and their values when they were added."""
 
     def __init__(self) -> None:
-        self._paths: list[str] = []
-        self._getters: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
-        self.values: list[tuple[Any, ...]] = []
-        self.flat: list[Any] = []
+        self.paths: list[str] = []
+        self.dicts: list[dict[str, Any]] = []
+        self.names: list[str] = []
+        self.values: list[Any] = []
 
-    def add(self, path: str, held: dict[str, Any], names: list[str]) -> None:
-        if names:
-            get = operator.itemgetter(*names, names[0])  # two at least, so that it returns a tuple
-            self._paths.append(path)
-            self._getters.append((get, held))
-            self.values.append(get(held))
-            self.flat += get(held)
+    def add(self, path: str, held: dict[str, Any], names: Iterable[str]) -> None:
+        for name in names:
+            self.paths.append(path)
+            self.dicts.append(held)
+            self.names.append(name)
+            self.values.append(held[name])
 
-    def read(self) -> list[tuple[Any, ...]] | None:
-        """The values now; None if an entry is missing."""
-        try:
-            return [get(held) for get, held in self._getters]
-        except KeyError:
-            return None
-
-    def is_unchanged(self) -> bool:
-        """Whether the values are still the same objects."""
-        found = self.read()
-        return found is not None and all(map(operator.is_, chain.from_iterable(found), self.flat))
-
-    def differing(self, found: list[tuple[Any, ...]] | None) -> str:
-        """The path of the first dictionary whose values differ."""
-        pairs = zip(self._paths, self.values, found or [], strict=False)
-        return next((path for path, old, new in pairs if old != new), "a module")
+    def add_dict(self, path: str, held: dict[str, Any]) -> None:
+        """The dictionary itself, whose value is its number of entries."""
+        self.paths.append(path)
+        self.dicts.append(held)
+        self.values.append(len(held))

@@ -1,4 +1,4 @@
-"""``LocalParameter``: a parameter or buffer that modules show as its local tensor during a static forward."""
+"""``LocalParameter``: a parameter of a unit, which modules show as its local tensor during a static forward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LocalParameter:
     Forwards show the same tensor, so that gradients of several forwards are added in the order of eager mode.
 
     Args:
-        current: gives the parameter, or the buffer. That of a unit is another object than the one at rest.
+        current: gives the parameter, which is another object than the one at rest.
         places: the ``__dict__`` of each module that has the parameter, and its name there.
         grad: placements of the local gradients; None: there are none.
     """

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale.compat import native_static
 from vescale.runtime import Placing
 from vescale.static._record import Boundary
 from vescale.static._sites import map_in_order
@@ -36,18 +37,35 @@ class _Leaf:
     before: TensorType
     after: TensorType
     move: Callable[[DTensor], DTensor]
+    move_local: Callable[[torch.Tensor], torch.Tensor | None]
+    """The whole conversion in C++; None: Python has to."""
     requester: str
     shared_key: Any
 
     @classmethod
     def of(cls, placing: Placing, placed: PlacedTensor) -> _Leaf:
-        before = placed.before
+        before, after = placed.before, placed.after
         assert before.placements is not None
         stages, is_shared = placing.conversion(len(before.factors))
-        move = stages.prepared(before.placements, placing.requester)
-        return cls(before, placed.after, move, placing.requester, stages if is_shared else None)
+        prepared = stages.prepared(before.placements, placing.requester)
+        local = native_static().LocalConversion(
+            before.mesh,
+            before.placements,
+            before.factors,
+            before.sizes,
+            before.grad,
+            prepared.target,
+            prepared.stages,
+            placing.requester,
+            after.grad,
+            after.accept,
+        )
+        return cls(before, after, prepared, local, placing.requester, stages if is_shared else None)
 
     def convert(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.move_local(x)
+        if made is not None:
+            return made
         return self.after.to_local(self.move(cast(DTensor, self.before.to_global(x, self.requester))))
 
 
@@ -78,7 +96,7 @@ class LocalPlacing:
         return cls(placing.index, [_Leaf.of(placing, one) for one in placed], holder)
 
     def __call__(self, value: Any, placed: Any = None) -> Any:
-        if isinstance(value, torch.Tensor):
+        if type(value) is torch.Tensor or isinstance(value, torch.Tensor):
             if len(self._changes) != 1:
                 raise UnrecordedError("a tensor at a boundary where none was recorded")
             return self._changes[0](value)

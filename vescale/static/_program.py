@@ -31,10 +31,12 @@ from vescale.static._analysis import FunctionPlan, ModulePlan
 from vescale.static._compiling import Compiling, has_compiled_parts
 from vescale.static._guards import Guards
 from vescale.static._hidden import hidden_slots
+from vescale.static._local_functions import local_function
 from vescale.static._local_parameter import LocalParameter
 from vescale.static._patch import REFUSE, SLICE, callee_of, make_function, patched_code, site_name
 from vescale.static._placing import LocalPlacing
 from vescale.static._recorded import Recorded
+from vescale.static._shown_entries import ShownEntries
 from vescale.static._sites import EagerCall, map_in_order, read_sizes, take_sizes
 from vescale.static._source import code_objects
 from vescale.static._state import checkpoint_of, own_forward
@@ -78,9 +80,8 @@ class StaticProgram:
         self.has_compiled_parts = has_compiled_parts(model)
         self.originals: dict[types.CodeType, types.CodeType] = {}
         self._inputs, self._outputs, self._hidden = recorded.inputs, recorded.outputs, recorded.hidden
-        self._shown: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._own: list[tuple[dict[str, Any], dict[str, Any]]] = []  # what stands in their place outside of a forward
-        self._parameters: list[LocalParameter] = []
+        self._shown = ShownEntries()
+        self._parameters: list[LocalParameter] = []  # of the model's own unit
         self._root: Callable[..., Any] | None = None
         if "" in self.plans and not self.plans[""].problem:
             self._build(model, recorded)
@@ -104,7 +105,7 @@ class StaticProgram:
 
         def of(plan: FunctionPlan) -> Iterator[tuple[str, str, str]]:
             for action in plan.actions.values():
-                if isinstance(action, Eager):
+                if isinstance(action, Eager) and local_function(action.function, action.inputs, action.outputs) is None:
                     yield plan.call.module, name_of(action.function), action.reason
             for plans in plan.swaps.values():
                 for inner in filter(None, plans.values()):
@@ -160,18 +161,13 @@ class StaticProgram:
 
     @contextmanager
     def _showing(self) -> Iterator[None]:
-        for held, shown in self._shown:
-            held.update(shown)
+        self._shown.show()
         try:
             for parameter in self._parameters:
                 parameter.show()
             yield
         finally:
-            for held, shown in self._shown:
-                for name in shown:
-                    held.pop(name, None)
-            for held, own in self._own:
-                held.update(own)
+            self._shown.hide()
             for parameter in self._parameters:
                 parameter.hide()
             self.shared.clear()
@@ -188,10 +184,10 @@ class StaticProgram:
             plan = self.plans.get(path)
             held = module.__dict__
             if plan is None:
-                self._show(held, CALL_OVERRIDE, _never_ran(path))
+                self._shown.add(held, CALL_OVERRIDE, _never_ran(path))
                 continue
             if plan.problem:
-                self._show(held, CALL_OVERRIDE, self._eager_module(path, module))
+                self._shown.add(held, CALL_OVERRIDE, self._eager_module(path, module))
                 continue
             running.append((path, module, self._forward(module, plan)))
             for name, x in [*module._parameters.items(), *module._buffers.items()]:
@@ -203,7 +199,7 @@ class StaticProgram:
         names = self.units.names_in(model)
         for places, x in parameters.values():
             grad = recorded.grads.get(names[id(x)]) if x.requires_grad else None
-            self._parameters.append(LocalParameter(functools.partial(_itself, x), places, grad))
+            self._shown.add_tensor(x, places, grad)
         for path, module, forward in running:
             state, shown = state_of(module), []
             for parameter in [p for group in state.groups for p in group.parameters] if state is not None else ():
@@ -216,12 +212,7 @@ class StaticProgram:
             else:
                 unit = None if state is None else UnitForward(state, module, shown)
                 call = self._placed(path, module, self.compiling.as_the_module(module, forward), unit)
-                self._show(module.__dict__, CALL_OVERRIDE, call)
-
-    def _show(self, held: dict[str, Any], name: str, value: Any) -> None:
-        if name in held:
-            self._own.append((held, {name: held[name]}))
-        self._shown.append((held, {name: value}))
+                self._shown.add(module.__dict__, CALL_OVERRIDE, call)
 
     def _forward(self, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
         checkpoint = checkpoint_of(module)
@@ -331,10 +322,6 @@ class _Swap:
 def _have_sites(plans: Mapping[types.CodeType, FunctionPlan | None]) -> bool:
     known: bool | None = getattr(plans, "has_sites", None)  # of functions that are looked up when they are called
     return any(plan is not None and plan.has_sites for plan in plans.values()) if known is None else known
-
-
-def _itself(x: DTensor) -> DTensor:
-    return x
 
 
 def _gathered(parameter: ManagedParameter) -> DTensor:

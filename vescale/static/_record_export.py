@@ -57,7 +57,7 @@ def program(model: nn.Module) -> RecordedProgram:
         if broken:
             problem = f"{broken} since it was recorded; run two steps more, and ask again"
         else:
-            steps.append(found.recorded.step or _step(forward, found, model, repr(key)))
+            steps.append(found.recorded.step or _step(forward, found, model, key))
     steps += forward.waiting_steps()
     if not steps:
         raise StaticRecordError(problem)

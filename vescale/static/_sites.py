@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from vescale.compat import map_tensors, no_torch_function, with_torch_function
 from vescale.runtime import Activation, Frame
+from vescale.static._local_functions import local_function
 from vescale.static._size_functions import SIZE_READERS
 from vescale.static._tensor_type import TensorType, UnrecordedError
 
@@ -64,7 +65,8 @@ def take_sizes(factors: Sequence[int]) -> Callable[..., Any]:
 
 
 class EagerCall:
-    """A site that runs its function on DTensors, in the model's eager mode.
+    """A site that runs its function on DTensors, in the model's eager mode, or a function of local tensors with the same
+    collectives and results (:func:`local_function`).
 
     Args:
         function: the recorded torch function.
@@ -84,6 +86,10 @@ class EagerCall:
     ) -> None:
         self.activation, self.module, self.path, self.function = activation, module, path, function
         self.inputs, self.outputs, self.callee = tuple(inputs), tuple(outputs), callee
+        self.local = local_function(function, self.inputs, self.outputs)
+        name = getattr(function, "__name__", str(function))
+        self._to_global = [functools.partial(kind.to_global, op=name) for kind in inputs]
+        self._to_local = [kind.to_local for kind in outputs]
 
     def __call__(self, f: Callee | None, *args: Any, **kwargs: Any) -> Any:
         activation = self.activation()
@@ -92,6 +98,8 @@ class EagerCall:
         activation.frames.append(Frame(self.module(), self.path, where=where))
         runtime.timeline.mark(where)
         try:
+            if f is self.function:
+                return self._direct(f, args, kwargs)
             with with_torch_function(), _Intercept(self) as mode:
                 result = (f if self.callee is None else self.callee)(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -99,6 +107,16 @@ class EagerCall:
         if not mode.was_called:
             raise UnrecordedError(f"{self.function} was not called")
         return result
+
+    def _direct(self, f: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call where the program calls the function itself."""
+        found = None if self.local is None else self.local(*args, **kwargs)
+        if found is not None:
+            return found
+        args, kwargs = map_in_order((args, kwargs), self._to_global)
+        with with_torch_function():
+            result = f(*args, **kwargs)
+        return map_in_order(result, self._to_local)
 
 
 class _Intercept(TorchFunctionMode):
@@ -116,13 +134,11 @@ class _Intercept(TorchFunctionMode):
         if func != site.function or self.was_called:
             raise UnrecordedError(f"{func} in place of {site.function}")
         self.was_called = True
-        name = getattr(func, "__name__", str(func))
         with no_torch_function():
-            to_global = [functools.partial(kind.to_global, op=name) for kind in site.inputs]
-            args, kwargs = map_in_order((args, kwargs or {}), to_global)
+            args, kwargs = map_in_order((args, kwargs or {}), site._to_global)
         result = func(*args, **kwargs)
         with no_torch_function():
-            return map_in_order(result, [t.to_local for t in site.outputs])
+            return map_in_order(result, site._to_local)
 
 
 def map_in_order(value: Any, changes: Sequence[Callable[[torch.Tensor], Any]]) -> Any:

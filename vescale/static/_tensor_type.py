@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import spec_of
+from vescale.compat import DTensorSpec, spec_of
 from vescale.ops import enter_local, leave_local
 from vescale.static._record import TensorRecord
 
@@ -94,11 +94,15 @@ class TensorType:
             return x
         spec = spec_of(x)
         if self._accepted[0] is not spec:
-            if tuple(spec.placements) != self.placements:
-                raise UnrecordedError(f"a tensor that is {tuple(spec.placements)} in place of {self.placements}")
-            self._check_shape(tuple(x.shape))
+            self.accept(spec)
             self._accepted[0] = spec
         return enter_local(x, self.grad)
+
+    def accept(self, spec: DTensorSpec) -> None:
+        """Raises UnrecordedError if DTensors with this spec are not of this type."""
+        if tuple(spec.placements) != self.placements:
+            raise UnrecordedError(f"a tensor that is {tuple(spec.placements)} in place of {self.placements}")
+        self._check_shape(tuple(spec.shape))
 
 
 def _is_dense(x: torch.Tensor) -> bool:

@@ -1,0 +1,216 @@
+"""What forwards do around their blocks, and losses of other forms: as one device."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.pipeline.steps import mesh_of, rel, same_steps
+from tests.pipeline.test_steps import assert_exact
+from tests.ranks import RankPools
+from tests.whole import whole
+from vescale import parallelize
+from vescale.ir import lower
+from vescale.plans import Plan, PlanError
+
+WORDS, WIDTH = 16, 8
+
+
+class Block(nn.Module):
+    """Writes in place to what it gets; gets what was computed once before all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(WIDTH, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        x[..., :4].mul_(0.5)
+        return F.dropout(self.mix(x).tanh(), 0.1, self.training) * self.scale(condition)[:, None]
+
+
+class Conditioned(nn.Module):
+    """The parent adds what went into a block, reads parameters of its own and of a list, uses a table twice, and takes the
+    loss of valid tokens only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(5, WIDTH))
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.kinds = nn.Embedding(3, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.shifts = nn.ParameterList([torch.randn(WIDTH), torch.ones(WIDTH)])
+        self.end = nn.Linear(WIDTH, WIDTH)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, tokens: Any, options: Any = None) -> dict[str, torch.Tensor]:
+        (ids, labels), kinds = tokens["text"], tokens["kinds"]
+        condition = self.kinds(kinds)
+        x = self.words(ids) + self.positions + self.shifts[0]
+        for block in self.blocks:
+            x = x + block(x, condition)
+        x = (x + self.end(condition)[:, None]) * self.shifts[1]
+        logits = F.linear(x, self.words.weight) * self.temperature.exp()
+        valid = labels != -100
+        return {"loss": F.cross_entropy(logits[valid], labels[valid])}
+
+
+# Parameters by name, where a forward with guessed inputs cannot find out who reads them.
+STAGES = [
+    ["positions", "words", "kinds", "blocks.0", "shifts.0"],
+    ["blocks.1"],
+    ["blocks.2"],
+    ["blocks.3", "end", "temperature", "words.weight", "shifts.1"],
+]
+
+
+def text_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Four micro-batches of two rows, of which the first has no valid label."""
+    draws = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, WORDS, (8, 5), generator=draws)
+    labels = ids.clone()
+    for row in range(8):
+        labels[row, : 5 if row < 2 else row % 5] = -100
+    return ids, labels
+
+
+def conditioned_case() -> dict[str, float]:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Conditioned().double()
+
+    def plan() -> Plan:
+        return Plan(mesh_of(pp=2)).pipeline(stages=STAGES, schedule="DualPipeV", microbatches=4)
+
+    batches = [
+        {"tokens": {"text": text_batch(step), "kinds": torch.arange(8) % 3}, "options": ["any", 3]} for step in range(2)
+    ]
+    return same_steps(make, plan, batches)
+
+
+def test_what_the_parent_does(ranks: RankPools) -> None:
+    """Four stages, so that the condition passes through two that did not make it."""
+    assert_exact(ranks.run(conditioned_case, world_size=2))
+
+
+def test_parameters_belong_to_the_stages_that_read_them() -> None:
+    found = lower(Plan({"pp": 2}).pipeline(split_before=["blocks.2"]), Conditioned()).pipeline.cut.owners
+    both, first, second = frozenset({0, 1}), frozenset({0}), frozenset({1})
+    # Its inputs cannot be guessed: parameters of the model itself are of the first stage.
+    assert (found["positions"], found["words.weight"], found["temperature"]) == (first, first, first)
+    stages = [[*STAGES[0], *STAGES[1]], [*STAGES[2], *STAGES[3]]]
+    found = lower(Plan({"pp": 2}).pipeline(stages=stages), Conditioned()).pipeline.cut.owners
+    assert (found["positions"], found["words.weight"], found["temperature"]) == (first, both, second)
+    assert (found["shifts.0"], found["shifts.1"]) == (first, second)
+    found = lower(Plan({"pp": 2}).pipeline(split_before=["blocks.1"]), Losses("table")).pipeline.cut.owners
+    assert (found["table"], found["words.weight"], found["scale"]) == (first, both, second)
+
+
+class Losses(nn.Module):
+    """A loss of a kind; its head is no module."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Parameter(torch.randn(5, WIDTH))
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids) + self.table
+        for block in self.blocks:
+            x = block(x).tanh()
+        logits = F.linear(x, self.words.weight)
+        rows, targets = logits.flatten(0, 1), labels.flatten()
+        valid = targets != -100
+        each = F.cross_entropy(rows, targets, reduction="none")
+        first = self.kind.split()[0]
+        if first == "masked":
+            count = valid.sum().clamp(min=1) if "clamp" in self.kind else valid.sum()
+            return (each * valid).sum().div(count) if "method" in self.kind else (each * valid).sum() / count
+        if first == "product":
+            return (1.0 / valid.sum()) * (each * valid).sum()
+        found: torch.Tensor = {
+            "sum": lambda: F.cross_entropy(rows, targets, reduction="sum"),
+            "number": lambda: F.cross_entropy(rows, targets, reduction="sum") / targets.numel(),
+            "squares": lambda: rows.pow(2).sum() / len(rows) + F.mse_loss(rows, torch.ones_like(rows)),
+            "mse_sum": lambda: F.mse_loss(rows, torch.ones_like(rows), reduction="sum"),
+            "row_means": lambda: (each * valid).view_as(labels).sum(1).div((labels != -100).sum(1).clamp(min=1)).mean(),
+            "several": lambda: (
+                F.cross_entropy(rows, targets, label_smoothing=0.1) * self.scale.exp()
+                + 0.01 * torch.logsumexp(rows, -1).pow(2).mean()
+                + 0.1 * self.words.weight.pow(2).sum()
+            ),
+            "stacked": lambda: torch.stack([F.cross_entropy(rows, targets), x.pow(2).mean()]).sum(),
+            "root": lambda: rows.pow(2).mean().sqrt(),
+            "contrast": lambda: F.cross_entropy(x.mean(1) @ x.mean(1).T, torch.arange(len(ids))),
+            "read": lambda: each.sum() / valid.sum().item(),
+            "mixed": lambda: rows.pow(2).sum() + F.mse_loss(rows, torch.ones_like(rows)),
+            "table": lambda: x.mean() * self.scale,
+        }[first]()
+        return found
+
+
+SUMS = [
+    "masked",
+    "masked clamp method",
+    "product",
+    "sum",
+    "number",
+    "squares",
+    "mse_sum",
+    "row_means",
+    "several",
+    "stacked",
+]
+REFUSED = {
+    "root": "aten.sqrt.default is taken of a sum or mean",
+    "contrast": r"cross_entropy of tensors of shapes \(8, 8\) and \(2, 2\)",
+    "read": "a number that is read from the batch",
+    "mixed": "adds a mean over rows, or what does not depend on them, to a sum",
+}
+
+
+def losses_case() -> tuple[dict[str, float], dict[str, str]]:
+    def plan() -> Plan:
+        return Plan(mesh_of(pp=2)).pipeline(split_before=["blocks.1"], microbatches=4, loss="out")
+
+    worst, messages = {}, {}
+    for kind in (*SUMS, *REFUSED):
+        torch.manual_seed(0)
+        reference = Losses(kind).double()
+        model = parallelize(Losses(kind).double(), plan())
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(reference.get_parameter(name))
+        ids, labels = text_batch(0)
+        try:
+            found = model.step(ids=ids, labels=labels)
+        except PlanError as error:
+            messages[kind] = str(error)
+            continue
+        expected = reference(ids, labels)
+        expected.backward()
+        pairs = [(found, expected), (model.evaluate(ids=ids, labels=labels), expected)]
+        for name, parameter in model.named_parameters():
+            gradient = reference.get_parameter(name).grad
+            assert (parameter.grad is None) == (gradient is None), (kind, name)
+            if gradient is not None:
+                pairs.append((whole(parameter.grad), gradient))
+        worst[kind] = max(rel(ours.detach(), theirs.detach()) for ours, theirs in pairs)
+    return worst, messages
+
+
+def test_losses_add_up_to_that_of_the_batch(ranks: RankPools) -> None:
+    for worst, messages in ranks.run(losses_case, world_size=2):
+        assert set(worst) == set(SUMS), messages
+        assert all(difference <= 1e-12 for difference in worst.values()), worst
+        assert set(messages) == set(REFUSED)
+        for kind, message in REFUSED.items():
+            assert re.search(message, messages[kind]), messages[kind]
+            assert "give a callable loss=f(out, batch)" in messages[kind]

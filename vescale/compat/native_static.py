@@ -1,0 +1,69 @@
+"""What static mode does in C++, without which it does not run (``csrc/local_conversion.h``, ``csrc/module_entries.h``)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+
+from vescale import csrc
+
+__all__ = ["NativeStatic", "native_static"]
+
+
+class NativeStatic(Protocol):
+    """Entries of dictionaries are given as three lists of one length: the dictionaries, the keys, the values."""
+
+    def LocalConversion(
+        self,
+        mesh: Any,
+        placements: tuple[Any, ...],
+        factors: tuple[int, ...],
+        sizes: tuple[tuple[int, int], ...],
+        grad: tuple[Any, ...] | None,
+        target: tuple[Any, ...],
+        stages: tuple[Any, ...],
+        requester: str,
+        grad_after: tuple[Any, ...] | None,
+        accept: Callable[[Any], None],
+        /,
+    ) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        """``leave_local``, ``convert`` and ``enter_local`` of :mod:`vescale.ops` in one, on local tensors; the function
+        answers None where Python has to make the three calls.
+
+        Args:
+            mesh, placements, grad: of the local tensor, and of its gradient.
+            factors, sizes: as in ``TensorType``.
+            target, stages, requester: of the conversion.
+            grad_after: placements of the gradient of the result.
+            accept: called with the spec of the result where it is another one than before; may raise.
+        """
+
+    def first_resized(self, dicts: Sequence[dict[str, Any]], sizes: Sequence[int]) -> int:
+        """The first dictionary that has another number of entries; -1: there is none."""
+
+    def first_changed(
+        self, dicts: Sequence[dict[str, Any]], keys: Sequence[str], values: Sequence[Any], by_identity: bool
+    ) -> int:
+        """The first entry that is missing or has another value; -1: there is none.
+
+        Args:
+            by_identity: another object is another value; otherwise, values are the same if they are equal and of one type.
+        """
+
+    def set_entries(self, dicts: Sequence[dict[str, Any]], keys: Sequence[str], values: Sequence[Any]) -> None: ...
+
+    def delete_entries(self, dicts: Sequence[dict[str, Any]], keys: Sequence[str]) -> None:
+        """Those that are missing stay so."""
+
+    def have_locals(
+        self, dtensors: Sequence[torch.Tensor], locals: Sequence[torch.Tensor], addresses: Sequence[int]
+    ) -> bool:
+        """Whether each DTensor still has its local tensor, with the memory at its address."""
+
+
+@functools.cache
+def native_static() -> NativeStatic:
+    return cast(NativeStatic, csrc.load_module("dispatch"))

@@ -1,0 +1,99 @@
+"""In which stages a forward reads parameters, also around the modules that have them: a tied head that is no module, or
+parameters of the model itself."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale.compat.tensor_subclasses import TorchDispatchMode, tree_leaves
+from vescale.ir import FlowMode
+from vescale.pipeline._block_work import guessed_inputs
+from vescale.pipeline._skeleton import skeleton_of
+
+__all__ = ["SHAPE_ONLY", "stages_that_read"]
+
+aten = torch.ops.aten
+# Ops that read the shape of their operand, and no value.
+SHAPE_ONLY = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_full.default,
+}
+
+
+def stages_that_read(model: nn.Module, splits: Sequence[str]) -> Mapping[str, frozenset[int]]:
+    """The stages by parameter, as far as a forward on meta tensors runs; its inputs are guessed.
+
+    Args:
+        splits: the module before whose call stage 1, 2, ... begins.
+    """
+    skeleton = skeleton_of(model).to("meta")
+    found: dict[str, frozenset[int]] = {}
+    most = -1
+    for inputs in guessed_inputs(skeleton):
+        reads = _Reads({id(p): name for name, p in skeleton.named_parameters()})
+        handles = [
+            skeleton.get_submodule(path).register_forward_pre_hook(reads.at_begin(stage))
+            for stage, path in enumerate(splits, 1)
+        ]
+        finished = False
+        with contextlib.suppress(Exception), _quietly(), torch.no_grad(), FlowMode(reads), reads:
+            skeleton(**inputs)
+            finished = True
+        for handle in handles:
+            handle.remove()
+        if reads.stage > most or finished:
+            most, found = reads.stage, {name: frozenset(stages) for name, stages in reads.found.items()}
+        if finished:
+            break
+    return found
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Warnings about guessed inputs concern nobody."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _Reads(TorchDispatchMode):
+    """Notes the stages in which each of some parameters is an operand."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names, self.stage = names, 0
+        self.found: dict[str, set[int]] = {}
+
+    def at_begin(self, stage: int) -> Callable[..., None]:
+        """A hook for the module before which a stage begins."""
+
+        def begin(*_: Any) -> None:
+            self.stage = max(self.stage, stage)
+
+        return begin
+
+    def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Of torch functions; operands of ops are looked at."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in tree_leaves((args, kwargs)) if func not in SHAPE_ONLY else ():
+            name = self._names.get(id(leaf))
+            if name is not None:
+                self.found.setdefault(name, set()).add(self.stage)
+        return func(*args, **kwargs)

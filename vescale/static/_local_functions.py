@@ -1,0 +1,56 @@
+"""Torch functions whose collectives a static forward starts between local tensors, without DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vescale.ops import cross_entropy_of_rows, has_whole_rows, without_dim
+from vescale.static._tensor_type import TensorType
+
+__all__ = ["local_function"]
+
+LocalFunction = Callable[..., torch.Tensor | None]
+
+
+def local_function(function: Any, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> LocalFunction | None:
+    """What does on local tensors of these types what ``function`` does on DTensors, with the same bits and collectives; it
+    answers None for arguments of which it cannot. None: there is nothing."""
+    return _cross_entropy(inputs, outputs) if function is F.cross_entropy else None
+
+
+def _cross_entropy(inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> LocalFunction | None:
+    """The loss of rows that are cut over ranks, each with all classes."""
+    if len(inputs) != 2 or len(outputs) != 1:
+        return None
+    scores, labels, loss = *inputs, outputs[0]
+    if scores.placements is None or loss.placements is None or len(scores.factors) != 2:
+        return None
+    if not has_whole_rows(scores.placements, 2):
+        return None
+    is_alike = labels.placements == tuple(without_dim(p, 1) for p in scores.placements)
+    are_grads_known = scores.grad in (None, scores.placements) and loss.grad in (None, loss.placements)
+    if not is_alike or not are_grads_known or not all(p.is_replicate() for p in loss.placements):
+        return None
+    mesh = scores.mesh
+    axes = [axis for axis, p in enumerate(scores.placements) if not p.is_replicate() and mesh.size(axis) > 1]
+
+    def cross_entropy(
+        input: torch.Tensor,  # names and defaults of PyTorch's function
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> torch.Tensor | None:
+        is_simple = weight is None and size_average is None and reduce is None and not label_smoothing
+        if not is_simple or reduction not in ("mean", "sum") or target.is_floating_point():
+            return None
+        return cross_entropy_of_rows(mesh, axes, input, target, reduction, ignore_index)
+
+    return cross_entropy

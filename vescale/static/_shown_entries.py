@@ -1,0 +1,92 @@
+"""``ShownEntries``: what modules show in a static forward in place of their attributes, parameters and buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale.compat import local_of, native_static
+from vescale.ops import enter_local
+
+__all__ = ["ShownEntries"]
+
+
+class ShownEntries:
+    """Entries of modules' ``__dict__``, set during a forward. Those of parameters and buffers are their local tensors, which
+    stand in front of the DTensors.
+
+    Forwards show the same local tensor of a parameter, so that gradients of several forwards are added in the order of eager
+    mode.
+    """
+
+    def __init__(self) -> None:
+        self._native = native_static()
+        self._dicts: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._values: list[Any] = []
+        self._own: tuple[list[dict[str, Any]], list[str], list[Any]] = [], [], []
+        # DTensors, with the placements of their local gradients (None: there are none) and the entries that show them.
+        self._tensors: list[DTensor] = []
+        self._grads: list[tuple[Placement, ...] | None] = []
+        self._entries: list[range] = []
+        # As of the last forward with gradients, whose linked tensors are among the values.
+        self._locals: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+
+    def add(self, held: dict[str, Any], name: str, value: Any) -> None:
+        if name in held:  # it stands there again after the forward
+            dicts, names, values = self._own
+            dicts.append(held)
+            names.append(name)
+            values.append(held[name])
+        self._dicts.append(held)
+        self._names.append(name)
+        self._values.append(value)
+
+    def add_tensor(
+        self, x: DTensor, places: list[tuple[dict[str, Any], str]], grad: tuple[Placement, ...] | None
+    ) -> None:
+        """Add a parameter or buffer.
+
+        Args:
+            places: the ``__dict__`` of each module that has it, and its name there.
+            grad: placements of the local gradients; None: there are none.
+        """
+        first = len(self._dicts)
+        for held, name in places:
+            self.add(held, name, None)
+        self._tensors.append(x)
+        self._grads.append(grad)
+        self._entries.append(range(first, len(self._dicts)))
+
+    def show(self) -> None:
+        values = self._values
+        if torch.is_grad_enabled():
+            if not self._locals or not self._native.have_locals(self._tensors, self._locals, self._addresses):
+                self._link()
+        else:
+            values = values.copy()
+            for x, entries in zip(self._tensors, self._entries):
+                for entry in entries:
+                    values[entry] = local_of(x)
+        self._native.set_entries(self._dicts, self._names, values)
+
+    def hide(self) -> None:
+        self._native.delete_entries(self._dicts, self._names)
+        self._native.set_entries(*self._own)
+
+    def _link(self) -> None:
+        """Link the local tensors that are others than in the last forward."""
+        before = list(zip(self._locals, self._addresses))
+        self._locals = [local_of(x) for x in self._tensors]
+        self._addresses = [local.data_ptr() for local in self._locals]
+        for i, local in enumerate(self._locals):
+            if before and before[i][0] is local and before[i][1] == self._addresses[i]:
+                continue
+            grad = self._grads[i]
+            shown = local if grad is None else enter_local(self._tensors[i], grad)
+            for entry in self._entries[i]:
+                self._values[entry] = shown
