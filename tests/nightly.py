@@ -51,6 +51,7 @@ NIGHTLY = [
         tuple(f"{kind}-{n}" for kind in ("Llama", "Mixtral") for n in range(4) if n or kind != "Llama"),
         "two drawn choices of a Llama",
     ),
+    Family("test_search.py", "test_closed_form_of_stages_is_the_estimate", (), "pipelines of a search by their blocks"),
     Family("test_search.py", "test_more_memory_is_never_worse", (), "small and large memory, one each"),
     Family(
         "test_measured.py",

@@ -326,6 +326,16 @@ def test_stages_of_a_pipeline(schedule: str, layers: int, splits: tuple[int, ...
     assert any(name.endswith(("send", "recv")) for name in found.time.collectives)
 
 
+def test_traces_of_a_pipeline_keep_no_masks() -> None:
+    """What a step needs of the first one's trace: no memory that grows with layers and the square of the length."""
+    plan = plan_zoo.load("llama", {"pp": 2, "dp": 1, "tp": 1})
+    plan.pipeline(split_before=["model.layers.2"], schedule="GPipe", microbatches=2, mesh="pp")
+    found = estimate(llama(4), plan, batch={"input_ids": (2, 64)}, steps=2, optimizer=None, reduce_depth=False)
+    for one in found.ranks:
+        kept = min(moment["temporary"] for moment in one.timeline)
+        assert kept < 2 * 64 * 64 * 4, "less than a mask for each of four layers"
+
+
 def test_halves_of_backwards_take_their_time() -> None:
     """A zero-bubble schedule waits less, and computes as much."""
     found = []

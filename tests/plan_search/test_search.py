@@ -77,6 +77,23 @@ def test_closed_form_is_the_estimate(kind: str, seed: int) -> None:
         assert own.terms["compute"] == pytest.approx(known.time.compute, rel=0.01), choice
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_closed_form_of_stages_is_the_estimate(seed: int) -> None:
+    model, batch = decoder("Llama", num_hidden_layers=8), {"input_ids": (32, 128)}
+    found = search(model, devices=8, batch=batch, exact=0)
+    generator = random.Random(seed)
+    staged = [one for one in found.proposals if one.choice.pp > 1 and one.choice.microbatches <= 8]
+    proposal = generator.choice(staged)
+    choice, plan = changed(proposal, checkpoint=generator.choice(("none", "selective", "full")))
+    known = estimate(model, plan, batch=batch, device=found.device, steps=2)
+    own = Looked(model, 8, batch, found.device).figures(choice)
+    assert own.peak_bytes == pytest.approx(known.peak_bytes, rel=MEMORY), choice
+    assert own.step_seconds == pytest.approx(known.step_seconds, rel=SECONDS), choice
+    assert own.terms["compute"] == pytest.approx(known.time.compute, rel=0.01), choice
+    device = sum(own.terms[name] for name in ("compute", "memory", "exposed", "bubble"))
+    assert device == pytest.approx(known.time.device_seconds, rel=SECONDS), choice
+
+
 def test_every_choice_has_an_answer() -> None:
     """What fits is ranked, what does not has a reason, and nothing is both. Every mesh has all devices."""
     found = search(decoder("Llama"), devices=4, batch={"input_ids": (8, 64)}, device=small(20e6), exact=2)

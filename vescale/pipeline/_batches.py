@@ -22,9 +22,10 @@ class Signature:
     """What is known of batches of one signature: traces, headers, the rows of random numbers, and how losses add up."""
 
     def __init__(self, whole: Trace, part: Trace, headers: HeaderExchange, entry: PipelineEntry) -> None:
-        self.whole, self.part, self.headers = whole, part, headers
+        self.headers = headers
         self.dims = _batch_dims(whole, part, entry)
         self.share = _share(whole, part, entry)
+        self.whole, self.part = whole.without_values(), part.without_values()
 
 
 def microbatches_of(batch: Mapping[str, Any], entry: PipelineEntry) -> list[dict[str, Any]]:

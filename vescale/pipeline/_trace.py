@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,6 +92,10 @@ class Trace:
     writes: set[int]
     nodes: LossNodes
     replay: Callable[[torch.Tensor], Callable[[Mapping[str, Any]], torch.Tensor] | None]
+
+    def without_values(self) -> Trace:
+        """The same without the tensors that the forward made, as masks of attention, one or several for each layer."""
+        return replace(self, nodes=LossNodes(batch=set()), replay=lambda _: None)
 
 
 def trace(skeleton: nn.Module, cut: Cut, batch: Mapping[str, Any], entry_source: Any = None, *, grad: bool) -> Trace:
@@ -342,7 +346,7 @@ class _Recorder(TorchDispatchMode):
         """What computes the tensor from another batch of the same shapes; None for one that depends on parameters."""
         if id(tensor) in self.values or id(tensor) not in self.recipes:
             return None
-        recipes, keep = self.recipes, self.keep
+        recipes = self._recipes_of(tensor)
 
         def compute(batch: Mapping[str, Any]) -> torch.Tensor:
             done: dict[int, Any] = {}
@@ -365,9 +369,22 @@ class _Recorder(TorchDispatchMode):
                         done[id(x)] = outs[number]
                 return done[id(x)]
 
-            assert keep is not None
             with torch.no_grad():
                 found: torch.Tensor = value(tensor)
             return found
 
         return compute
+
+    def _recipes_of(self, tensor: torch.Tensor) -> dict[int, Any]:
+        """Of the tensor and what it is computed from, which they hold."""
+        found: dict[int, Any] = {}
+        left = [tensor]
+        while left:
+            recipe = self.recipes.get(id(left[-1]))
+            number = id(left.pop())
+            if recipe is None or number in found:
+                continue
+            found[number] = recipe
+            if recipe[0] != "batch":
+                left += [v for v in tree_flatten(recipe[1:3])[0] if isinstance(v, torch.Tensor)]
+        return found
