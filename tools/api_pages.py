@@ -53,7 +53,7 @@ PAGES: dict[str, list[str]] = {
         "RecordedSite",
         "RecordedType",
     ],
-    "vescale.pipeline": ["make_schedule", "schedule_page", "partition", "Cut", "PipelineModule"],
+    "vescale.pipeline": ["make_schedule", "measure_costs", "schedule_page", "partition", "Cut", "PipelineModule"],
     "vescale.fsdp": ["report", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy", "ResidencyError"],
     "vescale.checkpoint": [
         "Checkpointer",

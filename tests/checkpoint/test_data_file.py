@@ -73,10 +73,10 @@ def test_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("processors", "ranks", "expected"), [(64, "8", 4), (8, "4", 2), (2, "4", 2), (64, "", 4), (3, "x", 3)]
+    ("processors", "ranks", "expected"), [(64, "8", 4), (8, "4", 2), (2, "4", 1), (64, "", 4), (3, "x", 3), (1, "", 2)]
 )
 def test_reading_threads(monkeypatch: pytest.MonkeyPatch, processors: int, ranks: str, expected: int) -> None:
-    """A rank's share of the processors, two at least."""
+    """A rank's share of the processors; two at least for the only rank of a host."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     assert reader._num_threads() == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.ranks import RankPools
 from vescale.checkpoint import Checkpointer, CheckpointError, Stored, StoredBox, StoredTensor, load, read_tensors, save
 from vescale.checkpoint import _reader as reader
-from vescale.errors import ContentMismatchError, NoSuchStepError
+from vescale.errors import ContentMismatchError, NoSuchStepError, UnsavableValueError
 from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor, normalize_placements
 
 SHAPE = (48, 40)
@@ -175,8 +176,39 @@ def failing_rank(folder: str) -> None:
             checkpoints.save(4, model=model, optimizer=optimizer)
 
 
+def unsavable_on_a_rank(folder: str) -> None:
+    """What one rank cannot save: it raises, and the others hear of it; nobody waits for a file that does not come."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+
+    def value(bad: int) -> Any:
+        return object() if rank == bad else 1
+
+    for bad in (0, 1):
+        with pytest.raises(CheckpointError, match=r"value is a builtins.object"):
+            save(f"{folder}/one", model=model, value=value(bad))
+        assert not Path(folder, "one").exists()
+        for asynchronous in (False, True):
+            with Checkpointer(f"{folder}/{bad}-{asynchronous}", asynchronous=asynchronous) as checkpoints:
+                for step in (1, 3):
+                    own = pytest.raises(UnsavableValueError, match=r"value is a builtins\.object")
+                    told = pytest.raises(
+                        CheckpointError, match=rf"step-{step} .*rank {bad}: value is a builtins.object"
+                    )
+                    with own if rank == bad else told, warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        checkpoints.save(step, model=model, value=value(bad))
+                        checkpoints.wait()
+                    checkpoints.save(step + 1, model=model, value=1)
+                checkpoints.wait()
+                dist.barrier()
+                assert checkpoints.steps() == [2, 4]
+                assert not [name for name in os.listdir(checkpoints.folder) if "tmp" in name]
+
+
 def run_all(folder: str) -> None:
-    for number, case in enumerate((own_experts, stages, failing_rank)):
+    for number, case in enumerate((own_experts, stages, failing_rank, unsavable_on_a_rank)):
         case(f"{folder}/{number}")
 
 

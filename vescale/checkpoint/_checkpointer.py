@@ -104,14 +104,20 @@ class Checkpointer:
 
         Raises:
             CheckpointError: an earlier save has failed (this one is not tried), or, in synchronous mode, this one. What
-                was saved before is as it was. Objects that are no tensors and no plain data; nothing is pickled.
+                was saved before is as it was. Objects that are no tensors and no plain data; nothing is pickled. Where
+                one rank cannot save, all of them raise, in asynchronous mode from the next ``save`` or ``wait``.
         """
         number = _whole_number(step)
         if number is None or number < 0:
             raise CheckpointOptionError(f"step is {step!r}; expected a number that is not negative")
-        step, metric = number, self._metric(more)
+        step = number
         self.wait()
-        snapshot = take_snapshot(model, optimizer, more)
+        try:
+            metric = self._metric(more)
+            snapshot = take_snapshot(model, optimizer, more)
+        except Exception as error:
+            self._saver.refuse(error, Target(step_name(step), step))
+            raise
         replace = self._may_be_replaced(step)
         target = Target(
             step_name(step), step, metric, self._retention, replace, tuple(s for s in self._abandoned if s != step)

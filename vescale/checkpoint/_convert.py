@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,9 @@ class _StreamingPlanner(DefaultSavePlanner):
 def _to_dcp(stored: Stored, folder: Path, progress: Progress, max_shard_size: int | str) -> list[str]:
     values = {name: _with_bytes(value) for name, value in plain_values(stored).items() if name not in stored.tensors}
     planner = _StreamingPlanner(stored, values, progress)
-    dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+        dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
     return []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from vescale.checkpoint._dcp import chunk_places, is_dcp
 from vescale.checkpoint._open import open_stored
 from vescale.checkpoint._torch_save import FilePart, is_torch_save
 from vescale.checkpoint._verification import verify
-from vescale.errors import CheckpointError
+from vescale.errors import CheckpointError, CheckpointWarning
 
 __all__ = ["verify_any"]
 
@@ -29,7 +30,9 @@ def verify_any(path: Path, progress: Callable[[int], None] = lambda count: None)
     """
     stored = None
     try:
-        stored = open_stored(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)  # steps that are not complete are among the problems
+            stored = open_stored(path)
     except CheckpointError as error:
         if not path.exists() or "no checkpoint in a known format" in str(error):
             raise

@@ -40,9 +40,12 @@ def save(
         model, optimizer, more: what to save, as of ``Checkpointer.save``.
     """
     found = Path(os.path.abspath(path))
-    snapshot = take_snapshot(model, optimizer, more)
-    error = None
-    if os.path.lexists(found) and not (overwrite and is_step(found)):
+    error: CheckpointError | None = None
+    try:
+        snapshot = take_snapshot(model, optimizer, more)
+    except CheckpointError as unsavable:
+        error = unsavable
+    if error is None and os.path.lexists(found) and not (overwrite and is_step(found)):
         expected = (
             "a checkpoint to overwrite" if overwrite else "no such path; pass overwrite=True to replace a checkpoint"
         )

@@ -24,7 +24,7 @@ from vescale.errors import CheckpointError, DamagedFileError
 __all__ = ["read_tensors", "read_whole"]
 
 # Each thread holds at most one batch of reads, which is at most MAX_READ_BYTES.
-_FEWEST_THREADS, _MOST_THREADS = 2, 4
+_FEWEST_THREADS, _MOST_THREADS = 2, 4  # fewest: of a host
 # Short reads that are less than a page apart are fetched together.
 _GAP = 4096
 _MAX_PIECES = 512
@@ -103,11 +103,11 @@ def _fill(stored: Stored, blocks: Mapping[str, LocalBlocks]) -> None:
 
 def _num_threads() -> int:
     """This rank's share of the processors: with more threads than that, ranks that begin later would wait for the others.
-    At least two, so that a storage device that answers late has something to do."""
+    At least two threads read on a host, so that a storage device that answers late has something to do."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(text) if text.isdecimal() else 1
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(_FEWEST_THREADS, min(_MOST_THREADS, processors // max(1, ranks)))
+    return max(1 if ranks > 1 else _FEWEST_THREADS, min(_MOST_THREADS, processors // max(1, ranks)))
 
 
 def _batches(reads: Iterable[ByteRead]) -> Iterator[list[ByteRead]]:

@@ -85,17 +85,12 @@ class Saver:
         """
         self.wait()
         gathering = self._open()
-        if self._holders is None:
-            self._holders = {}
-            if has_other_ranks():
-                self._consensus = self._consensus or Consensus(range(dist.get_world_size()), "checkpoint holders")
-                self._holders = agree_on_holders(snapshot.blocks, self._consensus)
-        own = sorted(owned(snapshot.blocks, self._holders))
+        holders = self._agree(snapshot.blocks)
+        own = sorted(owned(snapshot.blocks, holders))
         layout = list(_layout({name: snapshot.blocks[name] for name in own}))
-        part = _part(snapshot, own, layout, self._holders) | {"samples": samples(snapshot)}
+        part = _part(snapshot, own, layout, holders) | {"samples": samples(snapshot)}
         head = _head(snapshot, target) if gathering.rank == 0 else {}
-        temporary = f"{target.name}.tmp-{self._id}"
-        writing = _Writing(self.folder, temporary, f"data-{gathering.rank:05d}.bin", layout, part)
+        writing = self._writing(gathering, target, layout, part)
         if self._writer is None:
             self._finish(gathering, writing, head, target, lambda: writing.write(snapshot.blocks))
             self.wait()
@@ -117,6 +112,33 @@ class Saver:
             name=f"saving {target.name}",
         )
         self._thread.start()
+
+    def refuse(self, error: Exception, target: Target) -> None:
+        """Instead of :meth:`save`, on a rank that cannot save because of ``error``, which it raises afterwards: the others,
+        which may save, hear of it in place of this rank's file."""
+        if not has_other_ranks():
+            return
+        gathering = self._open()
+        self._agree({})
+        known = error if isinstance(error, CheckpointError) else SaveFailedError(f"{type(error).__name__}: {error}")
+
+        def write() -> dict[str, Any]:
+            raise known
+
+        self._finish(gathering, self._writing(gathering, target, [], {}), {}, target, write)
+        self._failure = None
+
+    def _agree(self, blocks: Mapping[str, LocalBlocks]) -> Holders:
+        """Which ranks have which names; compared in the first save, and after one that has failed."""
+        if self._holders is None:
+            self._holders = {}
+            if has_other_ranks():
+                self._consensus = self._consensus or Consensus(range(dist.get_world_size()), "checkpoint holders")
+                self._holders = agree_on_holders(blocks, self._consensus)
+        return self._holders
+
+    def _writing(self, gathering: Gathering, target: Target, layout: list[_Piece], part: dict[str, Any]) -> _Writing:
+        return _Writing(self.folder, f"{target.name}.tmp-{self._id}", f"data-{gathering.rank:05d}.bin", layout, part)
 
     def wait(self) -> None:
         """Until nothing is under way. Raises CheckpointError if the save that was has failed; once."""

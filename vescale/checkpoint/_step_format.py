@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from vescale.checkpoint._step_folder import (
     step_numbers,
 )
 from vescale.checkpoint._stored import Stored, StoredBox, StoredTensor
-from vescale.errors import DamagedFileError, NoSuchStepError, UnknownDtypeError
+from vescale.errors import CheckpointWarning, DamagedFileError, NoSuchStepError, UnknownDtypeError
 
 __all__ = ["is_step", "is_step_folder", "open_newest_step", "open_step"]
 
@@ -34,12 +35,17 @@ def is_step_folder(path: Path) -> bool:
 
 
 def open_newest_step(path: Path) -> Stored:
-    """Of a folder of steps. Raises CheckpointError if none is complete, with the reasons."""
+    """Of a folder of steps. Newer ones that are not complete are passed by with a warning. Raises CheckpointError if none is
+    complete, with the reasons."""
     problems: dict[int, list[str]] = {}
     steps = complete_steps(str(path), problems.__setitem__)
     if not steps:
         found = "; ".join(text for texts in problems.values() for text in texts)
         raise NoSuchStepError(f"{path} has no complete step: {found}")
+    for step, texts in sorted(problems.items()):
+        if step > steps[-1]:
+            text = f"step {step} is passed by, because it is not complete: {'; '.join(texts[:5])}"
+            warnings.warn(text, CheckpointWarning, stacklevel=3)
     return open_step(path / step_name(steps[-1]))
 
 

@@ -7,6 +7,8 @@ import contextlib
 import fnmatch
 import math
 import re
+import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,7 +216,12 @@ def _export(args: argparse.Namespace) -> int:
 def _open(path: Path) -> Stored:
     from vescale.checkpoint import open_stored
 
-    return open_stored(path)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        stored = open_stored(path)
+    for warning in told:  # such as newer steps that are not complete
+        print(f"vescale ckpt: {warning.message}", file=sys.stderr)
+    return stored
 
 
 def _summary(stored: Stored, without: Collection[str] = ()) -> dict[str, int]:

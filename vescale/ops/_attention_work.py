@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import DTensorSpec, local_of, no_torch_function
+from vescale.compat import DTensorSpec, local_of, no_torch_function, spec_of
 from vescale.errors import UnsupportedOpError
 from vescale.ops._context_parallel import sequence_axes
 from vescale.ops._conversion import convert, enter_local
@@ -53,12 +53,27 @@ class AttentionWork:
     placements: tuple[Placement, ...]
     mesh: DeviceMesh
     ring_axes: tuple[int, ...] = ()
+    # By id of an operand's spec, which the value keeps alive, and the operand's name.
+    _uses: dict[tuple[int, str], tuple[DTensorSpec, OperandUse]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @classmethod
     def of(
         cls, query: DTensor | DTensorSpec, *others: DTensor | DTensorSpec | None, ring_axes: Sequence[int] = ()
     ) -> AttentionWork:
         """Along each axis the query determines the split if it is sharded there, else the first operand that is."""
+        specs = tuple(spec_of(x) if isinstance(x, DTensor) else x for x in (query, *others))
+        key = len(specs), *map(id, specs), *ring_axes
+        found = _WORKS.get(key)
+        if found is None:
+            if len(_WORKS) >= _MAX_WORKS:
+                _WORKS.clear()
+            found = _WORKS[key] = specs, cls._of(*specs, ring_axes=ring_axes)  # type: ignore[arg-type]
+        return found[1]
+
+    @classmethod
+    def _of(cls, query: DTensorSpec, *others: DTensorSpec | None, ring_axes: Sequence[int]) -> AttentionWork:
         splits: list[int | None] = []
         placements: list[Placement] = []
         rows = sequence_axes(query)
@@ -76,6 +91,15 @@ class AttentionWork:
 
     def use(self, x: DTensor | DTensorSpec, name: str) -> OperandUse:
         """How an operand is used."""
+        spec = spec_of(x) if isinstance(x, DTensor) else x
+        found = self._uses.get((id(spec), name))
+        if found is None:
+            if len(self._uses) >= _MAX_WORKS:
+                self._uses.clear()
+            found = self._uses[id(spec), name] = spec, self._use(spec, name)
+        return found[1]
+
+    def _use(self, x: DTensorSpec, name: str) -> OperandUse:
         kept = self._kept(x, name)
         wanted = tuple(own if axis in kept else Replicate() for axis, own in enumerate(x.placements))
         grads = tuple(
@@ -108,7 +132,7 @@ class AttentionWork:
                 local = self._cut(local, x, split)
         return local
 
-    def _kept(self, x: DTensor | DTensorSpec, name: str) -> set[int]:
+    def _kept(self, x: DTensorSpec, name: str) -> set[int]:
         """Axes along which an operand stays sharded, because each rank has all that its queries attend to."""
         kept = {axis for axis in range(self.mesh.ndim) if self.mesh.size(axis) == 1}
         kept |= set(self.ring_axes) if name in ("key", "value") else set()
@@ -172,6 +196,11 @@ class AttentionWork:
             return None
         methods = ", ".join(f"{axis}: all_gather" for axis in axes)
         return f"write `'{running_module()}': {{{methods}}}` in the plan's attention section"
+
+
+# By ids of the operands' specs, which the values keep alive (equal specs are mostly one object), and the axes of the ring.
+_WORKS: dict[tuple[int, ...], tuple[tuple[DTensorSpec | None, ...], AttentionWork]] = {}
+_MAX_WORKS = 256
 
 
 def _alone(placement: Placement) -> Placement:

@@ -30,10 +30,9 @@ class SOAP(PreconditionedOptimizer):
     of ``Q^T L Q``, and QR of ``L Q`` gives the new Q, into which m is rotated. Each matrix is computed by one rank,
     which alone holds its states; results have the bits of one device on any mesh.
 
-    L and R are averaged, and decomposed, in ``factor_dtype``. Where they have no full rank (fewer tokens than sides), a
-    basis of their null space would be a matter of rounding: eigenvectors are those of ``L + d D``, and QR is that of
-    ``(L + d) Q``, with a fixed diagonal D between 0 and 1 and d of 1e-6 of L's mean eigenvalue, R alike. Eigenvectors
-    that L decides are kept, and the others depend on L continuously.
+    L and R are averaged, and decomposed, in ``factor_dtype``. Where they have no full rank (fewer tokens than sides), any
+    basis of their null space is one of eigenvectors, and rounding would choose: the one nearest to fixed vectors is taken,
+    and QR is that of ``(L + d) Q``, with d of 1e-6 of L's mean eigenvalue, below which eigenvalues count as zero, R alike.
 
     In a step the gradient of each matrix travels to the owner once, in the parameter's dtype, and the update once to
     each rank that holds it, in float32 at least. Vectors, scalars, and sides longer than ``max_preconditioner_dim``
@@ -204,14 +203,24 @@ def _ridge(factor: torch.Tensor) -> torch.Tensor:
 
 
 def eigenbasis(factor: torch.Tensor) -> torch.Tensor:
-    """Eigenvectors, those of the largest eigenvalues first; a small fixed diagonal decides in eigenspaces of several
-    dims. A matrix that is not finite gives nan."""
+    """Eigenvectors, those of the largest eigenvalues first. In a null space, the orthonormal basis that is nearest to fixed
+    vectors: any other one would be a matter of rounding. A matrix that is not finite gives nan."""
     if not bool(torch.isfinite(factor).all()):
         return torch.full_like(factor, torch.nan)
-    ties = torch.linspace(1, 0, len(factor), dtype=factor.dtype, device=factor.device)
-    decided = factor + torch.diag(ties * _ridge(factor))
     try:
-        vectors = torch.linalg.eigh(decided)[1]
+        values, vectors = torch.linalg.eigh(factor)
     except torch.linalg.LinAlgError:
-        vectors = torch.linalg.eigh(decided.double())[1].to(factor.dtype)
+        values, vectors = (found.to(factor.dtype) for found in torch.linalg.eigh(factor.double()))
+    rounding = values[-1] * len(factor) * torch.finfo(factor.dtype).eps
+    missing = int((values <= torch.maximum(_ridge(factor), rounding)).sum())
+    if missing:
+        null = vectors[:, :missing]
+        left, _, right = torch.linalg.svd(null.T @ _fixed_vectors(len(factor), missing).to(null))
+        vectors[:, :missing] = null @ (left @ right)
     return vectors.flip(1)
+
+
+def _fixed_vectors(size: int, count: int) -> torch.Tensor:
+    """Orthonormal columns in no special position: no null space that occurs is orthogonal to one of them."""
+    generator = torch.Generator().manual_seed(size)
+    return torch.linalg.qr(torch.randn(size, count, generator=generator, dtype=torch.float64))[0]
