@@ -75,7 +75,8 @@ def staged_figures(profile: Profile, choice: Choice, rows: int, setting: Setting
     updated = trained * parameters / (choice.dp if choice.zero else 1)
     update = updated * setting.optimizer.moved / (device.bandwidth * device.bandwidth_efficiency)
     hidden = parameter_seconds(profile, choice, profile.arrays(profile.num_blocks), axes, setting) * share
-    num_ops = choice.microbatches * (blocks.num_ops * share + outer.num_ops)
+    # Every stage runs the forward around the blocks, and computes again what depends on the batch alone.
+    num_ops = choice.microbatches * (blocks.num_ops * share + choice.stages_per_rank * outer.num_ops)
     tensors = profile.num_tensors * share
     terms = {
         "compute": choice.microbatches * compute,
