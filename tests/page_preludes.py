@@ -56,6 +56,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 )
 
 PRELUDES = {
+    "search": "",
     "checkpoint": _TRAINED
     + """
 from vescale.optim import EMA

@@ -46,7 +46,7 @@ class CompleteArrivals:
             reduced.notify(True)
 
     def note(self, reduced: ReducedParameter) -> None:
-        """The gradient of a parameter has arrived complete, and its hook has said so."""
+        """Called when a hook has announced a gradient that is complete."""
         if not reduced.slots and reduced.rule.source is None:  # so that the gradient's spec says that it is complete
             self._found.append(reduced)
 

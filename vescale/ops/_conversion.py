@@ -179,11 +179,9 @@ class PreparedConversion:
     """:func:`convert` of tensors with these placements, for many calls, outside of torch function modes. ``target`` and
     ``stages`` say where it brings tensors and gradients; None on an axis keeps what is there."""
 
-    def __init__(
-        self, placements: Placements, target: Stage, grads: tuple[Stage | None, Stage | None], who: str
-    ) -> None:
-        self.target, self.stages = _stages(placements, target, *grads, False)
-        complete = tuple(f if t is None else t for f, t in zip(placements, self.target))
+    def __init__(self, found: Placements, target: Stage, grads: tuple[Stage | None, Stage | None], who: str) -> None:
+        self.target, self.stages = _stages(found, target, *grads, False)
+        complete = tuple(f if t is None else t for f, t in zip(found, self.target))
         self._native, self._others = (self.target, self.stages, who, None), (complete, self.stages, who)
 
     def __call__(self, x: DTensor) -> DTensor:
