@@ -373,3 +373,84 @@ def regions() -> None:
 
 def test_writes_in_local_regions(ranks: RankPools) -> None:
     ranks.run(regions, world_size=2)
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.draw(x)
+
+
+DRAWS: list[Callable[[Any], Any]] = [
+    lambda x: x.log_normal_(),
+    lambda x: x.bernoulli_(torch.full((4, 6), 0.5, dtype=torch.float64)),
+    lambda x: x[1:3].normal_(),
+    lambda x: nn.init.trunc_normal_(x),
+    lambda x: nn.init.trunc_normal_(x[1:3]),
+    lambda x: nn.init.orthogonal_(x[:3]),
+    lambda x: F.rrelu(x, training=True, inplace=True),
+    lambda x: F.rrelu(x, training=False, inplace=True),
+    lambda x: F.dropout(x, 0.5, inplace=True),
+]
+
+
+def drawn_at(number: int, entries: dict[str, Any], mesh: Any) -> None:
+    built = Model(lambda m, h: (m.act(h), h)[1])
+    built.act = Drawing(DRAWS[number])  # type: ignore[assignment]
+    reference, model = model_and_copy(built, entries, mesh)
+    found = []
+    for each in (reference, model):
+        torch.manual_seed(7)
+        with torch.no_grad():
+            found.append(whole(each(torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6))))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def draws() -> None:
+    mesh = make_mesh(tp=2)
+    moves: list[dict[str, Any]] = [{"act.<in>": S0}, {"<in>": S0, "act.<in>": S1}, {"<in>": S0, "act.<in>": R}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ImplicitCommunicationWarning)
+        run_cases(drawn_at, [(number, move, mesh) for number in range(len(DRAWS)) for move in moves])
+
+
+def test_draws_inside_of_boundaries(ranks: RankPools) -> None:
+    """Not only C++ counts writes: random ops that run in Python do."""
+    ranks.run(draws, world_size=2)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = Pass()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.act(x)
+        return x
+
+
+def history() -> None:
+    """Seed 6873: a view that a boundary passes on, and another one writes back to, knows of later writes to its base."""
+
+    def use(m: Any, h: Any) -> Any:
+        y = m.act(h)
+        h.tanh_()
+        return y
+
+    mesh = make_mesh(tp=2)
+    for arriving, moved in ((S0, R), (S0, S1), (R, S0)):
+        built = Model(use)
+        built.act = Outer()  # type: ignore[assignment]
+        entries = {"<in>": arriving, "act.<in>": arriving, "act.act.<in>": moved}
+        reference, model = model_and_copy(built, entries, mesh)
+        for each in (reference, model):
+            x = torch.linspace(-1, 2, 24, dtype=torch.float64).view(4, 6)
+            each(x).square().sum().backward()
+        assert_same_gradients(reference, model)
+
+
+def test_a_view_that_is_written_back_to(ranks: RankPools) -> None:
+    ranks.run(history, world_size=2)

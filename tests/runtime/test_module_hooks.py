@@ -421,3 +421,19 @@ def test_equal_forwards_share_what_a_timeline_keeps() -> None:
         for index in range(20):  # all different
             last = forward(timeline, paths[index:])
         assert len(timeline) <= 1000 and timeline.of_node(last) is paths[19]
+
+
+def test_the_node_that_runs() -> None:
+    """In backward the module is asked for while a node is evaluated; outside of it there is none. Numbers before all
+    forwards belong to no module."""
+    timeline, x, found = ModuleTimeline(1000), torch.ones(1, requires_grad=True), []
+    before = (x * 2).grad_fn
+    for path in ("a", "b"):
+        timeline.mark(path)
+        y = x * 3
+        x = y * 2
+        y.register_hook(lambda grad: found.append(timeline.of_current_node()))
+        timeline.mark(None)
+    assert timeline.of_current_node() is None and timeline.of_node(before) is None
+    x.sum().backward()
+    assert found == ["b", "a"]

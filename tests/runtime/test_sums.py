@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import warnings
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from tests.runtime.llama import counted, make_mesh
 from vescale.ops import install
 from vescale.placements import InterleavedShard, distribute_tensor, full_tensor
 from vescale.plans import Plan
+from vescale.runtime import ImplicitCommunicationWarning, parallelize
 from vescale.runtime._handlers import install_handlers
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -211,3 +214,42 @@ def sharing() -> int:
 def test_modules_share_a_converted_input(ranks: RankPools) -> None:
     """One all-gather for three projections, one reduction of their gradients; none is stale."""
     assert set(ranks.run(sharing, world_size=2)) == {3}
+
+
+def numbers() -> None:
+    """PyTorch's cache of decisions takes a number for a 0-dim tensor, which one rank adds to a pending sum."""
+    mesh = make_mesh(tp=2)
+    torch.manual_seed(0)
+    reference = nn.Linear(6, 6, bias=False).double()
+    steps: list[Any] = [
+        lambda y: y.add_(torch.tensor(0.5, dtype=torch.float64)),
+        lambda y: y.add_(0.25),
+        lambda y: y.sub_(torch.tensor(0.5, dtype=torch.float64), alpha=0.3),
+        lambda y: y.sub_(0.75, alpha=0.3),
+        lambda y: torch.add(y, torch.tensor(0.5, dtype=torch.float64), alpha=0.1),
+        lambda y: torch.add(y, 0.75, alpha=0.1),
+        lambda y: torch.sub(y, 0.75, alpha=0.1),
+        lambda y: torch.sub(y, torch.tensor(0.5, dtype=torch.float64), alpha=0.1),
+    ]
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.step = reference, steps[0]
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.step(self.linear(x))
+
+    one = Steps()
+    model: Any = copy.deepcopy(one)
+    parallelize(model, Plan(mesh).shard("linear.weight", S1))
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ImplicitCommunicationWarning)
+        for one.step in steps:
+            model.step = one.step
+            torch.testing.assert_close(full_tensor(model(x)), one(x))
+
+
+def test_numbers_beside_tensors_without_dims(ranks: RankPools) -> None:
+    ranks.run(numbers, world_size=2)

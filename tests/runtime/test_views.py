@@ -24,7 +24,7 @@ from tests.whole import whole
 from vescale import rng
 from vescale.comm import record_comms
 from vescale.plans import Plan
-from vescale.runtime import ImplicitCommunicationWarning, parallelize
+from vescale.runtime import ImplicitCommunicationWarning, implicit_communication, parallelize
 
 ONES = torch.ones(4, 6, dtype=torch.float64)
 
@@ -253,3 +253,31 @@ def vmapped() -> None:
 
 def test_a_mode_sees_nothing_of_how_shapes_are_found(ranks: RankPools) -> None:
     ranks.run(vmapped, world_size=2)
+
+
+def again() -> None:
+    """What a view that cuts a sharded dim does is communication that no plan asks for: making it, and reading it after a
+    write to its base."""
+    mesh = make_mesh(tp=2)
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def late(y: Any, writes: bool) -> Any:
+        row = y[0]
+        if writes:
+            y.mul_(2)
+        return row * 3
+
+    counts = []
+    for writes in (False, True):
+        torch.manual_seed(0)
+        model = Apply(lambda y, writes=writes: late(y, writes), True).double()
+        parallelize(model, Plan(mesh).shard("<in:x>", Shard(0)))
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore", ImplicitCommunicationWarning)
+            model(x)
+        counts.append(sum(implicit_communication(model).values()))
+    assert counts == [1, 2], counts
+
+
+def test_reading_an_old_view_is_reported(ranks: RankPools) -> None:
+    ranks.run(again, world_size=2)

@@ -107,9 +107,12 @@ def _write(one: Placed) -> None:
     else:
         new = enter_local(convert(result, one.runtime.replicated, requester=requester))
     version = versions(given)[0]
+    has_counted = version != one.before[0][0]
+    if has_counted:  # before the copy: a view remembers the version at which its history was written
+        set_versions((given,), (version - 1,))
     with torch.inference_mode() if given.is_inference() else contextlib.nullcontext():
         given.copy_(new)
-    if version != one.before[0][0]:  # the write has counted already
+    if has_counted and versions(given)[0] != version:
         set_versions((given,), (version,))
     if isinstance(given, DTensor):
         settle(result, given)
