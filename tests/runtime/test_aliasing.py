@@ -441,7 +441,7 @@ def history() -> None:
         return y
 
     mesh = make_mesh(tp=2)
-    for arriving, moved in ((S0, R), (R, S0)):
+    for arriving, moved in ((S0, R), (S0, S1), (R, S0)):
         built = Model(use)
         built.act = Outer()  # type: ignore[assignment]
         entries = {"<in>": arriving, "act.<in>": arriving, "act.act.<in>": moved}
@@ -454,3 +454,33 @@ def history() -> None:
 
 def test_a_view_that_is_written_back_to(ranks: RankPools) -> None:
     ranks.run(history, world_size=2)
+
+
+class Scale(nn.Module):
+    """Writes to its first input, and tells which flags it has got."""
+
+    def forward(self, x: torch.Tensor, factor: float, flag: str | None = None) -> tuple[torch.Tensor, Any]:
+        x.mul_(factor)
+        return x + 1, flag
+
+
+def given() -> None:
+    """Plain inputs: a rank's own part sees the module's writes, the whole tensor too; what is no tensor passes as it is."""
+    mesh = make_mesh(tp=2)
+    whole_input = torch.arange(24.0).view(4, 6)
+    part = whole_input.chunk(2)[mesh.get_local_rank()]
+    for local in (False, True):
+        plan = Plan(mesh).shard("<in>", S0)
+        model = parallelize(Scale(), plan.local_inputs() if local else plan)
+        x = (part if local else whole_input).clone()
+        found, flag = model(x, 2.0, flag="as it is")
+        assert flag == "as it is"
+        torch.testing.assert_close(x, (part if local else whole_input) * 2)
+        torch.testing.assert_close(whole(found), whole_input * 2 + 1)
+    model = parallelize(Scale(), Plan(mesh).shard("<in:x>", Shard(2)))
+    with pytest.raises(PlanError, match=r"<in:x> has shape \(4, 6\), and the plan shards its dim 2"):
+        model(whole_input.clone(), 2.0)
+
+
+def test_plain_inputs(ranks: RankPools) -> None:
+    ranks.run(given, world_size=2)

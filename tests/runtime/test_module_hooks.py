@@ -437,3 +437,23 @@ def test_the_node_that_runs() -> None:
     assert timeline.of_current_node() is None and timeline.of_node(before) is None
     x.sum().backward()
     assert found == ["b", "a"]
+
+
+@pytest.mark.helper("module_hooks")
+def test_what_a_full_timeline_forgets() -> None:
+    """The oldest forwards, with their marks when no other forward has these; never the newest one."""
+
+    def forward(timeline: Any, paths: str) -> Any:
+        x = torch.ones(1, requires_grad=True)
+        for path in paths:
+            timeline.mark(path)
+            node = (x * 2).grad_fn
+        timeline.mark(None)
+        return node
+
+    for timeline in (ModuleTimeline(12), native_hooks().Timeline(12)):
+        for paths in ("abcde", "abcde", "abcde", "fgh", "ij"):
+            last = forward(timeline, paths)
+        assert len(timeline) == 3 + 1 + 2 + 1 and timeline.of_node(last) == "j"
+        last = forward(timeline, "klmnopqrstuvwxyz")  # more than fits
+        assert len(timeline) == 16 + 1 and timeline.of_node(last) == "z"

@@ -23,6 +23,7 @@ from tests.simulate import simulate
 from vescale import Plan, plan_zoo
 from vescale.comm import CommRecord, record_comms
 from vescale.placements import InterleavedShard
+from vescale.plans import PlanError
 from vescale.runtime import implicit_communication, parallelize
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -251,3 +252,40 @@ def test_vocabularies(rows: int, sizes: dict[str, int], smoothing: float) -> Non
     for records in simulate(check, 8 if "dp" in sizes else sizes["tp"], model, sizes, plan, lambda m: m(ids, labels)):
         assert {r.op for r in records} <= {"all_reduce"}, records
         assert sum(r.bytes for r in records if ".grad" not in r.requester) <= 2 * 8 * ids.numel() * (2 * WIDTH + 6)
+
+
+class Regional(nn.Module):
+    def __init__(self, flattens: bool) -> None:
+        super().__init__()
+        self.up, self.inside, self.down = nn.Linear(WIDTH, HIDDEN), Inside(flattens), nn.Linear(HIDDEN, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.inside(self.up(x))).square().mean()
+
+
+class Inside(nn.Module):
+    def __init__(self, flattens: bool) -> None:
+        super().__init__()
+        self.linear, self.flattens = nn.Linear(HIDDEN, HIDDEN), flattens
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.flatten(0, 1) if self.flattens else x).tanh()
+
+
+def of_local_regions(model: nn.Module, batch: int, flattens: bool) -> None:
+    x = torch.linspace(-1, 1, batch * 3 * WIDTH, dtype=torch.float64).view(batch, 3, WIDTH)
+    plan = lambda mesh: Plan(mesh).shard("<in>", S0, mesh="dp").local("inside", inputs=S0, outputs=S0)  # noqa: E731
+    size = torch.distributed.get_world_size()
+    if flattens and batch % size:
+        with pytest.raises(PlanError, match=r"local region 'inside'.*how large the whole is does not follow"):
+            check(model, {"dp": size}, plan, lambda m: m(x))
+    else:
+        check(model, {"dp": size}, plan, lambda m: m(x))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch", "flattens"), [(2, 5, False), (4, 5, False), (2, 1, False), (2, 4, True), (2, 5, True)]
+)
+def test_local_regions(ranks: int, batch: int, flattens: bool) -> None:
+    """How large an output is, is known from the parts of the inputs; nothing is communicated for it."""
+    simulate(of_local_regions, ranks, seeded(lambda: Regional(flattens)), batch, flattens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale.compat import map_tensors, no_torch_function, set_versions, tensors_in, versions
+from vescale.compat import local_of, map_tensors, no_torch_function, set_versions, tensors_in, versions
+from vescale.errors import BoundaryError
 from vescale.ir import Instruction, Local
 from vescale.ops import convert, enter_local, leave_local
 from vescale.placements import shard_dim, without_partials
@@ -83,17 +85,40 @@ class LocalRegion:
             for (x, placed), local, version in zip(given, inputs, before, strict=True):
                 if versions(local) != version:
                     write_back_local(x, placed, local, f"{requester}: written back")
-            return map_tensors(self._leave, result)
+            placed_inputs = [placed for _, placed in given]
+            return map_tensors(lambda x: self._leave(x, placed_inputs), result)
 
-    def _leave(self, x: torch.Tensor) -> torch.Tensor:
+    def _leave(self, x: torch.Tensor, inputs: Sequence[DTensor]) -> torch.Tensor:
         if isinstance(x, DTensor):
             return x
-        shape = list(x.shape)
-        for axis, placement in enumerate(self.outputs):
-            dim = shard_dim(placement)
-            if dim is not None:
-                shape[dim] *= self.runtime.mesh.size(axis)
+        shape = [self._size(x, dim, inputs) for dim in range(x.ndim)]
         return leave_local(x, self.runtime.mesh, self.outputs, shape, f"local region {self.path}")
+
+    def _size(self, x: torch.Tensor, dim: int, inputs: Sequence[DTensor]) -> int:
+        """Of a dim of the whole output. Parts are as large as each other, unless ranks have parts of different sizes of an
+        input: then the output's dim is one of the input's.
+
+        Raises BoundaryError if no input says how large the whole is.
+        """
+        axes = _axes_of(self.outputs, dim, x.ndim)
+        num_ranks = math.prod(self.runtime.mesh.size(axis) for axis in axes)
+        cut = [
+            (local_of(each).shape[other], each.shape[other])
+            for each in inputs
+            for other in range(each.ndim)
+            if _axes_of(each.placements, other, each.ndim) == axes
+        ]
+        if not axes or all(size % num_ranks == 0 for _, size in cut):
+            return x.shape[dim] * num_ranks
+        found = {size for local, size in cut if local == x.shape[dim]}
+        if len(found) != 1:
+            raise BoundaryError(
+                f"the local region {self.path!r} gives {x.shape[dim]} on dim {dim} of an output of shape {tuple(x.shape)} "
+                f"on this rank, and ranks have different parts of inputs of {sorted({size for _, size in cut})} in all: "
+                "how large the whole is does not follow. Let the output have a dim of an input as it is, pad the input to a "
+                f"multiple of {num_ranks}, or make the region smaller"
+            )
+        return found.pop()
 
 
 def write_back_local(x: DTensor, placed: DTensor, local: torch.Tensor, requester: str) -> None:
@@ -120,6 +145,15 @@ def local_state(module: nn.Module, entered: Callable[[str, torch.Tensor], torch.
                 else:
                     undo.callback(owner.__dict__.__setitem__, name, hidden)
         yield
+
+
+def _axes_of(placements: Sequence[Placement], dim: int, ndim: int) -> tuple[int, ...]:
+    """The mesh axes that cut a dim."""
+    return tuple(
+        axis
+        for axis, placement in enumerate(placements)
+        if (cut := shard_dim(placement)) is not None and cut % ndim == dim
+    )
 
 
 def _gradient(placements: Sequence[Placement], differs: Sequence[bool]) -> tuple[Placement, ...]:
