@@ -74,4 +74,9 @@ def _fields(value: Any) -> dict[str, Any]:
     """The fields of a dataclass; of anything else none."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type | torch.nn.Module):
         return {}
-    return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    names = [field.name for field in dataclasses.fields(value)]
+    try:  # without the class's own access: configurations refuse to read some of their fields
+        held = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # it has slots
+        return {name: getattr(value, name, None) for name in names}
+    return {name: held.get(name) for name in names}

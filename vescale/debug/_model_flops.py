@@ -10,6 +10,7 @@ from torch import nn
 
 from vescale.errors import ModelFlopsError
 from vescale.pipeline import PipelineModule
+from vescale.plans import config_value
 
 __all__ = ["flops_per_token", "measured_flops", "peak_flops"]
 
@@ -75,8 +76,8 @@ def _share_of_experts(config: Any, path: str, parameter: torch.Tensor) -> float:
     if "expert" not in path or "shared_expert" in path:
         return 1.0
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    chosen = getattr(config, "num_experts_per_tok", None)
+    experts = next(filter(None, (config_value(config, name) for name in names)), None)
+    chosen = config_value(config, "num_experts_per_tok")
     if not experts or not chosen:
         raise ModelFlopsError(
             f"{path} has experts, and model.config does not tell how many a token uses (num_experts_per_tok, and one of "
@@ -94,13 +95,13 @@ def _check_windows(path: str, module: Any) -> None:
 
 
 def _attention(config: Any, sequence_length: int) -> float:
-    layers = getattr(config, "num_hidden_layers", None)
-    heads = getattr(config, "num_attention_heads", None)
-    hidden = getattr(config, "hidden_size", None)
-    if not (layers and heads and hidden):
-        return 0.0
-    head = getattr(config, "head_dim", None) or hidden // heads
-    return 12.0 * layers * heads * head * sequence_length
+    features = 0  # of the queries of all layers
+    for layer in range(getattr(config, "num_hidden_layers", None) or 0):
+        heads = config_value(config, "num_attention_heads", layer)
+        hidden = config_value(config, "hidden_size", layer)
+        if heads and hidden:
+            features += heads * (config_value(config, "head_dim", layer) or hidden // heads)
+    return 12.0 * features * sequence_length
 
 
 def peak_flops(device: torch.device) -> float | None:

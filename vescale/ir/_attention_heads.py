@@ -10,6 +10,7 @@ import regex
 from torch import nn
 
 from vescale.ir._model_index import ModelIndex
+from vescale.plans import config_value
 
 __all__ = ["Heads", "heads_of", "is_attention"]
 
@@ -88,9 +89,10 @@ def is_attention(module: nn.Module) -> bool:
 def _number(module: nn.Module, names: Sequence[str]) -> tuple[str, int] | None:
     """The first of the attributes that the module, or else its config, has as an int."""
     config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
     for holder in (module, config):
         for name in names:
-            value = getattr(holder, name, None)
+            value = config_value(holder, name, layer)
             if isinstance(value, int) and not isinstance(value, bool):
                 return name, value
     return None

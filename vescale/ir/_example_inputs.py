@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vescale.errors import ExampleInputsError
+from vescale.plans import config_value
 
 __all__ = ["example_inputs", "hf_inputs", "random_inputs"]
 
@@ -124,7 +125,7 @@ def _is_main(model: nn.Module, name: str, names: Mapping[str, Any]) -> bool:
 
 
 def _number(config: Any, names: tuple[str, ...]) -> int | None:
-    found = (getattr(config, name, None) for name in names)
+    found = (config_value(config, name) for name in names)
     return next((n for n in found if isinstance(n, int) and n > 0), None)
 
 

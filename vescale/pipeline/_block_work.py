@@ -16,6 +16,7 @@ from vescale.compat.tensor_subclasses import TorchDispatchMode
 from vescale.errors import PlanError
 from vescale.ir import FlowMode, example_inputs
 from vescale.pipeline._skeleton import skeleton_of
+from vescale.plans import config_value
 
 __all__ = ["block_work", "guessed_inputs"]
 
@@ -123,6 +124,6 @@ def _by_parameters(model: nn.Module, blocks: nn.Module) -> list[float]:
 def _share_of_experts(model: nn.Module) -> float:
     config: Any = getattr(model, "config", None)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    chosen = getattr(config, "num_experts_per_tok", None)
+    experts = next(filter(None, (config_value(config, name) for name in names)), None)
+    chosen = config_value(config, "num_experts_per_tok")
     return float(chosen) / float(experts) if experts and chosen else 1.0

@@ -20,6 +20,7 @@ from vescale.plans._entries import (
 from vescale.plans._hf_import import BATCHED_INPUTS, HfImportWarning
 from vescale.plans._hf_paths import expressions, merged_paths, wildcard
 from vescale.plans._mesh_axes import MeshAxes, axis_sizes
+from vescale.plans._model_config import config_value
 from vescale.plans._path import Path, Target
 from vescale.plans._phase import ALL, BWD, FWD, INIT, RUN, Phase, phase_text
 from vescale.plans._pipeline_entry import PIPELINE_SCHEDULES, PipelineEntry, with_pipeline
@@ -68,6 +69,7 @@ __all__ = [
     "axis_sizes",
     "checkpoint_budget",
     "checkpoint_policy",
+    "config_value",
     "did_you_mean",
     "dtype_name",
     "expressions",

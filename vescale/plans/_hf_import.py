@@ -17,6 +17,7 @@ from vescale.placements import InterleavedShard, shard_dim
 from vescale.plans._hf_paths import expressions, merged_paths, wildcard
 from vescale.plans._hf_sequence import shard_sequence
 from vescale.plans._hf_styles import STYLES, Style
+from vescale.plans._model_config import config_value
 from vescale.plans._plan_entries import PlanEntries
 
 __all__ = ["BATCHED_INPUTS", "HfImportWarning", "add_hf_entries"]
@@ -115,14 +116,6 @@ def _is_packed(module: nn.Module, attribute: str, dim: int) -> bool:
         and dim == 1
         and parameter.shape[dim] == 2 * down.shape[2]
     )
-
-
-def _attribute(holder: Any, name: str) -> Any:
-    """None if the attribute is missing, or if a configuration raises because its layers differ in it."""
-    try:
-        return getattr(holder, name, None)
-    except Exception:
-        return None
 
 
 def _covered(name: str, rules: Iterable[str]) -> bool:
@@ -226,7 +219,8 @@ class _Draft:
             return None
         names = _KEY_VALUE_HEADS if _KEY_VALUE.fullmatch(name) else _ATTENTION_HEADS
         holders: tuple[Any, ...] = (parent, getattr(parent, "config", None))
-        found = (_attribute(holder, number) for number in names for holder in holders)
+        layer = getattr(parent, "layer_idx", None)
+        found = (config_value(holder, number, layer) for number in names for holder in holders)
         return next((n for n in found if isinstance(n, int) and n > 0), None)
 
     def _follow_ties(self) -> None:
