@@ -22,6 +22,7 @@ from tests.examples import NIGHTLY
 from vescale.compat import (
     clear_sharding_caches,
     dispatch_counts,
+    extend_dtensor,
     make_dtensor,
     make_spec,
     reset_dispatch_counts,
@@ -264,6 +265,28 @@ def test_ops_equal_pytorchs_path(world: dict[str, DeviceMesh], mesh_name: str, g
                 except AssertionError as error:
                     raise AssertionError(f"{name} on {placements}, with_gradient={with_gradient}: {error}") from error
     assert num_hits > 100
+
+
+@pytest.mark.parametrize("mesh_name", ["1-D", "2-D"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bias_of_sharded_rows(world: dict[str, DeviceMesh], mesh_name: str, dtype: torch.dtype) -> None:
+    """A whole bias becomes equal summands of the pending sum, without PyTorch's path, and with its bits."""
+    extend_dtensor()
+    mesh = world[mesh_name]
+    for rows in (5, 2):
+        operands = []
+        for shape, placement in (((rows, 12), Shard(1)), ((16, 12), Shard(1)), ((16,), Replicate())):
+            placements = (Replicate(),) * (mesh.ndim - 1) + (placement,)
+            operands.append(made(shape, mesh, placements, 0, len(operands)).to(dtype))
+        with without_native():
+            expected = outcome(F.linear, operands, False)
+        for _ in range(2):
+            reset_dispatch_counts()
+            assert not expected.error, expected
+            assert_same(outcome(F.linear, operands, False), expected, True)
+        counts = dispatch_counts()
+        assert not any(stock for _, _, _, stock in counts.values()), counts
+        assert sum(hits for hits, _, _, _ in counts.values()) > 0
 
 
 def test_tables_that_fill_up(world: dict[str, DeviceMesh], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,11 +45,11 @@ try:
         tell_write,
     )
     from vescale.compat.module_calls import *
+    from vescale.compat.native_decisions import intern_spec
     from vescale.compat.native_dispatch import (
         counts_local_writes,
         dispatch_counts,
         filter_functions,
-        intern_spec,
         is_native,
         native_conversions,
         native_require_current,

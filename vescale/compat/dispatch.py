@@ -298,8 +298,9 @@ def _follow(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op_info: Any
 
 
 def keeps_operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, OutputSharding | None]:
-    """The call's schema, and the decision to run it on the local tensors of its operands as they are, or with local sizes
-    for global ones; None if anything else runs, or if it has to be asked for each time. Runs nothing.
+    """The call's schema, and the decision to run it on the local tensors of its operands as they are, with local sizes for
+    global ones, or on operands that PyTorch moves; None if anything else runs, or if it has to be asked for each time. Runs
+    nothing.
 
     Raises what deciding raises: PyTorch's path raises it too.
     """
@@ -327,7 +328,8 @@ def keeps_operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         if not isinstance(sharding, OutputSharding):
             return schema, None
         if sharding.needs_redistribute and not sharding.use_val_from_redistribute_schema:
-            return schema, None if models is None else models.listener.view_of_uneven_shards(None, kwargs, schema)
+            uneven = None if models is None else models.listener.view_of_uneven_shards(None, kwargs, schema)
+            return schema, uneven if uneven is not None else sharding
     return schema, sharding
 
 

@@ -8,8 +8,9 @@ the call                                  runs
 ========================================  =======================================================================
 operands stay, no handler applies         on the local tensors, by C++
 views whose sizes PyTorch makes local     the same, with the local sizes
+whole operands that become pending sums   the same, with equal summands
 writes while gathered copies are viewed   by PyTorch's path: writes must reach the originals
-operands move, no rule, a handler         by PyTorch's path, with the patches of :mod:`vescale.compat.dispatch`
+other moves, no rule, a handler           by PyTorch's path, with the patches of :mod:`vescale.compat.dispatch`
 a mode, a subclass, a trace               by PyTorch's path
 ========================================  =======================================================================
 
@@ -27,17 +28,21 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from vescale import csrc
-from vescale.compat.closed_forms import Result, form_key, known_form, moves_operands, remember_form
+from vescale.compat.closed_forms import form_key, known_form, moves_operands, remember_form
 from vescale.compat.dispatch import handlers_of_dtensor, keeps_operands
-from vescale.compat.dtensor import DTensorSpec, StridedShard, rank_in_mesh
-from vescale.compat.layouts import intern
 from vescale.compat.model_hooks import model_hooks
-from vescale.compat.op_info import OutputSharding, is_view
-from vescale.compat.patching import HOOKS, Changes
+from vescale.compat.native_decisions import (
+    STOCK_PLACEMENTS,
+    divided_arguments,
+    intern_spec,
+    local_arguments,
+    results_of,
+)
+from vescale.compat.patching import Changes
 from vescale.compat.sharding_caches import forget_sizes
 
 __all__ = [
@@ -46,7 +51,6 @@ __all__ = [
     "dispatch_counts",
     "filter_functions",
     "install_native_dispatch",
-    "intern_spec",
     "is_native",
     "native_conversions",
     "native_require_current",
@@ -58,7 +62,6 @@ __all__ = [
     "write_through_python",
 ]
 
-_STOCK_PLACEMENTS = frozenset([Replicate, Shard, Partial, StridedShard])
 # Entries of all ops. Each takes about 500 bytes; a training step of a large model has some hundreds.
 _MAX_ENTRIES = 16384
 _aten = torch.ops.aten
@@ -84,7 +87,7 @@ def install_native_dispatch(changes: Changes, _: Any) -> None:
         return
     slots = [DTensor.__dict__[name] for name in ("_spec", "_local_tensor")]
     module.install(
-        DTensor, *slots, intern_spec, _decide, _static_arguments, _STOCK_PLACEMENTS, forget_sizes, _MAX_ENTRIES
+        DTensor, *slots, intern_spec, _decide, _static_arguments, STOCK_PLACEMENTS, forget_sizes, _MAX_ENTRIES
     )
     changes.on_undo(module.uninstall)
 
@@ -250,25 +253,8 @@ def take_moves() -> bool:
 def runs_on_locals(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an op on DTensors runs on their local tensors as they are, but for sizes of views."""
     schema = op._schema
-    return schema.name.startswith("aten::") and _decide(schema.name, schema.overload_name, args, kwargs) is not None
-
-
-def intern_spec(spec: DTensorSpec) -> DTensorSpec | None:
-    """The spec that stands for all equal ones, or None where calls with it take PyTorch's path."""
-    meta = spec.tensor_meta
-    if (
-        meta is None
-        or not all(type(size) is int for size in (*meta.shape, *meta.stride))
-        or not rank_in_mesh(spec.mesh)
-    ):
-        return None
-    placements = HOOKS.get("placements")
-    for placement in spec.placements:
-        if type(placement) not in _STOCK_PLACEMENTS and (
-            placements is None or type(placement) not in placements.custom_types
-        ):
-            return None
-    return intern(spec)
+    found = _decide(schema.name, schema.overload_name, args, kwargs) if schema.name.startswith("aten::") else None
+    return found is not None and not found[2]
 
 
 @functools.cache
@@ -293,10 +279,11 @@ def _static_arguments(name: str, overload: str) -> tuple[bool, ...]:
 
 
 def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``(results, replaced arguments)`` of a call that runs on the local tensors, or None.
+    """``(results, replaced arguments, divided arguments)`` of a call that runs on the local tensors, or None.
 
     A result is ``(specs, written, viewed)``: the specs of its tensors, and the positions of the arguments that are returned
-    in its place, or whose storage it shares; -1 for none. A replaced argument is ``(position, sizes)``.
+    in its place, or whose storage it shares; -1 for none. A replaced argument is ``(position, sizes)``, a divided one
+    ``(position, number of summands)``.
     """
     op = _op(name, overload)
     if op in _NEVER or op in handlers_of_dtensor() or op in DTensor._op_dispatcher._random_ops:
@@ -307,7 +294,7 @@ def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, A
             if moves_operands(form):
                 return None
             if (known := known_form(form)) is not None:
-                return known
+                return *known, ()
         schema, sharding = keeps_operands(op, args, kwargs)
     except Exception:  # not lost: PyTorch's path decides again, and raises it
         return None
@@ -315,78 +302,16 @@ def _decide(name: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, A
         if form is not None:
             remember_form(form, None, {})
         return None
-    replaced = _local_arguments(op, schema, sharding) if sharding.needs_redistribute else []
-    if replaced is None:
+    moves = sharding.needs_redistribute and not sharding.use_val_from_redistribute_schema
+    divided = divided_arguments(op, schema, sharding) if moves else []
+    replaced = local_arguments(op, schema, sharding) if sharding.needs_redistribute and not moves else []
+    if divided is None and form is not None:
+        remember_form(form, None, {})
+    if divided is None or replaced is None:
         return None
-    results = _results(op, args, kwargs, sharding)
+    results = results_of(op, args, kwargs, sharding)
     if results is None:
         return None
-    if form is not None:
+    if form is not None and not divided:
         remember_form(form, results, dict(replaced))
-    return results, tuple(replaced)
-
-
-def _local_arguments(op: Any, schema: Any, sharding: OutputSharding) -> list[tuple[int, tuple[int, ...]]] | None:
-    """Arguments that are local sizes where the call has global ones; None where anything else differs."""
-    wanted = sharding.redistribute_schema
-    if not sharding.use_val_from_redistribute_schema or wanted is None or wanted.op != op:
-        return None
-    if len(wanted.args_schema) != len(schema.args_schema):
-        return None
-    replaced = []
-    for index, (given, local) in enumerate(zip(schema.args_schema, wanted.args_schema)):
-        if isinstance(given, DTensorSpec):
-            if given != local:
-                return None
-        elif given != local:
-            if not isinstance(local, list | tuple) or not all(type(size) is int for size in local):
-                return None
-            replaced.append((index, tuple(local)))
-    return replaced
-
-
-def _results(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sharding: OutputSharding
-) -> tuple[Result, ...] | None:
-    declared = op._schema.returns
-    if not declared:
-        return ()
-    if sharding.output_spec is None:
-        return None
-    specs = sharding.output_spec
-    per_result = specs if isinstance(specs, tuple | list) and len(declared) > 1 else (specs,)
-    if len(per_result) != len(declared):
-        return None
-    results = []
-    for returned, spec in zip(declared, per_result):
-        listed = tuple(spec) if isinstance(spec, tuple | list) else (spec,)
-        kept = tuple(None if one is None else intern_spec(one) for one in listed)
-        if any(a is not None and b is None for a, b in zip(listed, kept)):
-            return None
-        written = viewed = -1
-        alias = returned.alias_info
-        if alias is not None and alias.is_write:
-            written = _position_of(op, alias)
-            argument = args[written] if written < len(args) else kwargs.get(op._schema.arguments[written].name)
-            if not isinstance(argument, DTensor) or not _keeps(argument._spec, kept[0]):
-                return None
-        elif (
-            alias is not None and alias.before_set and is_view(op)
-        ):  # not lists of views: PyTorch's share nothing either
-            viewed = _position_of(op, alias)
-        results.append((kept, written, viewed))
-    return tuple(results)
-
-
-def _position_of(op: Any, alias: Any) -> int:
-    """Where the argument is that a result is or shares memory with, by their alias sets."""
-    for index, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.before_set & alias.before_set:
-            return index
-    raise AssertionError(f"{op._schema} has a result that aliases no argument")
-
-
-def _keeps(before: DTensorSpec, after: DTensorSpec | None) -> bool:
-    if after is None or before.tensor_meta is None or after.tensor_meta is None:
-        return False
-    return before.placements == after.placements and before.tensor_meta.shape == after.tensor_meta.shape
+    return results, tuple(replaced), tuple(divided)

@@ -21,6 +21,7 @@ struct Entry {
     bool is_stock = true;
     std::vector<Result> results;
     std::vector<std::pair<int, c10::IValue>> replaced;  // arguments that differ on the local tensors: sizes of views
+    std::vector<std::pair<int, std::int64_t>> divided;  // arguments that become this many equal summands
 };
 
 inline double seconds_now() {

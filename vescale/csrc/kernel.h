@@ -322,6 +322,11 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
     for (const auto& [index, value] : known.replaced) {
         (*stack)[first + index] = value;
     }
+    for (const auto& [index, num_summands] : known.divided) {
+        const c10::impl::ExcludeDispatchKeyGuard guard(kAbovePython);
+        (*stack)[first + index] = (*stack)[first + index].toTensor().div(num_summands);
+        WatchCalls::note_other();
+    }
     const auto wrapper_of = [&](int index) -> const at::Tensor& {
         for (const auto& [i, tensor] : wrappers) {
             if (static_cast<int>(i) == index) {
@@ -379,6 +384,7 @@ inline void Kernel::run(const c10::OperatorHandle& op, Stack* stack, const Entry
 inline Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments) {
     using Results = std::vector<std::tuple<py::tuple, int, int>>;  // specs, written, viewed
     using Replaced = std::vector<std::pair<int, std::vector<std::int64_t>>>;  // position, sizes
+    using Divided = std::vector<std::pair<int, std::int64_t>>;  // position, number of summands
     Entry entry;
     const WatchCalls unrelated;
     struct Restore {
@@ -390,7 +396,7 @@ inline Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> 
     if (decision.is_none()) {
         return entry;
     }
-    auto [results, replaced] = decision.cast<std::pair<Results, Replaced>>();
+    auto [results, replaced, divided] = decision.cast<std::tuple<Results, Replaced, Divided>>();
     for (const auto& [specs, written, viewed] : results) {
         Result result{{}, written, viewed};
         for (const auto& spec : specs) {
@@ -401,6 +407,7 @@ inline Entry Kernel::learn(const c10::OperatorHandle& op, c10::ArrayRef<IValue> 
     for (auto& [position, sizes] : replaced) {
         entry.replaced.emplace_back(position, IValue(std::move(sizes)));
     }
+    entry.divided = std::move(divided);
     entry.is_stock = false;
     return entry;
 }
