@@ -1,4 +1,4 @@
-"""Experts, and generation with caches, in static mode: the bits of eager mode, and a reason for what runs in it."""
+"""Experts, and generation with caches, in static mode: the bits of eager mode, and a reason for what falls back."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def experts(dispatch: str, tokens: str) -> StaticReport:
 )
 def test_experts(ranks: RankPools, dispatch: str, tokens: str) -> None:
     for found in ranks.run(experts, dispatch, tokens, world_size=2):
-        assert found.static_steps == 2 and "" in found.static, found
-        assert [f.path for f in found.fallbacks] == ["experts"], found
+        assert found.static_steps == 2 and {"", "experts"} <= set(found.static), found
+        assert not found.fallbacks, found
 
 
 def generations(cache: str | None) -> StaticReport:

@@ -33,6 +33,7 @@ __all__ = [
     "set_versions",
     "suspend_compiling",
     "will_run",
+    "without_transforms",
 ]
 
 
@@ -141,6 +142,14 @@ def current_autograd_node() -> Any:
 def in_transform() -> bool:
     """Whether a function transform (``torch.vmap``, ``torch.func``) is running on this thread."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def without_transforms(x: torch.Tensor) -> torch.Tensor:
+    """The tensor that function transforms (``torch.vmap``, ``torch.func``) have wrapped; ``x`` itself outside of them."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
 
 
 def node_sequence(node: Any) -> int:

@@ -3,8 +3,10 @@
 from vescale.runtime._activation import Activation, Frame, current_activation
 from vescale.runtime._attribution import is_recomputed, locate, module_of_node
 from vescale.runtime._checkpointed_forward import CheckpointedForward, recomputed_modules
+from vescale.runtime._expert_region import ExpertRegion
 from vescale.runtime._implicit_site import ImplicitCommunicationError, ImplicitCommunicationWarning, ImplicitSite
 from vescale.runtime._init_mesh import init_mesh
+from vescale.runtime._local_region import LocalRegion
 from vescale.runtime._missing_values import MissingValuesWarning
 from vescale.runtime._modes import register_mode
 from vescale.runtime._module_calls import resumed
@@ -29,10 +31,12 @@ from vescale.runtime._token_exchange import TokenExchange
 __all__ = [
     "Activation",
     "CheckpointedForward",
+    "ExpertRegion",
     "Frame",
     "ImplicitCommunicationError",
     "ImplicitCommunicationWarning",
     "ImplicitSite",
+    "LocalRegion",
     "MissingValuesWarning",
     "Placing",
     "Runtime",

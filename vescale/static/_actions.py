@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.static._gradients import is_whole, without_single_ranks
+from vescale.static._local_functions import local_function
 from vescale.static._local_run import LocalRun
 from vescale.static._record import Call
 from vescale.static._size_functions import SIZE_READERS, SIZE_TAKERS
@@ -76,6 +77,8 @@ def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
     reason = _why_not_plain(call, mesh)
     if not reason:
         return None
+    if call.local_run is LocalRun.TRANSFORMED:
+        return Problem(f"{name_of(call.function)} runs on DTensors, or draws random numbers, in a function transform")
     for record in (*call.inputs, *call.outputs):
         if record.value is not None and len(record.value.grads) > 1:
             return Problem(f"a gradient arrives in several placements: {record.value.grads}")
@@ -85,7 +88,10 @@ def action_of(call: Call, mesh: DeviceMesh) -> Action | Problem | None:
             return ReadSizes(call.function, inputs[0].factors)
         if call.function in SIZE_TAKERS and call.local_run is LocalRun.TAKES_SIZES and outputs[0].is_even:
             return TakeSizes(call.function, outputs[0].factors)
-    if call.writes and (call.has_gaps or any(r.requires_grad for r in (*call.inputs, *call.outputs))):
+    is_grad_moved = any(r.value is not None and r.value.is_grad_moved for r in call.inputs)
+    is_on_locals = not is_grad_moved and local_function(call.function, inputs, outputs) is not None
+    has_grads = any(r.requires_grad for r in (*call.inputs, *call.outputs))
+    if call.writes and (call.has_gaps or has_grads) and not is_on_locals:
         return Problem(
             f"{name_of(call.function)} writes in place, with a gradient or between other elements, and {reason}"
         )

@@ -17,6 +17,7 @@ from vescale.static._patch import Patch, can_be_site
 from vescale.static._placing import placed_tensors
 from vescale.static._record import Call, ModuleCall, Recorder
 from vescale.static._source import FunctionSource, source_of
+from vescale.static._state import is_inside
 from vescale.static._tensor_type import TensorType, merged_types, types_of
 
 __all__ = ["FunctionPlan", "ModulePlan", "analyze", "module_types"]
@@ -45,7 +46,7 @@ class ModulePlan:
 
     Attributes:
         problem: why it runs in eager mode; "" if it does not.
-        forward: None where nothing changes.
+        forward: None where nothing changes, as in the regions of the plan that run on local tensors.
     """
 
     path: str
@@ -66,13 +67,19 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> dict[str, ModulePlan]:
         function, part, offset = call.site
         by_call.setdefault(function, {}).setdefault((part, offset), []).append(call)
     for placing, placed in recorder.boundaries.items():
-        if placed_tensors(placed, mesh) is None:
-            problems.setdefault(placing.instruction.path, "the plan places its inputs or outputs in several ways")
+        path = placing.instruction.path
+        if path not in recorder.regions and placed_tensors(placed, mesh) is None:
+            problems.setdefault(path, "the plan places its inputs or outputs in several ways")
     plans: dict[str, ModulePlan] = {}
     for path in recorder.module_calls:
-        if path not in recorder.tree.forwards:  # an entry of the plan runs it on local tensors, or it is not Python
-            plans[path] = ModulePlan(path, "its forward is not a Python function of the model's")
+        if path not in recorder.tree.forwards:
+            is_region = path in recorder.regions
+            problem = problems.get(path, "" if is_region else "its forward is not a Python function of the model's")
+            plans[path] = ModulePlan(path, problem)
     for path, forward in recorder.tree.forwards.items():
+        if any(is_inside(path, region) for region in recorder.regions):
+            plans[path] = ModulePlan(path)  # its own code runs on local tensors in eager mode, too
+            continue
         problem = problems.get(path, "")
         plan = _plan(forward, by_call, mesh) if not problem else Problem(problem)
         if isinstance(plan, Problem):
@@ -80,8 +87,11 @@ def analyze(recorder: Recorder, mesh: DeviceMesh) -> dict[str, ModulePlan]:
         else:
             plans[path] = ModulePlan(path, forward=plan)
     for path, found in plans.items():
-        if path and found.problem and module_types(recorder.module_calls[path], mesh) is None:
-            plans[""] = ModulePlan("", f"{path} is called in several ways, and {found.problem}")
+        if path and not found.problem and path not in recorder.regions:
+            continue
+        if path and module_types(recorder.module_calls[path], mesh) is None:
+            why = found.problem or "runs on local tensors by the plan"
+            plans[""] = ModulePlan("", f"{path} is called in several ways, and {why}")
     return plans
 
 

@@ -27,7 +27,7 @@ from vescale.static._record import Recorder
 from vescale.static._record_loading import load_step
 from vescale.static._record_values import RecordedStep
 from vescale.static._recorded import recorded
-from vescale.static._state import ModuleStates, problems_of_modules
+from vescale.static._state import ModuleStates, problems_of_modules, regions_of
 from vescale.static._tensor_type import UnrecordedError
 from vescale.static._units import ModelUnits
 
@@ -196,7 +196,7 @@ class StaticForward:
                 overridden.append((module.__dict__, module.__dict__.get(CALL_OVERRIDE)))
                 module.__dict__[CALL_OVERRIDE] = functools.partial(_call, recorder, path, module)
         activation.recorder = recorder
-        recorder.problems = problems_of_modules(model)
+        recorder.problems, recorder.regions = problems_of_modules(model), regions_of(model)
         states = ModuleStates(model, units.parameters)
         try:
             result = recorder.run(functools.partial(type(model).forward, model), args, kwargs)

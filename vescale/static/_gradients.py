@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale.static._record import Placements, Recorder, TensorRecord
@@ -29,7 +29,7 @@ def settle_gradients(recorder: Recorder, mesh: DeviceMesh) -> None:
             continue
         (grads,) = value.grads
         settled = tuple(
-            g if mesh.size(axis) == 1 or _is_same_part(p, g) else p if _cuts(p) else Replicate()
+            g if mesh.size(axis) == 1 or _is_same_part(p, g) else _of_same_part(p)
             for axis, (p, g) in enumerate(zip(placements, grads, strict=True))
         )
         if settled != grads:
@@ -48,6 +48,14 @@ def is_whole(placements: Placements | None, mesh: DeviceMesh) -> bool:
 
 def _is_same_part(placement: Placement, grad: Placement) -> bool:
     return placement == grad or (not _cuts(placement) and not _cuts(grad))
+
+
+def _of_same_part(placement: Placement) -> Placement:
+    """Where a gradient of another part than the tensor's is brought. One that is cut becomes a sum of zeros and itself,
+    without communication, and is summed later, as in eager mode."""
+    if _cuts(placement):
+        return placement
+    return Partial() if placement.is_replicate() else Replicate()
 
 
 def _cuts(placement: Placement) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vescale.ops import cross_entropy_of_rows, has_whole_rows, without_dim
-from vescale.static._tensor_type import TensorType
+from vescale.ops import PreparedConversion, cross_entropy_of_rows, enter_local, has_whole_rows, without_dim
+from vescale.placements import without_partials
+from vescale.static._tensor_type import TensorType, UnrecordedError
 
 __all__ = ["local_function"]
 
@@ -19,7 +20,30 @@ LocalFunction = Callable[..., torch.Tensor | None]
 def local_function(function: Any, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> LocalFunction | None:
     """What does on local tensors of these types what ``function`` does on DTensors, with the same bits and collectives; it
     answers None for arguments of which it cannot. None: there is nothing."""
-    return _cross_entropy(inputs, outputs) if function is F.cross_entropy else None
+    if function is F.cross_entropy:
+        return _cross_entropy(inputs, outputs)
+    return _copy(inputs) if function is torch.Tensor.copy_ else None
+
+
+def _copy(inputs: Sequence[TensorType]) -> LocalFunction | None:
+    """A write to a tensor of values that have other placements: these move, the tensor does not."""
+    if len(inputs) != 2 or any(kind.placements is None for kind in inputs):
+        return None
+    written, values = inputs
+    placements, found = written.placements, values.placements
+    assert placements is not None and found is not None
+    are_parts = all(without_partials(kind) == kind for kind in (placements, found))
+    if not are_parts or len(written.factors) != len(values.factors) or written.grad not in (None, placements):
+        return None
+    convert = PreparedConversion(found, placements, (None, None), "copy_")
+
+    def copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if written.global_shape(x) != values.global_shape(source):
+            raise UnrecordedError(f"copy_ of values of shape {tuple(source.shape)} to a tensor of {tuple(x.shape)}")
+        moved: Any = convert(values.to_global(source, "copy_"))  # type: ignore[arg-type]
+        return x.copy_(enter_local(moved), non_blocking)
+
+    return copy
 
 
 def _cross_entropy(inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> LocalFunction | None:

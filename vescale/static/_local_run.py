@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale.compat import local_of, map_tensors, no_torch_function
-from vescale.static._size_functions import SIZE_READERS, SIZE_TAKERS
+from vescale.compat import in_transform, local_of, map_tensors, no_torch_function, without_transforms
+from vescale.static._size_functions import SIZE_READERS, SIZE_TAKERS, VALUES_ARE_UNDEFINED
 
 __all__ = ["LocalRun", "run_on_locals"]
 
@@ -21,21 +21,26 @@ class LocalRun(enum.Enum):
     SIZES = "local sizes where the DTensors give global ones"
     TAKES_SIZES = "the local results, given local sizes"
     DIFFERS = "something else, or it raises"
+    TRANSFORMED = "what a function transform (torch.vmap, torch.func) makes of it"
 
 
 def run_on_locals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, is_random: bool) -> LocalRun:
     """Compare ``result`` of a function that writes to none of its arguments."""
     held = [isinstance(x, DTensor) for x in _leaves((args, kwargs))]
+    if in_transform():  # values cannot be compared there
+        inside = map(without_transforms, _leaves((args, kwargs, result)))
+        return LocalRun.TRANSFORMED if is_random or any(isinstance(x, DTensor) for x in inside) else LocalRun.SAME
     if is_random:
         return LocalRun.DIFFERS if any(held) else LocalRun.SAME
     local = _attempt(func, _local(args), _local(kwargs))
     if func in SIZE_READERS:
         return LocalRun.SAME if local == result else LocalRun.SIZES
-    if _is_same(_local(result), local):
+    is_same = _has_same_form if func in VALUES_ARE_UNDEFINED else _is_same
+    if is_same(_local(result), local):
         return LocalRun.SAME
     if func in SIZE_TAKERS and isinstance(result, DTensor):
         shape = list(local_of(result).shape)
-        if not kwargs and _is_same(_local(result), _attempt(func, (_local(args[0]), shape), {})):
+        if "size" not in kwargs and is_same(_local(result), _attempt(func, (_local(args[0]), shape), kwargs)):
             return LocalRun.TAKES_SIZES
     return LocalRun.DIFFERS
 
@@ -58,15 +63,21 @@ def _leaves(value: Any) -> list[Any]:
     return found
 
 
+def _has_same_form(expected: Any, found: Any) -> bool:
+    """Whether two tensors have the same shape, strides, dtype and device."""
+    return (
+        isinstance(expected, torch.Tensor)
+        and isinstance(found, torch.Tensor)
+        and expected.shape == found.shape
+        and _strides(expected) == _strides(found)
+        and expected.dtype == found.dtype
+        and expected.device == found.device
+    )
+
+
 def _is_same(expected: Any, found: Any) -> bool:
     if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
-        same = (
-            expected.shape == found.shape
-            and _strides(expected) == _strides(found)
-            and expected.dtype == found.dtype
-            and expected.device == found.device
-        )
-        return same and bool(torch.equal(_bits(expected), _bits(found)))
+        return _has_same_form(expected, found) and bool(torch.equal(_bits(expected), _bits(found)))
     if type(expected) is not type(found):
         return False
     if isinstance(expected, list | tuple):

@@ -39,7 +39,7 @@ from vescale.static._recorded import Recorded
 from vescale.static._shown_entries import ShownEntries
 from vescale.static._sites import EagerCall, map_in_order, read_sizes, take_sizes
 from vescale.static._source import code_objects
-from vescale.static._state import checkpoint_of, own_forward
+from vescale.static._state import checkpoint_of, is_inside, own_forward
 from vescale.static._tensor_type import TensorType, UnrecordedError
 from vescale.static._units import ModelUnits, UnitForward
 
@@ -73,6 +73,8 @@ class StaticProgram:
         self.compiling = Compiling(compiles)
         self._modules = dict(model.named_modules())
         self.eager_modules = {path: plan.problem for path, plan in self.plans.items() if plan.problem}
+        # Their inputs become DTensors, and nothing inside of them is changed.
+        self._regions = frozenset(recorded.module_types) - self.eager_modules.keys()
         self.draws = recorded.draws
         self.is_proven = False
         self.steps = 0
@@ -179,17 +181,17 @@ class StaticProgram:
         of_units: dict[ManagedParameter, list[_Place]] = {}
         running: list[tuple[str, nn.Module, Callable[..., Any]]] = []
         for path, module in self._modules.items():
-            if any(path != outer and is_inside(path, outer) for outer in self.eager_modules):
+            if any(path != outer and is_inside(path, outer) for outer in (*self.eager_modules, *self._regions)):
                 continue
             plan = self.plans.get(path)
             held = module.__dict__
-            if plan is None:
+            if plan is not None and (plan.problem or path in self._regions):
+                self._shown.add(held, CALL_OVERRIDE, self._on_dtensors(path, module))
+                continue
+            if plan is None:  # other modules may use its parameters
                 self._shown.add(held, CALL_OVERRIDE, _never_ran(path))
-                continue
-            if plan.problem:
-                self._shown.add(held, CALL_OVERRIDE, self._eager_module(path, module))
-                continue
-            running.append((path, module, self._forward(module, plan)))
+            else:
+                running.append((path, module, self._forward(module, plan)))
             for name, x in [*module._parameters.items(), *module._buffers.items()]:
                 of_unit = self.units.parameters.get((id(module), name))
                 if of_unit is not None:
@@ -273,8 +275,8 @@ class StaticProgram:
 
         return self.compiling.aside(placed)
 
-    def _eager_module(self, path: str, module: nn.Module) -> Callable[..., Any]:
-        """The module's call in eager mode, between local tensors."""
+    def _on_dtensors(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        """The module's call as in eager mode, between local tensors."""
         types = self.recorded.module_types[path]
         to_global = [functools.partial(kind.to_global, op=path) for kind in types[0]]
         to_local = [kind.to_local for kind in types[1]]
@@ -373,7 +375,3 @@ def _never_ran(path: str) -> Callable[..., Any]:
         raise UnrecordedError(f"the module {path} was not recorded")
 
     return call
-
-
-def is_inside(path: str, outer: str) -> bool:
-    return outer == "" or path == outer or path.startswith(outer + ".")

@@ -143,6 +143,7 @@ class Recorder(TorchFunctionMode):
         module_calls: tensors that the parts of the model got and returned in each call, by path.
         inputs, outputs: tensors of the forward; ``hidden``: those inside of objects in its output.
         problems: what rules a static forward out, by the path of the module.
+        regions: paths of the modules that run on local tensors by the plan.
         recomputes: whether there are checkpoints, whose recomputations run the ops of recorded functions.
         guards: what the step depended on; set by whoever records.
     """
@@ -160,6 +161,7 @@ class Recorder(TorchFunctionMode):
         self.hidden: list[TensorRecord] = []
         self.values_by_id: dict[int, Value] = {}
         self.problems: dict[str, str] = {}
+        self.regions: frozenset[str] = frozenset()
         self.guards: Any = None
         self.named: dict[str, Value] = {}
         self._read_names = names

@@ -83,7 +83,7 @@ def _step(forward: StaticForward, found: StaticProgram, model: nn.Module, call: 
             modules.append(RecordedModule(path, state, ran=False))
             continue
         outside = recorded.module_types.get(path)
-        around = [] if plan.problem else boundaries.get(path, [])
+        around = [] if outside is not None else boundaries.get(path, [])
         modules.append(
             RecordedModule(
                 path,

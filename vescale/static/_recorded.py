@@ -28,7 +28,7 @@ class Recorded:
 
     Attributes:
         plans: of the modules that ran, by path.
-        module_types: types of the inputs and outputs of modules that run in eager mode, by path.
+        module_types: types of the inputs and outputs of modules that run in eager mode, and of regions, by path.
         inputs, outputs: of the model; ``hidden``: those inside of objects in its output.
         grads: placements of the gradients of parameters and buffers, by name; a name without a gradient is missing.
         boundaries: the tensors that entries of the plan place.
@@ -56,7 +56,8 @@ def recorded(recorder: Recorder, mesh: DeviceMesh) -> Recorded:
     plans = analyze(recorder, mesh)
     types = {}
     for path, plan in plans.items():
-        found = module_types(recorder.module_calls[path], mesh) if path and plan.problem else None
+        is_outside = path and (plan.problem or path in recorder.regions)
+        found = module_types(recorder.module_calls[path], mesh) if is_outside else None
         if found is not None:
             types[path] = (found[0], found[1])
     boundaries = {}

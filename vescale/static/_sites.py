@@ -56,10 +56,10 @@ def take_sizes(factors: Sequence[int]) -> Callable[..., Any]:
             made.append(size)
         return made
 
-    def call(f: Callee, *sizes: Any) -> Any:
+    def call(f: Callee, *sizes: Any, **kwargs: Any) -> Any:
         if len(sizes) == 1 and not isinstance(sizes[0], int):
             sizes = sizes[0]
-        return f(*localized(sizes))
+        return f(localized(sizes), **kwargs)
 
     return call
 
@@ -135,6 +135,9 @@ class _Intercept(TorchFunctionMode):
             raise UnrecordedError(f"{func} in place of {site.function}")
         self.was_called = True
         with no_torch_function():
+            found = None if site.local is None else site.local(*args, **(kwargs or {}))
+            if found is not None:
+                return found
             args, kwargs = map_in_order((args, kwargs or {}), site._to_global)
         result = func(*args, **kwargs)
         with no_torch_function():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["SIZE_READERS", "SIZE_TAKERS"]
+__all__ = ["SIZE_READERS", "SIZE_TAKERS", "VALUES_ARE_UNDEFINED"]
 
 # Functions that read sizes of a tensor: the model sees global ones.
 SIZE_READERS: dict[Any, Callable[..., Any]] = {
@@ -19,4 +19,8 @@ SIZE_READERS: dict[Any, Callable[..., Any]] = {
     torch.numel: lambda sizes: sizes.numel(),
 }
 # Methods that are given the sizes of their result, as numbers or one sequence: the model gives global ones.
-SIZE_TAKERS = frozenset((torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.expand))
+SIZE_TAKERS = frozenset(
+    getattr(torch.Tensor, name) for name in ("view", "reshape", "expand", "new_empty", "new_zeros", "new_ones")
+)
+# Those of which only the form of the result can be compared.
+VALUES_ARE_UNDEFINED = frozenset((torch.Tensor.new_empty,))

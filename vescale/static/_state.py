@@ -11,9 +11,9 @@ from torch import nn
 
 from vescale.compat import CALL_OVERRIDE, HOOKS_OF_MODULES, tensors_in
 from vescale.fsdp import state_of
-from vescale.runtime import CheckpointedForward
+from vescale.runtime import CheckpointedForward, ExpertRegion, LocalRegion
 
-__all__ = ["ModuleStates", "checkpoint_of", "own_forward", "problems_of_modules"]
+__all__ = ["ModuleStates", "checkpoint_of", "is_inside", "own_forward", "problems_of_modules", "regions_of"]
 
 _OURS = ("_parameters", "_buffers", "_modules", CALL_OVERRIDE, *HOOKS_OF_MODULES)
 
@@ -49,6 +49,22 @@ def problems_of_modules(model: nn.Module) -> dict[str, str]:
         if owner is not None and owner.saves_by_policy:
             problems[path] = "its checkpoint saves results of ops"
     return problems
+
+
+def regions_of(model: nn.Module) -> frozenset[str]:
+    """Paths of the modules that an entry of the plan runs on local tensors, in any mode."""
+    return frozenset(path for path, module in model.named_modules() if path and _is_region(module))
+
+
+def _is_region(module: nn.Module) -> bool:
+    checkpoint = checkpoint_of(module)
+    forward = module.__dict__.get("forward") if checkpoint is None else checkpoint.inner
+    return isinstance(getattr(forward, "__self__", None), ExpertRegion | LocalRegion)
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Whether a module is ``outer`` or a part of it."""
+    return outer == "" or path == outer or path.startswith(outer + ".")
 
 
 def checkpoint_of(module: nn.Module) -> CheckpointedForward | None:

@@ -1,0 +1,94 @@
+"""Hugging Face models under the plans they carry: static mode gives the numbers of eager mode, and most parts run static."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.plans.tiny_hf import planned_config, planned_configs, tiny_inputs, tiny_model
+from tests.ranks import RankPools
+from tests.runtime.hf import quiet
+from tests.whole import whole
+from vescale import parallelize
+from vescale.plans import Plan
+from vescale.static import report
+
+pytestmark = pytest.mark.helper("dispatch")
+
+# Experts; keys that are written into a tensor of the model; a convolution by parameters of a module that is not called;
+# masks by torch.vmap. With how many parts in eager mode.
+DAILY = {
+    "mixtral:MixtralConfig": 0,
+    "minicpm3:MiniCPM3Config": 2,  # the gradient of what is written has other placements
+    "lfm2_moe:Lfm2MoeConfig": 0,
+    "gemma4:Gemma4TextConfig": 0,  # a configuration whose layers differ
+    "t5gemma2:T5Gemma2TextConfig": 1,  # functions of DTensors under torch.vmap: the model as a whole
+}
+NUM_STEPS = 3
+
+
+def step(model: Any, inputs: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Loss and gradients of a step."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    out = model(**inputs)
+    loss = next(x for x in out.values() if isinstance(x, torch.Tensor) and x.is_floating_point()).square().mean()
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def made(name: str, mode: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model in a mode, and inputs."""
+    quiet()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    model = tiny_model(planned_config(name))
+    inputs = tiny_inputs(model)
+    return parallelize(model, Plan.from_hf(model, mesh), mode=mode), inputs
+
+
+def compare(name: str) -> tuple[int, str]:
+    """How many parts of the model fell back to eager mode, and where numbers are others than those of eager mode."""
+    (eager, inputs), (static, _) = made(name, "eager"), made(name, "static")
+    for seed in range(NUM_STEPS):
+        expected, found = step(eager, inputs, seed), step(static, inputs, seed)
+        if list(expected) != list(found):
+            return 0, f"step {seed}: gradients of {sorted(expected.keys() ^ found.keys())}"
+        for key, x in expected.items():
+            if isinstance(x, DTensor) and x.placements != found[key].placements:  # type: ignore[attr-defined]
+                return 0, f"step {seed}: {key} has other placements"
+            # Gradients of some tensors are reduced at another place, so that sums have another order.
+            a, b = whole(x), whole(found[key])
+            if not torch.allclose(a, b, rtol=1e-6, atol=1e-6 * float(a.abs().max()), equal_nan=True):
+                return 0, f"step {seed}: {key} differs by {float((a - b).abs().max() / a.abs().max())}"
+    return len({fallback.path for fallback in report(static).fallbacks}), ""
+
+
+@pytest.mark.parametrize("name", DAILY)
+def test_numbers_of_eager_mode(ranks: RankPools, name: str) -> None:
+    assert ranks.run(compare, name, world_size=2) == [(DAILY[name], "")] * 2
+
+
+def compare_if_it_runs(name: str) -> tuple[int, str] | None:
+    """None for a model that does not run in eager mode: most of these do not run on one device either."""
+    try:
+        eager, inputs = made(name, "eager")
+        for seed in range(NUM_STEPS):
+            step(eager, inputs, seed)
+    except Exception:  # whatever a model raises for sizes that rules have drawn
+        return None
+    return compare(name)
+
+
+@pytest.mark.slow
+def test_every_model_that_runs(ranks: RankPools) -> None:
+    """At least 60 of the 166, and nine tenths of them fully static."""
+    found = {name: ranks.run(compare_if_it_runs, name, world_size=2)[0] for name in planned_configs()}
+    ran = {name: one for name, one in found.items() if one is not None}
+    assert not {name: wrong for name, (_, wrong) in ran.items() if wrong}
+    partly = [name for name, (num_fallbacks, _) in ran.items() if num_fallbacks]
+    assert len(ran) >= 60 and len(partly) <= 0.1 * len(ran), (len(ran), partly)
