@@ -38,8 +38,9 @@ def load_stored(
     strict: bool,
     rng: bool,
     cast: bool,
+    call: str,
 ) -> dict[str, Any]:
-    """See ``Checkpointer.restore``. Called by all ranks of the job."""
+    """See ``Checkpointer.restore``. Called by all ranks of the job, in ``call`` of the user."""
     if model is not None:
         check_model(model)
     loads: dict[str, OptimizerLoad] = {}
@@ -51,7 +52,7 @@ def load_stored(
             plan.differences.refuse(str(stored.folder))
     except CheckpointError as found:
         error = found
-    raise_together(error)  # before anything is changed anywhere
+    raise_together(call, error)  # before anything is changed anywhere
     targets = {name: target for name, target in plan.targets.items() if name in plan.fitting}
     read_tensors(plan.stored, targets, cast=cast)
     for load in loads.values():
