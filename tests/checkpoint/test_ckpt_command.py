@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from jsonschema import validate
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.checkpoint.hf_models import reference, same_values, saved
 from tests.checkpoint.test_foreign_files import STATE, same, save_dcp, save_safetensors, save_torch, values_of
@@ -129,6 +130,33 @@ def test_foreign_checkpoints_load(tmp_path: Path) -> None:
                 parameter.zero_()
         load(tmp_path / name, model=other, strict=False)
         assert same(other.state_dict(), expected), name
+
+
+def test_optimizers_of_other_programs_load(tmp_path: Path) -> None:
+    """Under the keys of PyTorch's tutorials and examples, by names and by numbers, and in Lightning's files."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    optimizer.step()
+    named = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
+    dcp.save({"app": named}, checkpoint_id=tmp_path / "app", no_dist=True)
+    dcp.save(named, checkpoint_id=tmp_path / "top", no_dist=True)
+    torch.save(named, tmp_path / "named.pt")
+    plain, numbered = model.state_dict(), optimizer.state_dict()
+    torch.save({"model_state_dict": plain, "optimizer_state_dict": numbered, "epoch": 3}, tmp_path / "tutorial.pt")
+    lightning = {f"model.{name}": tensor for name, tensor in plain.items()}
+    torch.save({"state_dict": lightning, "optimizer_states": [numbered]}, tmp_path / "lightning.ckpt")
+    for name in ("app", "top", "named.pt", "tutorial.pt", "lightning.ckpt"):
+        other = Net()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        loaded = torch.optim.AdamW(other.parameters())
+        load(tmp_path / name, model=other, optimizer=loaded)
+        assert same(other.state_dict(), plain), name
+        for ours, theirs in zip(other.parameters(), model.parameters()):
+            assert same(loaded.state[ours], optimizer.state[theirs]), name
 
 
 def test_a_folder_of_transformers_loads(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import RankPools
 from vescale.checkpoint import Checkpointer, CheckpointError, Stored, StoredBox, StoredTensor, load, read_tensors, save
+from vescale.checkpoint import _gathering as gathering
 from vescale.checkpoint import _reader as reader
+from vescale.comm import Consensus, ConsensusError, LateRanksWarning
 from vescale.errors import ContentMismatchError, NoSuchStepError, UnsavableValueError
 from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor, normalize_placements
 
@@ -207,8 +211,91 @@ def unsavable_on_a_rank(folder: str) -> None:
                 assert not [name for name in os.listdir(checkpoints.folder) if "tmp" in name]
 
 
+def only_some_ranks(folder: str) -> None:
+    """``if rank == 0: save(...)``: the rank names those that have not come, says what to do, and gives up in time."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    checkpoints = Checkpointer(f"{folder}/steps", asynchronous=False)
+    behind = Checkpointer(f"{folder}/behind", asynchronous=True)
+    for each in (checkpoints, behind):
+        each.save(1, model=model)
+        each.wait()
+
+    def save_behind() -> None:
+        behind.save(2, model=model)
+        behind.wait()
+
+    calls = {
+        "save": lambda: save(f"{folder}/one", model=model),
+        "load": lambda: load(f"{folder}/steps", model=model),
+        "Checkpointer.restore": lambda: checkpoints.restore(model=model),
+        "Checkpointer.save": lambda: checkpoints.save(2, model=model),
+        "Checkpointer.save ": save_behind,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "_PATIENCE", timedelta(seconds=0.2))
+        patch.setenv("VESCALE_TIMEOUT", "2")
+        for number, (call, run) in enumerate(calls.items()):
+            if number >= 3:  # the time limit is that of the first save
+                for each in (checkpoints, behind):
+                    each._saver._gathering._timeout = timedelta(seconds=2)
+            caller = number % 2
+            if rank == caller:
+                said = rf"ranks \[{1 - caller}\] did not come to {call.strip()} "
+                with warnings.catch_warnings(record=True) as told:
+                    warnings.simplefilter("always")
+                    with pytest.raises(CheckpointError, match=said + r"within 0:00:02.*every rank has to call it"):
+                        run()
+                texts = [str(one.message) for one in told if issubclass(one.category, LateRanksWarning)]
+                assert len(texts) == 1 and re.match(said + r"for 0 s.*if rank == 0", texts[0]), (call, texts, told)
+            dist.barrier()
+            if rank != caller:  # comes too late
+                with (
+                    warnings.catch_warnings(),
+                    pytest.raises(CheckpointError, match=f"did not come to {call.strip()} "),
+                ):
+                    warnings.simplefilter("ignore")
+                    run()
+            dist.barrier()
+    for each in (checkpoints, behind):
+        each.save(3, model=model)
+        each.wait()
+        dist.barrier()
+        assert each.steps() == [1, 3]
+        each.close()
+
+
+def in_different_calls(folder: str) -> None:
+    """Ranks that come by different calls, and ranks that wait for each other in different places, learn of it at once."""
+    rank = dist.get_rank()
+    model = nn.Linear(4, 4)
+    checkpoints = Checkpointer(folder)
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 in Checkpointer.save, rank 1 in Checkpointer.restore; every rank"
+    ):
+        if rank == 0:
+            checkpoints.save(1, model=model)
+        else:
+            checkpoints.restore(model=model)
+    comparison = Consensus(range(2), "a test")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(gathering, "_PATIENCE", timedelta(seconds=0.2))
+        if rank == 0:
+            with pytest.raises(
+                CheckpointError, match=r"because ranks wait for each other: rank 0 is at 'load'.*parallelize"
+            ):
+                load(folder, model=model)
+        else:
+            with pytest.raises(ConsensusError, match=r"rank 0 is at 'load'.*rank 1 is at 'parallelize'"):
+                comparison.exchange(b"", lambda: "parallelize")
+    dist.barrier()
+
+
 def run_all(folder: str) -> None:
-    for number, case in enumerate((own_experts, stages, failing_rank, unsavable_on_a_rank)):
+    cases = (own_experts, stages, failing_rank, unsavable_on_a_rank, only_some_ranks, in_different_calls)
+    for number, case in enumerate(cases):
         case(f"{folder}/{number}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.placements.on_ranks import make_mesh
 from tests.whole import whole
 from vescale.compat import StridedShard
-from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor, normalize_placements
+from vescale.placements import InterleavedShard, RaggedShard, distribute_tensor, local_region, normalize_placements
 
-__all__ = ["GRIDS", "LINES", "Case", "assert_equal", "build", "set_gradients"]
+__all__ = ["GRIDS", "LINES", "Case", "assert_equal", "build", "missing_gradients", "set_gradients"]
 
 R, S, G = Replicate, Shard, RaggedShard
 Case = tuple[Any, tuple[int, ...], tuple[Any, ...], Any]
@@ -91,6 +92,55 @@ def set_gradients(own: list[Any], reference: list[Any], step: int, missing: Any 
                 parameter.grad = on_mesh(twin.grad, parameter.device_mesh, parameter.placements)
             if missing(index):
                 parameter.grad = None
+
+
+def missing_gradients(kind: Any, options: dict[str, Any]) -> None:
+    """On four ranks: a gradient that one rank lacks counts as zeros there; a parameter without one on all ranks is skipped:
+    no decay, no state. Every parameter has both, in steps of its own, some in the first one."""
+    cases, lacking = [*LINES[4], *GRIDS], 2
+    own, reference = build(cases)
+    optimizer, alone = kind(own, **options), kind(reference, **options)
+    for step in range(5):
+
+        def nobody(index: int, step: int = step) -> bool:
+            return (index + step) % 5 == 0
+
+        def one(index: int, step: int = step) -> bool:
+            return (index + step) % 5 == 1
+
+        set_gradients(own, reference, step, lambda i: nobody(i) or (one(i) and rank() == lacking))
+        for index, group in enumerate(reference):
+            for twin, parameter in zip(group["params"], own[index]["params"]):
+                if nobody(index) or (one(index) and cases[index][0] is None and rank() == lacking):  # plain: its own
+                    twin.grad = None
+                elif one(index) and cases[index][0] is not None:
+                    twin.grad = _without_rank(parameter, twin.grad, lacking)
+        untouched = {i: copy.deepcopy(_values(alone, i)) for i in range(len(cases)) if nobody(i)}
+        optimizer.step()
+        alone.step()
+        for index, before in untouched.items():
+            for name, value in _values(alone, index).items():
+                same = torch.equal(value, before[name]) if isinstance(value, torch.Tensor) else value == before[name]
+                assert same, f"{name} of parameter {index} has changed in step {step}"
+    assert_equal(optimizer, alone)
+
+
+def _values(optimizer: torch.optim.Optimizer, index: int) -> dict[str, Any]:
+    """The only parameter of a group, and its state."""
+    (parameter,) = optimizer.param_groups[index]["params"]
+    return {"parameter": parameter.detach(), **optimizer.state[parameter]}
+
+
+def _without_rank(parameter: Any, gradient: torch.Tensor, lacking: int) -> torch.Tensor:
+    """The gradient with zeros in the part of one rank, unless another rank has it, too."""
+    mesh = parameter.device_mesh
+    if any(p.is_replicate() for p in parameter.placements):
+        return gradient
+    (place,) = (mesh.mesh == lacking).nonzero().tolist()
+    found = gradient.clone()
+    for box in local_region(parameter.shape, parameter.placements, tuple(mesh.shape), tuple(place)).boxes:
+        found[tuple(slice(o, o + n) for o, n in zip(box.offset, box.sizes))] = 0
+    return found
 
 
 def assert_equal(optimizer: torch.optim.Optimizer, reference: torch.optim.Optimizer) -> None:

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from tests.optim.meshes import GRIDS, LINES, Case, assert_equal, build, set_gradients
+from tests.optim.meshes import GRIDS, LINES, Case, assert_equal, build, missing_gradients, set_gradients
 from tests.ranks import RankPools, run_cases
 from vescale.optim import Muon
-from vescale.placements import local_region
 
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
@@ -82,37 +80,5 @@ def test_has_the_bits_of_one_device_on_two_axes(ranks: RankPools) -> None:
     assert set(ranks.run(on_grids, world_size=4)) == {len(OPTIONS)}
 
 
-def missing_gradients() -> None:
-    """One that some ranks lack counts as zeros there; one that all lack is skipped: no decay, no momentum."""
-    cases = [*LINES[4], *GRIDS]
-    own, reference = build(cases)
-    optimizer, alone = Muon(own, lr=0.1), Muon(reference, lr=0.1)
-    for step in range(3):
-        set_gradients(own, reference, step, lambda index: index % 5 == 0 or (index % 5 == 1 and dist.get_rank() == 2))
-        for index, group in enumerate(reference):
-            for twin, parameter in zip(group["params"], own[index]["params"]):
-                if index % 5 == 0:
-                    twin.grad = None
-                elif index % 5 == 1 and cases[index][0] is not None:
-                    twin.grad = without_rank(parameter, twin.grad, 2)
-        if dist.get_rank() == 2 and (len(cases) - 1) % 5 == 1:  # a plain tensor, the last, is this rank's own
-            reference[-1]["params"][0].grad = None
-        optimizer.step()
-        alone.step()
-        assert_equal(optimizer, alone)
-
-
-def without_rank(parameter: Any, gradient: torch.Tensor, lacking: int) -> torch.Tensor:
-    """The gradient with zeros in the part of one rank, unless another rank has it, too."""
-    mesh = parameter.device_mesh
-    if any(p.is_replicate() for p in parameter.placements):
-        return gradient
-    (place,) = (mesh.mesh == lacking).nonzero().tolist()
-    found = gradient.clone()
-    for box in local_region(parameter.shape, parameter.placements, tuple(mesh.shape), tuple(place)).boxes:
-        found[tuple(slice(o, o + n) for o, n in zip(box.offset, box.sizes))] = 0
-    return found
-
-
 def test_missing_gradients(ranks: RankPools) -> None:
-    ranks.run(missing_gradients, world_size=4)
+    ranks.run(missing_gradients, Muon, {"lr": 0.1}, world_size=4)

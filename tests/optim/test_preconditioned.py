@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.optim.meshes import GRIDS, LINES, Case, assert_equal, build, set_gradients
+from tests.optim.meshes import GRIDS, LINES, Case, assert_equal, build, missing_gradients, set_gradients
 from tests.optim.references import shampoo_steps, soap_steps
 from tests.ranks import RankPools, run_cases
 from vescale.errors import OptimizerOptionError
@@ -229,3 +229,8 @@ def test_has_the_bits_of_one_device(ranks: RankPools, num_ranks: int) -> None:
 
 def test_has_the_bits_of_one_device_on_two_axes(ranks: RankPools) -> None:
     assert set(ranks.run(on_grids, world_size=4)) == {len(KINDS)}
+
+
+def test_missing_gradients(ranks: RankPools) -> None:
+    options = {"lr": 0.02, "weight_decay": 0.1, "precondition_frequency": 2}
+    assert ranks.run(run_cases, missing_gradients, [(Shampoo, options), (SOAP, options)], world_size=4) == [2] * 4

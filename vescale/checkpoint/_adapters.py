@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -26,6 +27,8 @@ def base_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[
     Raises CheckpointError for modules that PEFT trains as copies (``modules_to_save``): the copies were made of what the
     model held before.
     """
+    if "peft" not in sys.modules:
+        return dict(tensors)
     modules = dict(model.named_modules(remove_duplicate=False))
     if not any(_is_adapted(module) for module in modules.values()):
         return dict(tensors)

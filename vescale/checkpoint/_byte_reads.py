@@ -48,7 +48,7 @@ class ByteRead:
         """Whether the bytes can be read into the target's memory as they are."""
         return (
             self.target.is_contiguous()
-            and self.target.device.type == "cpu"
+            and self.target.is_cpu
             and self.target.dtype == self.dtype
             and self.nbytes == self.target.numel() * self.dtype.itemsize
             and _is_row_major(self.sizes, self.strides)
@@ -72,10 +72,10 @@ class BoxIndex:
             high = bisect.bisect_left(self._firsts, (block.offset[0] + block.sizes[0],))
         found = 0
         for box in self._boxes[low:high]:
-            common = block.intersect(Box(box.offset, box.sizes, (0,) * len(box.sizes), None))
+            common = block.part_in(box.offset, box.sizes)
             if common is not None:
-                found += common[0].numel
-                yield box, common[0]
+                found += common.numel
+                yield box, common
         if found != block.numel:
             raise DamagedFileError(
                 f"{self.name}: the checkpoint's boxes hold {found} of the {block.numel} elements of the block at "

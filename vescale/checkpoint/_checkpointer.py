@@ -30,6 +30,8 @@ __all__ = ["Checkpointer"]
 
 Verify = Literal["none", "sizes", "checksums"]
 
+_RESTORE = "Checkpointer.restore"
+
 
 class Checkpointer:
     """Saves steps of a training run to a folder, and goes on from them, on the same or on another mesh.
@@ -87,7 +89,7 @@ class Checkpointer:
         self._best = name
         self._retention = Retention(keep, keep_every, name, which == "max")
         self._verify: Verify = verify
-        self._saver = Saver(os.path.abspath(folder), asynchronous=asynchronous)
+        self._saver = Saver(os.path.abspath(folder), "Checkpointer.save", asynchronous=asynchronous)
         self._abandoned: tuple[int, ...] = ()
 
     def save(self, step: int, *, model: nn.Module | None = None, optimizer: Any = None, **more: Any) -> None:
@@ -104,8 +106,10 @@ class Checkpointer:
 
         Raises:
             CheckpointError: an earlier save has failed (this one is not tried), or, in synchronous mode, this one. What
-                was saved before is as it was. Objects that are no tensors and no plain data; nothing is pickled. Where
-                one rank cannot save, all of them raise, in asynchronous mode from the next ``save`` or ``wait``.
+                was saved before is as it was. Ranks that have not called this within the time limit (``VESCALE_TIMEOUT``,
+                else that of the process group); a LateRanksWarning names them after 3 seconds. Objects that are no tensors
+                and no plain data; nothing is pickled. Where one rank cannot save, all of them raise, in asynchronous mode
+                from the next ``save`` or ``wait``.
         """
         number = _whole_number(step)
         if number is None or number < 0:
@@ -161,9 +165,11 @@ class Checkpointer:
         if found is None:
             return None
         stored = open_step(self.folder / step_name(found), check_sizes=False)
-        result = load_stored(stored, model, optimizer, more, strict=strict, rng=rng, cast=cast)
-        later = first_rank_decides(lambda: {"steps": [s for s in step_numbers(str(self.folder)) if s > found]})["steps"]
-        self._abandoned = tuple(later)
+        result = load_stored(stored, model, optimizer, more, strict=strict, rng=rng, cast=cast, call=_RESTORE)
+        later = first_rank_decides(
+            _RESTORE, lambda: {"steps": [s for s in step_numbers(str(self.folder)) if s > found]}
+        )
+        self._abandoned = tuple(later["steps"])
         return result
 
     def steps(self) -> list[int]:
@@ -216,7 +222,7 @@ class Checkpointer:
         told: list[str] = []
         while True:
             found: int | None = first_rank_decides(
-                lambda: {"step": self._candidate(folder, number, excluded, told.append)}
+                _RESTORE, lambda: {"step": self._candidate(folder, number, excluded, told.append)}
             )["step"]
             for text in told:
                 warnings.warn(text, CheckpointWarning, stacklevel=3)
@@ -260,10 +266,10 @@ class Checkpointer:
 
     def _damage(self, step: int) -> list[str]:
         """Checksums of all files; each rank checks some."""
-        gathering = Gathering()
-        problems = verify_step(self.folder / step_name(step), part=gathering.rank, parts=gathering.world)
+        gathering = Gathering(_RESTORE)
+        path = self.folder / step_name(step)
         answer = gathering.round(
-            "\n".join(problems),
+            lambda: "\n".join(verify_step(path, part=gathering.rank, parts=gathering.world)),
             lambda texts: {"problems": [line for text in texts for line in text.split("\n") if line]},
         )
         found: list[str] = answer["problems"]

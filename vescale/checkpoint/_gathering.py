@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,11 +16,16 @@ import torch.distributed as dist
 
 from vescale.checkpoint._error_text import as_text, from_text
 from vescale.checkpoint._replicas import has_other_ranks
-from vescale.comm import wait_limit
+from vescale.comm import LateRanksWarning, WaitNotice, wait_limit
 from vescale.compat import default_timeout, own_connection
 from vescale.errors import CheckpointError, SaveFailedError
 
 __all__ = ["Gathering", "first_rank_decides", "raise_together"]
+
+_EVERY_RANK = "every rank has to call it, not only some as in `if rank == 0:`, unless a rank is gone or hangs"
+
+# After this time, ranks that have not come are named in a warning.
+_PATIENCE = timedelta(seconds=3)
 
 # By default group: how many this rank has made.
 _COUNTERS: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
@@ -29,9 +36,13 @@ class Gathering:
     """Rounds in which the first rank gets a message of each, does something, and tells all how it went.
 
     Made by all ranks in the same order, on the thread that has their process group; rounds may run on another thread.
+
+    Args:
+        call: what the user has called, the same on all ranks: ranks that come by different calls get an error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call: str) -> None:
+        self._call = call
         self._alone = not has_other_ranks()
         self.rank, self.world = (0, 1) if self._alone else (dist.get_rank(), dist.get_world_size())
         if not self._alone:
@@ -42,48 +53,116 @@ class Gathering:
             self._name = f"vescale checkpoint {next(counter)}"
             self._rounds = itertools.count()
 
-    def round(self, message: str, first: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
+    def round(
+        self, message: str | Callable[[], str], first: Callable[[Sequence[str]], dict[str, Any]]
+    ) -> dict[str, Any]:
         """``first`` runs on the first rank with all messages, in rank order; every rank gets what it returns.
+
+        ``message``: a function is called once the others can see that this rank has come. Ranks that have not come
+        for 3 seconds are named in a warning.
 
         Raises CheckpointError where it failed, or ranks do not come; on every rank that does.
         """
         if self._alone:
-            return _answer(lambda: first([message]))
+            return _answer(lambda: first([message if isinstance(message, str) else message()]))
         place = f"{self._name} {next(self._rounds)}"
+        comings = [f"{place} came {rank}" for rank in range(self.world)]
         keys = [f"{place} {rank}" for rank in range(self.world)]
         outcome = f"{place} outcome"
+        self._store.set(comings[self.rank], self._call)
+        own = message if isinstance(message, str) else message()
         if self.rank == 0:
-            answer = self._lead(keys, message, first)
+            answer = self._lead(keys, comings, outcome, own, first)
             self._store.set(outcome, json.dumps(answer))
         else:
-            self._store.set(keys[self.rank], message)
+            self._store.set(keys[self.rank], own)
             try:
-                self._store.wait([outcome], self._timeout)
-            except RuntimeError as error:  # store types have no common error class
-                raise SaveFailedError(f"rank 0 did not answer within {self._timeout}: it is gone, or hangs") from error
-            answer = json.loads(self._store.get(outcome))
-        self._leave([*keys[1:], outcome], f"{place} left")
+                absence = self._wait([outcome], comings)
+            except RuntimeError as error:  # the store is gone; store types have no common error class
+                raise SaveFailedError("rank 0 does not answer: it is gone") from error
+            if absence is None:
+                answer = json.loads(self._store.get(outcome))
+            else:
+                absence = absence or f"rank 0 did not answer within {self._timeout}: it is gone, or hangs"
+                answer = {"error": as_text(SaveFailedError(absence))}
+                self._store.compare_set(outcome, "", json.dumps(answer))  # a rank that comes later learns of it
+        self._leave([*keys[1:], *comings, outcome], f"{place} left")
         if "error" in answer:
             raise from_text(answer["error"])
         return dict(answer)
 
     def _lead(
-        self, keys: Sequence[str], message: str, first: Callable[[Sequence[str]], dict[str, Any]]
+        self,
+        keys: Sequence[str],
+        comings: Sequence[str],
+        outcome: str,
+        message: str,
+        first: Callable[[Sequence[str]], dict[str, Any]],
     ) -> dict[str, Any]:
-        try:
-            self._store.wait(list(keys[1:]), self._timeout)
-        except RuntimeError:
-            gone = [rank for rank, key in enumerate(keys) if rank and not self._store.check([key])]
-            return {
-                "error": as_text(
-                    SaveFailedError(f"ranks {gone} did not come within {self._timeout}: they are gone, or hang")
-                )
-            }
+        absence = self._wait(keys[1:], comings)
+        if self._store.check([outcome]):  # another rank has stopped waiting
+            return dict(json.loads(self._store.get(outcome)))
+        if absence is not None:
+            if not absence:
+                gone = [rank for rank, key in enumerate(keys) if rank and not self._store.check([key])]
+                absence = f"ranks {gone} did not answer within {self._timeout}: they are gone, or hang"
+            return {"error": as_text(SaveFailedError(absence))}
+        calls = [self._store.get(key).decode() for key in comings]
+        if len(set(calls)) > 1:
+            places = ", ".join(f"rank {rank} in {call}" for rank, call in enumerate(calls))
+            return {"error": as_text(SaveFailedError(f"ranks are in different calls: {places}; {_EVERY_RANK}"))}
         messages = [message, *(self._store.get(key).decode() for key in keys[1:])]
         try:
             return first(messages)
         except (CheckpointError, OSError, ValueError) as error:
             return {"error": as_text(error)}
+
+    def _wait(self, keys: Sequence[str], comings: Sequence[str]) -> str | None:
+        """None when the keys are there. After the time limit, or where ranks wait for each other in different places: what
+        the ranks that have not come should do, or "" if all have.
+
+        Raises RuntimeError if the store is gone.
+        """
+        end = time.monotonic() + self._timeout.total_seconds()
+        notice, quietly, has_warned = None, False, False
+        try:
+            while not self._come_in(keys, min(_PATIENCE.total_seconds(), end - time.monotonic()), quietly=quietly):
+                quietly = True
+                late = {rank: key for rank, key in enumerate(comings) if not self._store.check([key])}
+                if time.monotonic() >= end:
+                    return f"{self._late(late)} within {self._timeout}; {_EVERY_RANK}" if late else ""
+                if not late:
+                    continue
+                notice = notice or WaitNotice(self._store, self.rank, self._call, range(self.world))
+                if elsewhere := notice.cross_wait(late):
+                    return f"{self._late(late)}, because ranks wait for each other: {elsewhere}; {_EVERY_RANK}"
+                if not has_warned and min(set(range(self.world)) - late.keys()) == self.rank:  # one for all
+                    text = f"{self._late(late)} for {_PATIENCE.seconds} s, and others wait until {self._timeout} have passed"
+                    warnings.warn(f"{text}; {_EVERY_RANK}", LateRanksWarning, stacklevel=2)
+                has_warned = True
+            return None
+        finally:
+            if notice is not None:
+                notice.withdraw()
+
+    def _come_in(self, keys: Sequence[str], seconds: float, *, quietly: bool) -> bool:
+        """Whether the keys are there after at most so many seconds. ``quietly``: looks now and then, because the store
+        writes lines to stderr for each wait in vain."""
+        if not quietly:
+            try:
+                self._store.wait(list(keys), timedelta(seconds=max(seconds, 0.001)))
+            except RuntimeError:  # store types have no common error class; one that is gone raises again here
+                return bool(self._store.check(list(keys)))
+            return True
+        end = time.monotonic() + seconds
+        while not self._store.check(list(keys)):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def _late(self, late: Iterable[int]) -> str:
+        return f"ranks {sorted(late)} did not come to {self._call}"
 
     def _leave(self, keys: Sequence[str], counter: str) -> None:
         """The last rank that leaves deletes the keys."""
@@ -99,13 +178,13 @@ def _answer(first: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         raise from_text(as_text(error)) from error
 
 
-def first_rank_decides(decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the first rank's ``decide()`` returns, on every rank; called by all of them."""
-    return Gathering().round("", lambda _: decide())
+def first_rank_decides(call: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the first rank's ``decide()`` returns, on every rank; called by all of them, in ``call`` of the user."""
+    return Gathering(call).round("", lambda _: decide())
 
 
-def raise_together(error: CheckpointError | None) -> None:
-    """Raise the first rank's error on every rank, if any has one; called by all of them."""
+def raise_together(call: str, error: CheckpointError | None) -> None:
+    """Raise the first rank's error on every rank, if any has one; called by all of them, in ``call`` of the user."""
 
     def look(messages: Sequence[str]) -> dict[str, Any]:
         failed = [rank for rank, message in enumerate(messages) if message]
@@ -114,7 +193,7 @@ def raise_together(error: CheckpointError | None) -> None:
         return {}
 
     try:
-        Gathering().round(as_text(error) if error is not None else "", look)
+        Gathering(call).round(as_text(error) if error is not None else "", look)
     except CheckpointError as together:
         raise together from error
     if error is not None:

@@ -90,10 +90,8 @@ def fill_the_rest(model: nn.Module, *, is_new: bool) -> None:
 
 
 def _has_tensors_without_values(model: nn.Module) -> bool:
-    return any(
-        tensor.is_meta or is_deferred(tensor)
-        for module in model.modules()
-        for tensors in (module._parameters, module._buffers)
-        for tensor in tensors.values()
-        if tensor is not None and not isinstance(tensor, DTensor)
-    )
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and not isinstance(tensor, DTensor) and (tensor.is_meta or is_deferred(tensor)):
+                return True
+    return False

@@ -26,7 +26,10 @@ from vescale.gradients import OtherStages, other_stages
 __all__ = ["load_stored"]
 
 # What other programs put in front of the names of a model's tensors.
-_PREFIXES = ("model.", "", "module.", "state_dict.", "model_state_dict.", "model.module.", "app.model.")
+_PREFIXES = ("model.", "", "module.", "state_dict.", "state_dict.model.", "model_state_dict.")
+_PREFIXES += ("model.module.", "app.model.")
+# And in front of states of their only optimizer.
+_OPTIMIZER_PREFIXES = ("optimizer", "optim", "app.optim", "app.optimizer", "optimizer_state_dict")
 
 
 def load_stored(
@@ -38,8 +41,9 @@ def load_stored(
     strict: bool,
     rng: bool,
     cast: bool,
+    call: str,
 ) -> dict[str, Any]:
-    """See ``Checkpointer.restore``. Called by all ranks of the job."""
+    """See ``Checkpointer.restore``. Called by all ranks of the job, in ``call`` of the user."""
     if model is not None:
         check_model(model)
     loads: dict[str, OptimizerLoad] = {}
@@ -51,7 +55,7 @@ def load_stored(
             plan.differences.refuse(str(stored.folder))
     except CheckpointError as found:
         error = found
-    raise_together(error)  # before anything is changed anywhere
+    raise_together(call, error)  # before anything is changed anywhere
     targets = {name: target for name, target in plan.targets.items() if name in plan.fitting}
     read_tensors(plan.stored, targets, cast=cast)
     for load in loads.values():
@@ -231,13 +235,15 @@ def _with_our_names(stored: Stored, state: ModelState) -> Stored:
 
 
 def _by_names(stored: Stored, prefix: str, state: ModelState) -> dict[str, Any] | None:
-    """The states of a foreign checkpoint whose names are ``optimizer.state.PARAMETER.STATE``; options are not taken."""
+    """The states of a foreign checkpoint whose names are ``optimizer.state.PARAMETER.STATE``, or ``optim.state...`` as in
+    PyTorch's tutorials; options are not taken."""
     if stored.format == "vescale":
         return None
-    start = f"{prefix}.state."
+    prefixes = _OPTIMIZER_PREFIXES if prefix == "optimizer" else (prefix,)
+    start = next((s for p in prefixes for s in (f"{p}.state.",) if any(n.startswith(s) for n in stored.tensors)), None)
     found: dict[str, dict[str, Any]] = {}
     parameters = sorted(state.names.values(), key=len, reverse=True)
-    for name in stored.tensors:
+    for name in stored.tensors if start is not None else ():
         if name.startswith(start):
             rest = name.removeprefix(start)
             owner = next((each for each in parameters if rest.startswith(f"{each}.")), None)

@@ -50,8 +50,8 @@ def save(
             "a checkpoint to overwrite" if overwrite else "no such path; pass overwrite=True to replace a checkpoint"
         )
         error = SaveFailedError(f"{found} is there already; expected {expected}")
-    raise_together(error)
-    saver = Saver(str(found.parent), asynchronous=False, locks=False)
+    raise_together("save", error)
+    saver = Saver(str(found.parent), "save", asynchronous=False, locks=False)
     try:
         saver.save(snapshot, Target(found.name, replace=overwrite))
     finally:
@@ -86,9 +86,9 @@ def load(
         stored = open_stored(path)
     except (CheckpointError, OSError) as found:
         error = found if isinstance(found, CheckpointError) else UnknownFormatError(f"{path}: {found}")
-    raise_together(error)
+    raise_together("load", error)
     assert stored is not None
     if stored.format == "safetensors" and model is not None and optimizer is None and is_transformers_model(model):
         different = load_hf(model, path, strict=strict)
         return {} if strict else {"not_loaded": different.as_dict()}
-    return load_stored(stored, model, optimizer, more, strict=strict, rng=rng, cast=cast)
+    return load_stored(stored, model, optimizer, more, strict=strict, rng=rng, cast=cast, call="load")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -56,15 +56,10 @@ def read_tensors(
     """
     compare(stored.tensors, targets, cast=cast).refuse(str(stored.folder))
     blocks = {name: local_blocks(name, targets[name]) for name in sorted(targets)}
-    shares = plan_shares(blocks) if share else Shares(set(blocks), [])
-    failure = None
-    try:
-        _fill(stored, {name: blocks[name] for name in blocks if name in shares.own})
-    except (OSError, CheckpointError) as error:
-        failure = error if isinstance(error, CheckpointError) else DamagedFileError(f"{stored.folder}: {error}")
-    failure = shares.agree(failure)  # nobody waits for a broadcast that does not come
-    if failure is not None:
-        raise failure
+    shares = plan_shares(blocks) if share else Shares(set(blocks))
+    shares.agree(_fill_or_failure(stored, blocks, shares.own))  # nobody waits for a broadcast that does not come
+    if shares.is_uneven:
+        shares.agree(_fill_or_failure(stored, blocks, shares.plain - shares.own))
     broadcast_shares(shares, blocks)
     note_writes([entry.tensor for entry in blocks.values()])
     written = [entry.local for entry in blocks.values() if entry.local is not None]
@@ -76,6 +71,16 @@ def read_whole(stored: Stored, names: Iterable[str]) -> dict[str, torch.Tensor]:
     found = {name: torch.empty(stored.tensors[name].shape, dtype=stored.tensors[name].dtype) for name in names}
     read_tensors(stored, found, share=False)
     return found
+
+
+def _fill_or_failure(
+    stored: Stored, blocks: Mapping[str, LocalBlocks], names: Collection[str]
+) -> CheckpointError | None:
+    try:
+        _fill(stored, {name: blocks[name] for name in blocks if name in names})
+    except (OSError, CheckpointError) as error:
+        return error if isinstance(error, CheckpointError) else DamagedFileError(f"{stored.folder}: {error}")
+    return None
 
 
 @torch.no_grad()

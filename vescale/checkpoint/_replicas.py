@@ -9,7 +9,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -58,57 +58,66 @@ def repeated_position(mesh: DeviceMesh, repeated: Sequence[int]) -> tuple[int, i
 
 @dataclass
 class Shares:
-    """How the ranks of a job divide reading.
+    """How the ranks of a job divide reading, as long as all of them have plain tensors of the same names and forms.
 
     Attributes:
         own: names of the tensors that this rank reads itself.
         received: (name, number of the owner among the ranks that hold the same), in the order of broadcasts.
+        plain: names of plain tensors.
+        digest: of the names and forms of plain tensors.
         consensus: all ranks of the job; None where ranks do not share.
+        is_uneven: ranks turned out to have other plain tensors than each other; each one reads its own, nobody sends them.
     """
 
     own: set[str]
-    received: list[tuple[str, int]]
+    received: list[tuple[str, int]] = field(default_factory=list)
+    plain: set[str] = field(default_factory=set)
+    digest: bytes = b""
     consensus: Consensus | None = None
+    is_uneven: bool = False
 
-    def agree(self, failure: CheckpointError | None) -> CheckpointError | None:
-        """An error that some rank has met, on every rank."""
-        if self.consensus is None:
-            return failure
-        messages = self.consensus.exchange(
-            as_text(failure).encode() if failure is not None else b"", lambda: "ranks read their parts of a checkpoint"
-        )
-        failed = [(rank, text.decode()) for rank, text in enumerate(messages) if text]
-        if failure is None and failed:
-            failure = from_text(failed[0][1], f"rank {failed[0][0]}: ")
-        return failure
+    def agree(self, failure: CheckpointError | None) -> None:
+        """After reading: raises an error that some rank has met, on every rank, and finds out whether ranks are uneven.
+        One round through the store; called by all ranks of the job."""
+        if self.consensus is not None:
+            text = as_text(failure).encode() if failure is not None else b""
+            messages = self.consensus.exchange(
+                self.digest + text, lambda: "ranks load a checkpoint; all of them have to call this"
+            )
+            size = len(self.digest)
+            failed = [(rank, each[size:].decode()) for rank, each in enumerate(messages) if len(each) > size]
+            if failure is None and failed:
+                failure = from_text(failed[0][1], f"rank {failed[0][0]}: ")
+            if len({each[:size] for each in messages}) > 1:
+                self.is_uneven = True
+                self.received = [(name, owner) for name, owner in self.received if name not in self.plain]
+        if failure is not None:
+            raise failure
 
 
 def plan_shares(blocks: Mapping[str, LocalBlocks]) -> Shares:
-    """Divide reading among ranks that hold the same. One round through the store; called by all ranks of the job."""
+    """Divide reading among ranks that hold the same. No communication; called by all ranks of the job."""
     if not has_other_ranks():
-        return Shares(set(blocks), [])
+        return Shares(set(blocks))
     plain = {name: entry for name, entry in blocks.items() if entry.mesh is None}
-    consensus = Consensus(range(dist.get_world_size()), "checkpoint read")
     text = repr([(name, entry.shape, entry.dtype) for name, entry in sorted(plain.items())])
-    digests = consensus.exchange(
-        hashlib.sha256(text.encode()).digest(), lambda: "ranks load a checkpoint; all of them have to call this"
-    )
     own, received = set(), []
     together: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[str]] = defaultdict(list)
     for name, entry in blocks.items():
-        if entry.mesh is None and len(set(digests)) > 1:
-            own.add(name)
-        elif entry.local is not None:
+        if entry.local is not None:
             together[entry.mesh, entry.repeated].append(name)
     for (mesh, repeated), names in together.items():
         number, count = (
             repeated_position(mesh, repeated) if mesh is not None else (dist.get_rank(), dist.get_world_size())
         )
+        if count == 1:
+            own.update(names)
+            continue
         owners = assign(((name, blocks[name].nbytes) for name in names), count)
         own |= {name for name in names if owners[name] == number}
-        if count > 1:
-            received += [(name, owners[name]) for name in sorted(names, key=lambda name: (owners[name], name))]
-    return Shares(own, received, consensus)
+        received += [(name, owners[name]) for name in sorted(names, key=lambda name: (owners[name], name))]
+    consensus = Consensus(range(dist.get_world_size()), "checkpoint read")
+    return Shares(own, received, set(plain), hashlib.sha256(text.encode()).digest(), consensus)
 
 
 @torch.no_grad()

@@ -64,8 +64,8 @@ class Saver:
     names, which ranks compare in the first save. Later ones exchange one message through the store, when all have written.
     """
 
-    def __init__(self, folder: str, *, asynchronous: bool, locks: bool = True) -> None:
-        self.folder = folder
+    def __init__(self, folder: str, call: str, *, asynchronous: bool, locks: bool = True) -> None:
+        self.folder, self._call = folder, call
         self._locks = locks
         self._writer = Writer() if asynchronous else None
         self._gathering: Gathering | None = None
@@ -178,7 +178,7 @@ class Saver:
             self._release()
             self._has_failed = False
         if self._gathering is None:
-            gathering = Gathering()
+            gathering = Gathering(self._call)
             try:
                 self._id = gathering.round("", lambda _: {"id": self._prepare()})["id"]
             except CheckpointError as error:
@@ -205,13 +205,15 @@ class Saver:
         self, gathering: Gathering, writing: _Writing, head: dict[str, Any], target: Target, write: Any
     ) -> None:
         """Write this rank's file, and have the first rank commit what all have written."""
-        message = "ok"
-        try:
-            _check_space(self.folder, writing.nbytes)
-            writing.put_checksums(write())
-            message += f"{target.name}\n{pack_part(writing.part)}"
-        except (OSError, CheckpointError, ValueError) as error:
-            message = f"no{as_text(error)}"
+
+        def message() -> str:
+            try:
+                _check_space(self.folder, writing.nbytes)
+                writing.put_checksums(write())
+                return f"ok{target.name}\n{pack_part(writing.part)}"
+            except (OSError, CheckpointError, ValueError) as error:
+                return f"no{as_text(error)}"
+
         try:
             outcome = gathering.round(message, lambda messages: self._commit(messages, writing, head, target))
         except CheckpointError as error:

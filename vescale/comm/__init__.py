@@ -31,6 +31,7 @@ from vescale.comm._ring_cost import (
     ring_seconds,
 )
 from vescale.comm._streams import SideStream
+from vescale.comm._waiting_ranks import WaitNotice
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -57,6 +58,7 @@ __all__ = [
     "RankGoneError",
     "ReductionCost",
     "SideStream",
+    "WaitNotice",
     "all_gather_into",
     "all_gather_v",
     "all_reduce",

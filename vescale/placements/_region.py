@@ -64,14 +64,20 @@ class Box:
 
     def intersect(self, other: Box) -> tuple[Box, Box] | None:
         """The common block, seen from this local tensor and from the other's; None when they are disjoint."""
-        starts = tuple(map(max, self.offset, other.offset))
-        stops = tuple(min(a + m, b + n) for a, m, b, n in zip(self.offset, self.sizes, other.offset, other.sizes))
-        sizes = tuple(stop - start for start, stop in zip(starts, stops))
-        if any(size <= 0 for size in sizes):
-            return None
-        return self._cut(starts, sizes), other._cut(starts, sizes)
+        common = self.part_in(other.offset, other.sizes)
+        return None if common is None else (common, other._cut(common.offset, common.sizes))
+
+    def part_in(self, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Box | None:
+        """The part of this block within a block of the global tensor; None when they are disjoint."""
+        starts = tuple(map(max, self.offset, offset))
+        sizes = tuple(
+            min(a + m, b + n) - start for a, m, b, n, start in zip(self.offset, self.sizes, offset, sizes, starts)
+        )
+        return None if sizes and min(sizes) <= 0 else self._cut(starts, sizes)
 
     def _cut(self, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+        if sizes == self.sizes:  # a part of the same sizes is the block itself
+            return self
         shift = tuple(start - own for start, own in zip(starts, self.offset))
         if self.local_strides is None:
             start = tuple(own + by for own, by in zip(self.local_start, shift))
